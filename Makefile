@@ -1,0 +1,45 @@
+# Two commands matter: `make serve` and `make test`. Both set everything up in .venv first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help install serve test test-all lint typecheck format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(STAMP)  ## virtual environment with chairlift and its tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+serve: install  ## fetch the default model and talk to it
+	$(BIN)/chairlift chat
+
+test: install lint typecheck  ## what CI runs: style, types, and the tests
+	$(BIN)/python -m pytest
+
+test-all: install lint typecheck  ## everything, the slow checks too
+	$(BIN)/python -m pytest -m ''
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+typecheck: install
+	$(BIN)/mypy
+
+format: install  ## rewrite the code in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install  ## the throughput comparison of the README
+	$(BIN)/chairlift bench throughput
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,1 @@
+"""Attention over a ragged batch, behind one interface."""

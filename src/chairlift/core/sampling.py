@@ -1,0 +1,143 @@
+"""What a caller may ask of the sampler, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+
+MAX_COMPLETIONS = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the next token, and when to stop. Born valid; never changed.
+
+    Names and defaults follow what users of this field know. `temperature=0` is greedy. `top_k=0` (or -1)
+    and `top_p=1.0` switch those filters off. `max_tokens=None` means "until the context is full".
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        _integer("n", self.n, 1, MAX_COMPLETIONS)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _integer("top_k", self.top_k, 0)
+        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token, bias in (self.logit_bias or {}).items():
+            _integer("logit_bias", token, 0)
+            _number("logit_bias", bias, -100.0, 100.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, MAX_SEED)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            problem = f"must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            raise InvalidParameter("min_tokens", problem)
+        for token in self.stop_ids:
+            _integer("stop_token_ids", token, 0)
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise InvalidParameter(
+                "stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop_strings)}"
+            )
+        if not all(isinstance(text, str) and text for text in self.stop_strings):
+            raise InvalidParameter("stop", "must be non-empty strings")
+        if self.stop_strings and not self.detokenize:
+            raise InvalidParameter("stop", "needs detokenize=True: stop strings are found in the text")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(name, f"must be true or false, got {getattr(self, name)!r}")
+
+    def _normalise(self) -> None:
+        """Turn the spellings that callers use into one: no lists that could change later, no -1 for "off"."""
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(_sequence("stop", self.stop))
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(_sequence("stop_token_ids", self.stop_token_ids)))
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise InvalidParameter("logit_bias", "must map token ids to numbers")
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        assert isinstance(self.stop, tuple)
+        return self.stop
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        assert isinstance(self.stop_token_ids, tuple)
+        return self.stop_token_ids
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, checked like a new one."""
+        known = {field.name for field in fields(self)}
+        for name in changes:
+            if name not in known:
+                raise InvalidParameter(name, "is not a sampling parameter")
+        return replace(self, **changes)
+
+
+def _sequence(name: str, value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise InvalidParameter(name, f"must be a list, got {type(value).__name__}")
+    return value
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    limits = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidParameter(name, f"must be {limits}, got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise InvalidParameter(name, f"must be {limits}, got {value}")
+
+
+def _number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
+    limits = f"a number {'above' if low_open else 'of at least'} {low:g} and at most {high:g}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidParameter(name, f"must be {limits}, got {value!r}")
+    if value < low or value > high or (low_open and value == low):
+        raise InvalidParameter(name, f"must be {limits}, got {value}")

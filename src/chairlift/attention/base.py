@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -31,3 +33,73 @@ class Attend(Protocol):
     def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim] -> [T, heads, head_dim]."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVStorage:
+    """The cache's tensors, one pair per layer, each [num_blocks, block_size, kv_heads, head_dim]."""
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+
+    @property
+    def block_size(self) -> int:
+        return int(self.keys[0].shape[1])
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put each token's key and value [T, kv_heads, head_dim] into its slot (block * block_size + offset)."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, k.to(keys.dtype))
+        values.view(-1, *values.shape[2:]).index_copy_(0, slots, v.to(values.dtype))
+
+    def read(self, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """One sequence's first `length` keys and values, gathered through its block table [blocks]."""
+        used = table[: -(-length // self.block_size)]
+        gathered = (side[layer].index_select(0, used).flatten(0, 1)[:length] for side in (self.keys, self.values))
+        keys, values = gathered
+        return keys, values
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy-on-write. All sources are read before any target is written, so that they may overlap."""
+        device = self.keys[0].device
+        source = torch.tensor(sources, device=device)
+        target = torch.tensor(targets, device=device)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedLayout:
+    """Which rows of the batch belong to which sequence, and where each sequence's cache is. S sequences, T tokens.
+
+    Sequence i owns rows [offsets[i], offsets[i + 1]), which are its tokens at positions [starts[i], ends[i]).
+    """
+
+    offsets: Sequence[int]  # S + 1, from 0 to T
+    starts: Sequence[int]  # S
+    ends: Sequence[int]  # S
+    tables: Tensor  # [S, longest table] int32: logical -> physical block, zero-padded
+    slots: Tensor  # [T] int64: where each token's key and value go
+
+
+class AttentionBackend(Protocol):
+    """A way to compute attention over a ragged batch."""
+
+    name: str
+
+    @classmethod
+    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Why this backend cannot serve such a model there; empty if it can."""
+        ...
+
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+        """Prepare what all layers of one step have in common."""
+        ...
+
+
+def visible_mask(start: int, end: int, window: int | None, device: torch.device) -> Tensor:
+    """[end - start, end] bool: which positions the tokens at [start, end) of one sequence may see."""
+    queries = torch.arange(start, end, device=device)[:, None]
+    positions = torch.arange(end, device=device)[None, :]
+    mask = positions <= queries
+    return mask if window is None else mask & (positions > queries - window)

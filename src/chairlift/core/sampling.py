@@ -67,9 +67,7 @@ class SamplingParams:
         for token in self.stop_ids:
             _integer("stop_token_ids", token, 0)
         if len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise InvalidParameter(
-                "stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop_strings)}"
-            )
+            raise InvalidParameter("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop_strings)}")
         if not all(isinstance(text, str) and text for text in self.stop_strings):
             raise InvalidParameter("stop", "must be non-empty strings")
         if self.stop_strings and not self.detokenize:

@@ -1,0 +1,56 @@
+"""Bursted attention: one call per request, written as the formula. Slow, and the oracle for all the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout, visible_mask
+
+
+class BurstedAttention:
+    name = "bursted"
+
+    @classmethod
+    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
+        return []
+
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+        return _BurstedStep(layout, storage)
+
+
+@dataclass(frozen=True, slots=True)
+class _BurstedStep:
+    layout: RaggedLayout
+    storage: KVStorage
+
+    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layout = self.layout
+        self.storage.write(layer.index, layout.slots, k, v)
+        out = torch.empty_like(q)
+        for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
+            rows = slice(layout.offsets[i], layout.offsets[i + 1])
+            keys, values = self.storage.read(layer.index, layout.tables[i], end)
+            mask = visible_mask(start, end, layer.window, q.device)
+            out[rows] = attention_by_formula(layer, q[rows], keys, values, mask)
+        return out
+
+
+def attention_by_formula(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q·kᵀ·scale, masked)·v for one sequence, in float32.
+
+    q [c, heads, d]; keys, values [n, kv_heads, d]; mask [c, n] -> [c, heads, d] in q's type.
+    """
+    group = layer.num_heads // layer.num_kv_heads
+    query = q.float().transpose(0, 1).unflatten(0, (layer.num_kv_heads, group))  # [kv_heads, group, c, d]
+    key = keys.float().permute(1, 2, 0).unsqueeze(1)  # [kv_heads, 1, d, n]
+    value = values.float().transpose(0, 1).unsqueeze(1)  # [kv_heads, 1, n, d]
+    scores = query @ key * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    attended: Tensor = (weights @ value).flatten(0, 1).transpose(0, 1)
+    return attended.to(q.dtype)

@@ -1,0 +1,83 @@
+"""Everything that happens, as typed values in one stream.
+
+Outputs, metrics, the dashboard and the tests read these and never reach into the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chairlift.core.logprobs import TokenLogprobs
+from chairlift.core.plan import StepTiming
+from chairlift.core.prefix import Miss
+from chairlift.core.request import Ending
+
+
+@dataclass(frozen=True, slots=True)
+class RequestQueued:
+    time: float
+    request_id: str
+    num_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBoarded:
+    """It left the queue: the tokens it need not compute, and why there were not more of them."""
+
+    time: float
+    request_id: str
+    cached_tokens: int
+    miss: Miss | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPreempted:
+    """Memory ran out: its blocks were taken and it went back to the queue."""
+
+    time: float
+    request_id: str
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenProduced:
+    time: float
+    request_id: str
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class TextProduced:
+    """Text that is safe to show: whole characters, and no part of a stop string."""
+
+    time: float
+    request_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    time: float
+    request_id: str
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """What one step carried. Times are seconds."""
+
+    time: float
+    step: int
+    decode_tokens: int
+    prefill_tokens: int
+    requests: int
+    waiting: int
+    used_blocks: int
+    total_blocks: int
+    schedule_seconds: float
+    apply_seconds: float
+    timing: StepTiming
+
+
+Event = RequestQueued | RequestBoarded | RequestPreempted | TokenProduced | TextProduced | RequestFinished | StepDone

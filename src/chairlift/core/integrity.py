@@ -1,0 +1,79 @@
+"""Invariants of the scheduler and the KV accounting, checked from outside.
+
+Tests run this after every step of random workloads; it is also the shortest statement of what must always hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from chairlift.core.plan import StepPlan
+from chairlift.core.request import Status
+from chairlift.core.scheduler import Scheduler
+
+
+def check_accounting(scheduler: Scheduler) -> None:
+    """Blocks are conserved, counted right, and held only by requests that are on board."""
+    kv, pool = scheduler.kv, scheduler.kv.pool
+    tables = kv.tables()
+    holders = Counter(block for table in tables.values() for block in table)
+    free = pool.free_blocks()
+    assert len(free) == len(set(free)), "the free list names a block twice"
+    for block in range(pool.num_blocks):
+        assert pool.references(block) == holders[block], f"block {block}: reference count differs from its tables"
+        assert pool.is_free(block) == (holders[block] == 0), f"block {block} is lost or handed out twice"
+    for request_id, table in tables.items():
+        assert len(table) == len(set(table)), f"{request_id} holds a block twice"
+        request = scheduler.get(request_id)
+        assert request is not None, f"{request_id} is gone but holds blocks"
+        assert request.status is Status.RUNNING or request.steps_in_flight, f"{request_id} waits but holds blocks"
+        assert len(table) >= kv.blocks_for(request.num_computed), f"{request_id} lacks blocks for computed tokens"
+    for request in scheduler.running:
+        assert request.id in tables, f"{request.id} is on board without a table"
+    for name, queue in (("running", scheduler.running), ("waiting", scheduler.waiting)):
+        orders = [request.order for request in queue]
+        assert orders == sorted(set(orders)), f"{name} is out of order"
+    assert len(scheduler.running) <= scheduler.max_batch_requests
+
+
+def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
+    """A plan respects the budget, and writes each block on behalf of one request that holds it alone."""
+    limits = scheduler.budget.limits()
+    assert plan.num_tokens <= limits.tokens
+    assert plan.num_tokens - plan.num_decodes <= limits.prefill_tokens
+    kv = scheduler.kv
+    written: set[int] = set()
+    for chunk in plan.chunks:
+        request = chunk.request
+        assert chunk.count >= 1
+        assert chunk.start == request.num_computed
+        assert chunk.end <= request.num_known
+        first, last = chunk.start // kv.block_size, (chunk.end - 1) // kv.block_size
+        for block in chunk.table[first : last + 1]:
+            assert kv.pool.references(block) == 1, f"{request.id} writes block {block}, which others hold too"
+            assert not kv.pool.is_cached(block), f"{request.id} writes block {block}, which is indexed"
+            assert block not in written
+            written.add(block)
+    targets = [copy.target for copy in plan.copies]
+    assert len(targets) == len(set(targets))
+    assert set(targets) <= written, "a copy nobody writes to is work for nothing"
+
+
+def check_shared_prefixes(scheduler: Scheduler) -> None:
+    """Every indexed block in a table holds exactly that request's tokens, after that request's prefix and salt."""
+    kv = scheduler.kv
+    for request in scheduler.running:
+        for position, block in enumerate(kv.table(request)):
+            if kv.pool.is_cached(block):
+                parent, tokens = kv.index.prefix_of(block)
+                start = position * kv.block_size
+                assert list(tokens) == list(request.tokens[start : start + kv.block_size])
+                if position:
+                    assert parent == kv.index.digests(request, position)[position - 1]
+
+
+def check_quiescent(scheduler: Scheduler) -> None:
+    """With no work left, every block is back."""
+    assert not scheduler.has_work
+    assert scheduler.kv.num_free == scheduler.kv.num_blocks
+    assert not scheduler.kv.tables()

@@ -1,0 +1,120 @@
+"""KV memory as accounting: who holds which blocks. The tensors themselves live in `execution`.
+
+The analogy is virtual memory. A request sees its tokens as contiguous; its block table maps each run of
+`block_size` tokens to a physical block anywhere in the pool, and several tables may point at the same block.
+
+    tokens      0 ........ 15 | 16 ....... 31 | 32 .. 37
+    table            7        |       2       |    9          block 9 has 10 slots left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chairlift.core.blocks import BlockPool
+from chairlift.core.plan import BlockCopy
+from chairlift.core.prefix import Miss, PrefixIndex, PrefixMatch
+from chairlift.core.request import Request
+
+
+class KVCache:
+    def __init__(self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.index = PrefixIndex(block_size)
+        self.pool = BlockPool(num_blocks, on_evict=self.index.remove)
+        self._tables: dict[str, list[int]] = {}
+        self._num_indexed: dict[str, int] = {}  # how many of a table's first blocks commit() has been through
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def table(self, request: Request) -> Sequence[int]:
+        return self._tables.get(request.id, ())
+
+    def tables(self) -> dict[str, tuple[int, ...]]:
+        return {request_id: tuple(table) for request_id, table in self._tables.items()}
+
+    def match(self, request: Request) -> PrefixMatch:
+        """The cached blocks `request` could start with. Only asks: no block changes hands."""
+        return self.index.find(request) if self.prefix_caching else PrefixMatch((), Miss.DISABLED)
+
+    def attach(self, request: Request, match: PrefixMatch) -> None:
+        """Begin `request`'s table with the blocks of `match`; their tokens count as computed."""
+        assert request.id not in self._tables
+        self.pool.share(match.blocks)
+        self._tables[request.id] = list(match.blocks)
+        self._num_indexed[request.id] = len(match.blocks)
+        request.num_computed = len(match.blocks) * self.block_size
+        if self.prefix_caching:
+            self.index.claim(request)
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+        """Begin `child`'s table with the blocks of `parent`'s first `num_tokens` tokens, the last one perhaps partly
+        filled: whoever writes into a shared block first gets a copy of it (see `reserve`)."""
+        assert child.id not in self._tables
+        assert parent.num_computed >= num_tokens
+        shared = self._tables[parent.id][: self.blocks_for(num_tokens)]
+        self.pool.share(shared)
+        self._tables[child.id] = list(shared)
+        self._num_indexed[child.id] = num_tokens // self.block_size
+        child.num_computed = num_tokens
+
+    def reserve(self, request: Request, count: int) -> tuple[BlockCopy, ...] | None:
+        """Make room to write `request`'s next `count` tokens, into blocks that it alone holds.
+
+        Returns the copies that must be made first, or None (and no change) if memory is short.
+        """
+        table = self._tables[request.id]
+        frozen = self._frozen_positions(request, table)
+        num_new = self.blocks_for(request.num_computed + count) - len(table)
+        blocks = self.pool.take(len(frozen) + max(num_new, 0))
+        if blocks is None:
+            return None
+        copies = []
+        for position in frozen:
+            copy = BlockCopy(source=table[position], target=blocks.pop())
+            table[position] = copy.target
+            self.pool.release([copy.source])
+            copies.append(copy)
+        table.extend(blocks)
+        return tuple(copies)
+
+    def _frozen_positions(self, request: Request, table: Sequence[int]) -> list[int]:
+        """Positions from the next write on whose block others hold too, or whose contents are indexed."""
+        first = request.num_computed // self.block_size
+        return [
+            position
+            for position in range(first, len(table))
+            if self.pool.references(table[position]) > 1 or self.pool.is_cached(table[position])
+        ]
+
+    def num_missing(self, request: Request) -> int:
+        """Blocks that `request` does not hold yet but needs for the tokens it knows."""
+        return max(0, self.blocks_for(request.num_known) - len(self.table(request)))
+
+    def commit(self, request: Request) -> None:
+        """Index the blocks that `request` has filled by now."""
+        if not self.prefix_caching:
+            return
+        table = self._tables[request.id]
+        num_full = request.num_computed // self.block_size
+        for position in range(self._num_indexed[request.id], num_full):
+            if self.index.insert(request, position, table[position]):
+                self.pool.mark_cached(table[position])
+        self._num_indexed[request.id] = max(num_full, self._num_indexed[request.id])
+
+    def release(self, request: Request) -> None:
+        """The one way out: give back every block `request` holds, tail first."""
+        table = self._tables.pop(request.id, [])
+        self._num_indexed.pop(request.id, None)
+        self.index.disclaim(request)
+        self.pool.release(reversed(table))

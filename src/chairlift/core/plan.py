@@ -1,0 +1,89 @@
+"""What one step will do, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chairlift.core.logprobs import TokenLogprobs
+from chairlift.core.request import Request
+
+BAD_LOGITS = -1  # stands for a token where the model gave no usable scores
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy-on-write: block `source` must be copied to `target` before the step writes anything."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens [start, start + count) of one request, to be computed in this step."""
+
+    request: Request
+    start: int
+    count: int
+    table: Sequence[int]  # the request's block table: logical block -> physical block
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def samples(self) -> bool:
+        """Whether this chunk reaches the last known token, so that the next one can be sampled."""
+        return self.end == self.request.num_known
+
+    @property
+    def decodes(self) -> bool:
+        return self.count == 1 and self.start >= self.request.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One ragged batch: chunks of many requests, concatenated in this order."""
+
+    step: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(chunk.decodes for chunk in self.chunks)
+
+    @property
+    def copies(self) -> list[BlockCopy]:
+        return [copy for chunk in self.chunks for copy in chunk.copies]
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Where the executor's share of a step went, in seconds."""
+
+    build: float = 0.0  # plan -> tensors
+    forward: float = 0.0  # the model
+    sample: float = 0.0  # logits -> tokens
+
+    @property
+    def total(self) -> float:
+        return self.build + self.forward + self.sample
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry per chunk of the plan that samples, in the plan's order."""
+
+    plan: StepPlan
+    tokens: Sequence[int]  # BAD_LOGITS where a row could not be sampled
+    logprobs: Sequence[TokenLogprobs | None]
+    timing: StepTiming = StepTiming()

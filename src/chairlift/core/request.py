@@ -1,0 +1,153 @@
+"""A request: what is known of its tokens, and how much of that is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from chairlift.core.sampling import SamplingParams
+
+
+class Status(StrEnum):
+    WAITING = "waiting"  # in the queue: new, or sent back to it by a preemption
+    RUNNING = "running"  # on the lift: holds a seat and KV blocks
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a request finished. `detail` is the stop token id or stop string, or the error's text."""
+
+    reason: FinishReason
+    detail: int | str | None = None
+
+
+class Request:
+    """One sequence being generated.
+
+    Its *known* tokens are the prompt and all that was generated; the first `num_computed` of them have their
+    keys and values in the cache. That difference is all the scheduler looks at: a decode is one token behind,
+    a prefill is many behind, a prefix hit starts further ahead.
+
+    Only the scheduler (and the KV accounting under it) changes a request; everyone else reads.
+    """
+
+    __slots__ = (
+        "_tokens",
+        "arrival",
+        "block_digests",
+        "deadline",
+        "ending",
+        "eos_ids",
+        "id",
+        "leader",
+        "max_new_tokens",
+        "num_cached",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt",
+        "order",
+        "params",
+        "salt",
+        "seed",
+        "status",
+        "steps_in_flight",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_new_tokens: int,
+        arrival: float,
+        seed: int = 0,
+        eos_ids: frozenset[int] = frozenset(),
+        deadline: float | None = None,
+        salt: str = "",
+        leader: Request | None = None,
+    ) -> None:
+        assert prompt, "an empty prompt is refused before a request is made"
+        assert max_new_tokens >= 1
+        self.id = request_id
+        self.order = -1  # place in the order of submission, given by the scheduler
+        self.params = params
+        self.arrival = arrival
+        self.seed = seed
+        self.eos_ids = eos_ids
+        self.deadline = deadline
+        self.salt = salt  # requests with different salts never share cached blocks
+        self.leader = leader  # the sibling (n > 1) whose prompt blocks this one will share
+        self.num_prompt = len(prompt)
+        self.max_new_tokens = max_new_tokens
+        self._tokens = list(prompt)
+        self.num_computed = 0
+        self.num_cached = 0  # prompt tokens that were found in the cache on first boarding
+        self.num_preemptions = 0
+        self.status = Status.WAITING
+        self.ending: Ending | None = None
+        self.steps_in_flight = 0  # planned steps whose results have not been applied yet
+        self.block_digests: list[bytes] = []  # prefix digests of the first full blocks, extended on demand
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """All known tokens, prompt first."""
+        return self._tokens
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self._tokens[: self.num_prompt]
+
+    @property
+    def output(self) -> Sequence[int]:
+        return self._tokens[self.num_prompt :]
+
+    @property
+    def num_known(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self._tokens) - self.num_prompt
+
+    @property
+    def num_behind(self) -> int:
+        """Known tokens that still have to be computed."""
+        return len(self._tokens) - self.num_computed
+
+    @property
+    def decoding(self) -> bool:
+        """One token behind, and that token is its own."""
+        return self.num_computed == len(self._tokens) - 1 and self.num_computed >= self.num_prompt
+
+    @property
+    def max_known(self) -> int:
+        """The most tokens this request can ever have."""
+        return self.num_prompt + self.max_new_tokens
+
+    def append(self, token: int) -> None:
+        self._tokens.append(token)
+
+    def ending_after(self, token: int) -> Ending | None:
+        """The ending that `token`, just appended, brings by itself (stop strings are the text layer's)."""
+        if token in self.params.stop_ids:
+            return Ending(FinishReason.STOP, token)
+        if token in self.eos_ids and not self.params.ignore_eos:
+            return Ending(FinishReason.STOP)
+        if self.num_output >= self.max_new_tokens:
+            return Ending(FinishReason.LENGTH)
+        return None
+
+    def __repr__(self) -> str:
+        progress = f"{self.num_computed}/{self.num_known} computed"
+        return f"Request({self.id!r}, {self.status}, prompt {self.num_prompt}, {progress})"

@@ -1,0 +1,318 @@
+"""Who computes which tokens next.
+
+There are no prefill and decode phases here. Every step, each request on board is offered as many of its missing
+tokens as the budget and the memory allow: first those that are one token behind, then the others, then requests
+from the queue while there are seats. All of it goes through the model as one ragged batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable
+from enum import StrEnum
+
+from chairlift.core.budget import StepLimits, TokenBudget
+from chairlift.core.events import (
+    Event,
+    RequestBoarded,
+    RequestFinished,
+    RequestPreempted,
+    RequestQueued,
+    TokenProduced,
+)
+from chairlift.core.kv_cache import KVCache
+from chairlift.core.plan import BAD_LOGITS, BlockCopy, Chunk, StepPlan, StepResult
+from chairlift.core.policy import Policy
+from chairlift.core.prefix import PrefixMatch
+from chairlift.core.request import Ending, FinishReason, Request, Status
+from chairlift.errors import InvalidParameter
+
+StopStringCheck = Callable[[Request, int], str | None]
+"""Looks at a token just appended to a request and returns the stop string that it completes, if any."""
+
+
+class WaitReason(StrEnum):
+    NEXT_STEP = "it has just arrived"
+    SEATS = "all seats are taken (max_batch_requests)"
+    BUDGET = "the step's token budget is used up (max_batch_tokens, max_prefill_tokens)"
+    MEMORY = "not enough free KV blocks for its tokens"
+    PREEMPTION = "memory ran out in this step; nobody boards until those on board fit"
+    SIBLING = "its sibling (n > 1) is still computing the prompt they share"
+    PREFIX = "a request on board is computing the prefix they share"
+
+
+class Scheduler:
+    """Owns every request from submission to its one ending. `now` is always an argument: no clock is read here."""
+
+    def __init__(self, kv: KVCache, budget: TokenBudget, policy: Policy, max_batch_requests: int) -> None:
+        if max_batch_requests < 1:
+            raise InvalidParameter("max_batch_requests", f"must be at least 1, got {max_batch_requests}")
+        self.kv = kv
+        self.budget = budget
+        self.policy = policy
+        self.max_batch_requests = max_batch_requests
+        self.waiting: list[Request] = []  # both lists are in order of submission
+        self.running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._events: list[Event] = []
+        self._num_submitted = 0
+        self._num_steps = 0
+        self._queue_waits_for = WaitReason.NEXT_STEP
+
+    # ---- requests in and out ------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now: float) -> None:
+        self.check_fits(request.num_prompt, request.max_new_tokens)
+        if request.id in self._requests:
+            raise InvalidParameter("request_id", f"{request.id!r} is already in use")
+        request.order = self._num_submitted
+        self._num_submitted += 1
+        self._requests[request.id] = request
+        self.waiting.append(request)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.order, request))
+        self._events.append(RequestQueued(now, request.id, request.num_prompt))
+
+    def check_fits(self, num_prompt: int, max_new_tokens: int) -> None:
+        """Refuse what could never run: alone on the lift, a request must be able to reach its last token."""
+        # The last token is sampled but never computed, so it needs no room.
+        needed = self.kv.blocks_for(num_prompt + max_new_tokens - 1)
+        if needed > self.kv.num_blocks:
+            room = self.kv.num_blocks * self.kv.block_size
+            problem = f"{num_prompt} tokens and up to {max_new_tokens} new ones exceed the KV cache of {room} tokens"
+            raise InvalidParameter("prompt", f"{problem}; shorten it, lower max_tokens or raise kv_memory")
+
+    def finish(self, request_id: str, ending: Ending, now: float) -> bool:
+        """End a request from outside (cancel, deadline, error). False if it is unknown or over already."""
+        request = self._requests.get(request_id)
+        if request is None or request.status is Status.FINISHED:
+            return False
+        self._finish(request, ending, now)
+        return True
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def open_requests(self) -> list[str]:
+        return [request.id for request in (*self.running, *self.waiting)]
+
+    def why_waiting(self, request_id: str) -> WaitReason | None:
+        """Why this request has no seat; None if it has one, or is not here."""
+        request = self._requests.get(request_id)
+        if request is None or request.status is not Status.WAITING:
+            return None
+        if _waits_for_leader(request):
+            return WaitReason.SIBLING
+        return WaitReason.PREFIX if self.kv.match(request).coming else self._queue_waits_for
+
+    def drain_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    # ---- planning a step ----------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan:
+        self._expire(now)
+        draft = _PlanDraft(self.budget.limits())
+        self._continue_running(draft, now)
+        self._board_waiting(draft, now)
+        plan = StepPlan(self._num_steps, tuple(draft.chunks.values()))
+        self._num_steps += 1
+        for chunk in plan.chunks:
+            chunk.request.steps_in_flight += 1
+        return plan
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, request = heapq.heappop(self._deadlines)
+            if request.status is not Status.FINISHED:
+                self._finish(request, Ending(FinishReason.DEADLINE), now)
+
+    def _continue_running(self, draft: _PlanDraft, now: float) -> None:
+        decoding = [request for request in self.running if request.decoding]
+        prefilling = [request for request in self.running if not request.decoding]
+        for request in decoding + prefilling:
+            count = draft.room_for(request)
+            # An older request may have preempted this one meanwhile.
+            if count and request.status is Status.RUNNING:
+                copies = self._reserve_or_preempt(request, count, draft, now)
+                if copies is not None:
+                    draft.add(request, count, self.kv, copies)
+
+    def _reserve_or_preempt(
+        self, request: Request, count: int, draft: _PlanDraft, now: float
+    ) -> tuple[BlockCopy, ...] | None:
+        """Room for `count` tokens, taken from others if need be; None if `request` itself had to give way."""
+        while (copies := self.kv.reserve(request, count)) is None:
+            victim = self.policy.victim(self.running)
+            draft.drop(victim)
+            self._preempt(victim, now)
+            if victim is request:
+                return None
+        return copies
+
+    def _preempt(self, victim: Request, now: float) -> None:
+        """Take a request's blocks and seat. Its tokens stay known, and are computed again when it is back on board
+        (often found in the prefix cache by then)."""
+        self._events.append(RequestPreempted(now, victim.id, victim.num_computed))
+        self.kv.release(victim)
+        self.running.remove(victim)
+        victim.num_computed = 0
+        victim.num_preemptions += 1
+        victim.status = Status.WAITING
+        insort(self.waiting, victim, key=_order)
+
+    def _board_waiting(self, draft: _PlanDraft, now: float) -> None:
+        if draft.memory_was_short:
+            self._queue_waits_for = WaitReason.PREEMPTION
+            return
+        for request in list(self.policy.boarding_order(self.waiting)):
+            obstacle = self._board(request, draft, now)
+            if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX):
+                continue  # it waits for another request, not for room: those behind it may pass
+            if obstacle is not None:
+                self._queue_waits_for = obstacle
+                return
+
+    def _board(self, request: Request, draft: _PlanDraft, now: float) -> WaitReason | None:
+        """Give `request` a seat and its first tokens, or say what stands in the way (and change nothing)."""
+        if len(self.running) >= self.max_batch_requests:
+            return WaitReason.SEATS
+        if not draft.prefill_room:
+            return WaitReason.BUDGET
+        if _waits_for_leader(request):
+            return WaitReason.SIBLING
+        match = self.kv.match(request)
+        if match.coming and not _can_fork(request):
+            return WaitReason.PREFIX
+        self._begin_table(request, match)
+        count = draft.room_for(request)
+        copies = self.kv.reserve(request, count) if self._fits_whole(request) else None
+        if copies is None:
+            self.kv.release(request)
+            request.num_computed = 0
+            return WaitReason.MEMORY
+        self._seat(request, match, now)
+        draft.add(request, count, self.kv, copies)
+        return None
+
+    def _begin_table(self, request: Request, match: PrefixMatch) -> None:
+        """Start from blocks that exist already: the leader's prompt (n > 1), or a prefix in the cache."""
+        if _can_fork(request):
+            assert request.leader is not None
+            self.kv.fork(request.leader, request, num_tokens=request.num_prompt - 1)
+        else:
+            self.kv.attach(request, match)
+
+    def _seat(self, request: Request, match: PrefixMatch, now: float) -> None:
+        self.waiting.remove(request)
+        insort(self.running, request, key=_order)
+        request.status = Status.RUNNING
+        if request.num_preemptions == 0:
+            request.num_cached = request.num_computed
+        self._events.append(RequestBoarded(now, request.id, request.num_computed, match.miss))
+
+    def _fits_whole(self, request: Request) -> bool:
+        """Whether all known tokens of `request` fit beside what those on board still need for theirs, with one
+        spare block for each of them: boarding someone only to throw him out again is work done twice."""
+        promised = sum(self.kv.num_missing(other) for other in self.running)
+        return self.kv.num_missing(request) + promised + len(self.running) <= self.kv.num_free
+
+    # ---- applying its result ------------------------------------------------------------------------------------
+
+    def apply(self, result: StepResult, now: float, completes_stop: StopStringCheck | None = None) -> None:
+        """Take in what a step computed: advance, append the sampled tokens, index full blocks, finish, free."""
+        samples = iter(zip(result.tokens, result.logprobs, strict=True))
+        for chunk in result.plan.chunks:
+            request = chunk.request
+            sample = next(samples) if chunk.samples else None
+            request.steps_in_flight -= 1
+            if request.status is Status.FINISHED:  # ended while the step was under way: its blocks are free now
+                self._leave(request)
+                continue
+            request.num_computed = chunk.end
+            self.kv.commit(request)
+            if sample is None:
+                continue
+            token, logprobs = sample
+            if token == BAD_LOGITS:
+                self._finish(request, Ending(FinishReason.ERROR, "the model produced no finite scores"), now)
+                continue
+            request.append(token)
+            self._events.append(TokenProduced(now, request.id, token, logprobs))
+            matched = completes_stop(request, token) if completes_stop else None
+            ending = Ending(FinishReason.STOP, matched) if matched else request.ending_after(token)
+            if ending is not None:
+                self._finish(request, ending, now)
+
+    def _finish(self, request: Request, ending: Ending, now: float) -> None:
+        """The one place where a request ends."""
+        assert request.ending is None
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        request.ending = ending
+        request.status = Status.FINISHED
+        self._events.append(RequestFinished(now, request.id, ending))
+        # A step under way may still write to its blocks: then apply() lets it leave.
+        if request.steps_in_flight == 0:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        if request.steps_in_flight == 0:
+            self.kv.release(request)
+            del self._requests[request.id]
+
+
+class _PlanDraft:
+    """The chunks chosen so far for the coming step, and what is left of its budget."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self.chunks: dict[str, Chunk] = {}
+        self.room = limits.tokens
+        self.prefill_room = min(limits.prefill_tokens, limits.tokens)
+        self.memory_was_short = False
+
+    def room_for(self, request: Request) -> int:
+        """How many of its missing tokens `request` may compute in this step."""
+        room = self.room if request.decoding else self.prefill_room
+        return min(request.num_behind, room)
+
+    def add(self, request: Request, count: int, kv: KVCache, copies: tuple[BlockCopy, ...]) -> None:
+        self._spend(request, count)
+        self.chunks[request.id] = Chunk(request, request.num_computed, count, kv.table(request), copies)
+
+    def drop(self, request: Request) -> None:
+        """Take a preempted request out again, if it was in, and give its tokens back to the budget."""
+        self.memory_was_short = True
+        chunk = self.chunks.pop(request.id, None)
+        if chunk is not None:
+            self._spend(request, -chunk.count)
+
+    def _spend(self, request: Request, count: int) -> None:
+        self.room -= count
+        if not request.decoding:
+            self.prefill_room -= count
+        self.prefill_room = min(self.prefill_room, self.room)
+
+
+def _order(request: Request) -> int:
+    return request.order
+
+
+def _waits_for_leader(request: Request) -> bool:
+    """A sibling boards once its leader has computed the prompt, so that they hold the prompt's blocks once."""
+    leader = request.leader
+    if leader is None or request.num_output:
+        return False
+    return leader.status is not Status.FINISHED and leader.num_computed < leader.num_prompt
+
+
+def _can_fork(request: Request) -> bool:
+    """Whether the leader's blocks of the whole prompt are there to share, its partly filled last one included."""
+    leader = request.leader
+    return leader is not None and leader.status is Status.RUNNING and request.num_output == 0

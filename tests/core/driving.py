@@ -1,0 +1,82 @@
+"""A scheduler with a pretend executor: enough to run whole workloads without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from chairlift.core.budget import FixedBudget
+from chairlift.core.events import Event
+from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
+from chairlift.core.kv_cache import KVCache
+from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.policy import ContinuousPolicy
+from chairlift.core.request import Request
+from chairlift.core.sampling import SamplingParams
+from chairlift.core.scheduler import Scheduler
+
+NextToken = Callable[[Request], int]
+
+
+def make_scheduler(
+    num_blocks: int = 100,
+    block_size: int = 4,
+    max_batch_tokens: int = 64,
+    max_prefill_tokens: int | None = None,
+    max_batch_requests: int = 8,
+    prefix_caching: bool = True,
+    kv_class: type[KVCache] = KVCache,
+) -> Scheduler:
+    kv = kv_class(num_blocks, block_size, prefix_caching=prefix_caching)
+    return Scheduler(kv, FixedBudget(max_batch_tokens, max_prefill_tokens), ContinuousPolicy(), max_batch_requests)
+
+
+def make_request(request_id: str, prompt: int | Sequence[int], new: int = 4, **options: object) -> Request:
+    """A prompt given as a length is made of tokens that no other request has."""
+    if isinstance(prompt, int):
+        base = 1000 + 1000 * (hash_name(request_id) % 4_000_000)
+        prompt = range(base, base + prompt)
+    params = options.pop("params", SamplingParams(max_tokens=new))
+    return Request(request_id, list(prompt), params, max_new_tokens=new, arrival=0.0, **options)  # type: ignore[arg-type]
+
+
+def hash_name(name: str) -> int:
+    return int.from_bytes(name.encode()[-7:], "big")
+
+
+def deterministic_token(request: Request) -> int:
+    """A token that depends only on the request's own tokens, as a greedy model's does."""
+    return (31 * request.tokens[-1] + 7 * request.num_known) % 997
+
+
+def run_plan(plan: StepPlan, next_token: NextToken = deterministic_token) -> StepResult:
+    tokens = [next_token(chunk.request) for chunk in plan.chunks if chunk.samples]
+    return StepResult(plan, tokens, [None] * len(tokens))
+
+
+def step(scheduler: Scheduler, now: float = 0.0, next_token: NextToken = deterministic_token) -> StepPlan:
+    """One step with every invariant checked before and after."""
+    plan = scheduler.schedule(now)
+    check_accounting(scheduler)
+    check_plan(scheduler, plan)
+    scheduler.apply(run_plan(plan, next_token), now)
+    check_accounting(scheduler)
+    check_shared_prefixes(scheduler)
+    return plan
+
+
+def run_to_end(
+    scheduler: Scheduler, next_token: NextToken = deterministic_token, limit: int = 10_000
+) -> list[StepPlan]:
+    plans = []
+    while scheduler.has_work:
+        plans.append(step(scheduler, float(len(plans)), next_token))
+        assert len(plans) < limit, "the workload does not come to an end"
+    return plans
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int]]:
+    return [(chunk.request.id, chunk.start, chunk.count) for chunk in plan.chunks]
+
+
+def events_of(scheduler: Scheduler, kind: type) -> list[Event]:
+    return [event for event in scheduler.drain_events() if isinstance(event, kind)]

@@ -1,5 +1,35 @@
-"""Chairlift: an LLM inference engine built around continuous batching."""
+"""Chairlift: an LLM inference engine built around continuous batching.
+
+>>> from chairlift import LLM, SamplingParams
+>>> llm = LLM("smollm2-135m")
+>>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chairlift.core.sampling import SamplingParams
+    from chairlift.execution.config import EngineConfig
+    from chairlift.execution.engine import Engine
+    from chairlift.llm import LLM
+
 __version__ = "0.1.0"
+
+__all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "__version__"]
+
+# Imported on first use, so that `import chairlift` does not wait for torch.
+_HOMES = {
+    "LLM": "chairlift.llm",
+    "SamplingParams": "chairlift.core.sampling",
+    "Engine": "chairlift.execution.engine",
+    "EngineConfig": "chairlift.execution.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'chairlift' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

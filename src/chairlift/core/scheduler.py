@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 from chairlift.core.budget import StepLimits, TokenBudget
@@ -65,8 +65,7 @@ class Scheduler:
 
     def submit(self, request: Request, now: float) -> None:
         self.check_fits(request.num_prompt, request.max_new_tokens)
-        if request.id in self._requests:
-            raise InvalidParameter("request_id", f"{request.id!r} is already in use")
+        self.check_unused([request.id])
         request.order = self._num_submitted
         self._num_submitted += 1
         self._requests[request.id] = request
@@ -80,9 +79,19 @@ class Scheduler:
         # The last token is sampled but never computed, so it needs no room.
         needed = self.kv.blocks_for(num_prompt + max_new_tokens - 1)
         if needed > self.kv.num_blocks:
-            room = self.kv.num_blocks * self.kv.block_size
-            problem = f"{num_prompt} tokens and up to {max_new_tokens} new ones exceed the KV cache of {room} tokens"
+            needs = f"{num_prompt} tokens and up to {max_new_tokens} new ones"
+            problem = f"{needs} exceed the KV cache of {self.capacity} tokens"
             raise InvalidParameter("prompt", f"{problem}; shorten it, lower max_tokens or raise kv_memory")
+
+    def check_unused(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._requests:
+                raise InvalidParameter("request_id", f"{request_id!r} is already in use")
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens the whole KV cache holds."""
+        return self.kv.num_blocks * self.kv.block_size
 
     def finish(self, request_id: str, ending: Ending, now: float) -> bool:
         """End a request from outside (cancel, deadline, error). False if it is unknown or over already."""
@@ -98,6 +107,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
 
     def open_requests(self) -> list[str]:
         return [request.id for request in (*self.running, *self.waiting)]

@@ -1,0 +1,36 @@
+"""Randomness without state: every number is a hash of (seed, position).
+
+A request that carries only a seed can be moved, preempted, recomputed or batched with others and still draws
+the same numbers, because nothing but the index of the token it is about to generate decides them.
+"""
+
+from __future__ import annotations
+
+from chairlift.core.sampling import MAX_SEED
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: consecutive multiples spread evenly over 64 bits
+_CHILDREN = 0xD1B54A32D192ED03  # keeps the seeds of children apart from the numbers of the parent
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, for the token at `position` of the output."""
+    return (_mix(_mix(seed) + (position + 1) * _GOLDEN) >> 11) * 2.0**-53
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request with `n` > 1.
+
+    Completion 0 keeps the seed itself, so that asking for more completions does not change the first.
+    """
+    if index == 0:
+        return seed
+    return _mix(_mix(seed ^ _CHILDREN) + index * _GOLDEN) & MAX_SEED
+
+
+def _mix(value: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): flips about half the bits for any change."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,88 @@
+"""What an engine can be told, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chairlift.attention import BACKENDS
+from chairlift.errors import InvalidParameter
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """None means: chosen from the model and the machine."""
+
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = "auto"  # auto, float32, bfloat16, float16
+    max_model_len: int | None = None  # longest prompt + output; the model's own limit by default
+    max_batch_tokens: int | None = None  # tokens per step, of all requests together
+    max_prefill_tokens: int | None = None  # the part of those that may be prompt tokens
+    max_batch_requests: int | None = None  # seats
+    block_size: int = 16
+    kv_memory: int | str | None = None  # bytes, or "2GiB"
+    prefix_caching: bool = True
+    attention: str = "auto"
+    seed: int | None = None  # makes the requests that bring no seed of their own repeatable
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_batch_tokens", "max_prefill_tokens", "max_batch_requests"):
+            _positive(name, getattr(self, name), optional=True)
+        _positive("block_size", self.block_size)
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise InvalidParameter("dtype", f"unknown type {self.dtype!r}; choose from auto, {', '.join(DTYPES)}")
+        if self.attention != "auto" and self.attention not in BACKENDS:
+            choices = ", ".join(BACKENDS)
+            raise InvalidParameter("attention", f"unknown backend {self.attention!r}; choose from auto, {choices}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+            raise InvalidParameter("seed", f"must be an integer of at least 0, got {self.seed!r}")
+        self.torch_device()
+
+    def torch_device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise InvalidParameter("device", f"unknown device {self.device!r}; choose auto, cpu or cuda") from None
+        if device.type not in ("cpu", "cuda"):
+            raise InvalidParameter("device", f"{device.type!r} is not supported; choose auto, cpu or cuda")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise InvalidParameter("device", "torch sees no CUDA device here; choose cpu")
+        return device
+
+    def torch_dtype(self) -> torch.dtype:
+        if self.dtype == "auto":
+            return torch.float32 if self.torch_device().type == "cpu" else torch.bfloat16
+        return DTYPES[self.dtype]
+
+    def seats(self) -> int:
+        """`max_batch_requests`, never more than the tokens of a step: a seat without a token is no use."""
+        default = 256 if self.torch_device().type == "cuda" else 64
+        if self.max_batch_requests is None:
+            return min(default, self.batch_tokens())
+        if self.max_batch_requests > self.batch_tokens():
+            problem = f"{self.max_batch_requests} requests need a token each, but max_batch_tokens is"
+            raise InvalidParameter("max_batch_requests", f"{problem} {self.batch_tokens()}")
+        return self.max_batch_requests
+
+    def batch_tokens(self) -> int:
+        """`max_batch_tokens`: by default what saturates the machine's arithmetic, and not much more, since every
+        running request waits for the whole step."""
+        if self.max_batch_tokens is not None:
+            return self.max_batch_tokens
+        if self.torch_device().type == "cuda":
+            return 8192
+        return max(256, min(128 * (os.cpu_count() or 1), 2048))
+
+
+def _positive(name: str, value: Any, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidParameter(name, f"must be an integer of at least 1, got {value!r}")

@@ -1,0 +1,207 @@
+"""The engine: requests in, events out, one step at a time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced
+from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.randomness import child_seed
+from chairlift.core.request import Ending, FinishReason, Request
+from chairlift.core.sampling import MAX_SEED, SamplingParams
+from chairlift.core.scheduler import Scheduler
+from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.execution.output_text import OutputText
+from chairlift.text.tokenizer import Tokenizer
+
+
+class Executor(Protocol):
+    """What runs a plan; the model runner, or a stand-in for it."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+    def forget(self, request_id: str) -> None: ...
+
+
+class Engine:
+    """Continuous batching around a scheduler and an executor.
+
+    >>> engine.submit(tokenizer.encode("Hello"), SamplingParams(max_tokens=8))
+    >>> while engine.has_work:
+    ...     for event in engine.step():
+    ...         print(event)
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_ids: frozenset[int] = frozenset(),
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_ids = eos_ids
+        self.fatal: Exception | None = None  # what killed the engine, if anything did
+        self._clock = clock
+        self._text = OutputText(tokenizer)
+        self._seeds = random.Random(seed)
+        self._num_submitted = 0
+        self._listeners: list[Callable[[Sequence[Event]], None]] = []
+
+    def subscribe(self, listener: Callable[[Sequence[Event]], None]) -> None:
+        """Have `listener` called with the events of every step."""
+        self._listeners.append(listener)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step would compute or report anything."""
+        return self.scheduler.has_work or self.scheduler.has_events
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        cache_salt: str = "",
+    ) -> list[str]:
+        """Queue a prompt. Returns one id for each of the `params.n` completions, the first one `request_id`.
+
+        `timeout` is in seconds from now. Requests with different `cache_salt`s never share cached prefixes.
+        Whatever is wrong with a request raises here, before anything is queued.
+        """
+        if self.fatal is not None:
+            raise EngineDead(f"the engine stopped after an error: {self.fatal}") from self.fatal
+        max_new_tokens = self.check(prompt, params, timeout)
+        now = self._clock()
+        seed = self._seeds.randrange(MAX_SEED) if params.seed is None else params.seed
+        first_id = request_id or f"request-{self._num_submitted}"
+        ids = [first_id, *(f"{first_id}#{index}" for index in range(1, params.n))]
+        self.scheduler.check_unused(ids)
+        self._num_submitted += 1
+        leader: Request | None = None
+        for index, one_id in enumerate(ids):
+            request = Request(
+                one_id,
+                prompt,
+                params,
+                max_new_tokens=max_new_tokens,
+                arrival=now,
+                seed=child_seed(seed, index),
+                eos_ids=self.eos_ids,
+                deadline=None if timeout is None else now + timeout,
+                salt=cache_salt,
+                leader=leader,
+            )
+            self.scheduler.submit(request, now)
+            self._text.open(request)
+            leader = leader or request
+        return ids
+
+    def check(self, prompt: Sequence[int], params: SamplingParams, timeout: float | None = None) -> int:
+        """Raise if this could not be served; return how many tokens it may generate at most."""
+        if not len(prompt):
+            raise InvalidParameter("prompt", "is empty; give at least one token")
+        self._check_tokens("prompt", prompt)
+        self._check_tokens("stop_token_ids", params.stop_ids)
+        self._check_tokens("logit_bias", list(params.logit_bias or ()))
+        if timeout is not None and not timeout > 0:
+            raise InvalidParameter("timeout", f"must be above 0 seconds, got {timeout}")
+        room = self.max_model_len - len(prompt)
+        if room < 1:
+            problem = f"has {len(prompt)} tokens, but at most {self.max_model_len - 1} leave room for an answer"
+            raise InvalidParameter("prompt", f"{problem} (max_model_len is {self.max_model_len})")
+        if params.min_tokens > room:
+            raise InvalidParameter("min_tokens", f"{params.min_tokens} exceeds the {room} tokens left of the context")
+        if params.max_tokens is None:
+            room = min(room, max(1, self.scheduler.capacity - len(prompt) + 1))
+        max_new_tokens = min(params.max_tokens or room, room)
+        self.scheduler.check_fits(len(prompt), max_new_tokens)
+        return max_new_tokens
+
+    def _check_tokens(self, parameter: str, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidParameter(parameter, f"token ids must be integers, got {token!r}")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise InvalidParameter(parameter, f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+
+    def now(self) -> float:
+        """The time on the engine's clock, which all events carry."""
+        return self._clock()
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; False if it is unknown or over. Its last events come with the next step."""
+        return self.scheduler.finish(request_id, Ending(FinishReason.CANCELLED), self._clock())
+
+    def step(self) -> list[Event]:
+        """Compute one ragged batch and return all that happened. With nothing to compute, only that is reported."""
+        begun = self._clock()
+        plan = self.scheduler.schedule(begun)
+        scheduled = self._clock()
+        if not plan:
+            return self._publish([])
+        try:
+            result = self.executor.run(plan)
+        except Exception as error:
+            return self._die(error)
+        ran = self._clock()
+        self.scheduler.apply(result, ran, self._text.push)
+        return self._publish([self._summary(result, scheduled - begun, ran)])
+
+    def _summary(self, result: StepResult, schedule_seconds: float, ran: float) -> StepDone:
+        plan, pool = result.plan, self.scheduler.kv.pool
+        return StepDone(
+            time=ran,
+            step=plan.step,
+            decode_tokens=plan.num_decodes,
+            prefill_tokens=plan.num_tokens - plan.num_decodes,
+            requests=len(plan.chunks),
+            waiting=len(self.scheduler.waiting),
+            used_blocks=pool.num_used,
+            total_blocks=pool.num_blocks,
+            schedule_seconds=schedule_seconds,
+            apply_seconds=self._clock() - ran,
+            timing=result.timing,
+        )
+
+    def _die(self, error: Exception) -> list[Event]:
+        """A step failed for good: give every open request its ending, and take no more work."""
+        self.fatal = error
+        ending = Ending(FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        now = self._clock()
+        for request_id in self.scheduler.open_requests():
+            self.scheduler.finish(request_id, ending, now)
+        return self._publish([])
+
+    def _publish(self, more: Sequence[Event]) -> list[Event]:
+        """The scheduler's events with the text woven in, each piece right after the tokens that completed it."""
+        events: list[Event] = []
+        for event in self.scheduler.drain_events():
+            if isinstance(event, RequestFinished):
+                self._add_text(events, event, self._text.close(event.request_id))
+                self.executor.forget(event.request_id)
+            events.append(event)
+            if isinstance(event, TokenProduced):
+                self._add_text(events, event, self._text.take(event.request_id))
+        events.extend(more)
+        for listener in self._listeners:
+            listener(events)
+        return events
+
+    def _add_text(self, events: list[Event], cause: TokenProduced | RequestFinished, text: str) -> None:
+        if text:
+            events.append(TextProduced(cause.time, cause.request_id, text))

@@ -1,0 +1,138 @@
+"""How much memory the KV cache gets, with the arithmetic laid open."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from chairlift.attention import AttentionLayer, KVStorage
+from chairlift.errors import InvalidParameter
+
+SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.9}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    weight_bytes: int
+    bytes_per_token: int  # keys and values of one token in all layers
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    source: str  # where the amount came from
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_size * self.bytes_per_token
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def lines(self) -> list[str]:
+        """The arithmetic, for the start-up log."""
+        sequences = self.num_tokens / self.max_model_len
+        block_bytes = self.bytes_per_token * self.block_size
+        return [
+            f"weights    {format_bytes(self.weight_bytes)}",
+            f"KV cache   {format_bytes(self.kv_bytes)} ({self.source})",
+            f"           {self.bytes_per_token:,} bytes per token x {self.block_size} tokens per block"
+            f" = {format_bytes(block_bytes)} per block",
+            f"           {self.num_blocks:,} blocks = {self.num_tokens:,} tokens"
+            f" = {sequences:.1f} sequences of the full {self.max_model_len:,} tokens",
+        ]
+
+
+def plan_memory(
+    layers: Sequence[AttentionLayer],
+    *,
+    weight_bytes: int,
+    kv_memory: int | str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
+    max_model_len: int,
+    max_batch_requests: int,
+) -> MemoryPlan:
+    """`kv_memory` as given, or a share of what is free, but no more than all seats could ever fill."""
+    per_token = bytes_per_token(layers, dtype)
+    per_block = per_token * block_size
+    if kv_memory is not None:
+        budget, source = parse_bytes("kv_memory", kv_memory), "kv_memory"
+    else:
+        share = SHARE_OF_FREE_MEMORY[device.type]
+        budget, source = int(free_memory(device) * share), f"{share:.0%} of free memory"
+    num_blocks = budget // per_block
+    most = max_batch_requests * -(-max_model_len // block_size)
+    if kv_memory is None and num_blocks > most:
+        num_blocks, source = most, f"enough for all {max_batch_requests} seats"
+    if num_blocks < 1:
+        needed = f"one block of {block_size} tokens takes {format_bytes(per_block)}"
+        raise InvalidParameter("kv_memory", f"{format_bytes(budget)} is too little: {needed}")
+    return MemoryPlan(weight_bytes, per_token, block_size, num_blocks, max_model_len, source)
+
+
+def bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
+    return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
+
+
+def allocate_storage(
+    layers: Sequence[AttentionLayer], plan: MemoryPlan, dtype: torch.dtype, device: torch.device
+) -> KVStorage:
+    def one_side() -> list[torch.Tensor]:
+        shapes = [(plan.num_blocks, plan.block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+
+    return KVStorage(one_side(), one_side())
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could still be allocated on `device`, a container's limit included."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = _available_to_machine()
+    limit, current = (_cgroup_bytes(name) for name in ("memory.max", "memory.current"))
+    return free if limit is None else max(0, min(free, limit - (current or 0)))
+
+
+def _available_to_machine() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        if found:
+            return int(found[1]) * 1024
+    # Without a better source (macOS has none in the standard library), count half of what is installed.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    path = Path("/sys/fs/cgroup") / name
+    text = path.read_text().strip() if path.exists() else "max"
+    return int(text) if text.isdigit() else None
+
+
+def parse_bytes(parameter: str, value: int | str) -> int:
+    """1073741824, "1GiB", "1.5 GB", "512M" -> bytes."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        amount = value
+    else:
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
+        if not found:
+            raise InvalidParameter(parameter, f"must be a number of bytes such as 1073741824 or '1GiB', got {value!r}")
+        amount = int(float(found[1]) * _UNITS[found[2] or ""])
+    if amount <= 0:
+        raise InvalidParameter(parameter, f"must be positive, got {value!r}")
+    return amount
+
+
+def format_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

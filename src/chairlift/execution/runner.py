@@ -1,0 +1,78 @@
+"""Plan -> tensors -> logits -> tokens."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from chairlift.attention import AttentionBackend, KVStorage
+from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
+from chairlift.core.request import Request
+from chairlift.core.sampling import SamplingParams
+from chairlift.execution.input_batch import build_batch
+from chairlift.execution.sampler import Sampler
+from chairlift.models.base import CausalLM
+
+
+class ModelRunner:
+    """Runs a plan as one ragged forward pass and one batched sampling.
+
+    What lasts longer than a step (the KV tensors, each request's sampling state) lives here; what belongs to one
+    step is built anew from its plan.
+    """
+
+    def __init__(self, model: CausalLM, attention: AttentionBackend, storage: KVStorage) -> None:
+        self.model = model
+        self.attention = attention
+        self.storage = storage
+        self.sampler = Sampler(model.vocab_size, model.device)
+        self._sampling: set[str] = set()  # requests whose sampling state is set up
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        begun = time.perf_counter()
+        self._copy_blocks(plan)
+        batch = build_batch(plan, self.storage.block_size, self.model.device)
+        attend = self.attention.plan(batch.layout, self.storage)
+        built = time.perf_counter()
+        hidden = self.model.hidden_states(batch.tokens, batch.positions, attend)
+        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+        if not sampling:
+            return StepResult(plan, [], [], StepTiming(built - begun, time.perf_counter() - built))
+        logits = self.model.logits(hidden[batch.sampled_rows])
+        forwarded = time.perf_counter()
+        for request in sampling:
+            if request.id not in self._sampling:
+                self._sampling.add(request.id)
+                self.sampler.add(
+                    request.id,
+                    request.params,
+                    request.prompt,
+                    seed=request.seed,
+                    eos_ids=sorted(request.eos_ids),
+                    output=request.output,
+                )
+        sampled = self.sampler.sample(
+            logits, [request.id for request in sampling], [request.num_output for request in sampling]
+        )
+        timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
+        return StepResult(plan, sampled.tokens, sampled.logprobs, timing)
+
+    def warm_up(self) -> None:
+        """Compile what is compiled on first use, so that the first request does not wait for it. Runs one token
+        against block 0, which nobody holds yet."""
+        request = Request("warm-up", [0], SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
+        self.run(StepPlan(step=0, chunks=(Chunk(request, start=0, count=1, table=[0]),)))
+        self.forget(request.id)
+
+    def forget(self, request_id: str) -> None:
+        """A request is over: drop its sampling state."""
+        if request_id in self._sampling:
+            self._sampling.remove(request_id)
+            self.sampler.remove(request_id)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        copies = plan.copies
+        if copies:
+            self.storage.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])

@@ -1,0 +1,119 @@
+"""From a model's name to a running engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chairlift.attention import choose_backend
+from chairlift.core.budget import FixedBudget
+from chairlift.core.kv_cache import KVCache
+from chairlift.core.policy import ContinuousPolicy
+from chairlift.core.scheduler import Scheduler
+from chairlift.errors import InvalidParameter
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.engine import Engine
+from chairlift.execution.memory import MemoryPlan, allocate_storage, plan_memory
+from chairlift.execution.runner import ModelRunner
+from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
+from chairlift.loading.store import resolve_model
+from chairlift.loading.tokenizer import load_tokenizer
+from chairlift.models import build_model
+from chairlift.models.base import CausalLM
+from chairlift.text.tokenizer import Tokenizer
+
+log = logging.getLogger("chairlift")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    engine: Engine
+    runner: ModelRunner
+    memory: MemoryPlan
+
+
+def load_engine(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedEngine:
+    """Fetch `name` if need be, load it, size the KV cache and put the parts together."""
+    begun = time.perf_counter()
+    batch_tokens, seats = config.batch_tokens(), config.seats()  # contradictions show before minutes of loading
+    checkpoint = open_checkpoint(resolve_model(name, progress=progress))
+    tokenizer = make_tokenizer(checkpoint)
+    device, dtype = config.torch_device(), config.torch_dtype()
+    with torch.inference_mode():
+        model = build_model(checkpoint.config, checkpoint.tensors(), dtype=dtype, device=device)
+    max_model_len = _max_model_len(config, model)
+    memory = plan_memory(
+        model.attention_layers,
+        weight_bytes=model.num_weight_bytes(),
+        kv_memory=config.kv_memory,
+        dtype=dtype,
+        device=device,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_batch_requests=seats,
+    )
+    attention = choose_backend(config.attention, model.attention_layers, device, dtype)
+    storage = allocate_storage(model.attention_layers, memory, dtype, device)
+    runner = ModelRunner(model, attention, storage)
+    runner.warm_up()
+    scheduler = Scheduler(
+        KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
+        FixedBudget(batch_tokens, config.max_prefill_tokens),
+        ContinuousPolicy(),
+        seats,
+    )
+    engine = Engine(
+        scheduler,
+        runner,
+        tokenizer,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_ids=eos_ids(checkpoint, tokenizer),
+        seed=config.seed,
+    )
+    _log_start(name, config, attention.name, memory, time.perf_counter() - begun)
+    return LoadedEngine(engine, runner, memory)
+
+
+def make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    files = load_tokenizer(checkpoint)
+    return Tokenizer(
+        files.tokenizer,
+        chat_template=files.chat_template,
+        bos_token=files.bos_token,
+        eos_token=files.eos_token,
+        add_bos=files.add_bos,
+    )
+
+
+def eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every token that ends a text: those of the generation config, else the model's, and the tokenizer's."""
+    listed = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
+    found = set(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    own = tokenizer.token_id(tokenizer.eos_token) if tokenizer.eos_token else None
+    return frozenset(found | ({own} if own is not None else set()))
+
+
+def _max_model_len(config: EngineConfig, model: CausalLM) -> int:
+    if config.max_model_len is None:
+        return model.max_len
+    if config.max_model_len > model.max_len:
+        problem = f"{config.max_model_len} is more than the {model.max_len} tokens that the model was made for"
+        raise InvalidParameter("max_model_len", problem)
+    return config.max_model_len
+
+
+def _log_start(name: str, config: EngineConfig, attention: str, memory: MemoryPlan, seconds: float) -> None:
+    prefill = config.max_prefill_tokens or config.batch_tokens()
+    facts: list[Any] = [
+        f"{name} on {config.torch_device()} in {str(config.torch_dtype()).removeprefix('torch.')},"
+        f" {attention} attention, ready in {seconds:.1f} s",
+        *memory.lines(),
+        f"step       up to {config.batch_tokens()} tokens ({prefill} of prompts) of {config.seats()} requests",
+    ]
+    for line in facts:
+        log.info(line)

@@ -1,0 +1,63 @@
+"""Options of `LLM` under the names that users of other engines know.
+
+Each of them means something here, or is refused with the reason: nothing is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+
+OPTIONS = (
+    "device",
+    "dtype",
+    "max_model_len",
+    "max_batch_tokens",
+    "max_prefill_tokens",
+    "max_batch_requests",
+    "block_size",
+    "kv_memory",
+    "prefix_caching",
+    "attention",
+    "seed",
+)
+
+SAME_THING = {
+    "max_num_seqs": "max_batch_requests",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "enable_prefix_caching": "prefix_caching",
+    "kv_cache_memory_bytes": "kv_memory",
+}
+
+# What these ask for is always so; any other value is refused with the reason.
+ALWAYS_SO: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "trust_remote_code": ((False,), "code that comes with a model is never run"),
+    "tensor_parallel_size": ((1,), "one device per engine"),
+    "pipeline_parallel_size": ((1,), "one device per engine"),
+    "enable_chunked_prefill": ((True, None), "prompts are always chunked to the step's budget"),
+    "quantization": ((None,), "weights are computed in `dtype`"),
+    "tokenizer_mode": (("auto",), "the tokenizer is the model's own"),
+    "enforce_eager": ((True,), "steps run eagerly"),
+}
+
+
+def translate_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as `EngineConfig` calls them."""
+    translated: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in ALWAYS_SO:
+            allowed, reason = ALWAYS_SO[name]
+            if value not in allowed:
+                raise InvalidParameter(name, f"{value!r} is not supported: {reason}")
+            continue
+        own = SAME_THING.get(name, name)
+        if own not in OPTIONS:
+            raise InvalidParameter(name, f"is not an option; choose from {', '.join(OPTIONS)}")
+        if own in translated:
+            raise InvalidParameter(name, f"{own} is given twice")
+        translated[own] = value
+    if "dtype" in translated:
+        translated["dtype"] = str(translated["dtype"]).removeprefix("torch.")
+    return translated

@@ -1,0 +1,296 @@
+"""The offline API: prompts in, results in the same order out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from chairlift.core.events import (
+    Event,
+    RequestBoarded,
+    RequestFinished,
+    RequestPreempted,
+    TextProduced,
+    TokenProduced,
+)
+from chairlift.core.logprobs import TokenLogprobs
+from chairlift.core.request import FinishReason
+from chairlift.core.sampling import SamplingParams
+from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.familiar_names import translate_options
+from chairlift.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamedText
+
+if TYPE_CHECKING:
+    from chairlift.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model, ready to generate.
+
+    >>> llm = LLM("smollm2-135m")
+    >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
+
+    Options are those of `EngineConfig` (max_model_len, max_batch_tokens, kv_memory, …). The names that other
+    engines use for the same things (max_num_seqs, enable_prefix_caching, …) are understood too.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", *, progress: bool = True, **options: Any) -> None:
+        config_options = translate_options(options)
+        from chairlift.execution.config import EngineConfig  # imports torch, so only when a model is really wanted
+        from chairlift.execution.startup import load_engine
+
+        loaded = load_engine(model, EngineConfig(**config_options), progress=progress)
+        self.engine = loaded.engine
+        self.runner = loaded.runner
+        self.memory = loaded.memory
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    # ---- generating ---------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; results come in the order of the prompts.
+
+        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and optionally
+        "cache_salt". `use_tqdm` shows a progress bar. `timeout` (seconds) ends what is not finished by then.
+        """
+        inputs = self._parse_prompts(prompts)
+        batch = self._submit(inputs, _params_for(inputs, sampling_params), timeout)
+        self._run(batch, use_tqdm)
+        return batch.results
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        timeout: float | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or many: each a list of {"role": …, "content": …}."""
+        conversations: list[Any] = [messages] if _is_conversation(messages) else list(messages)
+        options = dict(chat_template_kwargs or {}, add_generation_prompt=add_generation_prompt, tools=tools)
+        prompts = [self._render(conversation, options) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, timeout=timeout)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Iterator[StreamedText]:
+        """Yield pieces of text as they are generated. Closing the iterator cancels what is still running."""
+        inputs = self._parse_prompts(prompts)
+        return self._stream(self._submit(inputs, _params_for(inputs, sampling_params), timeout))
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
+    ) -> Iterator[StreamedText]:
+        """`stream` for one conversation."""
+        return self.stream(self._render(messages, {}), sampling_params, timeout=timeout)
+
+    def _render(self, conversation: Messages, options: Mapping[str, Any]) -> dict[str, Any]:
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(conversation, **options)
+        # The template writes the special tokens itself.
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    # ---- driving the engine -------------------------------------------------------------------------------------
+
+    def _parse_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[_Input]:
+        single = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
+        many: Sequence[Any] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
+        if not len(many):
+            raise InvalidParameter("prompts", "is empty; give at least one prompt")
+        return [_Input.parse(prompt, self.get_tokenizer()) for prompt in many]
+
+    def _submit(self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None) -> _Batch:
+        """Queue all of them, or none if one is bad."""
+        for item, one in zip(inputs, params, strict=True):
+            self.engine.check(item.token_ids, one, timeout)
+        batch = _Batch(self.get_tokenizer())
+        for item, one in zip(inputs, params, strict=True):
+            ids = self.engine.submit(item.token_ids, one, timeout=timeout, cache_salt=item.cache_salt)
+            batch.add(ids, item, one, self.engine.now())
+        return batch
+
+    def _run(self, batch: _Batch, show_progress: bool) -> None:
+        from chairlift.progress import generation_progress
+
+        with generation_progress(batch.num_open, enabled=show_progress) as advance:
+            for _ in self._steps(batch):
+                advance(batch.num_open, batch.num_tokens)
+
+    def _stream(self, batch: _Batch) -> Iterator[StreamedText]:
+        for events in self._steps(batch):
+            yield from batch.pieces(events)
+
+    def _steps(self, batch: _Batch) -> Iterator[list[Event]]:
+        """Step until `batch` is done. If the caller leaves early, its requests are cancelled."""
+        try:
+            while batch.num_open:
+                events = self.engine.step()
+                batch.take_in(events)
+                if self.engine.fatal is not None:
+                    raise EngineDead(f"the engine stopped after an error: {self.engine.fatal}") from self.engine.fatal
+                yield events
+        finally:
+            for request_id in batch.open_ids():
+                self.engine.cancel(request_id)
+
+
+class _Input:
+    """A prompt in whatever form it was given, as token ids."""
+
+    def __init__(self, text: str | None, token_ids: list[int], cache_salt: str) -> None:
+        self.text = text
+        self.token_ids = token_ids
+        self.cache_salt = cache_salt
+
+    @classmethod
+    def parse(cls, prompt: Any, tokenizer: Tokenizer) -> _Input:
+        fields = dict(prompt) if isinstance(prompt, Mapping) else {}
+        if isinstance(prompt, str):
+            fields["prompt"] = prompt
+        elif not isinstance(prompt, Mapping):
+            fields["prompt_token_ids"] = prompt
+        text, token_ids, salt = (fields.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
+        if fields:
+            raise InvalidParameter("prompt", f"unknown keys {sorted(fields)}; use prompt, prompt_token_ids, cache_salt")
+        if salt is not None and not isinstance(salt, str):
+            raise InvalidParameter("cache_salt", f"must be a string, got {type(salt).__name__}")
+        if token_ids is None:
+            if not isinstance(text, str):
+                raise InvalidParameter("prompt", f"must be a string or token ids, got {type(text).__name__}")
+            token_ids = tokenizer.encode(text)
+        elif isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
+            raise InvalidParameter("prompt", f"token ids must be a list, got {type(token_ids).__name__}")
+        return cls(text, list(token_ids), salt or "")
+
+
+class _Batch:
+    """The results of one call, filled from the engine's events."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.results: list[RequestOutput] = []
+        self.num_tokens = 0
+        self._tokenizer = tokenizer
+        self._places: dict[str, tuple[int, int]] = {}  # open request id -> (prompt, completion)
+        self._known: dict[str, tuple[int, int]] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._places)
+
+    def open_ids(self) -> list[str]:
+        return list(self._places)
+
+    def add(self, ids: Sequence[str], item: _Input, params: SamplingParams, now: float) -> None:
+        with_logprobs = params.logprobs is not None
+        completions = [
+            CompletionOutput(
+                index, logprobs=[] if with_logprobs else None, cumulative_logprob=0.0 if with_logprobs else None
+            )
+            for index in range(len(ids))
+        ]
+        for index, request_id in enumerate(ids):
+            self._places[request_id] = self._known[request_id] = (len(self.results), index)
+        self.results.append(RequestOutput(ids[0], item.text, item.token_ids, completions, RequestMetrics(arrival=now)))
+
+    def take_in(self, events: Sequence[Event]) -> None:
+        for event in events:
+            place = self._places.get(getattr(event, "request_id", ""))
+            if place is not None:
+                self._apply(event, self.results[place[0]], self.results[place[0]].outputs[place[1]])
+
+    def _apply(self, event: Event, result: RequestOutput, completion: CompletionOutput) -> None:
+        leads = completion.index == 0  # a request's metrics are those of its first completion
+        match event:
+            case RequestBoarded() if leads and result.metrics.boarded is None:
+                result.metrics.boarded = event.time
+                result.cached_tokens = event.cached_tokens
+            case RequestPreempted():
+                result.metrics.preemptions += 1
+            case TokenProduced():
+                self.num_tokens += 1
+                completion.token_ids.append(event.token)
+                self._note_logprobs(completion, event.logprobs)
+                if leads:
+                    result.metrics.token_times.append(event.time)
+            case TextProduced():
+                completion.text += event.text
+            case RequestFinished():
+                completion.finish_reason = event.ending.reason.value
+                completion.stop_reason = event.ending.detail
+                result.metrics.finished = event.time
+                del self._places[event.request_id]
+            case _:
+                pass
+
+    def _note_logprobs(self, completion: CompletionOutput, found: TokenLogprobs | None) -> None:
+        if found is None or completion.logprobs is None or completion.cumulative_logprob is None:
+            return
+        entries = {token: (value, rank) for rank, (token, value) in enumerate(found.top, start=1)}
+        entries[found.token_id] = (found.logprob, found.rank)
+        completion.cumulative_logprob += found.logprob
+        completion.logprobs.append(
+            {
+                token: Logprob(value, rank, self._tokenizer.decode([token], skip_special_tokens=False))
+                for token, (value, rank) in entries.items()
+            }
+        )
+
+    def pieces(self, events: Sequence[Event]) -> Iterator[StreamedText]:
+        """What these events add, one piece for each completion that they touch."""
+        touched: dict[str, tuple[list[str], list[int]]] = {}
+        endings: dict[str, FinishReason] = {}
+        for event in events:
+            request_id = getattr(event, "request_id", "")
+            if request_id not in self._known:
+                continue
+            texts, tokens = touched.setdefault(request_id, ([], []))
+            if isinstance(event, TextProduced):
+                texts.append(event.text)
+            elif isinstance(event, TokenProduced):
+                tokens.append(event.token)
+            elif isinstance(event, RequestFinished):
+                endings[request_id] = event.ending.reason
+        for request_id, (texts, tokens) in touched.items():
+            ending = endings.get(request_id)
+            if tokens or ending:
+                prompt, completion = self._known[request_id]
+                yield StreamedText(prompt, completion, "".join(texts), tokens, ending and ending.value)
+
+
+def _params_for(
+    inputs: Sequence[_Input], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * len(inputs)
+    if len(params) != len(inputs):
+        raise InvalidParameter("sampling_params", f"{len(params)} given for {len(inputs)} prompts; give one or as many")
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise InvalidParameter("sampling_params", f"must be SamplingParams, got {type(one).__name__}")
+    return list(params)
+
+
+def _is_conversation(messages: Any) -> bool:
+    return isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)

@@ -1,0 +1,81 @@
+"""What callers of the offline API get back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds on the engine's clock."""
+
+    arrival: float
+    boarded: float | None = None  # first left the queue
+    token_times: list[float] = field(default_factory=list)
+    finished: float | None = None
+    preemptions: int = 0
+
+    @property
+    def queued(self) -> float | None:
+        """Seconds in the queue before the first step."""
+        return None if self.boarded is None else self.boarded - self.arrival
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def inter_token(self) -> list[float]:
+        """The gaps between consecutive tokens."""
+        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
+
+    @property
+    def end_to_end(self) -> float | None:
+        return None if self.finished is None else self.finished - self.arrival
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # stop, length, cancelled, deadline, error
+    stop_reason: int | str | None = None  # the stop token id or stop string; the message of an error
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    cached_tokens: int = 0  # prompt tokens that did not have to be computed
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedText:
+    """A piece of one completion, as soon as it is known."""
+
+    prompt_index: int
+    completion_index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None

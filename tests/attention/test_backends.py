@@ -1,0 +1,112 @@
+"""Every backend against the formula in float64, over random ragged mixes of prefills, chunks and decodes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from chairlift.attention import BACKENDS, AttentionLayer, KVStorage, RaggedLayout, choose_backend
+from chairlift.attention.base import visible_mask
+from chairlift.errors import InvalidParameter
+
+CPU = torch.device("cpu")
+
+
+def reference(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    """One sequence, token by token and head by head, in float64."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    group = layer.num_heads // layer.num_kv_heads
+    for row in range(q.shape[0]):
+        last = start + row
+        first = 0 if layer.window is None else max(0, last - layer.window + 1)
+        for head in range(layer.num_heads):
+            seen = keys[first : last + 1, head // group].double()
+            scores = seen @ q[row, head].double() * layer.scale
+            if layer.softcap is not None:
+                scores = layer.softcap * torch.tanh(scores / layer.softcap)
+            out[row, head] = scores.softmax(0) @ values[first : last + 1, head // group].double()
+    return out
+
+
+@st.composite
+def ragged_cases(draw: st.DrawFn) -> tuple[AttentionLayer, list[tuple[int, int]], int, int]:
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    layer = AttentionLayer(
+        index=0,
+        num_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4])),
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([8, 16, 40, 64])),
+        scale=draw(st.sampled_from([0.05, 0.125, 1.0])),
+        window=draw(st.none() | st.integers(1, 30)),
+        softcap=draw(st.sampled_from([None, 5.0, 50.0])),
+    )
+    chunk = st.tuples(st.integers(0, 60), st.sampled_from([1, 1, 1, 2, 7, 8, 9, 33]))
+    return (
+        layer,
+        draw(st.lists(chunk, min_size=1, max_size=6)),
+        draw(st.sampled_from([1, 4, 16])),
+        draw(st.integers(0, 99)),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+@settings(max_examples=60, deadline=None)
+@given(case=ragged_cases())
+def test_backend_equals_the_formula(name: str, case: tuple[AttentionLayer, list[tuple[int, int]], int, int]) -> None:
+    layer, chunks, block_size, seed = case
+    generator = torch.Generator().manual_seed(seed)
+    backend = choose_backend(name, [layer], CPU, torch.float32)
+    needed = [-(-(start + count) // block_size) for start, count in chunks]
+    order = torch.randperm(sum(needed) + 3, generator=generator)
+    shape = (sum(needed) + 3, block_size, layer.num_kv_heads, layer.head_dim)
+    # Slots that no sequence owns are poisoned: reading one would spoil the result.
+    storage = KVStorage([torch.full(shape, math.nan)], [torch.full(shape, math.nan)])
+    tables = torch.zeros(len(chunks), max(needed), dtype=torch.int32)
+    sequences, slots, offsets = [], [], [0]
+    for i, (start, count) in enumerate(chunks):
+        tables[i, : needed[i]] = order[sum(needed[:i]) : sum(needed[: i + 1])]
+        keys, values = (
+            torch.randn(start + count, layer.num_kv_heads, layer.head_dim, generator=generator) for _ in range(2)
+        )
+        positions = torch.arange(start + count)
+        slot = tables[i, positions // block_size].long() * block_size + positions % block_size
+        storage.write(0, slot[:start], keys[:start], values[:start])
+        sequences.append((keys, values))
+        slots.append(slot[start:])
+        offsets.append(offsets[-1] + count)
+    starts, ends = [start for start, _ in chunks], [start + count for start, count in chunks]
+    layout = RaggedLayout(offsets, starts, ends, tables, torch.cat(slots))
+    q = torch.randn(offsets[-1], layer.num_heads, layer.head_dim, generator=generator)
+    k, v = (torch.cat([pair[side][start:] for pair, start in zip(sequences, starts, strict=True)]) for side in (0, 1))
+    out = backend.plan(layout, storage)(layer, q, k, v)
+    for i, (keys, values) in enumerate(sequences):
+        rows = slice(offsets[i], offsets[i + 1])
+        torch.testing.assert_close(
+            out[rows].double(), reference(layer, q[rows], keys, values, starts[i]), atol=2e-5, rtol=1e-4
+        )
+
+
+def test_the_mask_of_a_chunk() -> None:
+    assert visible_mask(2, 4, None, CPU).tolist() == [[True, True, True, False], [True, True, True, True]]
+    assert visible_mask(2, 4, 2, CPU).tolist() == [[False, True, True, False], [False, False, True, True]]
+
+
+def test_block_copies_read_before_they_write() -> None:
+    keys = torch.arange(4.0).reshape(4, 1, 1, 1)
+    storage = KVStorage([keys], [keys.clone()])
+    storage.copy_blocks([0, 1], [1, 2])
+    assert keys.flatten().tolist() == [0, 0, 1, 3]
+
+
+def test_unknown_and_unfit_backends_are_refused() -> None:
+    layer = AttentionLayer(0, 2, 1, 8, 1.0)
+    with pytest.raises(InvalidParameter, match="unknown backend"):
+        choose_backend("magic", [layer], CPU, torch.float32)
+    with pytest.raises(InvalidParameter, match="takes float32"):
+        choose_backend("ragged", [layer], CPU, torch.bfloat16)
+    assert choose_backend("auto", [layer], CPU, torch.bfloat16).name == "bursted"

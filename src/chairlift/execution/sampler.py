@@ -1,0 +1,169 @@
+"""Choosing the next token of every request of a step at once.
+
+Per row, in this order: logprobs are read from the untouched logits; logit bias; tokens banned until
+`min_tokens`; repetition, frequency and presence penalties; then the arg max for greedy rows, and for the others
+temperature, top-k, top-p, min-p and one draw.
+
+No row's token depends on another row. A draw uses one number that is a hash of the request's seed and the index
+of the token, so a seeded request gets the same tokens alone, in any batch, and after a preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chairlift.core.logprobs import TokenLogprobs
+from chairlift.core.plan import BAD_LOGITS
+from chairlift.core.randomness import uniform
+from chairlift.core.sampling import SamplingParams
+from chairlift.errors import InvalidParameter
+from chairlift.execution.sampler_draw import draw, filter_weights, greedy
+from chairlift.execution.sampler_edits import Bias, Ids, TokenCounts, add_bias, ban, penalise
+from chairlift.execution.sampler_logprobs import token_logprobs
+
+# Below this, logits divided by the temperature may overflow; the arg max is the limit and is what is meant.
+COLDEST = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class SampledBatch:
+    """One entry per row. A token of BAD_LOGITS (-1) means that the row's logits were not usable (NaN, infinite or
+    all banned): that request should end with an error; the other rows are not affected."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]  # None for rows that did not ask, or whose token is BAD_LOGITS
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What persists from step to step about one request."""
+
+    params: SamplingParams
+    seed: int
+    greedy: bool
+    bias: Bias | None
+    banned: Ids | None  # until min_tokens are out
+    seen: TokenCounts | None  # only with penalties
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self._requests: dict[str, _Request] = {}
+
+    def add(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        *,
+        seed: int,
+        eos_ids: Sequence[int],
+        output: Sequence[int] = (),
+    ) -> None:
+        """Take in a request. `output` holds the tokens it has already generated, if it was preempted."""
+        if request_id in self._requests:
+            raise InvalidParameter("request_id", f"{request_id!r} is already in the sampler")
+        check_token_ids(params, self.vocab_size)
+        ending = params.stop_ids if params.ignore_eos else (*params.stop_ids, *eos_ids)
+        banned = sorted({token for token in ending if token < self.vocab_size})
+        bias = params.logit_bias or {}
+        seen = TokenCounts(params, prompt, output) if params.has_penalties else None
+        if seen is not None and seen.ids.max(initial=0) >= self.vocab_size:
+            raise InvalidParameter("prompt", f"token ids must be below {self.vocab_size}, got {seen.ids.max()}")
+        self._requests[request_id] = _Request(
+            params=params,
+            seed=seed,
+            greedy=params.temperature < COLDEST,
+            bias=Bias(np.array([*bias], np.int64), np.array([*bias.values()], np.float32)) if bias else None,
+            banned=np.array(banned, np.int64) if banned and params.min_tokens else None,
+            seen=seen,
+        )
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request that has finished or was preempted."""
+        del self._requests[request_id]
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, request_ids: Sequence[str], output_lengths: Sequence[int]) -> SampledBatch:
+        """Choose one token per row. The logits are used up: they are changed in place.
+
+        logits: [S, V] float32, contiguous. output_lengths[i]: how many tokens the request has generated so
+        far, which is the index of the token chosen now.
+        """
+        assert logits.shape == (len(request_ids), self.vocab_size)
+        requests = [self._requests[request_id] for request_id in request_ids]
+        asking = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+        raw = _copy_rows(logits, asking) if asking else None  # what follows changes the logits
+
+        self._edit(logits, requests, output_lengths)
+        tokens = self._choose(logits, requests, output_lengths)
+        for request, token in zip(requests, tokens, strict=True):
+            if request.seen is not None and token != BAD_LOGITS:
+                request.seen.add(token)
+
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if raw is not None:
+            found = token_logprobs(
+                raw,
+                [max(tokens[row], 0) for row in asking],
+                [requests[row].params.logprobs or 0 for row in asking],
+            )
+            for row, entry in zip(asking, found, strict=True):
+                logprobs[row] = entry if tokens[row] != BAD_LOGITS else None
+        return SampledBatch(tokens, logprobs)
+
+    def _edit(self, logits: Tensor, requests: Sequence[_Request], output_lengths: Sequence[int]) -> None:
+        biased = [(row, r.bias) for row, r in enumerate(requests) if r.bias is not None]
+        if biased:
+            add_bias(logits, biased)
+        banned = [
+            (row, r.banned)
+            for row, (r, length) in enumerate(zip(requests, output_lengths, strict=True))
+            if r.banned is not None and length < r.params.min_tokens
+        ]
+        if banned:
+            ban(logits, banned)
+        penalised = [(row, r.seen) for row, r in enumerate(requests) if r.seen is not None]
+        if penalised:
+            penalise(logits, penalised)
+
+    def _choose(self, logits: Tensor, requests: Sequence[_Request], output_lengths: Sequence[int]) -> list[int]:
+        tokens = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
+        rows = [row for row, request in enumerate(requests) if not request.greedy]
+        if len(rows) < len(requests):
+            tokens = greedy(logits)  # of every row: cheaper than picking the greedy ones out
+        if rows:
+            uniforms = [uniform(requests[row].seed, output_lengths[row]) for row in rows]
+            params = [requests[row].params for row in rows]
+            drawn = logits if len(rows) == len(requests) else _copy_rows(logits, rows)
+            tokens[rows] = _draw(drawn, params, uniforms)
+        chosen: list[int] = tokens.tolist()
+        return chosen
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse token ids that the model does not have. Call it before a request is queued."""
+    named = {"logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_ids}
+    for name, ids in named.items():
+        worst = max(ids, default=0)
+        if worst >= vocab_size:
+            raise InvalidParameter(name, f"token ids must be below {vocab_size}, got {worst}")
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """One random token per row [R] of logits [R, V], which are changed in place."""
+    temperatures = torch.tensor([p.temperature for p in params], device=logits.device)
+    weights = logits.div_(temperatures[:, None]).softmax(dim=-1)
+    filter_weights(weights, params)
+    return draw(weights, uniforms)
+
+
+def _copy_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))

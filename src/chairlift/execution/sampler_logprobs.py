@@ -1,0 +1,45 @@
+"""What the model thought of the chosen token and its rivals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from chairlift.core.logprobs import TokenLogprobs
+
+
+def token_logprobs(raw: Tensor, tokens: Sequence[int], top_n: Sequence[int]) -> list[TokenLogprobs]:
+    """Logprob, rank and top-n of each row's token. raw: [R, V], the logits before any change.
+
+    Tokens are ordered by logit rather than by logprob, which rounding could make equal.
+    """
+    logprobs = raw.log_softmax(dim=-1)
+    chosen = torch.tensor(tokens, device=raw.device)[:, None]
+    ranks = (raw > raw.gather(1, chosen)).sum(dim=-1) + 1
+    ids = _top_ids(raw, max(top_n))  # [R, n]
+    wanted = torch.cat([chosen, ids], dim=1)
+    rows = zip(tokens, top_n, ranks.tolist(), wanted.tolist(), logprobs.gather(1, wanted).tolist(), strict=True)
+    return [
+        TokenLogprobs(token, values[0], rank, tuple(zip(found[1 : n + 1], values[1 : n + 1], strict=True)))
+        for token, n, rank, found, values in rows
+    ]
+
+
+def _top_ids(logits: Tensor, n: int) -> Tensor:
+    """The ids [R, n] of each row's highest logits, highest first, the lower id first among equals.
+
+    `topk` leaves the order of equals open. Looking one place further tells the rows where that matters for
+    what is in the list; they are few and are done again with a stable sort.
+    """
+    n = min(n, logits.shape[1])
+    values, ids = logits.topk(min(n + 1, logits.shape[1]))
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    if 0 < n < logits.shape[1]:
+        (tied,) = (values[:, n - 1] == values[:, n]).nonzero(as_tuple=True)
+        if len(tied):
+            ids[tied] = logits[tied].sort(dim=-1, descending=True, stable=True).indices[:, : n + 1]
+    return ids[:, :n]

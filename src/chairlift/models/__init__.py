@@ -1,0 +1,70 @@
+"""Models: one decoder described by config, and a fallback for everything else that transformers knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from chairlift.models.base import CausalLM, ModelInfo
+
+
+def build_model(
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int | None = None,
+) -> CausalLM:
+    """The model that `config` (a config.json) describes, with its weights from `tensors`.
+
+    `tensors` yields (name, tensor) under the names of the checkpoint's safetensors files, in any order; each
+    is copied to its place and let go. `max_len` promises that no sequence will be longer; by default the
+    model's own limit.
+    """
+    from chairlift.models.decoder import Decoder
+    from chairlift.models.families import decoder_config
+    from chairlift.models.weights import fill
+
+    if not _is_decoder(config):
+        from chairlift.models.fallback import load_fallback
+
+        return load_fallback(config, tensors, dtype=dtype, device=device, max_len=max_len)
+    description = decoder_config(config, max_len)
+    model = Decoder(description, dtype=dtype, device=device)
+    fill(
+        dict(model.targets()),
+        tensors,
+        text_part_only=description.text_part_only,
+        tied=description.tied_head,
+    )
+    model.finalize()
+    return model
+
+
+def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelInfo:
+    """What `config` alone tells: the attention layers, the sizes, the longest sequence."""
+    if not _is_decoder(config):
+        from chairlift.models.fallback import describe_fallback
+
+        return describe_fallback(config, max_len)
+    from chairlift.models.families import decoder_config
+
+    return decoder_config(config, max_len)
+
+
+def supported_families() -> list[str]:
+    """The families that run on the decoder of this package, by name."""
+    from chairlift.models.families import FAMILIES
+
+    return [family.title for family in FAMILIES.values()]
+
+
+def _is_decoder(config: Mapping[str, Any]) -> bool:
+    from chairlift.models.families import FAMILIES, text_config
+
+    return text_config(config).get("model_type") in FAMILIES

@@ -1,0 +1,58 @@
+"""The gated feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.layers.linear import Linear
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_up [rows, 2 * size], the gate's columns first -> [rows, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate).mul_(up)
+
+
+class GatedMLP:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.gate_up = Linear.empty(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device)
+        self.down = Linear.empty(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+        self._activation = ACTIVATIONS[activation]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gate_up.num_bytes + self.down.num_bytes
+
+    def finalize(self) -> None:
+        self.gate_up.finalize()
+        self.down.finalize()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(gated(self.gate_up(x), self._activation))

@@ -1,0 +1,33 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RMSNorm:
+    """Scales each row to unit mean square, then by a learned weight; the mean is taken in float32.
+
+    With `unit_offset` the checkpoint stores the distance of the weight from one (Gemma), and the product is
+    taken in float32 before rounding.
+    """
+
+    def __init__(self, size: int, eps: float, *, unit_offset: bool, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(size, dtype=torch.float32 if unit_offset else dtype, device=device)
+        self.eps = eps
+        self.unit_offset = unit_offset
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def finalize(self) -> None:
+        """Call once the weight is filled: adds the one that the checkpoint left out."""
+        if self.unit_offset:
+            self.weight += 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.to(self.weight.dtype)
+        return F.rms_norm(rows, self.weight.shape, self.weight, self.eps).to(x.dtype)

@@ -1,0 +1,51 @@
+"""Rotary position embedding: pairs of a head's numbers are rotated by angles that grow with the position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Which rotation: the speed of each pair. Layers with equal ropes share one rotation per step."""
+
+    inv_freq: tuple[float, ...]  # radians per position, one per rotated pair; further numbers of a head stay
+    scale: float = 1.0  # multiplies cos and sin (the "attention factor" of yarn and longrope)
+
+
+class Rotation(NamedTuple):
+    """The angles of one step."""
+
+    cos: Tensor  # [T, 1, pairs]
+    sin: Tensor  # [T, 1, pairs]
+
+
+class RotaryEmbedding:
+    """Turns positions into rotations.
+
+    They are computed from the positions at every step instead of looked up in a table: for a decode batch
+    this costs some ten microseconds per step, and there is no table to grow with the longest context.
+    """
+
+    def __init__(self, rope: Rope, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
+        self._scale = rope.scale
+        self._dtype = dtype
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        angles = (positions.float()[:, None] * self._inv_freq)[:, None, :]
+        return Rotation((angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype))
+
+
+def rotate_(heads: Tensor, rotation: Rotation) -> None:
+    """Rotate heads [T, n, head_dim] in place; number i of the first half is paired with i of the second."""
+    cos, sin = rotation
+    pairs = cos.shape[-1]
+    first, second = heads[..., :pairs], heads[..., pairs : 2 * pairs]
+    first_sin = first * sin
+    first.mul_(cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).add_(first_sin)

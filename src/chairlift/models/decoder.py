@@ -1,0 +1,249 @@
+"""The decoder: one implementation, shaped by a DecoderConfig, for all families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.attention.base import Attend, AttentionLayer
+from chairlift.layers.linear import Linear
+from chairlift.layers.mlp import GatedMLP
+from chairlift.layers.moe import MixtureOfExperts
+from chairlift.layers.norm import RMSNorm
+from chairlift.layers.rope import RotaryEmbedding, Rotation, rotate_
+from chairlift.models.config import DecoderConfig, ExpertNames, LayerConfig
+from chairlift.models.weights import EMBEDDING, HEAD
+
+Targets = Iterator[tuple[str, Tensor]]  # the checkpoint's name of a tensor, and where it goes
+
+
+class SelfAttention:
+    """Projects to queries, keys and values in one product, rotates them, and leaves the rest to `attend`."""
+
+    def __init__(self, config: DecoderConfig, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> None:
+        self.layer = layer
+        self.fused_names = config.fused_names
+        self.query_size = layer.num_heads * layer.head_dim
+        self.key_size = layer.num_kv_heads * layer.head_dim
+        self.qkv = Linear.empty(
+            config.hidden_size,
+            self.query_size + 2 * self.key_size,
+            bias=config.qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.output = Linear.empty(
+            self.query_size, config.hidden_size, bias=config.output_bias, dtype=dtype, device=device
+        )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm is not None:
+            full = config.qk_norm == "full"
+            self.q_norm = _norm(config, self.query_size if full else layer.head_dim, dtype, device)
+            self.k_norm = _norm(config, self.key_size if full else layer.head_dim, dtype, device)
+
+    def targets(self) -> Targets:
+        if self.fused_names:
+            yield from _linear_targets(self.qkv, "qkv_proj")
+        else:
+            sizes = (self.query_size, self.key_size, self.key_size)
+            yield from _split_targets(self.qkv, ("q_proj", "k_proj", "v_proj"), sizes)
+        yield from _linear_targets(self.output, "o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            yield "q_norm.weight", self.q_norm.weight
+            yield "k_norm.weight", self.k_norm.weight
+
+    def parts(self) -> Iterator[Linear | RMSNorm]:
+        yield from (self.qkv, self.output)
+        if self.q_norm is not None and self.k_norm is not None:
+            yield from (self.q_norm, self.k_norm)
+
+    def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+        layer = self.layer
+        heads = self.qkv(x).unflatten(-1, (-1, layer.head_dim))  # [T, heads + 2 * kv_heads, head_dim]
+        qk, v = heads.split((layer.num_heads + layer.num_kv_heads, layer.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = self._normalised(qk, self.q_norm, self.k_norm)
+        if rotation is not None:
+            rotate_(qk, rotation)  # queries and keys in one go
+        q, k = qk.split((layer.num_heads, layer.num_kv_heads), dim=1)
+        return self.output(attend(layer, q, k, v).flatten(1))
+
+    def _normalised(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+        """Normalise per head, or over all heads at once: the norm's own size tells which."""
+        q, k = qk.split((self.layer.num_heads, self.layer.num_kv_heads), dim=1)
+        q = q_norm(q.reshape(len(q), -1, len(q_norm.weight))).reshape(q.shape)
+        k = k_norm(k.reshape(len(k), -1, len(k_norm.weight))).reshape(k.shape)
+        return torch.cat((q, k), dim=1)
+
+
+class DecoderLayer:
+    """Attention and a feed-forward block, each added to what came before, with norms where the family has them."""
+
+    def __init__(self, config: DecoderConfig, layer: LayerConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.rope = layer.rope
+        self.fused_names = config.fused_names
+        self.experts = layer.experts
+        self.attention = SelfAttention(config, layer.attention, dtype, device)
+        self.mlp = _feed_forward(config, layer, dtype, device)
+        names = config.norms
+        self.norms = {
+            name: _norm(config, config.hidden_size, dtype, device)
+            for name in (names.before_attention, names.after_attention, names.before_mlp, names.after_mlp)
+            if name is not None
+        }
+        self.before_attention = self.norms.get(names.before_attention or "")
+        self.after_attention = self.norms.get(names.after_attention or "")
+        self.before_mlp = self.norms.get(names.before_mlp or "")
+        self.after_mlp = self.norms.get(names.after_mlp or "")
+
+    def targets(self) -> Targets:
+        yield from _prefixed("self_attn", self.attention.targets())
+        yield from ((f"{name}.weight", norm.weight) for name, norm in self.norms.items())
+        if isinstance(self.mlp, MixtureOfExperts):
+            assert self.experts is not None
+            yield from _prefixed(self.experts.names.block, _expert_targets(self.mlp, self.experts.names))
+        else:
+            yield from _prefixed("mlp", _mlp_targets(self.mlp, self.fused_names))
+
+    def parts(self) -> Iterator[Linear | RMSNorm | GatedMLP | MixtureOfExperts]:
+        yield from self.attention.parts()
+        yield from self.norms.values()
+        yield self.mlp
+
+    def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+        attended = self.attention(_maybe(self.before_attention, x), rotation, attend)
+        x = x + _maybe(self.after_attention, attended)
+        return x + _maybe(self.after_mlp, self.mlp(_maybe(self.before_mlp, x)))
+
+
+class Decoder:
+    """Embedding, layers, final norm, head. Built with empty weights; see `targets` and `finalize`."""
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.max_len = config.max_len
+        self.attention_layers = config.attention_layers
+        self.dtype = dtype
+        self.device = device
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        # Rounded to the model's precision, as in training.
+        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
+        self.layers = [DecoderLayer(config, layer, dtype, device) for layer in config.layers]
+        ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+        self.rotary = {rope: RotaryEmbedding(rope, dtype=dtype, device=device) for rope in ropes}
+        self.norm = _norm(config, config.hidden_size, dtype, device)
+        if config.tied_head:
+            self.head = Linear(self.embedding, shared=True)
+        else:
+            self.head = Linear.empty(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
+
+    def targets(self) -> Targets:
+        """Every tensor a checkpoint must hold, and the part of the model that it fills."""
+        yield EMBEDDING, self.embedding
+        for index, layer in enumerate(self.layers):
+            yield from _prefixed(f"layers.{index}", layer.targets())
+        yield "norm.weight", self.norm.weight
+        if not self.config.tied_head:
+            assert self.head.weight is not None
+            yield HEAD, self.head.weight
+
+    def finalize(self) -> None:
+        """Call once every target is filled. One part after the other, so that memory never holds two models."""
+        for part in self._parts():
+            part.finalize()
+
+    def _parts(self) -> Iterator[Linear | RMSNorm | GatedMLP | MixtureOfExperts]:
+        for layer in self.layers:
+            yield from layer.parts()
+        yield self.norm
+        yield self.head
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        rotations = {rope: rotary(positions) for rope, rotary in self.rotary.items()}
+        x = F.embedding(tokens, self.embedding)
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        for layer in self.layers:
+            x = layer(x, None if layer.rope is None else rotations[layer.rope], attend)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.head(hidden).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def num_weight_bytes(self) -> int:
+        return self.embedding.nbytes + sum(part.num_bytes for part in self._parts())
+
+
+def _maybe(norm: RMSNorm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _norm(config: DecoderConfig, size: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+    return RMSNorm(size, config.norm_eps, unit_offset=config.norm_unit_offset, dtype=dtype, device=device)
+
+
+def _feed_forward(
+    config: DecoderConfig, layer: LayerConfig, dtype: torch.dtype, device: torch.device
+) -> GatedMLP | MixtureOfExperts:
+    if layer.experts is None:
+        return GatedMLP(
+            config.hidden_size,
+            layer.intermediate_size,
+            activation=config.activation,
+            bias=config.mlp_bias,
+            dtype=dtype,
+            device=device,
+        )
+    return MixtureOfExperts(
+        config.hidden_size,
+        layer.intermediate_size,
+        num_experts=layer.experts.num_experts,
+        top_k=layer.experts.top_k,
+        normalize=layer.experts.normalize,
+        activation=config.activation,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _prefixed(prefix: str, targets: Targets) -> Targets:
+    return ((f"{prefix}.{name}", target) for name, target in targets)
+
+
+def _linear_targets(linear: Linear, name: str) -> Targets:
+    return _split_targets(linear, (name,), (linear.out_features,))
+
+
+def _split_targets(linear: Linear, names: tuple[str, ...], sizes: tuple[int, ...]) -> Targets:
+    """The rows of a fused linear map that belong to each of its parts."""
+    assert linear.weight is not None
+    for name, weight in zip(names, linear.weight.split(sizes), strict=True):
+        yield f"{name}.weight", weight
+    if linear.bias is not None:
+        for name, bias in zip(names, linear.bias.split(sizes), strict=True):
+            yield f"{name}.bias", bias
+
+
+def _mlp_targets(mlp: GatedMLP, fused_names: bool) -> Targets:
+    if fused_names:
+        yield from _linear_targets(mlp.gate_up, "gate_up_proj")
+    else:
+        half = mlp.gate_up.out_features // 2
+        yield from _split_targets(mlp.gate_up, ("gate_proj", "up_proj"), (half, half))
+    yield from _linear_targets(mlp.down, "down_proj")
+
+
+def _expert_targets(experts: MixtureOfExperts, names: ExpertNames) -> Targets:
+    yield from _linear_targets(experts.router, "gate")
+    for index, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+        gate, up = gate_up.chunk(2)
+        yield f"experts.{index}.{names.gate}.weight", gate
+        yield f"experts.{index}.{names.up}.weight", up
+        yield f"experts.{index}.{names.down}.weight", down

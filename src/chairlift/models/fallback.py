@@ -1,0 +1,313 @@
+"""Running any causal language model of transformers on the ragged batch.
+
+transformers lets an application register an attention and a mask function by name. The ones registered here do
+nothing by themselves: the attention calls the handler that was passed to the model's forward pass as a keyword
+argument, and the mask function returns a note of which mask the model asked for instead of building one.
+
+Nothing about an architecture is taken on trust. Before weights are loaded, the model runs once on the meta
+device to see what it asks of the attention; after loading, it must prove that no token sees another except
+through the attention. What cannot be run is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.base import Attend, AttentionLayer
+from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
+from chairlift.models.families import FAMILIES, refuse_quantized
+from chairlift.models.probe import AskedMask, AttentionRecorder, CannotPlug
+
+REGISTERED_NAME = "chairlift_ragged"
+# What handles one layer's attention: (module, q, k, v, mask, further arguments) -> output, all in the layout
+# of transformers: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out.
+Handler = Callable[[Any, Tensor, Tensor, Tensor, Any, dict[str, Any]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackInfo:
+    """What the meta-device run found out about a model."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    max_len: int
+    attention_layers: tuple[AttentionLayer, ...]
+    num_parameters: int
+
+
+def describe_fallback(config: Mapping[str, Any], max_len: int | None = None) -> FallbackInfo:
+    hf_config = _transformers_config(config)
+    shell = _meta_model(hf_config)
+    num_parameters = sum(parameter.numel() for parameter in shell.parameters())
+    recorder = AttentionRecorder()
+    tokens = torch.zeros(3, dtype=torch.int64, device="meta")
+    try:
+        hidden = _forward(shell.base_model, tokens, tokens, recorder)
+        logits = _Head(shell)(hidden)
+        text_config = hf_config.get_text_config()
+        layers = recorder.layers(text_config.num_hidden_layers)
+    except CannotPlug as reason:
+        raise _refusal(hf_config.model_type, str(reason)) from None
+    except Exception as error:  # whatever a hundred architectures may raise
+        raise _refusal(hf_config.model_type, f"its forward pass failed without weights: {error!r}") from error
+    return FallbackInfo(
+        family=hf_config.model_type,
+        vocab_size=logits.shape[-1],
+        hidden_size=hidden.shape[-1],
+        max_len=_max_len(text_config, max_len),
+        attention_layers=layers,
+        num_parameters=num_parameters,
+    )
+
+
+def load_fallback(
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int | None = None,
+) -> TransformersModel:
+    """Like `build_model`; the tensors of the stream become the model's own where no conversion is needed."""
+    info = describe_fallback(config, max_len)
+    shell = _load(_transformers_config(config), _collect(tensors, dtype), dtype).to(device)
+    model = TransformersModel(shell, info, dtype=dtype, device=device)
+    _require_isolated_tokens(model, info)
+    return model
+
+
+class TransformersModel:
+    """A transformers model behind the interface of the engine."""
+
+    def __init__(self, shell: Any, info: FallbackInfo, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.vocab_size = info.vocab_size
+        self.max_len = info.max_len
+        self.attention_layers = info.attention_layers
+        self.dtype = dtype
+        self.device = device
+        self._weight_bytes: int = sum(parameter.nbytes for parameter in shell.parameters())
+        self._backbone = shell.base_model
+        self._head = _Head(shell)
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        layers = self.attention_layers
+
+        def handler(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, further: dict[str, Any]) -> Tensor:
+            q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
+            return attend(layers[module.layer_idx], q, k, v)[None]
+
+        return _forward(self._backbone, tokens, positions, handler)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden)
+
+    def num_weight_bytes(self) -> int:
+        return self._weight_bytes
+
+
+class _Head:
+    """Everything after the final norm: the head, and whatever scaling or capping the model's class adds.
+
+    The class is run with its backbone replaced by one that hands back the hidden states it is given.
+    """
+
+    def __init__(self, shell: Any) -> None:
+        prefix = shell.base_model_prefix
+        if shell.base_model is shell or not hasattr(shell, prefix):
+            raise CannotPlug("its head cannot be separated from its layers")
+        setattr(shell, prefix, _HandBack())
+        self._shell = shell
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._shell(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits.float()
+
+
+class _HandBack(torch.nn.Module):
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _HiddenOnly:
+        return _HiddenOnly((inputs_embeds,))
+
+    @property
+    def decoder(self) -> _HandBack:
+        """Some classes (OPT) call a part of their backbone instead of the whole."""
+        return self
+
+
+class _HiddenOnly(tuple[Tensor]):
+    """A model output with hidden states and nothing else, in both styles of access."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+def _forward(backbone: Any, tokens: Tensor, positions: Tensor, handler: Handler) -> Tensor:
+    output = backbone(
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        # No token is padding. Given explicitly, or transformers looks for sequence boundaries in the positions.
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.bool, device=tokens.device),
+        use_cache=False,
+        ragged_attention=handler,
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    ragged_attention: Handler | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    if ragged_attention is None:
+        raise CannotPlug("it does not pass keyword arguments on to its attention")
+    return ragged_attention(module, query, key, value, attention_mask, further), None
+
+
+def _mask(*, mask_function: Any, local_size: int | None = None, **kwargs: Any) -> AskedMask:
+    return AskedMask(mask_function, local_size)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(REGISTERED_NAME, _attention)
+    AttentionMaskInterface.register(REGISTERED_NAME, _mask)
+
+
+def _transformers_config(config: Mapping[str, Any]) -> Any:
+    model_type = config.get("model_type")
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _refusal(str(model_type), "transformers knows no causal language model by that name")
+    refuse_quantized(config)
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(dict(config))
+    except Exception as error:  # the checks of a hundred config classes
+        raise CorruptCheckpoint(f"config.json: {error}") from error
+
+
+def _meta_model(hf_config: Any) -> Any:
+    """The model without memory for its weights, refused if its kind is known not to fit."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    _register()
+    model_type = hf_config.model_type
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    if hf_config.is_encoder_decoder:
+        raise _refusal(model_type, "encoder-decoder models are not supported")
+    if model_class._is_stateful:
+        raise _refusal(model_type, "it keeps a recurrent state, which cannot be paged")
+    if not model_class._supports_attention_backend:
+        raise _refusal(model_type, "its attention in transformers cannot be replaced")
+    # On the meta device no expert can be told from another; this variant treats all of them alike.
+    hf_config._experts_implementation = "batched_mm"
+    try:
+        with torch.device("meta"):
+            shell = AutoModelForCausalLM.from_config(
+                hf_config, attn_implementation=REGISTERED_NAME, trust_remote_code=False
+            )
+    except Exception as error:  # the constructors of a hundred model classes
+        raise _refusal(model_type, f"transformers cannot build it: {error!r}") from error
+    return shell.eval()
+
+
+def _collect(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name in state:
+            raise CorruptCheckpoint(f"tensor {name} is in the checkpoint more than once")
+        state[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return state
+
+
+def _load(hf_config: Any, state: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """Through transformers' own loading: it knows which names and layouts older checkpoints have."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils import logging
+
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    show_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        shell, report = model_class.from_pretrained(
+            None,
+            config=hf_config,
+            state_dict=state,
+            dtype=dtype,
+            attn_implementation=REGISTERED_NAME,
+            experts_implementation="eager",
+            output_loading_info=True,
+            local_files_only=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CorruptCheckpoint(f"the checkpoint does not fit its config.json: {error}") from error
+    finally:
+        if show_progress:
+            logging.enable_progress_bar()
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[problem]:
+            names = ", ".join(sorted(str(name) for name in report[problem])[:5])
+            raise CorruptCheckpoint(f"the checkpoint has {problem.replace('_keys', '')} tensors: {names}")
+    return shell.eval()
+
+
+def _max_len(text_config: Any, requested: int | None) -> int:
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if limit is None:
+        raise UnsupportedModel("config.json: max_position_embeddings is missing")
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    # These two scalings change all rotations when one sequence of the batch passes the trained length. Up to
+    # that length they are what the model's authors meant; no sequence is let beyond.
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        limit = min(limit, rope.get("original_max_position_embeddings", limit))
+    if requested is not None and not 1 <= requested <= limit:
+        raise InvalidParameter("max_len", f"must be between 1 and the model's {limit}, got {requested}")
+    return limit if requested is None else requested
+
+
+@torch.inference_mode()
+def _require_isolated_tokens(model: TransformersModel, info: FallbackInfo) -> None:
+    """With an attention that looks at nothing, a token's result must not depend on its neighbours or its row.
+
+    This finds convolutions, recurrences and positions counted from the row instead of taken from the input.
+    """
+
+    def attend_to_itself(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
+
+    def run(tokens: list[int], positions: list[int]) -> Tensor:
+        rows = torch.tensor(tokens, device=model.device) % model.vocab_size
+        where = torch.tensor(positions, device=model.device) % model.max_len
+        return model.hidden_states(rows, where, attend_to_itself).float()
+
+    last = run([5, 6, 7], [0, 3, 1])[2]
+    first = run([7, 8, 9], [1, 2, 0])[0]
+    tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    if (last - first).abs().max() > tolerance * first.abs().max():
+        raise _refusal(info.family, "its tokens influence each other outside the attention")
+
+
+def _refusal(model_type: str, reason: str) -> UnsupportedModel:
+    families = ", ".join(family.title for family in FAMILIES.values())
+    return UnsupportedModel(
+        f"model type {model_type!r} cannot run: {reason}. Supported: {families}, and causal language models of "
+        "transformers whose attention can be replaced."
+    )

@@ -1,0 +1,102 @@
+"""Finding out what an unknown model asks of its attention, by running it on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.base import AttentionLayer
+
+# Arguments that change nothing: the mask already tells the window and the direction, and there is no cache.
+HARMLESS = {
+    "dropout",
+    "sliding_window",
+    "is_causal",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+}
+FULL = 2**16  # a mask without a stated window is looked at this far
+
+
+class CannotPlug(Exception):
+    """Why our attention cannot take the place of the model's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedMask:
+    """Stands in for the mask tensor: the predicate a model's mask would be made of, and its stated window."""
+
+    visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key) -> bool
+    window: int | None
+
+    def checked_window(self) -> int | None:
+        """The window, once the predicate is known to be causal with exactly that window."""
+        size = self.window or FULL
+        zero = torch.zeros((), dtype=torch.int64)
+        for query in (0, 1, size - 1, size, size + 1, 2 * size, 3 * size - 1):
+            edges = (0, query // 2, query - size, query, query + size)
+            keys = torch.tensor([edge + step for edge in edges for step in (-1, 0, 1)]).clamp(min=0)
+            wanted = keys <= query
+            if self.window is not None:
+                wanted &= keys > query - size
+            given = self.visible(zero, zero, torch.tensor(query), keys)
+            if not torch.equal(given.expand_as(wanted), wanted):
+                raise CannotPlug("its attention mask is neither causal nor a causal sliding window")
+        return self.window
+
+
+class AttentionRecorder:
+    """An attention handler that writes down each layer's needs and refuses those that cannot be met."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, AttentionLayer] = {}
+
+    def __call__(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, further: dict[str, Any]) -> Tensor:
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or index in self._layers:
+            raise CannotPlug("its attention layers are not numbered, or one attends twice")
+        _, heads, rows, head_dim = q.shape
+        if k.shape != v.shape or k.shape[2:] != (rows, head_dim) or heads % k.shape[1]:
+            raise CannotPlug(
+                f"queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} of layer {index} "
+                "do not have heads of one size"
+            )
+        if not isinstance(mask, AskedMask):
+            raise CannotPlug("it builds its attention mask itself")
+        self._layers[index] = AttentionLayer(
+            index=index,
+            num_heads=heads,
+            num_kv_heads=k.shape[1],
+            head_dim=head_dim,
+            scale=_scale(further.pop("scaling", None), head_dim),
+            window=mask.checked_window(),
+            softcap=further.pop("softcap", None),
+        )
+        unknown = sorted(name for name, value in further.items() if value is not None and name not in HARMLESS)
+        if unknown:
+            raise CannotPlug(f"its attention takes {', '.join(unknown)}, which is not supported")
+        return q.transpose(1, 2)
+
+    def layers(self, expected: int) -> tuple[AttentionLayer, ...]:
+        """All layers in order; a model with layers of another kind in between is refused."""
+        if sorted(self._layers) != list(range(expected)):
+            raise CannotPlug(
+                f"only {len(self._layers)} of its {expected} layers are attention layers that can be replaced"
+            )
+        return tuple(self._layers[index] for index in range(expected))
+
+
+def _scale(given: float | None, head_dim: int) -> float:
+    return head_dim**-0.5 if given is None else float(given)

@@ -1,0 +1,195 @@
+"""From the rope part of a config.json to the frequencies of the rotation.
+
+All arithmetic is done on float32 tensors in the order that transformers uses: at position 100,000 one last
+bit of a frequency is already a visible angle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chairlift.errors import CorruptCheckpoint, UnsupportedModel
+from chairlift.layers.rope import Rope
+from chairlift.models.fields import Fields
+
+_WHERE = "the rope settings in config.json"
+
+
+def rope_parameters(config: Fields, layer_type: str) -> Mapping[str, Any]:
+    """One layer type's rope settings, from either style of config.
+
+    Old: `rope_theta` and friends at the top and a `rope_scaling` object. New: one `rope_parameters` object,
+    possibly one per layer type. Gemma 3's old style has a second base for its local layers, which ignore the
+    scaling.
+    """
+    given = dict(config.section("rope_parameters"))
+    if any(isinstance(value, Mapping) for value in given.values()):
+        given = dict(given.get(layer_type) or {})
+    elif layer_type == "sliding_attention" and "rope_local_base_freq" in config:
+        given = {"rope_theta": config.raw("rope_local_base_freq")}
+    else:
+        given |= config.section("rope_scaling")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if given.get(name) is None and name in config:
+            given[name] = config.raw(name)
+    if "original_max_position_embeddings" in config:  # where both places name it (Phi-3), the top one counts
+        given["original_max_position_embeddings"] = config.raw("original_max_position_embeddings")
+    return given
+
+
+def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: int, max_len: int) -> Rope:
+    """The rotation that `parameters` describe.
+
+    `max_positions` is the config's `max_position_embeddings`, `max_len` the longest sequence that will run.
+    """
+    fields = Fields(
+        parameters,
+        {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0, "original_max_position_embeddings": max_positions},
+        _WHERE,
+    )
+    kind = _kind(fields)
+    if kind not in _SCALINGS:
+        raise UnsupportedModel(f"rope type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}")
+    rotary_dim = int(head_dim * fields.number("partial_rotary_factor"))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise CorruptCheckpoint(
+            f"{_WHERE}: an even part of the head's {head_dim} numbers must be rotated, not {rotary_dim}"
+        )
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    theta = fields.number("rope_theta")
+    if theta <= 1:
+        raise CorruptCheckpoint(f"{_WHERE}: rope_theta must be above 1, got {theta:g}")
+    wavelengths = theta**exponents  # positions per radian
+    inv_freq, scale = _SCALINGS[kind](fields, wavelengths, max_positions, max_len)
+    return Rope(tuple(inv_freq.tolist()), scale)
+
+
+def scaled_length(parameters: Mapping[str, Any], max_positions: int) -> int:
+    """The longest context the model is meant for.
+
+    `max_position_embeddings` usually says it, scaling included. Yarn configs often keep the trained length
+    there and leave the rest to the factor.
+    """
+    fields = Fields(parameters, {}, _WHERE)
+    if _kind(fields) != "yarn" or "factor" not in fields or "original_max_position_embeddings" not in fields:
+        return max_positions
+    return max(max_positions, int(_original(fields) * fields.number("factor")))
+
+
+def _kind(fields: Fields) -> str:
+    kind = str(fields.raw("rope_type") or fields.raw("type") or "default")
+    # The first Phi-3 configs called longrope "su", and later ones "yarn".
+    return "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in fields) else kind
+
+
+def _original(fields: Fields) -> int:
+    """The context length the model was trained with, before any scaling."""
+    return fields.integer("original_max_position_embeddings", low=2)
+
+
+_Scaled = tuple[Tensor, float]
+
+
+def _default(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    return 1.0 / wavelengths, 1.0
+
+
+def _dynamic(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    """Unscaled up to `max_position_embeddings`, which is also the longest sequence offered: beyond it, this
+    scheme changes all speeds with every further token, and keys already in the cache would be wrong."""
+    return _default(fields, wavelengths, max_positions, max_len)
+
+
+def _linear(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    return 1.0 / wavelengths / fields.number("factor"), 1.0
+
+
+def _frequency_factors(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    """GGUF files carry the result of a scaling instead of its recipe: one divisor per pair."""
+    factors = _factor_list(fields, "factors", len(wavelengths))
+    return 1.0 / wavelengths / factors, fields.optional_number("attention_factor") or 1.0
+
+
+def _llama3(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    """Fast pairs keep their speed, slow ones are divided by the factor, those between are blended."""
+    factor = fields.number("factor")
+    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+    original = _original(fields)
+    if high <= low:
+        raise CorruptCheckpoint(f"{_WHERE}: high_freq_factor must be above low_freq_factor")
+    inv_freq = 1.0 / wavelengths
+    turns = original / (2 * math.pi / inv_freq)  # full turns of each pair within the trained context
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * inv_freq / factor + blend * inv_freq, 1.0
+
+
+def _yarn(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    """Like llama3, with the blend linear over pairs instead of over frequencies."""
+    original = _original(fields)
+    factor = fields.optional_number("factor") or max_positions / original
+    pairs, theta = len(wavelengths), fields.number("rope_theta")
+
+    def pair_with_turns(turns: float) -> float:
+        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+
+    first = pair_with_turns(fields.optional_number("beta_fast") or 32.0)
+    last = pair_with_turns(fields.optional_number("beta_slow") or 1.0)
+    if fields.raw("truncate") is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    last = last + 0.001 if first == last else last
+    slowed = ((torch.arange(pairs, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    kept = 1 - slowed
+    inv_freq = 1.0 / (factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    return inv_freq, _yarn_scale(fields, factor)
+
+
+def _yarn_scale(fields: Fields, factor: float) -> float:
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    given = fields.optional_number("attention_factor")
+    if given is not None:
+        return given
+    if fields.raw("mscale") and fields.raw("mscale_all_dim"):
+        return magnitude(fields.number("mscale")) / magnitude(fields.number("mscale_all_dim"))
+    return magnitude(1.0)
+
+
+def _longrope(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    """One divisor per pair, from a list for short and one for long contexts.
+
+    transformers picks the list anew for every call, by the longest sequence in it. A cached key cannot change
+    its rotation, nor may one request change another's, so the choice is made once: the long list if any
+    sequence may pass the trained length. Run with a smaller `max_len` to get the short list.
+    """
+    original = _original(fields)
+    name = "long_factor" if max_len > original else "short_factor"
+    factor = fields.optional_number("factor") or max_positions / original
+    scale = fields.optional_number("attention_factor")
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1.0 / (_factor_list(fields, name, len(wavelengths)) * wavelengths), scale
+
+
+def _factor_list(fields: Fields, name: str, length: int) -> Tensor:
+    factors = torch.tensor(fields.items(name, (int, float), length=length), dtype=torch.float32)
+    if not bool((factors.isfinite() & (factors > 0)).all()):
+        raise CorruptCheckpoint(f"{_WHERE}: {name} must hold numbers above 0")
+    return factors
+
+
+_SCALINGS: dict[str, Callable[[Fields, Tensor, int, int], _Scaled]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "frequency_factors": _frequency_factors,
+}

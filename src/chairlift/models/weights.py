@@ -1,0 +1,74 @@
+"""Filling a model's preallocated tensors from the stream of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from chairlift.errors import CorruptCheckpoint, UnsupportedModel
+
+# Written before the names of the text model's tensors, depending on which class saved the checkpoint.
+PREFIXES = ("model.", "language_model.")
+# Tables that old checkpoints hold although they follow from the config.
+DERIVED_SUFFIX = "rotary_emb.inv_freq"
+# The image half of a checkpoint whose text half is run.
+VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
+
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+
+
+def canonical_name(name: str) -> str:
+    """The name without any prefix that says where the text model sits in a larger one."""
+    stripped = name
+    while True:
+        for prefix in PREFIXES:
+            if stripped.startswith(prefix):
+                stripped = stripped.removeprefix(prefix)
+                break
+        else:
+            return stripped
+
+
+def fill(
+    targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], *, text_part_only: bool, tied: bool
+) -> None:
+    """Copy every tensor of the stream to its target; each target must be filled exactly once.
+
+    With a `tied` head, the head's name is another name of the embedding table; a checkpoint may hold either,
+    or both if they are equal.
+    """
+    filled: dict[str, str] = {}  # target -> the name it came under
+    for full_name, tensor in tensors:
+        name = canonical_name(full_name)
+        if name.endswith(DERIVED_SUFFIX) or (text_part_only and name.startswith(VISION_PREFIXES)):
+            continue
+        destination = EMBEDDING if tied and name == HEAD else name
+        if destination not in targets:
+            raise CorruptCheckpoint(f"unexpected tensor {full_name} of shape {_shape(tensor)}")
+        target = targets[destination]
+        _check(full_name, tensor, target)
+        if destination not in filled:
+            target.copy_(tensor)
+            filled[destination] = name
+        elif filled[destination] == name:
+            raise CorruptCheckpoint(f"tensor {full_name} is in the checkpoint more than once")
+        elif not bool((target == tensor.to(target)).all()):
+            raise CorruptCheckpoint(
+                f"{HEAD} and {EMBEDDING} differ, but config.json says tie_word_embeddings: set it to false there"
+            )
+    missing = sorted(targets.keys() - filled.keys())
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise CorruptCheckpoint(f"the checkpoint lacks {', '.join(missing[:5])}{more}")
+
+
+def _check(name: str, tensor: Tensor, target: Tensor) -> None:
+    if tensor.shape != target.shape:
+        raise CorruptCheckpoint(f"tensor {name} has shape {_shape(tensor)}, but config.json implies {_shape(target)}")
+    if not tensor.is_floating_point():
+        raise UnsupportedModel(f"tensor {name} holds {tensor.dtype}: quantized checkpoints are not supported")
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)

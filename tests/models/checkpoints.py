@@ -1,0 +1,114 @@
+"""Tiny random checkpoints made with transformers, and the three ways to run a model on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from chairlift.models import build_model
+from chairlift.models.base import CausalLM
+from tests.models.dense_attend import DenseCache
+
+CPU = torch.device("cpu")
+VOCAB = 211
+
+
+def make_reference(config: Any) -> Any:
+    """A transformers model with seeded weights in which no norm is one and no bias zero, so that bugs show."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def save(model: Any, folder: Path) -> dict[str, Any]:
+    """Write the checkpoint as a user would find it; returns its config.json."""
+    model.save_pretrained(folder)
+    return read_config(folder)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def stream(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                yield name, tensors.get_tensor(name)
+
+
+def load(folder: Path, config: dict[str, Any] | None = None, **options: Any) -> CausalLM:
+    config = read_config(folder) if config is None else config
+    options = {"dtype": torch.float32, "device": CPU} | options
+    return build_model(config, stream(folder), **options)
+
+
+def prompts(*lengths: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, tokens: Tensor) -> Tensor:
+    logits: Tensor = model(tokens[None]).logits[0]
+    return logits.float()
+
+
+@torch.inference_mode()
+def run_alone(model: CausalLM, tokens: Tensor) -> Tensor:
+    attend = DenseCache().step([("only", len(tokens))])
+    return model.logits(model.hidden_states(tokens, torch.arange(len(tokens)), attend))
+
+
+@torch.inference_mode()
+def run_ragged(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
+    """All sequences in one batch."""
+    counts = [len(tokens) for tokens in sequences]
+    attend = DenseCache().step([(str(i), count) for i, count in enumerate(counts)])
+    positions = torch.cat([torch.arange(count) for count in counts])
+    logits = model.logits(model.hidden_states(torch.cat(sequences), positions, attend))
+    return list(logits.split(counts))
+
+
+@torch.inference_mode()
+def run_chunked(model: CausalLM, sequences: list[Tensor], chunk: int) -> list[Tensor]:
+    """In steps of at most `chunk` tokens of each sequence, the shorter ones dropping out."""
+    cache = DenseCache()
+    logits: list[list[Tensor]] = [[] for _ in sequences]
+    for start in range(0, max(len(tokens) for tokens in sequences), chunk):
+        pieces = {i: tokens[start : start + chunk] for i, tokens in enumerate(sequences) if len(tokens) > start}
+        positions = torch.cat([torch.arange(start, start + len(piece)) for piece in pieces.values()])
+        attend = cache.step([(str(i), len(piece)) for i, piece in pieces.items()])
+        hidden = model.hidden_states(torch.cat(list(pieces.values())), positions, attend)
+        counts = [len(piece) for piece in pieces.values()]
+        for i, part in zip(pieces, model.logits(hidden).split(counts), strict=True):
+            logits[i].append(part)
+    return [torch.cat(parts) for parts in logits]
+
+
+def assert_matches(model: CausalLM, reference: Any, *lengths: int, tolerance: float = 1e-4) -> None:
+    """Alone, all in one ragged batch, and chunked, the logits are those of transformers."""
+    sequences = prompts(*lengths)
+    expected = [reference_logits(reference, tokens) for tokens in sequences]
+    assert expected[0].std() > 0.1, "a model with flat logits would not show a bug"
+    alone = [run_alone(model, tokens) for tokens in sequences]
+    for actual in (alone, run_ragged(model, sequences), run_chunked(model, sequences, 5)):
+        for logits, wanted in zip(actual, expected, strict=True):
+            torch.testing.assert_close(logits, wanted, atol=tolerance, rtol=0)

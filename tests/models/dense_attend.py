@@ -1,0 +1,58 @@
+"""The simplest attention that can be right: per sequence, dense, in float64, over plain lists of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.base import Attend, AttentionLayer
+
+
+@dataclass
+class DenseCache:
+    """Keeps every key and value of every sequence, so that a prompt can be fed in pieces."""
+
+    stored: dict[tuple[int, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def step(self, pieces: Sequence[tuple[str, int]]) -> Attend:
+        """The attention of one ragged batch: (sequence, number of its tokens), in the order of the rows."""
+
+        def attend(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            assert q.shape[1:] == (layer.num_heads, layer.head_dim)
+            assert k.shape[1:] == v.shape[1:] == (layer.num_kv_heads, layer.head_dim)
+            counts = [count for _, count in pieces]
+            outputs = []
+            for (name, _), rows_q, rows_k, rows_v in zip(
+                pieces, q.split(counts), k.split(counts), v.split(counts), strict=True
+            ):
+                keys, values = self._append((layer.index, name), rows_k, rows_v)
+                outputs.append(dense_attention(layer, rows_q, keys, values))
+            return torch.cat(outputs)
+
+        return attend
+
+    def _append(self, key: tuple[int, str], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if key in self.stored:
+            k, v = torch.cat((self.stored[key][0], k)), torch.cat((self.stored[key][1], v))
+        self.stored[key] = (k.clone(), v.clone())
+        return self.stored[key]
+
+
+def dense_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The last len(q) tokens of one sequence look at its len(k) tokens."""
+    groups = layer.num_heads // layer.num_kv_heads
+    keys = k.double().repeat_interleave(groups, dim=1)
+    values = v.double().repeat_interleave(groups, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * layer.scale
+    if layer.softcap is not None:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    row = torch.arange(len(k) - len(q), len(k))[:, None]
+    column = torch.arange(len(k))[None, :]
+    visible = column <= row
+    if layer.window is not None:
+        visible &= column > row - layer.window
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

@@ -1,0 +1,169 @@
+"""Every family against transformers, on tiny random checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.models import describe, supported_families
+from tests.models.checkpoints import VOCAB, assert_matches, load, make_reference, save, stream
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 60,
+    "intermediate_size": 84,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _config(name: str, **changes: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, name)(**(SIZES | changes))
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama gqa": _config("LlamaConfig"),
+    "llama mha": _config("LlamaConfig", num_key_value_heads=6),
+    "llama mqa, tied, biases": _config(
+        "LlamaConfig",
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "llama wide heads, gelu": _config("LlamaConfig", head_dim=16, hidden_act="gelu"),
+    "mistral": _config("MistralConfig", sliding_window=7),
+    "mistral without window": _config("MistralConfig", sliding_window=None),
+    "mixtral": _config("MixtralConfig", num_local_experts=5, num_experts_per_tok=2),
+    "mixtral window": _config("MixtralConfig", num_local_experts=3, num_experts_per_tok=1, sliding_window=6),
+    "qwen2": _config("Qwen2Config"),
+    "qwen2 window": _config(
+        "Qwen2Config", use_sliding_window=True, sliding_window=6, max_window_layers=1, tie_word_embeddings=True
+    ),
+    "qwen3": _config("Qwen3Config", head_dim=14),
+    "qwen3 window": _config("Qwen3Config", head_dim=14, use_sliding_window=True, sliding_window=5, max_window_layers=2),
+    "qwen3 moe": _config(
+        "Qwen3MoeConfig",
+        head_dim=14,
+        num_experts=7,
+        num_experts_per_tok=3,
+        moe_intermediate_size=22,
+        norm_topk_prob=True,
+    ),
+    "qwen3 moe, some layers dense": _config(
+        "Qwen3MoeConfig",
+        num_hidden_layers=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=22,
+        norm_topk_prob=False,
+        mlp_only_layers=[3],
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=9,
+    ),
+    "smollm3": _config("SmolLM3Config", num_hidden_layers=4, no_rope_layer_interval=2),
+    "smollm3 window": _config("SmolLM3Config", no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=6),
+    "phi3": _config("Phi3Config", sliding_window=8),
+    "phi3 partial rotary": _config("Phi3Config", partial_rotary_factor=0.6, num_attention_heads=3),
+    "gemma2": _config(
+        "Gemma2Config",
+        head_dim=16,
+        sliding_window=6,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=2.0,
+    ),
+    "gemma3": _config(
+        "Gemma3TextConfig",
+        head_dim=16,
+        num_hidden_layers=4,
+        sliding_window=6,
+        sliding_window_pattern=3,
+        query_pre_attn_scalar=20,
+        rope_theta=500_000.0,
+        rope_local_base_freq=300.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
+    "olmo2": _config("Olmo2Config"),
+    "olmo2 mqa, biases": _config("Olmo2Config", num_attention_heads=5, num_key_value_heads=1, attention_bias=True),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference = make_reference(CONFIGS[name]())
+    config = save(reference, tmp_path)
+    model = load(tmp_path)
+    assert_matches(model, reference, 23, 1, 12)
+    assert model.vocab_size == VOCAB
+    assert model.max_len == 128
+    assert model.attention_layers == describe(config).attention_layers
+    assert describe(config).num_parameters == sum(tensor.numel() for _, tensor in stream(tmp_path))
+
+
+def test_every_family_is_tested() -> None:
+    from chairlift.models.families import FAMILIES
+
+    tested = {make().model_type for make in CONFIGS.values()}
+    assert tested == FAMILIES.keys()
+    assert len(supported_families()) == len(FAMILIES)
+
+
+def test_text_part_of_multimodal_gemma3(tmp_path: Path) -> None:
+    text = CONFIGS["gemma3"]()
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    whole = transformers.Gemma3ForConditionalGeneration(config).eval()
+    whole.set_attn_implementation("eager")
+    assert save(whole, tmp_path)["model_type"] == "gemma3"
+    assert any("vision_tower" in name for name, _ in stream(tmp_path))
+    assert_matches(load(tmp_path), whole, 23, 3)
+
+
+def test_names_without_the_model_prefix(tmp_path: Path) -> None:
+    from chairlift.models import build_model
+
+    reference = make_reference(CONFIGS["llama gqa"]())
+    config = save(reference, tmp_path)
+    bare = ((name.removeprefix("model."), tensor) for name, tensor in stream(tmp_path))
+    model = build_model(config, bare, dtype=torch.float32, device=torch.device("cpu"))
+    assert_matches(model, reference, 9)
+
+
+@pytest.mark.parametrize("name", ["llama gqa", "gemma3", "mixtral", "olmo2"])
+def test_bfloat16_stays_close(name: str, tmp_path: Path) -> None:
+    """Rounding differs from transformers in places; the distribution must not."""
+    from tests.models.checkpoints import prompts, reference_logits, run_alone
+
+    reference = make_reference(CONFIGS[name]())
+    save(reference, tmp_path)
+    model = load(tmp_path, dtype=torch.bfloat16)
+    tokens = prompts(20)[0]
+    exact = reference_logits(reference, tokens).log_softmax(-1)
+    theirs = reference_logits(reference.to(torch.bfloat16), tokens).log_softmax(-1)
+    ours = run_alone(model, tokens)
+    assert ours.dtype == torch.float32
+    error, their_error = (ours.log_softmax(-1) - exact).abs().mean(), (theirs - exact).abs().mean()
+    assert error < 2 * their_error

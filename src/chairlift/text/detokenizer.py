@@ -1,0 +1,205 @@
+"""Token ids to text, one token at a time, as if all had been decoded at once.
+
+A character may be spread over several tokens. What is complete is emitted at once and the rest is held back, so
+no piece ever contains half a character. The work per token does not depend on how many came before.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from tokenizers import Tokenizer as Backend
+
+REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_MAX_PENDING = 16  # tokens that may wait for a character to be completed
+
+# Backends with byte fallback write one replacement character for each invalid byte, not one per sequence.
+_EACH_BYTE = "chairlift.replace-each-byte"
+codecs.register_error(
+    _EACH_BYTE,
+    lambda error: (REPLACEMENT * (error.end - error.start), error.end),  # type: ignore[attr-defined]
+)
+
+
+class IncrementalDetokenizer(Protocol):
+    """The text of one request. Joined, the pieces are what the backend decodes from all the ids together."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; often "", for example in the middle of a character."""
+        ...
+
+    def flush(self) -> str:
+        """What is still held back when no more tokens come: an incomplete character shows as U+FFFD."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingRules:
+    """What a backend's decoder does, where it can be done token by token."""
+
+    byte_level: bool = False  # each character of a token stands for one byte
+    byte_fallback: bool = False  # tokens such as <0xE2> stand for one byte
+    replacements: tuple[tuple[str, str], ...] = ()  # in the text of every token
+    first_replacements: tuple[tuple[str, str], ...] | None = None  # instead of those, in the first token
+    strip: tuple[str, int] = (" ", 0)  # this character is removed up to so many times from the start
+
+
+class TokenPieces:
+    """What each token of one tokenizer adds to the text; shared by the detokenizers of all requests.
+
+    A piece of `bytes` may continue or begin a character; a piece of `str` is text of its own.
+    """
+
+    def __init__(self, backend: Backend, rules: DecodingRules) -> None:
+        self.rules = rules
+        self._backend = backend
+        self._pieces: dict[int, bytes | str | None] = {}
+
+    def piece(self, token_id: int) -> bytes | str | None:
+        """None for an id that the tokenizer does not have: models often pad their vocabulary."""
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            return self._pieces.setdefault(token_id, self._make(token_id, self.rules.replacements))
+
+    def first_piece(self, token_id: int) -> bytes | str | None:
+        if self.rules.first_replacements is None:
+            return self.piece(token_id)
+        return self._make(token_id, self.rules.first_replacements)
+
+    def _make(self, token_id: int, replacements: tuple[tuple[str, str], ...]) -> bytes | str | None:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return None
+        if self.rules.byte_level:
+            # An added token may contain characters that stand for no byte; then it is taken literally.
+            known = all(character in _BYTE_OF for character in token)
+            return bytes(_BYTE_OF[character] for character in token) if known else token.encode()
+        if self.rules.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        for old, new in replacements:
+            token = token.replace(old, new)
+        return token
+
+
+class PieceDetokenizer:
+    """For decoders that work token by token: byte-level BPE and everything in the style of SentencePiece."""
+
+    def __init__(self, pieces: TokenPieces, skip: Set[int]) -> None:
+        self._pieces = pieces
+        self._skip = skip
+        errors = "replace" if pieces.rules.byte_level else _EACH_BYTE
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        self._first = True
+        self._strip, self._strips_left = pieces.rules.strip
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skip:
+            return ""
+        piece = self._pieces.first_piece(token_id) if self._first else self._pieces.piece(token_id)
+        if piece is None:
+            return ""
+        self._first = False
+        if isinstance(piece, bytes):
+            return self._stripped(self._utf8.decode(piece))
+        return self._stripped(self._utf8.decode(b"", final=True) + piece)
+
+    def flush(self) -> str:
+        return self._stripped(self._utf8.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        while text and self._strips_left:
+            if text[0] != self._strip:
+                self._strips_left = 0
+            else:
+                text = text[1:]
+                self._strips_left -= 1
+        return text
+
+
+class WindowDetokenizer:
+    """For any other decoder (WordPiece, CTC, …): decode the last few tokens again and emit what is new.
+
+    The tokens before the new ones are decoded with them because they may decide about a space in between.
+    """
+
+    def __init__(self, backend: Backend, skip: Set[int]) -> None:
+        self._backend = backend
+        self._skip = skip
+        self._before: list[int] = []  # emitted with the last text
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skip or self._backend.id_to_token(token_id) is None:
+            return ""
+        self._pending.append(token_id)
+        text = self._new_text()
+        unfinished = not text or text.endswith(REPLACEMENT)
+        if unfinished and len(self._pending) < _MAX_PENDING:
+            return ""
+        self._before, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        text = self._new_text()
+        self._pending = []
+        return text
+
+    def _new_text(self) -> str:
+        return self._decode(self._before + self._pending)[len(self._decode(self._before)) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+
+def decoding_rules(backend: Backend) -> DecodingRules | None:
+    """The rules of the backend's decoder, or None where it needs more than one token at a time."""
+    if backend.decoder is None:
+        return None
+    # The pickled state is the decoder's JSON alone; `to_str()` would write out the whole vocabulary.
+    decoder = json.loads(cast(bytes, backend.decoder.__getstate__()))
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    names = [step["type"] for step in steps]
+    if names == ["ByteLevel"]:
+        return DecodingRules(byte_level=True)
+    if names == ["Metaspace"]:
+        mark, prepends = steps[0]["replacement"], steps[0]["prepend_scheme"] != "never"
+        return DecodingRules(replacements=((mark, " "),), first_replacements=((mark, ""),) if prepends else None)
+    return _sentencepiece_rules(steps, names)
+
+
+def _sentencepiece_rules(steps: list[dict[str, Any]], names: list[str]) -> DecodingRules | None:
+    """Replace…, then ByteFallback, then Fuse, then Strip from the start; each of them may be absent."""
+    count = names.count("Replace")
+    replaces, rest = steps[:count], names[count:]
+    shapes = [["ByteFallback"], ["Fuse"], ["ByteFallback", "Fuse"], ["Fuse", "Strip"]]
+    if rest not in [*shapes, ["ByteFallback", "Fuse", "Strip"]]:
+        return None
+    if any("String" not in step["pattern"] for step in replaces):
+        return None
+    strip = (" ", 0)
+    if rest[-1] == "Strip":
+        if steps[-1]["stop"]:
+            return None
+        strip = (steps[-1]["content"], steps[-1]["start"])
+    return DecodingRules(
+        byte_fallback="ByteFallback" in rest,
+        replacements=tuple((step["pattern"]["String"], step["content"]) for step in replaces),
+        strip=strip,
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one visible character: itself if printable, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

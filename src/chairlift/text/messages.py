@@ -1,0 +1,86 @@
+"""Conversations as callers send them, checked and brought into the one shape that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+
+MAX_DEPTH = 32
+
+
+def checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """Copies of the messages with text content; errors name the place, such as `messages[2].content`."""
+    if not _is_list(messages) or not messages:
+        raise InvalidParameter("messages", "must be a non-empty list of messages")
+    return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _message(name: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidParameter(name, f"must be an object with role and content, got {type(message).__name__}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidParameter(f"{name}.role", f"must be a name such as 'user', got {role!r}")
+    checked: dict[str, Any] = plain_data(name, message)
+    calls = checked.get("tool_calls")
+    if calls is not None:
+        checked["tool_calls"] = _tool_calls(f"{name}.tool_calls", calls)
+    checked["content"] = _text(f"{name}.content", message.get("content"), optional=bool(calls))
+    return checked
+
+
+def _text(name: str, content: Any, *, optional: bool) -> str | None:
+    if isinstance(content, str):
+        return str(content)
+    if content is None and optional:
+        return None
+    if not _is_list(content):
+        raise InvalidParameter(name, f"must be text or a list of text parts, got {type(content).__name__}")
+    return "\n".join(_part(f"{name}[{i}]", part) for i, part in enumerate(content))
+
+
+def _part(name: str, part: Any) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise InvalidParameter(name, f"only parts of type 'text' are supported, got {kind!r}")
+    if not isinstance(part.get("text"), str):
+        raise InvalidParameter(f"{name}.text", "must be a string")
+    return str(part["text"])
+
+
+def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as an object: callers send the JSON text that the model wrote."""
+    if not _is_list(calls) or not all(isinstance(call, dict) for call in calls):
+        raise InvalidParameter(name, "must be a list of objects")
+    for i, call in enumerate(calls):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except ValueError as error:
+                problem = f"must be JSON text or an object: {error}"
+                raise InvalidParameter(f"{name}[{i}].function.arguments", problem) from error
+    return list(calls)
+
+
+def plain_data(name: str, value: Any, depth: int = 0) -> Any:
+    """A deep copy made of JSON types only: a template gets no object with methods, nor the caller's own lists."""
+    if depth > MAX_DEPTH:
+        raise InvalidParameter(name, f"is nested more than {MAX_DEPTH} levels deep")
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(f"{name}.{key}", item, depth + 1) for key, item in value.items()}
+    if _is_list(value):
+        return [plain_data(f"{name}[{i}]", item, depth + 1) for i, item in enumerate(value)]
+    raise InvalidParameter(name, f"must be made of JSON values, got {type(value).__name__}")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))

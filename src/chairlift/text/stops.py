@@ -1,0 +1,77 @@
+"""Stop strings, found wherever they fall across the pieces of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Lets text through, except what may still turn out to be the beginning of a stop string.
+
+    The stop string that is *complete* first wins, at that very character; of several that end at the same
+    character, the longest. So the result never depends on how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        self._searches = [_Search(stop) for stop in stops]
+        self._include = include
+        self._held = ""
+        self._found: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """The text that can be shown, and the stop string if it is complete.
+
+        With a match, the text ends before the stop string, or behind it if it is to be included; whatever
+        comes later is dropped.
+        """
+        if self._found is not None:
+            return "", self._found
+        start = len(self._held)
+        text = self._held + text
+        for end, character in enumerate(text[start:], start + 1):
+            complete = [search.pattern for search in self._searches if search.advance(character)]
+            if complete:
+                self._found = max(complete, key=len)
+                self._held = ""
+                return text[: end if self._include else end - len(self._found)], self._found
+        held = max((search.matched for search in self._searches), default=0)
+        shown = len(text) - held
+        self._held = text[shown:]
+        return text[:shown], None
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Search:
+    """One pattern followed through a text character by character (Knuth, Morris and Pratt).
+
+    `matched` is the length of the longest beginning of the pattern that the text so far ends with, which is
+    exactly what has to be held back for this pattern.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.matched = 0
+        self._shorter = _shorter_matches(pattern)
+
+    def advance(self, character: str) -> bool:
+        """Read one character; whether the pattern is complete with it. Not called again after that."""
+        self.matched = _extend(self.pattern, self._shorter, self.matched, character)
+        return self.matched == len(self.pattern)
+
+
+def _extend(pattern: str, shorter: Sequence[int], matched: int, character: str) -> int:
+    while matched and pattern[matched] != character:
+        matched = shorter[matched - 1]
+    return matched + (pattern[matched] == character)
+
+
+def _shorter_matches(pattern: str) -> list[int]:
+    """For each beginning of the pattern: how long a shorter beginning it ends with."""
+    shorter = [0]
+    for character in pattern[1:]:
+        shorter.append(_extend(pattern, shorter, shorter[-1], character))
+    return shorter

@@ -114,7 +114,7 @@ class LLM:
 
     def _parse_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[_Input]:
         single = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
-        many: Sequence[Any] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
+        many: Sequence[Any] = [prompts] if single else prompts  # type: ignore[assignment]
         if not len(many):
             raise InvalidParameter("prompts", "is empty; give at least one prompt")
         return [_Input.parse(prompt, self.get_tokenizer()) for prompt in many]

@@ -73,7 +73,7 @@ class StepDone:
     prefill_tokens: int
     requests: int
     waiting: int
-    used_blocks: int
+    used_blocks: int  # held while the step ran
     total_blocks: int
     schedule_seconds: float
     apply_seconds: float

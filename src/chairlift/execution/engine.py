@@ -151,7 +151,7 @@ class Engine:
         """Compute one ragged batch and return all that happened. With nothing to compute, only that is reported."""
         begun = self._clock()
         plan = self.scheduler.schedule(begun)
-        scheduled = self._clock()
+        scheduled, used_blocks = self._clock(), self.scheduler.kv.pool.num_used
         if not plan:
             return self._publish([])
         try:
@@ -160,10 +160,10 @@ class Engine:
             return self._die(error)
         ran = self._clock()
         self.scheduler.apply(result, ran, self._text.push)
-        return self._publish([self._summary(result, scheduled - begun, ran)])
+        return self._publish([self._summary(result, scheduled - begun, used_blocks, ran)])
 
-    def _summary(self, result: StepResult, schedule_seconds: float, ran: float) -> StepDone:
-        plan, pool = result.plan, self.scheduler.kv.pool
+    def _summary(self, result: StepResult, schedule_seconds: float, used_blocks: int, ran: float) -> StepDone:
+        plan = result.plan
         return StepDone(
             time=ran,
             step=plan.step,
@@ -171,8 +171,8 @@ class Engine:
             prefill_tokens=plan.num_tokens - plan.num_decodes,
             requests=len(plan.chunks),
             waiting=len(self.scheduler.waiting),
-            used_blocks=pool.num_used,
-            total_blocks=pool.num_blocks,
+            used_blocks=used_blocks,
+            total_blocks=self.scheduler.kv.num_blocks,
             schedule_seconds=schedule_seconds,
             apply_seconds=self._clock() - ran,
             timing=result.timing,

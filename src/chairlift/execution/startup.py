@@ -21,7 +21,7 @@ from chairlift.execution.runner import ModelRunner
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.store import resolve_model
 from chairlift.loading.tokenizer import load_tokenizer
-from chairlift.models import build_model
+from chairlift.models import build_model, describe
 from chairlift.models.base import CausalLM
 from chairlift.text.tokenizer import Tokenizer
 
@@ -55,9 +55,14 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     begun = time.perf_counter()
     checkpoint = open_checkpoint(resolve_model(name, progress=progress))
     tokenizer = _make_tokenizer(checkpoint)
+    _max_model_len(config, describe(checkpoint.config).max_len)
     with torch.inference_mode():
         model = build_model(
-            checkpoint.config, checkpoint.tensors(), dtype=config.torch_dtype(), device=config.torch_device()
+            checkpoint.config,
+            checkpoint.tensors(),
+            dtype=config.torch_dtype(),
+            device=config.torch_device(),
+            max_len=config.max_model_len,
         )
     dtype = str(model.dtype).removeprefix("torch.")
     log.info(f"{name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
@@ -68,7 +73,7 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
     """Size the KV cache and put the parts together."""
     model = loaded.model
     layers, dtype, device = model.attention_layers, model.dtype, model.device
-    max_model_len = _max_model_len(config, model)
+    max_model_len = _max_model_len(config, model.max_len)
     memory = plan_memory(
         layers,
         weight_bytes=model.num_weight_bytes(),
@@ -123,10 +128,10 @@ def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(found | ({own} if own is not None else set()))
 
 
-def _max_model_len(config: EngineConfig, model: CausalLM) -> int:
+def _max_model_len(config: EngineConfig, limit: int) -> int:
     if config.max_model_len is None:
-        return model.max_len
-    if config.max_model_len > model.max_len:
-        problem = f"{config.max_model_len} is more than the {model.max_len} tokens that the model was made for"
+        return limit
+    if config.max_model_len > limit:
+        problem = f"{config.max_model_len} is more than the {limit} tokens that the model was made for"
         raise InvalidParameter("max_model_len", problem)
     return config.max_model_len

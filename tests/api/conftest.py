@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.core.events import Event, RequestFinished, RequestPreempted, TokenProduced
+from chairlift.core.integrity import check_accounting, check_quiescent
+from chairlift.core.sampling import SamplingParams
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.engine import Engine
+from chairlift.execution.startup import LoadedModel, load_model
+from chairlift.loading.store import DEFAULT_MODEL, resolve_model
+
+
+@pytest.fixture(scope="session")
+def default_model() -> LoadedModel:
+    return load_model(DEFAULT_MODEL, EngineConfig(device="cpu", dtype="float32"), progress=False)
+
+
+@pytest.fixture(scope="session")
+def hf_default() -> Any:
+    """The same file, loaded by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    path = resolve_model(DEFAULT_MODEL, progress=False)
+    folder, name = (path.parent, path.name) if path.is_file() else (path, next(path.glob("*.gguf")).name)
+    return AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=name, dtype=torch.float32).eval()
+
+
+@dataclass
+class Run:
+    outputs: list[list[int]]
+    events: list[Event]
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(isinstance(event, RequestPreempted) for event in self.events)
+
+
+def run_greedy(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> Run:
+    """All prompts at once through `engine`, with the books checked after every step."""
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    ids = [engine.submit(prompt, params)[0] for prompt in prompts]
+    outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}
+    events: list[Event] = []
+    while engine.has_work:
+        for event in engine.step():
+            events.append(event)
+            if isinstance(event, TokenProduced):
+                outputs[event.request_id].append(event.token)
+        check_accounting(engine.scheduler)
+    assert engine.fatal is None
+    check_quiescent(engine.scheduler)
+    assert sum(isinstance(event, RequestFinished) for event in events) == len(prompts)
+    return Run([outputs[request_id] for request_id in ids], events)

@@ -1,0 +1,60 @@
+"""Tiny checkpoints of every family, and of some that only the fallback knows, through the whole engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift.core.events import RequestBoarded
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.startup import LoadedModel, start_engine
+from chairlift.text.tokenizer import Tokenizer
+from tests.api.conftest import run_greedy
+from tests.comparison import compare, reference_tokens
+from tests.models.checkpoints import load, make_reference, prompts, save
+from tests.models.test_fallback import CONFIGS as FALLBACKS
+from tests.models.test_families import CONFIGS as FAMILIES
+from tests.tiny import byte_level_tokenizer
+
+NEW_TOKENS = 10
+CASES: dict[str, Any] = {**FAMILIES, **{f"fallback {name}": make for name, make in FALLBACKS.items()}}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "alone": {"max_batch_requests": 1},
+    "together": {},
+    "chunks of 1": {"max_prefill_tokens": 1, "prefix_caching": False},
+    "chunks of 7": {"max_prefill_tokens": 7, "block_size": 4},
+    "preempted": {"num_blocks": 13, "block_size": 4, "max_batch_tokens": 16, "prefix_caching": False},
+    "bursted": {"attention": "bursted"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    hf = make_reference(CASES[name]())
+    save(hf, tmp_path)
+    loaded = LoadedModel(name, load(tmp_path), Tokenizer(byte_level_tokenizer()), frozenset())
+    texts = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40)]
+    expected = [reference_tokens(hf, prompt, NEW_TOKENS) for prompt in texts]
+    for setting, options in SETTINGS.items():
+        engine = start_engine(loaded, engine_config(loaded, dict(options))).engine
+        for round_number in (1, 2):  # the second time with whatever the first left in the cache
+            run = run_greedy(engine, texts, NEW_TOKENS)
+            for prompt, wanted, actual in zip(texts, expected, run.outputs, strict=True):
+                note = compare(hf, prompt, wanted, actual)
+                if note:
+                    print(f"{setting}, round {round_number}: {note}")
+            if setting == "preempted":
+                assert run.num_preemptions > 0
+        if setting == "together":
+            assert any(event.cached_tokens for event in run.events if isinstance(event, RequestBoarded))
+
+
+def engine_config(loaded: LoadedModel, options: dict[str, Any]) -> EngineConfig:
+    """`num_blocks` in terms of `kv_memory`, which is what an engine is told."""
+    block_size = options.get("block_size", 16)
+    per_token = sum(2 * layer.num_kv_heads * layer.head_dim * 4 for layer in loaded.model.attention_layers)
+    num_blocks = options.pop("num_blocks", 100)
+    return EngineConfig(device="cpu", dtype="float32", kv_memory=num_blocks * block_size * per_token, **options)

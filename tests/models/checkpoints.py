@@ -54,6 +54,7 @@ def stream(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
+@torch.inference_mode()
 def load(folder: Path, config: dict[str, Any] | None = None, **options: Any) -> CausalLM:
     config = read_config(folder) if config is None else config
     options = {"dtype": torch.float32, "device": CPU} | options

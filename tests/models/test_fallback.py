@@ -127,7 +127,7 @@ def test_dynamic_rope_stays_within_the_trained_length() -> None:
     config = transformers.AutoConfig.for_model("granite", **SIZES, rope_parameters=longrope).to_dict()
     assert describe(config).max_len == 32
     assert describe(config, max_len=16).max_len == 16
-    with pytest.raises(InvalidParameter, match="max_len"):
+    with pytest.raises(InvalidParameter, match="max_model_len"):
         describe(config, max_len=33)
 
 

@@ -164,7 +164,7 @@ def test_longrope_chooses_by_the_longest_sequence_allowed() -> None:
 def test_max_len_cannot_exceed_the_model() -> None:
     config = {"model_type": "llama", **SIZES, "max_position_embeddings": 64}
     assert describe(config, max_len=64).max_len == 64
-    with pytest.raises(InvalidParameter, match=r"max_len.*64"):
+    with pytest.raises(InvalidParameter, match=r"max_model_len.*64"):
         describe(config, max_len=65)
 
 

@@ -51,13 +51,14 @@ def hf_generation_config(file: GGUFFile) -> Config:
         control = np.flatnonzero(types[: len(tokens)] == _CONTROL)
         ends += [int(index) for index in control if tokens[index] in _TURN_ENDS]
     eos = list(dict.fromkeys(end for end in ends if end is not None))
-    return _token_ids(metadata) | ({"eos_token_id": eos} if eos else {})
+    ids = _token_ids(metadata) | {"eos_token_id": eos or None}
+    return {name: value for name, value in ids.items() if value is not None}
 
 
-def _token_ids(metadata: Metadata) -> dict[str, int]:
+def _token_ids(metadata: Metadata) -> dict[str, int | None]:
+    """None where there is none: left out, the family's default id would be taken, of another vocabulary."""
     ids = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    found = {name: token_id(metadata, kind) for name, kind in ids.items()}
-    return {name: index for name, index in found.items() if index is not None}
+    return {name: token_id(metadata, kind) for name, kind in ids.items()}
 
 
 def _common(model: Metadata) -> Config:

@@ -72,7 +72,7 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
 
             return fetch(model, progress=progress)
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():  # the empty path would be the current folder
         return path
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         return _from_hub(name, progress)

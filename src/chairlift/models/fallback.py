@@ -279,7 +279,7 @@ def _max_len(text_config: Any, requested: int | None) -> int:
     if rope.get("rope_type") in ("dynamic", "longrope"):
         limit = min(limit, rope.get("original_max_position_embeddings", limit))
     if requested is not None and not 1 <= requested <= limit:
-        raise InvalidParameter("max_len", f"must be between 1 and the model's {limit}, got {requested}")
+        raise InvalidParameter("max_model_len", f"must be between 1 and the model's {limit}, got {requested}")
     return limit if requested is None else requested
 
 

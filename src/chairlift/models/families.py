@@ -50,7 +50,7 @@ class Family:
     norms: NormNames = PRE_NORMS
     norm_unit_offset: bool = False
     qk_norm: Literal["head", "full"] | None = None
-    qkv_bias: bool = False
+    qkv_bias_only: bool = False  # biases on queries, keys and values, whatever attention_bias says
     fused_names: bool = False
     scaled_embeddings: bool = False
     activation_key: str = "hidden_act"
@@ -97,7 +97,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         title="Qwen2, Qwen2.5",
         defaults={"max_window_layers": 28, "sliding_window": 4096},
-        qkv_bias=True,
+        qkv_bias_only=True,
         windowed=_upper_layers,
         window_switch=True,
     ),
@@ -193,8 +193,8 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         norm_eps=fields.number("rms_norm_eps"),
         norm_unit_offset=family.norm_unit_offset,
         qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias or fields.flag("attention_bias"),
-        output_bias=fields.flag("attention_bias"),
+        qkv_bias=family.qkv_bias_only or fields.flag("attention_bias"),
+        output_bias=not family.qkv_bias_only and fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
         fused_names=family.fused_names,
         tied_head=fields.flag("tie_word_embeddings"),
@@ -217,7 +217,7 @@ def _max_len(fields: Fields, requested: int | None) -> int:
     limit = fields.integer("max_position_embeddings")
     limit = scaled_length(rope_parameters(fields, "full_attention"), limit)
     if requested is not None and not 1 <= requested <= limit:
-        raise InvalidParameter("max_len", f"must be between 1 and the model's {limit}, got {requested}")
+        raise InvalidParameter("max_model_len", f"must be between 1 and the model's {limit}, got {requested}")
     return limit if requested is None else requested
 
 

@@ -1,0 +1,76 @@
+"""From the times of tokens to the figures of a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+Advance = Callable[[int], None]
+"""Called with the number of tokens generated so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """What only an engine that can be watched from inside tells."""
+
+    steps: int
+    mean_batch_requests: float
+    scheduler_share: float  # of the time of all steps, the part spent on anything but the model and the sampler
+    preemptions: int
+    peak_kv_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One run of a workload. Times are seconds since all requests were submitted, at once."""
+
+    seconds: float
+    input_tokens: int
+    token_times: Sequence[Sequence[float]]  # for each request, when each of its tokens was there
+    inside: EngineFigures | None = None
+
+    def row(self, name: str) -> dict[str, Any]:
+        """The figures under the names that docs/bench-json.md explains."""
+        output_tokens = sum(len(times) for times in self.token_times)
+        first = [times[0] for times in self.token_times]
+        gaps = [later - earlier for times in self.token_times for earlier, later in pairwise(times)]
+        inside = self.inside
+        return {
+            "name": name,
+            "output_tokens_per_s": output_tokens / self.seconds,
+            "total_tokens_per_s": (self.input_tokens + output_tokens) / self.seconds,
+            "seconds": self.seconds,
+            "output_tokens": output_tokens,
+            "input_tokens": self.input_tokens,
+            "requests": len(self.token_times),
+            "ttft_p50_ms": percentile(first, 50) * 1e3,
+            "ttft_p95_ms": percentile(first, 95) * 1e3,
+            "itl_mean_ms": sum(gaps) / len(gaps) * 1e3 if gaps else None,
+            "itl_p99_ms": percentile(gaps, 99) * 1e3 if gaps else None,
+            "steps": inside and inside.steps,
+            "mean_batch_requests": inside and inside.mean_batch_requests,
+            "scheduler_share": inside and inside.scheduler_share,
+            "preemptions": inside and inside.preemptions,
+            "peak_kv_blocks": inside and inside.peak_kv_blocks,
+        }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Between the two nearest values, linearly."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return below + (above - below) * (place - math.floor(place))
+
+
+def add_speedups(rows: Sequence[dict[str, Any]]) -> None:
+    """Give each row the ratios of its output tokens/s to those of the others."""
+    for row in rows:
+        row["speedup_vs"] = {
+            other["name"]: row["output_tokens_per_s"] / other["output_tokens_per_s"]
+            for other in rows
+            if other is not row
+        }

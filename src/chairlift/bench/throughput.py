@@ -1,0 +1,122 @@
+"""Output tokens per second: this engine, itself without batching, and transformers, one after the other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from chairlift.bench.measure import Advance, Measurement, add_speedups
+from chairlift.bench.workload import Workload, text_like_ids
+from chairlift.errors import InvalidParameter
+
+ENGINES = ("chairlift", "one-at-a-time", "transformers")
+
+Watch = Callable[[str], AbstractContextManager[Advance]]
+"""Shows the progress of the engine of that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Which model to run, on which engines, and how. `options` are those of `EngineConfig`."""
+
+    model: str
+    engines: Sequence[str] = ENGINES
+    options: Mapping[str, Any] = field(default_factory=dict)
+    progress: bool = True  # of fetching the model
+
+    def run(self, workload: Workload, watch: Watch) -> list[dict[str, Any]]:
+        """One row per engine. Each is loaded, warmed up, measured and let go before the next."""
+        import torch
+
+        runs = {
+            "chairlift": self._run_batched,
+            "one-at-a-time": self._run_one_at_a_time,
+            "transformers": self._run_transformers,
+        }
+        threads = torch.get_num_threads()
+        rows = []
+        for name in self.engines:
+            torch.set_num_threads(threads)  # whatever the one before made of it
+            with watch(name) as advance:
+                rows.append(runs[name](workload, advance).row(name))
+            gc.collect()
+        add_speedups(rows)
+        return rows
+
+    def settings(self) -> dict[str, Any]:
+        """The choices that were left open, as they were made here."""
+        import torch
+
+        config = self._config()
+        return {
+            "model": self.model,
+            "engines": list(self.engines),
+            "threads": torch.get_num_threads(),
+            "device": str(config.torch_device()),
+            "dtype": str(config.torch_dtype()).removeprefix("torch."),
+            "concurrency": config.seats(),
+            "max_batch_tokens": config.batch_tokens(),
+            "max_prefill_tokens": config.max_prefill_tokens or config.batch_tokens(),
+            "block_size": config.block_size,
+            "prefix_caching": config.prefix_caching,
+            "attention": config.attention,
+            "transformers_max_batch_tokens": self._transformers_batch_tokens(),
+        }
+
+    def vocabulary(self) -> list[int]:
+        """The token ids that prompts can be made of."""
+        from chairlift.loading.checkpoint import open_checkpoint
+        from chairlift.loading.store import resolve_model
+        from chairlift.loading.tokenizer import load_tokenizer
+
+        checkpoint = open_checkpoint(resolve_model(self.model, progress=self.progress))
+        return text_like_ids(load_tokenizer(checkpoint).tokenizer)
+
+    def _config(self, **changes: Any) -> Any:
+        from chairlift.execution.config import EngineConfig
+
+        return EngineConfig(**(dict(self.options) | changes))
+
+    def _run_batched(self, workload: Workload, advance: Advance, **changes: Any) -> Measurement:
+        from chairlift.bench.engine_run import measure_engine
+        from chairlift.execution.startup import load_engine
+
+        loaded = load_engine(self.model, self._config(**changes), progress=self.progress)
+        return measure_engine(loaded.engine, workload, advance)
+
+    def _run_one_at_a_time(self, workload: Workload, advance: Advance) -> Measurement:
+        """The same engine with a single seat."""
+        return self._run_batched(workload, advance, max_batch_requests=1, prefix_caching=False)
+
+    def _run_transformers(self, workload: Workload, advance: Advance) -> Measurement:
+        from chairlift.bench.transformers_run import TransformersSetup, measure_transformers
+        from chairlift.loading.store import resolve_model
+
+        config = self._config()
+        setup = TransformersSetup(
+            checkpoint=resolve_model(self.model, progress=self.progress),
+            dtype=config.torch_dtype(),
+            device=config.torch_device(),
+            max_batch_tokens=self._transformers_batch_tokens(),
+            max_batch_requests=config.seats(),
+        )
+        return measure_transformers(setup, workload, advance)
+
+    def _transformers_batch_tokens(self) -> int:
+        from chairlift.bench.transformers_run import MAX_BATCH_TOKENS
+
+        return self.options.get("max_batch_tokens") or MAX_BATCH_TOKENS
+
+
+def parse_engines(text: str) -> list[str]:
+    """ "chairlift,transformers" -> both, in this order."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in ENGINES:
+            raise InvalidParameter("engines", f"there is no {name!r}; choose from {', '.join(ENGINES)}")
+    if len(set(names)) < len(names):
+        raise InvalidParameter("engines", f"{text!r} names one twice")
+    return names

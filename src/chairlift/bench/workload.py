@@ -1,0 +1,121 @@
+"""What a bench asks of an engine: prompts of token ids, and how many tokens to generate for each."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from chairlift.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    prompt_ids: tuple[int, ...]
+    n_out: int  # exactly as many tokens are generated, whatever the model says
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    requests: tuple[BenchRequest, ...]
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self.requests)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(request.n_out for request in self.requests)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens, prompt and output, of any request."""
+        return max(len(request.prompt_ids) + request.n_out for request in self.requests)
+
+    def warm_up(self) -> Workload:
+        """A little work of the same kind. Its prompts run backwards: cached, they would help nobody later."""
+        return Workload(tuple(BenchRequest(one.prompt_ids[::-1], min(one.n_out, 8)) for one in self.requests[:4]))
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRange:
+    """Lengths from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, parameter: str, text: str) -> LengthRange:
+        """ "16:512", or "128" for always the same."""
+        low, colon, high = text.partition(":")
+        try:
+            made = cls(int(low), int(high if colon else low))
+        except ValueError:
+            raise InvalidParameter(parameter, f"must look like 16:512 or 128, got {text!r}") from None
+        if not 1 <= made.low <= made.high:
+            raise InvalidParameter(parameter, f"must rise from at least 1, got {text!r}")
+        return made
+
+    def draw(self, source: random.Random) -> int:
+        """Log-uniform: as many between 16 and 32 as between 256 and 512, as real lengths spread out."""
+        spread = (self.high + 1) / self.low
+        return min(int(self.low * spread ** source.random()), self.high)
+
+    def __str__(self) -> str:
+        return f"{self.low}:{self.high}"
+
+
+def make_workload(
+    vocabulary: Sequence[int], *, requests: int, prompt_len: LengthRange, output_len: LengthRange, seed: int
+) -> Workload:
+    """Random prompts out of the token ids in `vocabulary`; the same arguments give the same workload."""
+    if requests < 1:
+        raise InvalidParameter("requests", f"must be at least 1, got {requests}")
+    source = random.Random(seed)
+
+    def one() -> BenchRequest:
+        length = prompt_len.draw(source)
+        return BenchRequest(tuple(source.choices(vocabulary, k=length)), output_len.draw(source))
+
+    return Workload(tuple(one() for _ in range(requests)))
+
+
+def text_like_ids(tokenizer: Tokenizer) -> list[int]:
+    """The token ids that stand for words or parts of them: no control tokens, no stray bytes."""
+    # Decoding leaves the control tokens out, so what remains of them is no word.
+    found = [token for token in range(tokenizer.get_vocab_size()) if tokenizer.decode([token]).strip().isalpha()]
+    if not found:
+        raise InvalidParameter("model", "its tokenizer has no tokens of letters; give a --workload file instead")
+    return found
+
+
+def load_workload(path: Path) -> Workload:
+    """From JSON: {"requests": [{"prompt_ids": [1, 2, 3], "n_out": 4}, …]}; other keys are for its readers."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidParameter("workload", f"cannot read {str(path)!r} as JSON ({error})") from None
+    entries = content.get("requests") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise InvalidParameter("workload", f'{str(path)!r} has no list "requests" with something in it')
+    return Workload(tuple(_parse_request(index, entry) for index, entry in enumerate(entries)))
+
+
+def _parse_request(index: int, entry: Any) -> BenchRequest:
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    prompt_ids, n_out = fields.get("prompt_ids"), fields.get("n_out")
+    if not isinstance(prompt_ids, list) or not prompt_ids or not all(_is_count(token) for token in prompt_ids):
+        raise InvalidParameter("workload", f"request {index}: prompt_ids must be a list of token ids")
+    if not _is_count(n_out) or not n_out:
+        raise InvalidParameter("workload", f"request {index}: n_out must be an integer of at least 1, got {n_out!r}")
+    return BenchRequest(tuple(prompt_ids), n_out)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,96 @@
+"""The command line. Importing it is fast: torch is loaded by the commands that need it, when they run."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from chairlift import __version__
+from chairlift.cli_bench import bench_app
+from chairlift.cli_chat import chat
+from chairlift.cli_console import show_error
+from chairlift.cli_generate import generate
+from chairlift.cli_models import models
+from chairlift.cli_options import examples
+from chairlift.errors import ChairliftError, InvalidParameter
+
+
+class _Commands(TyperGroup):
+    """Shows errors raised on purpose as one line instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ChairliftError as error:
+            if os.environ.get("CHAIRLIFT_DEBUG") == "1":
+                raise
+            show_error(self._explain(error))
+            raise typer.Exit(2) from error
+
+    def _explain(self, error: ChairliftError) -> str:
+        """The error's text, with the option that it is about spelled as it was typed."""
+        if isinstance(error, InvalidParameter) and error.parameter in _option_names(self):
+            return f"--{error.parameter.replace('_', '-')}: {error.problem}"
+        return str(error)
+
+
+def _option_names(command: Any) -> set[str]:
+    """The options of a command and of those under it."""
+    own = {parameter.name for parameter in command.params if parameter.param_type_name == "option"}
+    return own.union(*(_option_names(child) for child in getattr(command, "commands", {}).values()))
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+    epilog=examples(
+        "chairlift chat",
+        'chairlift generate "The capital of France is" --temperature 0',
+        "chairlift bench throughput --json result.json",
+    ),
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"chairlift {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def chairlift(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """An LLM inference engine built around continuous batching: one ragged, paged batch per step."""
+
+
+app.command(
+    epilog=examples(
+        'chairlift generate "The capital of France is" --temperature 0',
+        'chairlift generate "Once upon a time" "In the beginning" --json',
+        "git log -5 | chairlift generate --max-tokens 64",
+        "chairlift generate --file prompts.txt --model models/llama.gguf",
+    )
+)(generate)
+app.command(
+    epilog=examples(
+        "chairlift chat",
+        'chairlift chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."',
+        'echo "What is a chairlift?" | chairlift chat --quiet --temperature 0',
+    )
+)(chat)
+app.command(epilog=examples("chairlift models", "chairlift models --json"))(models)
+app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    app(prog_name="chairlift")

@@ -1,0 +1,110 @@
+"""What the commands write, and where: results on standard output, everything about them on standard error."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from rich.console import Console
+from rich.text import Text
+
+from chairlift.core.events import Event, RequestBoarded, RequestQueued, TokenProduced
+
+# Escape sequences in a model's output could reprogram the terminal that shows it.
+_CONTROL_CODES = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t")
+
+
+def write_text(text: str) -> None:
+    """A piece of a model's output, at once and as it is."""
+    sys.stdout.write(text.translate(_CONTROL_CODES) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def note(message: str, style: str = "dim") -> None:
+    """A line about what goes on."""
+    # A console of its own each time: tests and callers may have exchanged sys.stderr since the last one.
+    Console(stderr=True, soft_wrap=True).print(Text(message, style))
+
+
+def show_error(message: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), (message, "red")))
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+
+def show_log() -> None:
+    """Let what the engine logs appear as notes."""
+    log = logging.getLogger("chairlift")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers = [_Notes()]
+
+
+class AnswerMeter:
+    """Follows the engine's events for the figures of the latest request, where there is one at a time."""
+
+    def __init__(self) -> None:
+        self._arrival = 0.0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._token_times: list[float] = []
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case RequestQueued():
+                    self._arrival, self._prompt_tokens = event.time, event.num_prompt
+                    self._cached_tokens, self._token_times = 0, []
+                case RequestBoarded() if not self._token_times:
+                    self._cached_tokens = event.cached_tokens
+                case TokenProduced():
+                    self._token_times.append(event.time)
+                case _:
+                    pass
+
+    def summary(self) -> str:
+        prompt = f"prompt of {self._prompt_tokens} tokens, {self._cached_tokens} of them cached"
+        if not self._token_times:
+            return f"no tokens · {prompt}"
+        first, last = self._token_times[0], self._token_times[-1]
+        count = f"{len(self._token_times)} tokens"
+        if last > first:
+            count += f" at {(len(self._token_times) - 1) / (last - first):.1f} tokens/s"
+        return f"{count} · first after {first - self._arrival:.2f} s · {prompt}"
+
+
+class StopKey:
+    """Turns Ctrl-C into a KeyboardInterrupt between two steps.
+
+    In the middle of one it would leave the scheduler half-way through its books. Made a listener of the engine,
+    this raises at the end of the step instead. A second Ctrl-C does not wait.
+    """
+
+    def __init__(self) -> None:
+        self._pressed = False
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        if self._pressed:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        self._pressed = False
+        previous = signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+            self._pressed = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._pressed:
+            raise KeyboardInterrupt
+        self._pressed = True

@@ -1,0 +1,186 @@
+"""The options that several commands share, each written once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from chairlift.core.sampling import SamplingParams
+from chairlift.loading.store import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from chairlift.llm import LLM
+
+_MODEL, _ENGINE, _SAMPLING = "Model", "Engine", "Sampling"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Which model, and how to run it. All but `model` and `quiet` are fields of `EngineConfig`."""
+
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A known name (see `chairlift models`), a .gguf file, a folder with safetensors, or a hub id.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = DEFAULT_MODEL
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_ENGINE)] = "auto"
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest prompt and output together, in tokens.",
+            rich_help_panel=_ENGINE,
+            show_default="the model's limit",
+        ),
+    ] = None
+    max_batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per step, of all requests together.", rich_help_panel=_ENGINE, show_default="from the machine"
+        ),
+    ] = None
+    max_prefill_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="How many of those may be prompt tokens.", rich_help_panel=_ENGINE, show_default="all of them"
+        ),
+    ] = None
+    max_batch_requests: Annotated[
+        int | None,
+        typer.Option(help="Requests per step.", rich_help_panel=_ENGINE, show_default="from the machine"),
+    ] = None
+    block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache.", rich_help_panel=_ENGINE)] = 16
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for the KV cache, such as 2GiB.",
+            rich_help_panel=_ENGINE,
+            show_default="a share of what is free",
+        ),
+    ] = None
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            help="Reuse the cached start of earlier prompts.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = True
+    attention: Annotated[
+        str, typer.Option(help="Attention backend: auto, or one by name.", rich_help_panel=_ENGINE)
+    ] = "auto"
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet", "-q", help="Show neither the start-up arithmetic nor progress.", rich_help_panel=_MODEL
+        ),
+    ] = False
+
+    def config(self) -> dict[str, Any]:
+        """The arguments of `EngineConfig`."""
+        return {name: value for name, value in asdict(self).items() if name not in ("model", "quiet")}
+
+    def load(self) -> LLM:
+        from chairlift.cli_console import show_log
+        from chairlift.llm import LLM
+
+        if not self.quiet:
+            show_log()
+        return LLM(self.model, progress=not self.quiet, **self.config())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How to choose tokens: fields of `SamplingParams`. The defaults suit a person who reads the answers."""
+
+    temperature: Annotated[
+        float, typer.Option(help="Randomness; 0 always takes the likeliest token.", rich_help_panel=_SAMPLING)
+    ] = 0.7
+    top_k: Annotated[
+        int, typer.Option(help="Choose among the k likeliest tokens; 0 means all.", rich_help_panel=_SAMPLING)
+    ] = 0
+    top_p: Annotated[
+        float,
+        typer.Option(help="Choose among the likeliest tokens that sum up to this.", rich_help_panel=_SAMPLING),
+    ] = 0.95
+    min_p: Annotated[
+        float,
+        typer.Option(help="Drop tokens less likely than this share of the likeliest one.", rich_help_panel=_SAMPLING),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(help="Above 1, tokens seen so far become less likely.", rich_help_panel=_SAMPLING),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        typer.Option(help="Subtracted from the score of every token generated so far.", rich_help_panel=_SAMPLING),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, once for each time it was generated.", rich_help_panel=_SAMPLING)
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Makes the output repeatable.", rich_help_panel=_SAMPLING, show_default="random"),
+    ] = None
+    max_tokens: Annotated[int, typer.Option(help="Longest output, in tokens.", rich_help_panel=_SAMPLING)] = 256
+    min_tokens: Annotated[int, typer.Option(help="Shortest output, in tokens.", rich_help_panel=_SAMPLING)] = 0
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End the output before this text; may be given several times.", rich_help_panel=_SAMPLING),
+    ] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on when the model says it is done.", rich_help_panel=_SAMPLING)
+    ] = False
+
+    def params(self, n: int = 1) -> SamplingParams:
+        return SamplingParams(n=n, **asdict(self))
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Spread every parameter of `command` that is one of the dataclasses above into one option for each field.
+
+    Typer reads a command's options from its signature, so the command gets one that lists them all, and the
+    values are put together again when it is called.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += _field_parameters(parameter.annotation)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def spread(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return spread
+
+
+def _field_parameters(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [
+        inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
+        for field in fields(group)
+    ]
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help."""
+    return "\n\n".join(["[bold]Examples[/bold]", *lines])

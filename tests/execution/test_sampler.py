@@ -47,6 +47,10 @@ def test_almost_zero_temperature_is_greedy_and_does_not_overflow() -> None:
     assert sample_one([30.0, 29.0, -80.0], SamplingParams(temperature=1e-40)).tokens == [0]
 
 
+def test_a_step_may_sample_nothing() -> None:
+    assert Sampler(5, CPU).sample(torch.empty(0, 5), [], []) == SampledBatch([], [])
+
+
 def test_bias_moves_the_choice() -> None:
     assert sample_one([0.0, 5.0, 4.0], greedy(logit_bias={2: 1.5, 1: -0.2})).tokens == [2]
 

@@ -98,6 +98,9 @@ class Sampler:
         far, which is the index of the token chosen now.
         """
         assert logits.shape == (len(request_ids), self.vocab_size)
+        assert logits.device.type == self.device.type
+        if not request_ids:  # a step of nothing but unfinished prefills
+            return SampledBatch([], [])
         requests = [self._requests[request_id] for request_id in request_ids]
         asking = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         raw = _copy_rows(logits, asking) if asking else None  # what follows changes the logits
@@ -135,15 +138,15 @@ class Sampler:
             penalise(logits, penalised)
 
     def _choose(self, logits: Tensor, requests: Sequence[_Request], output_lengths: Sequence[int]) -> list[int]:
-        tokens = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
         rows = [row for row, request in enumerate(requests) if not request.greedy]
-        if len(rows) < len(requests):
+        params = [requests[row].params for row in rows]
+        uniforms = [uniform(requests[row].seed, output_lengths[row]) for row in rows]
+        if len(rows) == len(requests):
+            tokens = _draw(logits, params, uniforms)
+        else:
             tokens = greedy(logits)  # of every row: cheaper than picking the greedy ones out
-        if rows:
-            uniforms = [uniform(requests[row].seed, output_lengths[row]) for row in rows]
-            params = [requests[row].params for row in rows]
-            drawn = logits if len(rows) == len(requests) else _copy_rows(logits, rows)
-            tokens[rows] = _draw(drawn, params, uniforms)
+            if rows:
+                tokens[rows] = _draw(_copy_rows(logits, rows), params, uniforms)
         chosen: list[int] = tokens.tolist()
         return chosen
 

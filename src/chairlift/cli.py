@@ -32,15 +32,17 @@ class _Commands(TyperGroup):
 
     def _explain(self, error: ChairliftError) -> str:
         """The error's text, with the option that it is about spelled as it was typed."""
-        if isinstance(error, InvalidParameter) and error.parameter in _option_names(self):
-            return f"--{error.parameter.replace('_', '-')}: {error.problem}"
+        if isinstance(error, InvalidParameter):
+            option = f"--{error.parameter.replace('_', '-')}"
+            if option in _options(self):
+                return f"{option}: {error.problem}"
         return str(error)
 
 
-def _option_names(command: Any) -> set[str]:
+def _options(command: Any) -> set[str]:
     """The options of a command and of those under it."""
-    own = {parameter.name for parameter in command.params if parameter.param_type_name == "option"}
-    return own.union(*(_option_names(child) for child in getattr(command, "commands", {}).values()))
+    own = {name for parameter in command.params for name in parameter.opts}
+    return own.union(*(_options(child) for child in getattr(command, "commands", {}).values()))
 
 
 app = typer.Typer(

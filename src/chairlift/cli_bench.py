@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -85,8 +86,7 @@ def throughput(
     lengths["output_len"] = LengthRange.parse("output_len", output_len)
     if json_file is not None:
         check_writable(json_file)
-    if not engine.quiet:
-        show_log()
+    show_log(quiet=engine.quiet)
     settings = comparison.settings()
     if workload is not None:
         work = load_workload(workload)
@@ -126,40 +126,32 @@ def _watch(name: str, work: Workload, *, enabled: bool) -> Iterator[Advance]:
     shown = enabled and sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
         task = progress.add_task(name, total=work.output_tokens, speed="loading")
-        begun: float | None = None
+        begun = 0.0
 
         def advance(tokens: int) -> None:
             nonlocal begun
-            begun = begun or time.perf_counter()
-            elapsed = time.perf_counter() - begun
-            progress.update(task, completed=tokens, speed=f"{tokens / elapsed:,.0f} tokens/s" if elapsed else "")
+            begun = begun if tokens else time.perf_counter()
+            speed = tokens / max(time.perf_counter() - begun, 1e-9)
+            progress.update(task, completed=tokens, speed=f"{speed:,.0f} tokens/s")
 
         yield advance
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="Throughput", title_justify="left")
-    table.add_column("Engine")
-    headings = (
-        "Output tok/s",
-        "Total tok/s",
-        "Seconds",
-        "TTFT p50 / p95 ms",
-        "ITL mean / p99 ms",
-        "Mean batch",
-        "Overhead",
-    )
-    for heading in (*headings, f"{rows[0]['name']} is"):
-        table.add_column(heading, justify="right")
+    first = rows[0]
+    table = Table(title="Throughput", title_justify="left", box=SIMPLE_HEAD, caption_justify="left")
+    table.caption = "Overhead: scheduling and building batches, as a share of the steps"
+    table.add_column("\nEngine", no_wrap=True)
+    figures = ("Output\ntokens/s", "TTFT\np50 s", "ITL\nmean ms", "Mean\nbatch", "Over-\nhead")
+    for heading in (*figures, f"{first['name']}\nis"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        ratio = rows[0]["speedup_vs"].get(row["name"])
+        ratio = first["speedup_vs"].get(row["name"])
         table.add_row(
             row["name"],
             f"{row['output_tokens_per_s']:,.1f}",
-            f"{row['total_tokens_per_s']:,.1f}",
-            f"{row['seconds']:.1f}",
-            f"{row['ttft_p50_ms']:,.0f} / {row['ttft_p95_ms']:,.0f}",
-            f"{_or_dash(row['itl_mean_ms'], '.1f')} / {_or_dash(row['itl_p99_ms'], '.1f')}",
+            f"{row['ttft_p50_ms'] / 1e3:.2f}",
+            _or_dash(row["itl_mean_ms"], ".1f"),
             _or_dash(row["mean_batch_requests"], ".1f"),
             _or_dash(row["scheduler_share"], ".1%"),
             "" if ratio is None else f"{ratio:.2f}x",

@@ -39,11 +39,10 @@ class _Notes(logging.Handler):
         note(record.getMessage())
 
 
-def show_log() -> None:
-    """Let what the engine logs appear as notes."""
+def show_log(*, quiet: bool) -> None:
+    """Let what the engine logs appear as notes; quietly, only warnings."""
     log = logging.getLogger("chairlift")
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.handlers = [_Notes()]
 
 

@@ -93,8 +93,7 @@ class EngineOptions:
         from chairlift.cli_console import show_log
         from chairlift.llm import LLM
 
-        if not self.quiet:
-            show_log()
+        show_log(quiet=self.quiet)
         return LLM(self.model, progress=not self.quiet, **self.config())
 
 

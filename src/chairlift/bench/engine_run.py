@@ -27,6 +27,7 @@ def measure_engine(engine: Engine, workload: Workload, advance: Advance) -> Meas
 
 def _run(engine: Engine, workload: Workload, advance: Advance) -> Measurement:
     recorder = _Recorder()
+    advance(0)
     begun = engine.now()
     ids = []
     for request in workload.requests:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 Advance = Callable[[int], None]
-"""Called with the number of tokens generated so far."""
+"""Called with the number of tokens generated so far; with 0 when the clock starts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ def _manager(model: Any, setup: TransformersSetup, workload: Workload) -> Iterat
 
 
 def _run(manager: Any, label: str, workload: Workload, advance: Advance) -> Measurement:
+    advance(0)
     begun = time.perf_counter()
     for index, request in enumerate(workload.requests):
         manager.add_request(

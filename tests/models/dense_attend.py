@@ -49,8 +49,8 @@ def dense_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> T
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * layer.scale
     if layer.softcap is not None:
         scores = torch.tanh(scores / layer.softcap) * layer.softcap
-    row = torch.arange(len(k) - len(q), len(k))[:, None]
-    column = torch.arange(len(k))[None, :]
+    row = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
+    column = torch.arange(len(k), device=q.device)[None, :]
     visible = column <= row
     if layer.window is not None:
         visible &= column > row - layer.window

@@ -12,7 +12,7 @@ from torch import Tensor
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.models import build_model, describe
 from chairlift.models.decoder import Decoder
-from chairlift.models.families import decoder_config
+from chairlift.models.read_config import decoder_config
 from chairlift.models.weights import canonical_name, fill
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ def build_model(
     model's own limit.
     """
     from chairlift.models.decoder import Decoder
-    from chairlift.models.families import decoder_config
+    from chairlift.models.read_config import decoder_config
     from chairlift.models.weights import fill
 
     if not _is_decoder(config):
@@ -52,7 +52,7 @@ def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelI
         from chairlift.models.fallback import describe_fallback
 
         return describe_fallback(config, max_len)
-    from chairlift.models.families import decoder_config
+    from chairlift.models.read_config import decoder_config
 
     return decoder_config(config, max_len)
 
@@ -65,6 +65,7 @@ def supported_families() -> list[str]:
 
 
 def _is_decoder(config: Mapping[str, Any]) -> bool:
-    from chairlift.models.families import FAMILIES, text_config
+    from chairlift.models.families import FAMILIES
+    from chairlift.models.read_config import text_config
 
-    return text_config(config).get("model_type") in FAMILIES
+    return str(text_config(config).get("model_type")) in FAMILIES

@@ -1,4 +1,4 @@
-"""The model families, each told apart from Llama, and the reading of their configs."""
+"""The model families, each told apart from Llama."""
 
 from __future__ import annotations
 
@@ -6,23 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from chairlift.attention.base import AttentionLayer
-from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
-from chairlift.layers.mlp import ACTIVATIONS
-from chairlift.models.config import (
-    POST_NORMS,
-    PRE_NORMS,
-    SANDWICH_NORMS,
-    DecoderConfig,
-    ExpertNames,
-    ExpertsConfig,
-    LayerConfig,
-    NormNames,
-)
+from chairlift.errors import CorruptCheckpoint
+from chairlift.models.config import POST_NORMS, PRE_NORMS, SANDWICH_NORMS, ExpertNames, NormNames
 from chairlift.models.fields import Fields
-from chairlift.models.rope_config import make_rope, rope_parameters, scaled_length
-
-MAX_LAYERS = 4096
 
 
 def _every_layer(config: Fields, index: int) -> bool:
@@ -37,8 +23,19 @@ def _all_but_every_nth(config: Fields, index: int) -> bool:
     return (index + 1) % config.integer("sliding_window_pattern") != 0
 
 
+def has_rope(fields: Fields, index: int) -> bool:
+    """SmolLM3 leaves the rotation out in some layers: where `no_rope_layers` says 0, or every nth."""
+    if "no_rope_layers" in fields:
+        marks = fields.items("no_rope_layers", int)
+        if len(marks) <= index:
+            raise CorruptCheckpoint(f"config.json: no_rope_layers has {len(marks)} entries, layer {index} has none")
+        return bool(marks[index])
+    interval = fields.optional_integer("no_rope_layer_interval")
+    return interval is None or (index + 1) % interval != 0
+
+
 def _layers_without_rope(config: Fields, index: int) -> bool:
-    return not _has_rope(config, index)
+    return not has_rope(config, index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,167 +154,3 @@ FAMILIES: dict[str, Family] = {
         qk_norm="full",
     ),
 }
-_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text part of a config: Gemma 3's larger models nest it beside one for images."""
-    if config.get("model_type") != "gemma3":
-        return config
-    inner = Fields(config, {}, "config.json").section("text_config")
-    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return tied | dict(inner) | {"model_type": "gemma3_text"}
-
-
-def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> DecoderConfig:
-    """Read a config.json of one of FAMILIES; `max_len` promises that no sequence will be longer."""
-    inner = text_config(config)
-    family = FAMILIES[inner["model_type"]]
-    fields = Fields(inner, _DEFAULTS | dict(family.defaults), "config.json")
-    refuse_quantized(config)
-    activation = fields.text(family.activation_key)
-    if activation not in ACTIVATIONS:
-        raise UnsupportedModel(f"activation {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    if fields.flag("use_bidirectional_attention"):
-        raise UnsupportedModel("use_bidirectional_attention: only causal models can generate text")
-    hidden_size = fields.integer("hidden_size")
-    longest = _max_len(fields, max_len)
-    return DecoderConfig(
-        family=inner["model_type"],
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden_size,
-        max_len=longest,
-        layers=_layers(family, fields, longest),
-        activation=activation,
-        norms=family.norms,
-        norm_eps=fields.number("rms_norm_eps"),
-        norm_unit_offset=family.norm_unit_offset,
-        qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias_only or fields.flag("attention_bias"),
-        output_bias=not family.qkv_bias_only and fields.flag("attention_bias"),
-        mlp_bias=fields.flag("mlp_bias"),
-        fused_names=family.fused_names,
-        tied_head=fields.flag("tie_word_embeddings"),
-        embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
-        logit_softcap=fields.optional_number("final_logit_softcapping"),
-        text_part_only=inner is not config,
-    )
-
-
-def refuse_quantized(config: Mapping[str, Any]) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise UnsupportedModel(
-            f"the checkpoint is quantized ({method}); use an unquantized checkpoint or a GGUF file of the model"
-        )
-
-
-def _max_len(fields: Fields, requested: int | None) -> int:
-    limit = fields.integer("max_position_embeddings")
-    limit = scaled_length(rope_parameters(fields, "full_attention"), limit)
-    if requested is not None and not 1 <= requested <= limit:
-        raise InvalidParameter("max_model_len", f"must be between 1 and the model's {limit}, got {requested}")
-    return limit if requested is None else requested
-
-
-def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, ...]:
-    count = fields.integer("num_hidden_layers", high=MAX_LAYERS)
-    heads, kv_heads, head_dim = _heads(fields)
-    types = _layer_types(family, fields, count)
-    ropes = {
-        layer_type: make_rope(
-            rope_parameters(fields, layer_type),
-            head_dim=head_dim,
-            max_positions=fields.integer("max_position_embeddings"),
-            max_len=max_len,
-        )
-        for layer_type in set(types)
-    }
-    return tuple(
-        LayerConfig(
-            attention=AttentionLayer(
-                index=index,
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=head_dim,
-                scale=(fields.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5,
-                window=fields.integer("sliding_window") if layer_type == "sliding_attention" else None,
-                softcap=fields.optional_number("attn_logit_softcapping"),
-            ),
-            rope=ropes[layer_type] if _has_rope(fields, index) else None,
-            **_feed_forward(family, fields, index),
-        )
-        for index, layer_type in enumerate(types)
-    )
-
-
-def _heads(fields: Fields) -> tuple[int, int, int]:
-    """Query heads, key/value heads, numbers per head."""
-    heads = fields.integer("num_attention_heads")
-    kv_heads = fields.optional_integer("num_key_value_heads") or heads
-    if heads % kv_heads:
-        raise CorruptCheckpoint(
-            f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
-        )
-    head_dim = fields.optional_integer("head_dim")
-    if head_dim is None:
-        hidden_size = fields.integer("hidden_size")
-        if hidden_size % heads:
-            raise CorruptCheckpoint(
-                f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({heads})"
-            )
-        head_dim = hidden_size // heads
-    return heads, kv_heads, head_dim
-
-
-def _layer_types(family: Family, fields: Fields, count: int) -> list[str]:
-    """Each layer's attention: "full_attention" or "sliding_attention"."""
-    if "sliding_window" not in fields or (family.window_switch and not fields.flag("use_sliding_window")):
-        return ["full_attention"] * count
-    if "layer_types" not in fields:
-        return ["sliding_attention" if family.windowed(fields, index) else "full_attention" for index in range(count)]
-    types = fields.items("layer_types", str, length=count)
-    for layer_type in types:
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModel(f"layer type {layer_type!r} is not supported in this family")
-    return types
-
-
-def _has_rope(fields: Fields, index: int) -> bool:
-    """SmolLM3 leaves the rotation out in some layers: where `no_rope_layers` says 0, or every nth."""
-    if "no_rope_layers" in fields:
-        marks = fields.items("no_rope_layers", int)
-        if len(marks) <= index:
-            raise CorruptCheckpoint(f"config.json: no_rope_layers has {len(marks)} entries, layer {index} has none")
-        return bool(marks[index])
-    interval = fields.optional_integer("no_rope_layer_interval")
-    return interval is None or (index + 1) % interval != 0
-
-
-def _feed_forward(family: Family, fields: Fields, index: int) -> dict[str, Any]:
-    """The sizes of a layer's feed-forward block: dense, or a mixture of experts."""
-    if not _has_experts(family, fields, index):
-        return {"intermediate_size": fields.integer("intermediate_size")}
-    num_experts = _num_experts(fields)
-    top_k = fields.integer("num_experts_per_tok")
-    if top_k > num_experts:
-        raise CorruptCheckpoint(f"config.json: num_experts_per_tok ({top_k}) must not exceed the {num_experts} experts")
-    assert family.expert_names is not None
-    own_size = fields.optional_integer("moe_intermediate_size")
-    return {
-        "intermediate_size": own_size or fields.integer("intermediate_size"),
-        "experts": ExpertsConfig(num_experts, top_k, fields.flag("norm_topk_prob"), family.expert_names),
-    }
-
-
-def _has_experts(family: Family, fields: Fields, index: int) -> bool:
-    if family.expert_names is None or index in fields.items("mlp_only_layers", int):
-        return False
-    step = fields.optional_integer("decoder_sparse_step") or 1
-    return _num_experts(fields) > 0 and (index + 1) % step == 0
-
-
-def _num_experts(fields: Fields) -> int:
-    """The two names this number goes by."""
-    return fields.integer("num_experts" if "num_experts" in fields else "num_local_experts", low=0, high=2**16)

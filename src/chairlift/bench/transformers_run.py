@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,8 @@ def _load(setup: TransformersSetup) -> Any:
     if path.suffix == ".gguf":
         path, extra = path.parent, {"gguf_file": path.name}
     options = {"dtype": setup.dtype, "attn_implementation": "sdpa", "local_files_only": True}
-    return AutoModelForCausalLM.from_pretrained(path, **options, **extra).to(setup.device).eval()
+    with redirect_stderr(StringIO()):  # the bar of the GGUF reader listens to nobody
+        return AutoModelForCausalLM.from_pretrained(path, **options, **extra).to(setup.device).eval()
 
 
 @contextmanager

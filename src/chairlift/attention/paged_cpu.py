@@ -84,7 +84,7 @@ class _PagedStep:
         from chairlift.kernels.paged_cpu import attend_rows  # compiled on first use
 
         attend_rows(
-            q.numpy(),
+            q.contiguous().numpy(),  # a slice of the fused projection would keep the loops from vectorising
             self.storage.keys[layer.index].numpy(),
             self.storage.values[layer.index].numpy(),
             self.layout.tables.numpy(),

@@ -17,7 +17,7 @@ from tests.prompts import CHATS, SHORT, long_text
 pytestmark = pytest.mark.model
 
 NEW_TOKENS = 12
-LONG = 300  # prompts beyond this are left out where every token is a step of its own
+SHORT_PROMPT = 100  # longer ones are left to `make test-all` where every prompt token is a step of its own
 
 
 @dataclass
@@ -73,36 +73,33 @@ def test_all_at_once_with_a_cold_then_a_warm_cache(default_model: LoadedModel, r
 @pytest.mark.parametrize("chunk", [7, 64, 512])
 def test_chunk_sizes_without_a_prefix_cache(default_model: LoadedModel, reference: Reference, chunk: int) -> None:
     engine = engine_for(default_model, max_batch_tokens=640, max_prefill_tokens=chunk, prefix_caching=False)
-    few = [i for i, prompt in enumerate(reference.prompts) if chunk > 7 or len(prompt) <= 2 * LONG]
-    run = run_greedy(engine, [reference.prompts[i] for i in few], NEW_TOKENS)
-    reference.check(run.outputs, few)
+    reference.check(run_greedy(engine, reference.prompts, NEW_TOKENS).outputs)
 
 
 def test_one_prompt_token_per_step(default_model: LoadedModel, reference: Reference) -> None:
     engine = engine_for(default_model, max_prefill_tokens=1, prefix_caching=False)
-    few = [i for i, prompt in enumerate(reference.prompts) if len(prompt) <= LONG // 3]
+    few = [i for i, prompt in enumerate(reference.prompts) if len(prompt) <= SHORT_PROMPT]
     assert len(few) >= 28
     run = run_greedy(engine, [reference.prompts[i] for i in few], NEW_TOKENS)
     reference.check(run.outputs, few)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 7])
-def test_small_chunks_on_every_prompt(default_model: LoadedModel, reference: Reference, chunk: int) -> None:
-    engine = engine_for(default_model, max_prefill_tokens=chunk, prefix_caching=False)
+def test_one_prompt_token_per_step_on_every_prompt(default_model: LoadedModel, reference: Reference) -> None:
+    engine = engine_for(default_model, max_prefill_tokens=1, prefix_caching=False)
     reference.check(run_greedy(engine, reference.prompts, NEW_TOKENS).outputs)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_with_preemptions(default_model: LoadedModel, reference: Reference, prefix_caching: bool) -> None:
-    # 96 blocks of 16 hold little more than the longest prompt.
-    block = 16 * 46_080
-    options = {"kv_memory": 14 * block, "prefix_caching": prefix_caching, "max_batch_tokens": 128}
-    engine = engine_for(default_model, **options)
+    # Blocks of 2, so that every request needs new ones while it decodes, in a pool that just holds the longest.
     few = [i for i, prompt in enumerate(reference.prompts) if len(prompt) <= 160]
-    run = run_greedy(engine, [reference.prompts[i] for i in few], NEW_TOKENS)
+    assert len(few) >= 30
+    options = {"kv_memory": (160 + NEW_TOKENS) * 46_080, "block_size": 2, "prefix_caching": prefix_caching}
+    run = run_greedy(engine_for(default_model, **options), [reference.prompts[i] for i in few], NEW_TOKENS)
     reference.check(run.outputs, few)
     assert run.num_preemptions > 0
+    print(f"{run.num_preemptions} preemptions")
 
 
 def test_bursted_attention_gives_the_same_tokens(default_model: LoadedModel, reference: Reference) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from chairlift.text.tokenizer import Tokenizer
 from tests.api.conftest import run_greedy
 from tests.comparison import compare, reference_tokens
 from tests.models.checkpoints import load, make_reference, prompts, save
-from tests.models.test_fallback import CONFIGS as FALLBACKS
+from tests.models.test_fallback import ARCHITECTURES, config_of
 from tests.models.test_families import CONFIGS as FAMILIES
 from tests.tiny import byte_level_tokenizer
 
 NEW_TOKENS = 10
-CASES: dict[str, Any] = {**FAMILIES, **{f"fallback {name}": make for name, make in FALLBACKS.items()}}
+CASES: dict[str, Any] = {
+    **FAMILIES,
+    **{f"fallback {name}": partial(config_of, name) for name in ARCHITECTURES},
+}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "alone": {"max_batch_requests": 1},

@@ -17,6 +17,18 @@ from tests.models.dense_attend import DenseCache
 
 CPU = torch.device("cpu")
 VOCAB = 211
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 60,
+    "intermediate_size": 84,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def make_reference(config: Any) -> Any:

@@ -12,22 +12,10 @@ from torch import Tensor
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.models import build_model, describe
 from chairlift.models.fallback import FallbackInfo, TransformersModel, _require_isolated_tokens
-from tests.models.checkpoints import CPU, VOCAB, assert_matches, load, make_reference, save, stream
+from tests.models.checkpoints import CPU, SIZES, VOCAB, assert_matches, load, make_reference, save, stream
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 60,
-    "intermediate_size": 84,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"use_parallel_residual": True},
     "gpt2": {},
@@ -43,10 +31,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+def config_of(model_type: str) -> Any:
+    return transformers.AutoConfig.for_model(model_type, **(SIZES | ARCHITECTURES[model_type]))
+
+
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_logits_equal_transformers(model_type: str, tmp_path: Path) -> None:
-    config = transformers.AutoConfig.for_model(model_type, **(SIZES | ARCHITECTURES[model_type]))
-    reference = make_reference(config)
+    reference = make_reference(config_of(model_type))
     saved = save(reference, tmp_path)
     model = load(tmp_path)
     assert isinstance(model, TransformersModel)

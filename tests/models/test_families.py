@@ -10,22 +10,9 @@ import pytest
 import torch
 
 from chairlift.models import describe, supported_families
-from tests.models.checkpoints import VOCAB, assert_matches, load, make_reference, save, stream
+from tests.models.checkpoints import SIZES, VOCAB, assert_matches, load, make_reference, save, stream
 
 transformers = pytest.importorskip("transformers")
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 60,
-    "intermediate_size": 84,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 
 
 def _config(name: str, **changes: Any) -> Callable[[], Any]:

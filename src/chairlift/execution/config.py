@@ -10,6 +10,7 @@ import torch
 
 from chairlift.attention import BACKENDS
 from chairlift.errors import InvalidParameter
+from chairlift.execution.memory import parse_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,6 +42,8 @@ class EngineConfig:
             raise InvalidParameter("attention", f"unknown backend {self.attention!r}; choose from auto, {choices}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             raise InvalidParameter("seed", f"must be an integer of at least 0, got {self.seed!r}")
+        if self.kv_memory is not None:
+            parse_bytes("kv_memory", self.kv_memory)
         self.torch_device()
 
     def torch_device(self) -> torch.device:

@@ -61,6 +61,14 @@ def test_a_different_salt_never_matches() -> None:
     assert not kv.match(make_request("d", range(9))).blocks
 
 
+def test_a_request_that_only_waits_is_hashed_no_further_than_it_matches() -> None:
+    kv = KVCache(10, block_size=4)
+    compute(kv, make_request("a", range(9)))
+    waiting = make_request("b", [*range(4), *range(50, 400)])
+    assert len(kv.match(waiting).blocks) == 1
+    assert len(waiting.block_digests) == 2
+
+
 def test_equal_digests_with_other_tokens_are_no_hit() -> None:
     """Even if SHA-256 were broken, the tokens are compared."""
     kv = KVCache(10, block_size=4)

@@ -68,8 +68,7 @@ def check_shared_prefixes(scheduler: Scheduler) -> None:
                 parent, tokens = kv.index.prefix_of(block)
                 start = position * kv.block_size
                 assert list(tokens) == list(request.tokens[start : start + kv.block_size])
-                if position:
-                    assert parent == kv.index.digests(request, position)[position - 1]
+                assert parent == kv.index.parent_digest(request, position)
 
 
 def check_quiescent(scheduler: Scheduler) -> None:

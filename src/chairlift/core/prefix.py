@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -60,7 +59,8 @@ class PrefixIndex:
         """
         shareable = (request.num_known - 1) // self.block_size
         blocks: list[int] = []
-        for position, digest in enumerate(self.digests(request, shareable)):
+        for position in range(shareable):  # digests are made as far as needed: the queue may be long
+            digest = self.digest(request, position)
             block = self._lookup(request, position, digest)
             if block is None:
                 miss = Miss.EVICTED if digest in self._evicted else Miss.NEVER_SEEN
@@ -74,14 +74,14 @@ class PrefixIndex:
             return None
         entry = self._entry_of[block]
         same = entry.tokens == self._block_tokens(request, position)
-        return block if same and entry.parent == self._parent(request, position) else None
+        return block if same and entry.parent == self.parent_digest(request, position) else None
 
     def insert(self, request: Request, position: int, block: int) -> bool:
         """Index `block` as the `position`-th full block of `request`; False if those tokens are indexed already."""
-        digest = self.digests(request, position + 1)[position]
+        digest = self.digest(request, position)
         if digest in self._block_of:
             return False
-        parent = self._parent(request, position)
+        parent = self.parent_digest(request, position)
         self._block_of[digest] = block
         self._entry_of[block] = _Entry(digest, parent, self._block_tokens(request, position))
         self._evicted.pop(digest, None)
@@ -90,7 +90,8 @@ class PrefixIndex:
 
     def claim(self, request: Request) -> None:
         """Announce the blocks that `request` is about to fill, so that others can wait instead of doing the same."""
-        for digest in self.digests(request, request.num_known // self.block_size):
+        for position in range(request.num_known // self.block_size):
+            digest = self.digest(request, position)
             if digest not in self._block_of:
                 self._claims.setdefault(digest, request.id)
 
@@ -111,18 +112,20 @@ class PrefixIndex:
         entry = self._entry_of[block]
         return entry.parent, entry.tokens
 
-    def digests(self, request: Request, count: int) -> Sequence[bytes]:
-        """The digests of the first `count` full blocks; computed once per block and kept on the request."""
+    def digest(self, request: Request, position: int) -> bytes:
+        """The digest of a full block; computed once and kept on the request, with those before it."""
         chain = request.block_digests
-        for position in range(len(chain), count):
-            tokens = array("I", self._block_tokens(request, position))
-            chain.append(hashlib.sha256(self._parent(request, position) + tokens.tobytes()).digest())
-        return chain[:count]
+        for missing in range(len(chain), position + 1):
+            tokens = array("I", self._block_tokens(request, missing))
+            chain.append(hashlib.sha256(self.parent_digest(request, missing) + tokens.tobytes()).digest())
+        return chain[position]
 
-    def _parent(self, request: Request, position: int) -> bytes:
+    def parent_digest(self, request: Request, position: int) -> bytes:
+        """The digest of all that comes before a block: the salt, and the tokens of the blocks before it."""
         if position:
-            return request.block_digests[position - 1]
-        return hashlib.sha256(b"salt:" + request.salt.encode()).digest()
+            return self.digest(request, position - 1)
+        # A salt may come from JSON, which can spell what is not valid Unicode.
+        return hashlib.sha256(b"salt:" + request.salt.encode("utf-8", "surrogatepass")).digest()
 
     def _block_tokens(self, request: Request, position: int) -> tuple[int, ...]:
         start = position * self.block_size

@@ -14,6 +14,7 @@ from chairlift.attention import AttentionLayer, KVStorage
 from chairlift.errors import InvalidParameter
 
 SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.9}
+CGROUP = Path("/sys/fs/cgroup")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -95,9 +96,8 @@ def free_memory(device: torch.device) -> int:
     """Bytes that could still be allocated on `device`, a container's limit included."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = _available_to_machine()
-    limit, current = (_cgroup_bytes(name) for name in ("memory.max", "memory.current"))
-    return free if limit is None else max(0, min(free, limit - (current or 0)))
+    left = _left_of_container_limit()
+    return _available_to_machine() if left is None else min(_available_to_machine(), left)
 
 
 def _available_to_machine() -> int:
@@ -110,10 +110,19 @@ def _available_to_machine() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _cgroup_bytes(name: str) -> int | None:
-    path = Path("/sys/fs/cgroup") / name
-    text = path.read_text().strip() if path.exists() else "max"
-    return int(text) if text.isdigit() else None
+def _left_of_container_limit() -> int | None:
+    limit = _cgroup_text("memory.max").strip()
+    if not limit.isdigit():
+        return None
+    used = int(_cgroup_text("memory.current") or 0)
+    # Files that were read, such as the model's, count as used until someone needs the memory.
+    reclaimable = re.search(r"^inactive_file (\d+)$", _cgroup_text("memory.stat"), re.MULTILINE)
+    return max(0, int(limit) - used + int(reclaimable[1] if reclaimable else 0))
+
+
+def _cgroup_text(name: str) -> str:
+    path = CGROUP / name
+    return path.read_text() if path.exists() else ""
 
 
 def parse_bytes(parameter: str, value: int | str) -> int:

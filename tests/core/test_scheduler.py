@@ -232,6 +232,20 @@ def test_a_prefix_being_computed_is_awaited_not_computed_twice() -> None:
     assert boarded == {"a": 0, "other": 0, "b": 12, "c": 12}
 
 
+def test_three_requests_hold_a_shared_prefix_of_a_thousand_tokens_once() -> None:
+    scheduler = make_scheduler(num_blocks=300, block_size=16, max_batch_tokens=256)
+    for tail in range(3):
+        scheduler.submit(make_request(f"r{tail}", [*range(1000), 5000 + tail], new=20), 0)
+    peak = 0
+    while scheduler.has_work:
+        plan = scheduler.schedule(0)
+        peak = max(peak, scheduler.kv.pool.num_used)
+        scheduler.apply(run_plan(plan), 0)
+    # 62 full blocks once, not three times; then each its own 9 prompt tokens and up to 19 more, in 2 blocks.
+    assert peak == 62 + 3 * 2
+    check_quiescent(scheduler)
+
+
 def test_whoever_waits_for_a_prefix_goes_ahead_if_its_maker_is_cancelled() -> None:
     scheduler = make_scheduler(block_size=4, max_batch_tokens=4)
     scheduler.submit(make_request("a", range(20)), 0)
@@ -240,6 +254,27 @@ def test_whoever_waits_for_a_prefix_goes_ahead_if_its_maker_is_cancelled() -> No
     assert scheduler.why_waiting("b") is WaitReason.PREFIX
     scheduler.finish("a", Ending(FinishReason.CANCELLED), 0)
     assert shape(step(scheduler)) == [("b", 4, 4)]  # what a did compute is not lost
+
+
+def test_a_new_request_does_not_wait_for_what_held_up_others_long_ago() -> None:
+    scheduler = make_scheduler(max_batch_requests=1)
+    scheduler.submit(make_request("a", 3, new=1), 0)
+    scheduler.submit(make_request("b", 3, new=1), 0)
+    step(scheduler)
+    assert scheduler.why_waiting("b") is WaitReason.SEATS
+    run_to_end(scheduler)
+    scheduler.submit(make_request("c", 3), 0)
+    assert scheduler.why_waiting("c") is WaitReason.NEXT_STEP
+
+
+def test_a_deadline_is_not_of_the_next_request_with_that_id() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", 3, new=1, deadline=5.0), 0)
+    run_to_end(scheduler)
+    again = make_request("a", 3, new=2)
+    scheduler.submit(again, 5.0)
+    step(scheduler, now=6.0)
+    assert again.status is Status.RUNNING
 
 
 def test_the_same_inputs_give_the_same_schedule_and_events() -> None:

@@ -51,9 +51,7 @@ class Request:
         "id",
         "leader",
         "max_new_tokens",
-        "num_cached",
         "num_computed",
-        "num_preemptions",
         "num_prompt",
         "order",
         "params",
@@ -92,8 +90,6 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self._tokens = list(prompt)
         self.num_computed = 0
-        self.num_cached = 0  # prompt tokens that were found in the cache on first boarding
-        self.num_preemptions = 0
         self.status = Status.WAITING
         self.ending: Ending | None = None
         self.steps_in_flight = 0  # planned steps whose results have not been applied yet
@@ -129,11 +125,6 @@ class Request:
     def decoding(self) -> bool:
         """One token behind, and that token is its own."""
         return self.num_computed == len(self._tokens) - 1 and self.num_computed >= self.num_prompt
-
-    @property
-    def max_known(self) -> int:
-        """The most tokens this request can ever have."""
-        return self.num_prompt + self.max_new_tokens
 
     def append(self, token: int) -> None:
         self._tokens.append(token)

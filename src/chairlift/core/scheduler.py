@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import StrEnum
 
 from chairlift.core.budget import StepLimits, TokenBudget
@@ -55,7 +55,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # both lists are in order of submission
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines: list[tuple[float, int, str]] = []  # ids only: finished requests need not live on in here
         self._events: list[Event] = []
         self._num_submitted = 0
         self._num_steps = 0
@@ -65,13 +65,14 @@ class Scheduler:
 
     def submit(self, request: Request, now: float) -> None:
         self.check_fits(request.num_prompt, request.max_new_tokens)
-        self.check_unused([request.id])
+        if request.id in self._requests:
+            raise InvalidParameter("request_id", f"{request.id!r} is already in use")
         request.order = self._num_submitted
         self._num_submitted += 1
         self._requests[request.id] = request
         self.waiting.append(request)
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.order, request))
+            heapq.heappush(self._deadlines, (request.deadline, request.order, request.id))
         self._events.append(RequestQueued(now, request.id, request.num_prompt))
 
     def check_fits(self, num_prompt: int, max_new_tokens: int) -> None:
@@ -82,11 +83,6 @@ class Scheduler:
             needs = f"{num_prompt} tokens and up to {max_new_tokens} new ones"
             problem = f"{needs} exceed the KV cache of {self.capacity} tokens"
             raise InvalidParameter("prompt", f"{problem}; shorten it, lower max_tokens or raise kv_memory")
-
-    def check_unused(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            if request_id in self._requests:
-                raise InvalidParameter("request_id", f"{request_id!r} is already in use")
 
     @property
     def capacity(self) -> int:
@@ -143,9 +139,10 @@ class Scheduler:
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, request = heapq.heappop(self._deadlines)
-            if request.status is not Status.FINISHED:
-                self._finish(request, Ending(FinishReason.DEADLINE), now)
+            _, order, request_id = heapq.heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is not None and request.order == order:  # else it is over, and the id perhaps used again
+                self.finish(request_id, Ending(FinishReason.DEADLINE), now)
 
     def _continue_running(self, draft: _PlanDraft, now: float) -> None:
         decoding = [request for request in self.running if request.decoding]
@@ -177,7 +174,6 @@ class Scheduler:
         self.kv.release(victim)
         self.running.remove(victim)
         victim.num_computed = 0
-        victim.num_preemptions += 1
         victim.status = Status.WAITING
         insort(self.waiting, victim, key=_order)
 
@@ -185,6 +181,7 @@ class Scheduler:
         if draft.memory_was_short:
             self._queue_waits_for = WaitReason.PREEMPTION
             return
+        self._queue_waits_for = WaitReason.NEXT_STEP
         for request in list(self.policy.boarding_order(self.waiting)):
             obstacle = self._board(request, draft, now)
             if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX):
@@ -227,8 +224,6 @@ class Scheduler:
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
         request.status = Status.RUNNING
-        if request.num_preemptions == 0:
-            request.num_cached = request.num_computed
         self._events.append(RequestBoarded(now, request.id, request.num_computed, match.miss))
 
     def _fits_whole(self, request: Request) -> bool:
@@ -263,6 +258,18 @@ class Scheduler:
             ending = Ending(FinishReason.STOP, matched) if matched else request.ending_after(token)
             if ending is not None:
                 self._finish(request, ending, now)
+
+    def abandon(self, plan: StepPlan, now: float) -> None:
+        """A planned step will have no result: set its requests back, since what it wrote and copied is not known."""
+        for chunk in plan.chunks:
+            request = chunk.request
+            if request.steps_in_flight == 0:  # applied already
+                continue
+            request.steps_in_flight -= 1
+            if request.status is Status.FINISHED:
+                self._leave(request)
+            elif request.status is Status.RUNNING:
+                self._preempt(request, now)
 
     def _finish(self, request: Request, ending: Ending, now: float) -> None:
         """The one place where a request ends."""

@@ -57,6 +57,7 @@ class Engine:
         self._text = OutputText(tokenizer)
         self._seeds = random.Random(seed)
         self._num_submitted = 0
+        self._unreported: set[str] = set()  # ids whose ending has not been published yet
         self._listeners: list[Callable[[Sequence[Event]], None]] = []
 
     def subscribe(self, listener: Callable[[Sequence[Event]], None]) -> None:
@@ -89,7 +90,7 @@ class Engine:
         seed = self._seeds.randrange(MAX_SEED) if params.seed is None else params.seed
         first_id = request_id or f"request-{self._num_submitted}"
         ids = [first_id, *(f"{first_id}#{index}" for index in range(1, params.n))]
-        self.scheduler.check_unused(ids)
+        self._check_unused(ids)
         self._num_submitted += 1
         leader: Request | None = None
         for index, one_id in enumerate(ids):
@@ -106,6 +107,7 @@ class Engine:
                 leader=leader,
             )
             self.scheduler.submit(request, now)
+            self._unreported.add(one_id)
             self._text.open(request)
             leader = leader or request
         return ids
@@ -117,16 +119,17 @@ class Engine:
         self._check_tokens("prompt", prompt)
         self._check_tokens("stop_token_ids", params.stop_ids)
         self._check_tokens("logit_bias", list(params.logit_bias or ()))
-        if timeout is not None and not timeout > 0:
-            raise InvalidParameter("timeout", f"must be above 0 seconds, got {timeout}")
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+            raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
         room = self.max_model_len - len(prompt)
         if room < 1:
             problem = f"has {len(prompt)} tokens, but at most {self.max_model_len - 1} leave room for an answer"
             raise InvalidParameter("prompt", f"{problem} (max_model_len is {self.max_model_len})")
-        if params.min_tokens > room:
-            raise InvalidParameter("min_tokens", f"{params.min_tokens} exceeds the {room} tokens left of the context")
         if params.max_tokens is None:
             room = min(room, max(1, self.scheduler.capacity - len(prompt) + 1))
+        if params.min_tokens > room:
+            problem = f"{params.min_tokens} exceeds the {room} tokens that the prompt leaves of the context"
+            raise InvalidParameter("min_tokens", problem)
         max_new_tokens = min(params.max_tokens or room, room)
         self.scheduler.check_fits(len(prompt), max_new_tokens)
         return max_new_tokens
@@ -138,6 +141,12 @@ class Engine:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise InvalidParameter(parameter, f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+
+    def _check_unused(self, request_ids: Sequence[str]) -> None:
+        """An id stays in use until its ending is published: an event must not be about two requests."""
+        for request_id in request_ids:
+            if request_id in self._unreported:
+                raise InvalidParameter("request_id", f"{request_id!r} is already in use")
 
     def now(self) -> float:
         """The time on the engine's clock, which all events carry."""
@@ -156,10 +165,13 @@ class Engine:
             return self._publish([])
         try:
             result = self.executor.run(plan)
+            ran = self._clock()
+            self.scheduler.apply(result, ran, self._text.push)
         except Exception as error:
             return self._die(error)
-        ran = self._clock()
-        self.scheduler.apply(result, ran, self._text.push)
+        except BaseException:  # Ctrl-C: the step is lost, the engine is not
+            self._abandon(plan)
+            raise
         return self._publish([self._summary(result, scheduled - begun, used_blocks, ran)])
 
     def _summary(self, result: StepResult, schedule_seconds: float, used_blocks: int, ran: float) -> StepDone:
@@ -187,6 +199,12 @@ class Engine:
             self.scheduler.finish(request_id, ending, now)
         return self._publish([])
 
+    def _abandon(self, plan: StepPlan) -> None:
+        """A step was interrupted: its requests compute those tokens again, and forget what was half done."""
+        self.scheduler.abandon(plan, self._clock())
+        for chunk in plan.chunks:
+            self.executor.forget(chunk.request.id)
+
     def _publish(self, more: Sequence[Event]) -> list[Event]:
         """The scheduler's events with the text woven in, each piece right after the tokens that completed it."""
         events: list[Event] = []
@@ -194,6 +212,7 @@ class Engine:
             if isinstance(event, RequestFinished):
                 self._add_text(events, event, self._text.close(event.request_id))
                 self.executor.forget(event.request_id)
+                self._unreported.discard(event.request_id)
             events.append(event)
             if isinstance(event, TokenProduced):
                 self._add_text(events, event, self._text.take(event.request_id))

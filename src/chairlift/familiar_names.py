@@ -31,7 +31,7 @@ SAME_THING = {
     "kv_cache_memory_bytes": "kv_memory",
 }
 
-# What these ask for is always so; any other value is refused with the reason.
+# What these ask for with the values listed is always so; any other value is refused with the reason.
 ALWAYS_SO: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code that comes with a model is never run"),
     "tensor_parallel_size": ((1,), "one device per engine"),
@@ -40,6 +40,7 @@ ALWAYS_SO: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None,), "weights are computed in `dtype`"),
     "tokenizer_mode": (("auto",), "the tokenizer is the model's own"),
     "enforce_eager": ((True,), "steps run eagerly"),
+    "gpu_memory_utilization": ((), "say with kv_memory how much the KV cache gets"),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from chairlift.core.events import (
@@ -14,7 +16,6 @@ from chairlift.core.events import (
     TokenProduced,
 )
 from chairlift.core.logprobs import TokenLogprobs
-from chairlift.core.request import FinishReason
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.familiar_names import translate_options
@@ -46,6 +47,8 @@ class LLM:
         self.engine = loaded.engine
         self.runner = loaded.runner
         self.memory = loaded.memory
+        self._batches: list[_Batch] = []  # of the calls under way; a stream may be open while generate() runs
+        self.engine.subscribe(partial(_take_in_all, self._batches))
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
@@ -65,9 +68,16 @@ class LLM:
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and optionally
         "cache_salt". `use_tqdm` shows a progress bar. `timeout` (seconds) ends what is not finished by then.
         """
+        from chairlift.progress import generation_progress
+
         inputs = self._parse_prompts(prompts)
-        batch = self._submit(inputs, _params_for(inputs, sampling_params), timeout)
-        self._run(batch, use_tqdm)
+        with (
+            self._submitted(inputs, _params_for(inputs, sampling_params), timeout) as batch,
+            generation_progress(batch.num_open, enabled=use_tqdm) as advance,
+        ):
+            while batch.num_open:
+                self._step()
+                advance(batch.num_open, batch.num_tokens)
         return batch.results
 
     def chat(
@@ -94,9 +104,12 @@ class LLM:
         *,
         timeout: float | None = None,
     ) -> Iterator[StreamedText]:
-        """Yield pieces of text as they are generated. Closing the iterator cancels what is still running."""
+        """Yield pieces of text as they are generated. Bad input raises at once; all is queued when the first piece is
+        asked for; closing the iterator cancels what is still running."""
         inputs = self._parse_prompts(prompts)
-        return self._stream(self._submit(inputs, _params_for(inputs, sampling_params), timeout))
+        params = _params_for(inputs, sampling_params)
+        self._check(inputs, params, timeout)
+        return self._stream(inputs, params, timeout)
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
@@ -113,45 +126,49 @@ class LLM:
     # ---- driving the engine -------------------------------------------------------------------------------------
 
     def _parse_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[_Input]:
+        if not isinstance(prompts, (Sequence, Mapping)):
+            raise InvalidParameter("prompts", f"must be a prompt or a list of them, got {type(prompts).__name__}")
         single = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if single else prompts  # type: ignore[assignment]
         if not len(many):
             raise InvalidParameter("prompts", "is empty; give at least one prompt")
         return [_Input.parse(prompt, self.get_tokenizer()) for prompt in many]
 
-    def _submit(self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None) -> _Batch:
-        """Queue all of them, or none if one is bad."""
+    def _check(self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None) -> None:
         for item, one in zip(inputs, params, strict=True):
             self.engine.check(item.token_ids, one, timeout)
+
+    @contextmanager
+    def _submitted(
+        self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None
+    ) -> Iterator[_Batch]:
+        """Queue all of them, or none if one is bad. What is unfinished when the caller leaves is cancelled."""
+        self._check(inputs, params, timeout)
         batch = _Batch(self.get_tokenizer())
-        for item, one in zip(inputs, params, strict=True):
-            ids = self.engine.submit(item.token_ids, one, timeout=timeout, cache_salt=item.cache_salt)
-            batch.add(ids, item, one, self.engine.now())
-        return batch
-
-    def _run(self, batch: _Batch, show_progress: bool) -> None:
-        from chairlift.progress import generation_progress
-
-        with generation_progress(batch.num_open, enabled=show_progress) as advance:
-            for _ in self._steps(batch):
-                advance(batch.num_open, batch.num_tokens)
-
-    def _stream(self, batch: _Batch) -> Iterator[StreamedText]:
-        for events in self._steps(batch):
-            yield from batch.pieces(events)
-
-    def _steps(self, batch: _Batch) -> Iterator[list[Event]]:
-        """Step until `batch` is done. If the caller leaves early, its requests are cancelled."""
+        self._batches.append(batch)
         try:
-            while batch.num_open:
-                events = self.engine.step()
-                batch.take_in(events)
-                if self.engine.fatal is not None:
-                    raise EngineDead(f"the engine stopped after an error: {self.engine.fatal}") from self.engine.fatal
-                yield events
+            for item, one in zip(inputs, params, strict=True):
+                ids = self.engine.submit(item.token_ids, one, timeout=timeout, cache_salt=item.cache_salt)
+                batch.add(ids, item, one, self.engine.now())
+            yield batch
         finally:
+            self._batches.remove(batch)
             for request_id in batch.open_ids():
                 self.engine.cancel(request_id)
+
+    def _stream(
+        self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None
+    ) -> Iterator[StreamedText]:
+        with self._submitted(inputs, params, timeout) as batch:
+            while batch.num_open or batch.has_news:
+                if not batch.has_news:  # another call may have stepped meanwhile
+                    self._step()
+                yield from batch.pieces()
+
+    def _step(self) -> None:
+        self.engine.step()  # every open batch hears of it as a listener
+        if self.engine.fatal is not None:
+            raise EngineDead(f"the engine stopped after an error: {self.engine.fatal}") from self.engine.fatal
 
 
 class _Input:
@@ -190,15 +207,21 @@ class _Batch:
         self.results: list[RequestOutput] = []
         self.num_tokens = 0
         self._tokenizer = tokenizer
-        self._places: dict[str, tuple[int, int]] = {}  # open request id -> (prompt, completion)
-        self._known: dict[str, tuple[int, int]] = {}
+        self._places: dict[str, tuple[int, int]] = {}  # request id -> (prompt, completion)
+        self._open: dict[str, None] = {}
+        self._news: dict[str, None] = {}  # what changed since pieces() was last asked
+        self._shown: dict[str, tuple[int, int]] = {}  # how many characters and tokens pieces() has given out
 
     @property
     def num_open(self) -> int:
-        return len(self._places)
+        return len(self._open)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
 
     def open_ids(self) -> list[str]:
-        return list(self._places)
+        return list(self._open)
 
     def add(self, ids: Sequence[str], item: _Input, params: SamplingParams, now: float) -> None:
         with_logprobs = params.logprobs is not None
@@ -209,14 +232,16 @@ class _Batch:
             for index in range(len(ids))
         ]
         for index, request_id in enumerate(ids):
-            self._places[request_id] = self._known[request_id] = (len(self.results), index)
+            self._places[request_id] = (len(self.results), index)
+            self._open[request_id] = None
         self.results.append(RequestOutput(ids[0], item.text, item.token_ids, completions, RequestMetrics(arrival=now)))
 
     def take_in(self, events: Sequence[Event]) -> None:
         for event in events:
-            place = self._places.get(getattr(event, "request_id", ""))
-            if place is not None:
-                self._apply(event, self.results[place[0]], self.results[place[0]].outputs[place[1]])
+            request_id = getattr(event, "request_id", "")
+            if request_id in self._open:
+                prompt, index = self._places[request_id]
+                self._apply(event, self.results[prompt], self.results[prompt].outputs[index])
 
     def _apply(self, event: Event, result: RequestOutput, completion: CompletionOutput) -> None:
         leads = completion.index == 0  # a request's metrics are those of its first completion
@@ -228,6 +253,7 @@ class _Batch:
                 result.metrics.preemptions += 1
             case TokenProduced():
                 self.num_tokens += 1
+                self._news[event.request_id] = None
                 completion.token_ids.append(event.token)
                 self._note_logprobs(completion, event.logprobs)
                 if leads:
@@ -238,7 +264,8 @@ class _Batch:
                 completion.finish_reason = event.ending.reason.value
                 completion.stop_reason = event.ending.detail
                 result.metrics.finished = event.time
-                del self._places[event.request_id]
+                self._news[event.request_id] = None
+                del self._open[event.request_id]
             case _:
                 pass
 
@@ -255,26 +282,23 @@ class _Batch:
             }
         )
 
-    def pieces(self, events: Sequence[Event]) -> Iterator[StreamedText]:
-        """What these events add, one piece for each completion that they touch."""
-        touched: dict[str, tuple[list[str], list[int]]] = {}
-        endings: dict[str, FinishReason] = {}
-        for event in events:
-            request_id = getattr(event, "request_id", "")
-            if request_id not in self._known:
-                continue
-            texts, tokens = touched.setdefault(request_id, ([], []))
-            if isinstance(event, TextProduced):
-                texts.append(event.text)
-            elif isinstance(event, TokenProduced):
-                tokens.append(event.token)
-            elif isinstance(event, RequestFinished):
-                endings[request_id] = event.ending.reason
-        for request_id, (texts, tokens) in touched.items():
-            ending = endings.get(request_id)
-            if tokens or ending:
-                prompt, completion = self._known[request_id]
-                yield StreamedText(prompt, completion, "".join(texts), tokens, ending and ending.value)
+    def pieces(self) -> list[StreamedText]:
+        """What was added since the last call, one piece for each completion that changed."""
+        news, self._news = self._news, {}
+        return [self._piece(request_id) for request_id in news]
+
+    def _piece(self, request_id: str) -> StreamedText:
+        prompt, index = self._places[request_id]
+        completion = self.results[prompt].outputs[index]
+        characters, tokens = self._shown.get(request_id, (0, 0))
+        self._shown[request_id] = len(completion.text), len(completion.token_ids)
+        text, token_ids = completion.text[characters:], completion.token_ids[tokens:]
+        return StreamedText(prompt, index, text, token_ids, completion.finish_reason)
+
+
+def _take_in_all(batches: Sequence[_Batch], events: Sequence[Event]) -> None:
+    for batch in batches:
+        batch.take_in(events)
 
 
 def _params_for(

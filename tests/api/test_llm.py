@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -13,6 +14,8 @@ from chairlift import LLM, SamplingParams
 from chairlift.core.events import StepDone
 from chairlift.core.integrity import check_quiescent
 from chairlift.errors import EngineDead, InvalidParameter, ModelNotFound
+from chairlift.execution.config import EngineConfig
+from chairlift.familiar_names import OPTIONS
 from tests.tiny import write_tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -207,6 +210,43 @@ def test_leaving_a_stream_cancels_it(llm: LLM) -> None:
     assert not llm.engine.scheduler.has_work
 
 
+def test_a_stream_that_was_never_read_leaves_nothing_behind(llm: LLM) -> None:
+    llm.stream("a chairlift", GREEDY).close()  # type: ignore[attr-defined]
+    assert not llm.engine.has_work
+    with pytest.raises(InvalidParameter):
+        llm.stream("", GREEDY)  # bad input shows at once all the same
+
+
+def test_generate_while_streams_are_open(llm: LLM) -> None:
+    """Whoever steps, every call gets all of its own."""
+    prompts, params = ["a chairlift", "many sequences"], GREEDY.clone(max_tokens=12)
+    whole = llm.generate(prompts, params, use_tqdm=False)
+    stream = llm.stream(prompts, params)
+    pieces = [next(stream)]
+    (other,) = llm.generate("shared blocks", GREEDY.clone(max_tokens=30), use_tqdm=False)
+    assert len(other.outputs[0].token_ids) == 30
+    pieces += stream
+    for index, result in enumerate(whole):
+        own = [piece for piece in pieces if piece.prompt_index == index]
+        assert "".join(piece.text for piece in own) == result.outputs[0].text
+        assert [token for piece in own for token in piece.token_ids] == result.outputs[0].token_ids
+        assert [piece.finish_reason for piece in own if piece.finish_reason] == ["length"]
+
+
+def test_after_an_interrupted_generate_the_engine_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (before,) = llm.generate("a chairlift", GREEDY, use_tqdm=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.runner.sampler, "sample", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a chairlift", "many"], GREEDY.clone(n=2), use_tqdm=False)
+    check_quiescent(llm.engine.scheduler)
+    (after,) = llm.generate("a chairlift", GREEDY, use_tqdm=False)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
 def test_a_timeout_ends_what_is_unfinished(llm: LLM) -> None:
     (result,) = llm.generate("a", GREEDY.clone(max_tokens=200), use_tqdm=False, timeout=1e-9)
     assert result.outputs[0].finish_reason == "deadline"
@@ -222,6 +262,7 @@ def test_max_tokens_none_fills_the_context(llm: LLM) -> None:
     ("prompt", "params", "parameter"),
     [
         ("", GREEDY, "prompt"),
+        (None, GREEDY, "prompts"),
         ([], GREEDY, "prompts"),
         ([[]], GREEDY, "prompt"),
         ([1, 2, 10**6], GREEDY, "prompt"),
@@ -263,9 +304,11 @@ def test_one_bad_prompt_among_good_ones_queues_none(llm: LLM) -> None:
         ({"kv_memory": 10}, "kv_memory"),
         ({"block_size": -1}, "block_size"),
         ({"seed": "x"}, "seed"),
+        ({"enable_prefix_caching": "no"}, "prefix_caching"),
         ({"colour": "red"}, "colour"),
         ({"trust_remote_code": True}, "trust_remote_code"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization"),
         ({"max_num_seqs": 2, "max_batch_requests": 2}, "max_batch_requests"),
     ],
 )
@@ -273,6 +316,10 @@ def test_bad_options_are_named(folder: Path, options: dict[str, Any], parameter:
     with pytest.raises(InvalidParameter) as refusal:
         LLM(str(folder), **options)
     assert refusal.value.parameter == parameter
+
+
+def test_every_option_of_the_engine_can_be_given() -> None:
+    assert set(OPTIONS) == {field.name for field in dataclasses.fields(EngineConfig)}
 
 
 def test_familiar_names_mean_the_same(folder: Path) -> None:

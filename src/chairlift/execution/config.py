@@ -40,6 +40,8 @@ class EngineConfig:
         if self.attention != "auto" and self.attention not in BACKENDS:
             choices = ", ".join(BACKENDS)
             raise InvalidParameter("attention", f"unknown backend {self.attention!r}; choose from auto, {choices}")
+        if not isinstance(self.prefix_caching, bool):
+            raise InvalidParameter("prefix_caching", f"must be true or false, got {self.prefix_caching!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             raise InvalidParameter("seed", f"must be an integer of at least 0, got {self.seed!r}")
         if self.kv_memory is not None:

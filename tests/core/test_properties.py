@@ -87,6 +87,13 @@ class Workload(RuleBasedStateMachine):
         self.scheduler.apply(run_plan(self.in_flight), self.now)
         self.in_flight = None
 
+    @precondition(lambda self: self.in_flight is not None)
+    @rule()
+    def interrupt(self) -> None:
+        assert self.in_flight is not None
+        self.scheduler.abandon(self.in_flight, self.now)
+        self.in_flight = None
+
     @precondition(lambda self: bool(self.requests))
     @rule(choice=st.integers(0, 10_000))
     def cancel(self, choice: int) -> None:

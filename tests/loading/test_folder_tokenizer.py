@@ -106,6 +106,35 @@ def test_a_damaged_tokenizer_json_is_refused(content: bytes, tmp_path: Path) -> 
         load_tokenizer(checkpoint)
 
 
+PANICS = {
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    },
+}
+
+
+@pytest.mark.parametrize("part", PANICS)
+def test_a_tokenizer_json_that_makes_the_library_panic_is_refused(part: str, tmp_path: Path) -> None:
+    _load(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {part: PANICS[part]}))
+    with pytest.raises(CorruptCheckpoint, match=r"tokenizer\.json: no tokenizer can be made"):
+        load_tokenizer(_checkpoint(tmp_path))
+
+
+def test_padding_of_the_training_is_not_ours(tmp_path: Path) -> None:
+    _load(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    padding |= {"pad_type_id": 0, "pad_token": "<s>"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding": padding}))
+    assert load_tokenizer(_checkpoint(tmp_path)).tokenizer.encode("ab a").ids == [4, 5, 2]
+
+
 def test_vocabulary_and_merges_are_converted_where_there_is_no_tokenizer_json(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps(VOCABULARY | {"<|endoftext|>": 7}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")

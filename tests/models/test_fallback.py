@@ -107,6 +107,11 @@ def test_bad_config_value() -> None:
         describe({"model_type": "gpt_neox", "hidden_size": "wide"})
 
 
+def test_absurdly_many_layers() -> None:
+    with pytest.raises(CorruptCheckpoint, match="more than 4096 layers"):
+        describe({"model_type": "gpt_neox", "num_hidden_layers": 10**7})
+
+
 def test_dynamic_rope_stays_within_the_trained_length() -> None:
     longrope = {
         "rope_type": "longrope",

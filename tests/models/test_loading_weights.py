@@ -168,11 +168,14 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
     ({"vocab_size": 2**40}, "vocab_size"),
     ({"num_key_value_heads": 2}, "num_attention_heads.*multiple"),
+    ({"head_dim": 2**30}, "head_dim"),
     ({"rms_norm_eps": 0}, "rms_norm_eps"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"max_position_embeddings": 0}, "max_position_embeddings"),
     ({"rope_scaling": [1]}, "rope_scaling"),
+    ({"rope_parameters": {"full_attention": 7, "sliding_attention": {}}}, "full_attention"),
+    ({"rope_scaling": {"type": "yarn", "factor": 1e300, "original_max_position_embeddings": 64}}, "factor"),
     ({"hidden_act": 3}, "hidden_act"),
     ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok"),
     ({"model_type": "mistral", "sliding_window": -1}, "sliding_window"),
@@ -186,6 +189,11 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
 def test_bad_config_values_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=message):
         describe(CONFIG | changes)
+
+
+def test_more_weights_than_any_memory_holds() -> None:
+    with pytest.raises(UnsupportedModel, match=r"no memory for the .* weights of the model in float32"):
+        _build(CONFIG | {"vocab_size": 2**31, "hidden_size": 2**31, "head_dim": 4}, {})
 
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [

@@ -202,6 +202,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no factor": ({"rope_type": "linear"}, CorruptCheckpoint, "factor is missing"),
     "zero factor": ({"rope_type": "linear", "factor": 0}, CorruptCheckpoint, "factor must be"),
     "infinite factor": ({"rope_type": "linear", "factor": float("inf")}, CorruptCheckpoint, "finite"),
+    "huge base": ({"rope_theta": 10**400}, CorruptCheckpoint, "rope_theta must be"),
+    "huge list": ({"rope_type": "frequency_factors", "factors": [10**400] * 4}, CorruptCheckpoint, "finite"),
     "base of one": ({"rope_theta": 1.0}, CorruptCheckpoint, "rope_theta"),
     "odd part": ({"partial_rotary_factor": 0.4}, CorruptCheckpoint, "even part"),
     "too large a part": ({"partial_rotary_factor": 2.0}, CorruptCheckpoint, "even part"),

@@ -229,6 +229,13 @@ def test_unknown_variables_and_tools_without_a_place_are_refused() -> None:
         template.render([USER], tools=[TOOL])
 
 
+def test_templates_see_every_special_token() -> None:
+    tokenizer = Tokenizer(
+        backends.byte_level(), chat_template="{{ bos_token }}{{ unk_token }}", template_variables={"unk_token": "<unk>"}
+    )
+    assert tokenizer.apply_chat_template([USER]) == "<unk>"
+
+
 def test_the_date_comes_from_the_clock() -> None:
     template = ChatTemplate("{{ strftime_now('%d %B %Y') }}", clock=lambda: datetime(2024, 7, 26))
     assert template.render([USER]) == "26 July 2024"

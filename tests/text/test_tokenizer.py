@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, processors
 
-from chairlift.errors import InvalidParameter
+from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends
 
@@ -72,3 +73,9 @@ def test_the_text_layer_imports_nothing_heavy() -> None:
         "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_a_backend_that_fails_blames_the_model() -> None:
+    tokenizer = Tokenizer(Backend(models.WordLevel({}, unk_token="missing")))
+    with pytest.raises(UnsupportedModel, match="tokenizer failed on this text"):
+        tokenizer.encode("word")

@@ -13,7 +13,7 @@ from chairlift.core.budget import FixedBudget
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.policy import ContinuousPolicy
 from chairlift.core.scheduler import Scheduler
-from chairlift.errors import InvalidParameter
+from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.engine import Engine
 from chairlift.execution.memory import MemoryPlan, allocate_storage, plan_memory
@@ -55,7 +55,9 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     begun = time.perf_counter()
     checkpoint = open_checkpoint(resolve_model(name, progress=progress))
     tokenizer = _make_tokenizer(checkpoint)
-    _max_model_len(config, describe(checkpoint.config).max_len)
+    info = describe(checkpoint.config)
+    _max_model_len(config, info.max_len)
+    _require_plausible_size(checkpoint, info.num_parameters)
     with torch.inference_mode():
         model = build_model(
             checkpoint.config,
@@ -117,13 +119,26 @@ def _make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         bos_token=files.bos_token,
         eos_token=files.eos_token,
         add_bos=files.add_bos,
+        template_variables=files.template_variables,
     )
+
+
+def _require_plausible_size(checkpoint: Checkpoint, num_parameters: int) -> None:
+    """No quantization stores a weight in less than a bit: do not allocate for weights that cannot be there."""
+    if num_parameters > 8 * checkpoint.num_bytes:
+        raise CorruptCheckpoint(
+            f"{checkpoint.path}: its config describes {num_parameters:,} weights, its files hold "
+            f"{checkpoint.num_bytes:,} bytes: fetch it again"
+        )
 
 
 def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     """Every token that ends a text: those of the generation config, else the model's, and the tokenizer's."""
     listed = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
-    found = set(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    if not all(isinstance(token, int) for token in ids):
+        raise CorruptCheckpoint(f"{checkpoint.path}: eos_token_id must be a token id or a list, got {listed!r:.100}")
+    found = set(ids)
     own = tokenizer.token_id(tokenizer.eos_token) if tokenizer.eos_token else None
     return frozenset(found | ({own} if own is not None else set()))
 

@@ -45,6 +45,9 @@ def _folder_tokenizer(folder: Path) -> TokenizerFiles:
     special = _special_tokens(read_optional_json_object(folder / "special_tokens_map.json") | settings)
     file = folder / "tokenizer.json"
     tokenizer = _from_json(file) if file.exists() else _from_transformers(folder)
+    # The file may carry the settings of its training: they would cut prompts, or pad them, to whatever length.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     if isinstance(settings.get("add_bos_token"), bool) or isinstance(settings.get("add_eos_token"), bool):
         # Spelled out here, this outweighs what tokenizer.json does; transformers has the same rule.
         add_special_tokens(
@@ -52,7 +55,9 @@ def _folder_tokenizer(folder: Path) -> TokenizerFiles:
             bos=special.get("bos_token") if settings.get("add_bos_token") else None,
             eos=special.get("eos_token") if settings.get("add_eos_token") else None,
         )
-    return tokenizer_files(tokenizer, _chat_template(folder, settings), special)
+    template = _chat_template(folder, settings)
+    with refuse_damage(file):  # which may show only when it is used
+        return tokenizer_files(tokenizer, template, special)
 
 
 def tokenizer_files(tokenizer: Tokenizer, chat_template: str | None, special: dict[str, str]) -> TokenizerFiles:
@@ -125,10 +130,12 @@ def _from_transformers(folder: Path) -> Tokenizer:
 
 @contextmanager
 def refuse_damage(file: Path) -> Iterator[None]:
-    """The tokenizers library raises plain `Exception`s: whatever it is, this file is to blame."""
+    """The tokenizers library raises plain `Exception`s, or panics: whatever it is, this file is to blame."""
     try:
         yield
     except ChairliftError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise CorruptCheckpoint(f"{file}: no tokenizer can be made of it ({error}): fetch it again") from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from chairlift.errors import UnsupportedModel
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -35,7 +37,14 @@ def build_model(
 
         return load_fallback(config, tensors, dtype=dtype, device=device, max_len=max_len)
     description = decoder_config(config, max_len)
-    model = Decoder(description, dtype=dtype, device=device)
+    try:
+        model = Decoder(description, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:  # torch has no type of its own for this on the CPU
+        count, kind = f"{description.num_parameters:,}", str(dtype).removeprefix("torch.")
+        raise UnsupportedModel(
+            f"no memory for the {count} weights of the model in {kind} ({str(error).splitlines()[0]}); "
+            "choose a smaller model or dtype"
+        ) from error
     fill(
         dict(model.targets()),
         tensors,

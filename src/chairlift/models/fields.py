@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from chairlift.errors import CorruptCheckpoint
 
 MAX_SIZE = 2**31  # no dimension of a real model comes near; a hostile config must not make us allocate
+SMALLEST, LARGEST = 1e-30, 1e30  # a number beyond could only overflow what is computed with it
 
 
 class Fields:
@@ -38,10 +38,8 @@ class Fields:
     def number(self, name: str) -> float:
         """A finite number above zero: nothing a model config scales or divides by may be anything else."""
         value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._bad(name, "a number")
-        if not math.isfinite(value) or value <= 0:
-            raise self._bad(name, "a finite number above 0")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not SMALLEST <= value <= LARGEST:
+            raise self._bad(name, f"a finite number between {SMALLEST:g} and {LARGEST:g}")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -85,4 +83,4 @@ class Fields:
         return value
 
     def _bad(self, name: str, wanted: str) -> CorruptCheckpoint:
-        return CorruptCheckpoint(f"{self._where}: {name} must be {wanted}, got {self.raw(name)!r}")
+        return CorruptCheckpoint(f"{self._where}: {name} must be {wanted}, got {self.raw(name)!r:.100}")

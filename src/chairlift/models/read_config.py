@@ -14,6 +14,7 @@ from chairlift.models.fields import Fields
 from chairlift.models.rope_config import make_rope, rope_parameters, scaled_length
 
 MAX_LAYERS = 4096
+MAX_HEAD_DIM = 2**14  # a rope has half as many frequencies
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
 
 
@@ -125,6 +126,8 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
                 f"config.json: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({heads})"
             )
         head_dim = hidden_size // heads
+    if head_dim > MAX_HEAD_DIM:
+        raise CorruptCheckpoint(f"config.json: head_dim must be at most {MAX_HEAD_DIM}, it is {head_dim}")
     return heads, kv_heads, head_dim
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.layers.rope import Rope
-from chairlift.models.fields import Fields
+from chairlift.models.fields import LARGEST, MAX_SIZE, SMALLEST, Fields
 
 _WHERE = "the rope settings in config.json"
 
@@ -29,7 +29,7 @@ def rope_parameters(config: Fields, layer_type: str) -> Mapping[str, Any]:
     """
     given = dict(config.section("rope_parameters"))
     if any(isinstance(value, Mapping) for value in given.values()):
-        given = dict(given.get(layer_type) or {})
+        given = dict(Fields(given, {}, _WHERE).section(layer_type))
     elif layer_type == "sliding_attention" and "rope_local_base_freq" in config:
         given = {"rope_theta": config.raw("rope_local_base_freq")}
     else:
@@ -78,7 +78,7 @@ def scaled_length(parameters: Mapping[str, Any], max_positions: int) -> int:
     fields = Fields(parameters, {}, _WHERE)
     if _kind(fields) != "yarn" or "factor" not in fields or "original_max_position_embeddings" not in fields:
         return max_positions
-    return max(max_positions, int(_original(fields) * fields.number("factor")))
+    return max(max_positions, min(int(_original(fields) * fields.number("factor")), MAX_SIZE))
 
 
 def _kind(fields: Fields) -> str:
@@ -178,10 +178,10 @@ def _longrope(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: 
 
 
 def _factor_list(fields: Fields, name: str, length: int) -> Tensor:
-    factors = torch.tensor(fields.items(name, (int, float), length=length), dtype=torch.float32)
-    if not bool((factors.isfinite() & (factors > 0)).all()):
-        raise CorruptCheckpoint(f"{_WHERE}: {name} must hold numbers above 0")
-    return factors
+    factors = fields.items(name, (int, float), length=length)
+    if not all(SMALLEST <= factor <= LARGEST for factor in factors):
+        raise CorruptCheckpoint(f"{_WHERE}: {name} must hold finite numbers above 0")
+    return torch.tensor(factors, dtype=torch.float32)
 
 
 _SCALINGS: dict[str, Callable[[Fields, Tensor, int, int], _Scaled]] = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.models.families import FAMILIES
 from chairlift.models.probe import AskedMask, CannotPlug
-from chairlift.models.read_config import refuse_quantized
+from chairlift.models.read_config import MAX_LAYERS, refuse_quantized
 
 REGISTERED_NAME = "chairlift_ragged"
 # What handles one layer's attention: (module, q, k, v, mask, further arguments) -> output, all in the layout
@@ -72,6 +72,8 @@ def build_without_weights(hf_config: Any) -> Any:
         raise refusal(model_type, "it keeps a recurrent state, which cannot be paged")
     if not model_class._supports_attention_backend:
         raise refusal(model_type, "its attention in transformers cannot be replaced")
+    if getattr(hf_config.get_text_config(), "num_hidden_layers", 0) > MAX_LAYERS:
+        raise CorruptCheckpoint(f"config.json: more than {MAX_LAYERS} layers")
     # On the meta device no expert can be told from another; this variant treats all of them alike.
     hf_config._experts_implementation = "batched_mm"
     try:

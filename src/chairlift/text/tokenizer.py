@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from chairlift.errors import InvalidParameter
+from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.detokenizer import (
     IncrementalDetokenizer,
@@ -30,14 +30,15 @@ class Tokenizer:
         bos_token: str | None = None,
         eos_token: str | None = None,
         add_bos: bool = False,
+        template_variables: Mapping[str, str] | None = None,
     ) -> None:
-        # A tokenizer file may carry the settings of its training: they would cut or pad prompts silently.
-        backend.no_truncation()
+        backend.no_truncation()  # a backend from elsewhere may still have the settings of its training
         backend.no_padding()
         self._backend = backend
         self.chat_template = chat_template
         self.bos_token = bos_token
         self.eos_token = eos_token
+        self._template_variables = {"bos_token": bos_token, "eos_token": eos_token} | dict(template_variables or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -84,7 +85,7 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
-            special_tokens={"bos_token": self.bos_token, "eos_token": self.eos_token},
+            special_tokens=self._template_variables,
             variables=kwargs,
         )
 
@@ -119,3 +120,5 @@ def _encoded(encode: Callable[[], Any]) -> Any:
     except (TypeError, UnicodeEncodeError) as error:
         # The backend says so for anything that is not text, and for text with lone surrogates.
         raise InvalidParameter("prompt", "must be a string of valid Unicode") from error
+    except Exception as error:  # the library has no type of its own, for a vocabulary without an unknown token say
+        raise UnsupportedModel(f"the model's tokenizer failed on this text: {error}") from error

@@ -45,7 +45,7 @@ def test_config(checkpoint: Checkpoint) -> None:
         "tie_word_embeddings": True,
     }
     assert {name: checkpoint.config[name] for name in expected} == expected
-    assert checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 2}
+    assert checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 2}
     assert 90e6 < checkpoint.num_bytes < 98362432
 
 

@@ -18,9 +18,11 @@ from chairlift.loading.gguf_rope import rope_scaling
 
 Config = dict[str, Any]
 
-# End-of-turn tokens of common chat formats. Many files name only the end of the document as their eos, yet
-# a chat model that ends its turn must stop.
-_TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>"})
+# What ends a turn or a document in common formats. Many files name only one of the two as their eos, yet a chat
+# model may end with either, and must stop.
+_ENDS = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
+)
 _CONTROL = 3  # token type
 
 
@@ -49,7 +51,7 @@ def hf_generation_config(file: GGUFFile) -> Config:
     ends = [token_id(metadata, kind) for kind in ("eos", "eot", "eom")]
     if types is not None:
         control = np.flatnonzero(types[: len(tokens)] == _CONTROL)
-        ends += [int(index) for index in control if tokens[index] in _TURN_ENDS]
+        ends += [int(index) for index in control if tokens[index] in _ENDS]
     eos = list(dict.fromkeys(end for end in ends if end is not None))
     ids = _token_ids(metadata) | {"eos_token_id": eos or None}
     return {name: value for name, value in ids.items() if value is not None}

@@ -203,11 +203,19 @@ def test_an_existing_path_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert resolve_model("org/name") == Path("org/name")  # a folder here, not an id on the hub
 
 
-@pytest.mark.parametrize("name", ["nothing", "/nowhere/at/all", "./x", "a/b.gguf", "", "a/b/c", "../x/y", "a b/c"])
+UNKNOWN = ["nothing", "/nowhere/at/all", "./x", "a/b.gguf", "", "a/b/c", "../x/y", "a b/c", "~nobody-at-all/x"]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_name_says_what_is_possible(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match=f"known name .*{DEFAULT_MODEL}.* path .* Hugging Face id"):
         resolve_model(name)
+
+
+def test_a_name_that_no_path_can_have() -> None:
+    with pytest.raises(ModelNotFound, match=r"'x+' cannot be opened: .*too long"):
+        resolve_model("x" * 5000)
 
 
 def test_a_hub_id_fetches_weights_and_settings_but_never_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,16 +71,26 @@ def resolve_model(name: str, *, progress: bool = True) -> Path:
             from chairlift.loading.fetch import fetch
 
             return fetch(model, progress=progress)
-    path = Path(name).expanduser()
-    if name and path.exists():  # the empty path would be the current folder
+    path = _existing_path(name)
+    if path is not None:
         return path
-    if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return _from_hub(name, progress)
     known = ", ".join(model.name for model in known_models())
     raise ModelNotFound(
         f"no model {name!r}: give a known name ({known}), the path of a .gguf file or of a folder with "
         "config.json and .safetensors files, or a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct"
     )
+
+
+def _existing_path(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None  # the empty path would be the current folder
+    except RuntimeError:  # the home folder of nobody
+        return None
+    except OSError as error:  # longer than a path can be, or in a folder that we may not look into
+        raise ModelNotFound(f"model {name[:100]!r} cannot be opened: {error.strerror}") from None
 
 
 def _from_hub(repository: str, progress: bool) -> Path:

@@ -42,6 +42,7 @@ _WORKLOAD = "Workload"
 )
 @with_option_groups
 def throughput(
+    context: typer.Context,
     engine: EngineOptions,
     requests: Annotated[int, typer.Option(help="How many requests.", rich_help_panel=_WORKLOAD)] = 64,
     prompt_len: Annotated[
@@ -89,6 +90,7 @@ def throughput(
     show_log(quiet=engine.quiet)
     settings = comparison.settings()
     if workload is not None:
+        _refuse_beside_a_file(context, "requests", "prompt_len", "output_len", "seed")
         work = load_workload(workload)
         source: dict[str, Any] = {"workload": workload.name}
     else:
@@ -111,6 +113,13 @@ def _with_concurrency(engine: EngineOptions, concurrency: int | None) -> dict[st
             raise InvalidParameter("concurrency", f"must be at least 1, got {concurrency}")
         options["max_batch_requests"] = concurrency
     return options
+
+
+def _refuse_beside_a_file(context: typer.Context, *names: str) -> None:
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InvalidParameter(name, "the requests come from the workload file; give only one of them")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,10 +34,12 @@ def chat(
 
     The line under each answer shows how much of the conversation was still
     in the cache: only what is new has to be computed. When standard input is
-    not a terminal, every line of it is one message.
+    not a terminal, every line of it is a message, or a command with its slash.
     """
     params = sampling.params()
     llm = engine.load()
+    if llm.get_tokenizer().chat_template is None:
+        raise InvalidParameter("model", "it has no chat template, so it cannot chat; use `chairlift generate`")
     conversation = Conversation(llm, params, system=system, show_figures=not engine.quiet)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -51,7 +54,8 @@ def chat(
 
 
 def _typed_lines() -> Iterator[str]:
-    import readline  # noqa: F401 (importing it gives `input` editing and history)
+    with suppress(ImportError):  # not every Python has it
+        import readline  # noqa: F401 (importing it gives `input` editing and history)
 
     while True:
         try:
@@ -125,6 +129,7 @@ class Conversation:
             self._turns += [question, {"role": "assistant", "content": "".join(pieces)}]
         if self._show_figures:
             note(self._meter.summary())
+        self._meter.check()
 
     def _system_message(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self._system}] if self._system else []

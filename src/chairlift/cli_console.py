@@ -12,9 +12,11 @@ from types import FrameType
 from rich.console import Console
 from rich.text import Text
 
-from chairlift.core.events import Event, RequestBoarded, RequestQueued, TokenProduced
+from chairlift.core.events import Event, RequestBoarded, RequestFinished, RequestQueued, TokenProduced
+from chairlift.core.request import Ending, FinishReason
+from chairlift.errors import ChairliftError
 
-# Escape sequences in a model's output could reprogram the terminal that shows it.
+# Escape sequences in a model's output, or in an error that quotes its files, could reprogram the terminal.
 _CONTROL_CODES = dict.fromkeys(code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t")
 
 
@@ -27,11 +29,12 @@ def write_text(text: str) -> None:
 def note(message: str, style: str = "dim") -> None:
     """A line about what goes on."""
     # A console of its own each time: tests and callers may have exchanged sys.stderr since the last one.
-    Console(stderr=True, soft_wrap=True).print(Text(message, style))
+    Console(stderr=True, soft_wrap=True).print(Text(message.translate(_CONTROL_CODES), style))
 
 
 def show_error(message: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), (message, "red")))
+    shown = Text.assemble(("error: ", "bold red"), (message.translate(_CONTROL_CODES), "red"))
+    Console(stderr=True, soft_wrap=True).print(shown)
 
 
 class _Notes(logging.Handler):
@@ -54,19 +57,27 @@ class AnswerMeter:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._token_times: list[float] = []
+        self._ending: Ending | None = None
 
     def __call__(self, events: Sequence[Event]) -> None:
         for event in events:
             match event:
                 case RequestQueued():
                     self._arrival, self._prompt_tokens = event.time, event.num_prompt
-                    self._cached_tokens, self._token_times = 0, []
+                    self._cached_tokens, self._token_times, self._ending = 0, [], None
                 case RequestBoarded() if not self._token_times:
                     self._cached_tokens = event.cached_tokens
                 case TokenProduced():
                     self._token_times.append(event.time)
+                case RequestFinished():
+                    self._ending = event.ending
                 case _:
                     pass
+
+    def check(self) -> None:
+        """Raise if the request failed."""
+        if self._ending is not None and self._ending.reason is FinishReason.ERROR:
+            raise ChairliftError(f"generating failed: {self._ending.detail}")
 
     def summary(self) -> str:
         prompt = f"prompt of {self._prompt_tokens} tokens, {self._cached_tokens} of them cached"
@@ -76,7 +87,10 @@ class AnswerMeter:
         count = "1 token" if len(self._token_times) == 1 else f"{len(self._token_times)} tokens"
         if last > first:
             count += f" at {(len(self._token_times) - 1) / (last - first):.1f} tokens/s"
-        return f"{count} · first after {first - self._arrival:.2f} s · {prompt}"
+        line = f"{count} · first after {first - self._arrival:.2f} s · {prompt}"
+        if self._ending is not None and self._ending.reason is FinishReason.LENGTH:
+            line += " · cut off at --max-tokens or the end of the context"
+        return line
 
 
 class StopKey:

@@ -108,6 +108,7 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams, quiet: bool) -> None:
     write_text("\n")
     if not quiet:
         note(meter.summary())
+    meter.check()
 
 
 def _print_texts(index: int, result: RequestOutput, *, alone: bool) -> None:

@@ -21,8 +21,12 @@ from typer.testing import CliRunner
 
 from chairlift import EngineConfig, SamplingParams, __version__
 from chairlift.cli import app
-from chairlift.cli_console import write_text
+from chairlift.cli_chat import _typed_lines
+from chairlift.cli_console import AnswerMeter, note, show_error, write_text
 from chairlift.cli_options import EngineOptions, SamplingOptions
+from chairlift.core.events import RequestFinished
+from chairlift.core.request import Ending, FinishReason
+from chairlift.errors import ChairliftError
 from tests.tiny import write_tiny_checkpoint
 
 COMMANDS = [[], ["generate"], ["chat"], ["models"], ["bench"], ["bench", "throughput"]]
@@ -121,6 +125,7 @@ WRONG = [
     (["bench", "throughput", "--output-len", "few"], "--output-len: "),
     (["bench", "throughput", "--json", "no/such/folder.json"], "--json: cannot write"),
     (["bench", "throughput", "--workload", "nowhere.json"], "--workload: cannot read"),
+    (["bench", "throughput", "--workload", "some.json", "--seed", "3"], "--seed: the requests come from"),
     (["bench", "throughput", "--concurrency", "0"], "--concurrency: "),
     (["bench", "throughput", "--concurrency", "2", "--max-batch-requests", "3"], "--concurrency: "),
 ]
@@ -261,6 +266,23 @@ def test_a_model_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) ->
     assert pipe.getvalue() == "a\x1b[31m\tb\n\x07é\x9bc"
 
 
+@pytest.mark.parametrize("show", [note, show_error])
+def test_nor_can_an_error_that_quotes_its_files(show: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    show("unexpected tensor \x1b]0;pwned\x07")
+    shown = capsys.readouterr().err
+    assert "unexpected tensor ]0;pwned" in shown
+    assert not {"\x1b", "\x07"} & set(shown)
+
+
+def test_a_failed_answer_is_an_error() -> None:
+    meter = AnswerMeter()
+    meter([RequestFinished(1.0, "a", Ending(FinishReason.STOP))])
+    meter.check()
+    meter([RequestFinished(1.0, "a", Ending(FinishReason.ERROR, "no finite scores"))])
+    with pytest.raises(ChairliftError, match="no finite scores"):
+        meter.check()
+
+
 # ---- chat -------------------------------------------------------------------------------------------------------
 
 CHAT = ["--max-tokens", "4", "--ignore-eos", "--temperature", "0", *FAST]
@@ -279,6 +301,7 @@ def test_chat_remembers_and_reuses_the_conversation(tiny: str) -> None:
     assert nothing == 0
     assert second > first
     assert cached == first // 16 * 16 > 0
+    assert result.stderr.count("cut off at --max-tokens") == 2
 
 
 def test_chat_commands(tiny: str) -> None:
@@ -303,6 +326,20 @@ def test_a_message_that_does_not_fit_ends_a_piped_chat(tiny: str) -> None:
     result = run("chat", "--model", tiny, *CHAT, "--quiet", stdin="word " * 300 + "\nhello\n")
     assert result.exit_code == 2
     assert "error: prompt: has" in result.stderr
+
+
+def test_a_model_that_cannot_chat_says_so_at_once(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path)
+    (folder / "tokenizer_config.json").unlink()
+    result = run("chat", "--model", str(folder), *CHAT, "--quiet", stdin="")
+    assert result.exit_code == 2
+    assert "error: --model: it has no chat template" in result.stderr
+
+
+def test_chat_needs_no_readline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "readline", None)  # importing it fails
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" hello \n"))
+    assert list(_typed_lines()) == ["hello"]
 
 
 @pytest.fixture

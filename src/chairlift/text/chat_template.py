@@ -1,7 +1,8 @@
 """Chat templates: small programs that come with a model and turn a conversation into a prompt.
 
-They are downloaded with the model, so they run in jinja's sandbox, see nothing but plain data, and are bounded in
-what they loop over and write.
+They are downloaded with the model, so they run in jinja's sandbox and see nothing but plain data. The common ways to
+take all time or memory (long ranges, repetition, powers, endless output) are bounded; a template that is written to
+waste them otherwise still can.
 """
 
 from __future__ import annotations

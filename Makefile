@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install serve test test-all lint typecheck format bench clean
+.PHONY: help install serve chat test test-all lint typecheck format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -17,7 +17,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-serve: install  ## fetch the default model and talk to it
+serve: install  ## fetch the default model and serve it on 127.0.0.1:8000
+	$(BIN)/chairlift serve
+
+chat: install  ## talk to the default model in the terminal
 	$(BIN)/chairlift chat
 
 test: install lint typecheck  ## what CI runs: style, types, and the tests

@@ -15,6 +15,7 @@ from chairlift.cli_console import show_error
 from chairlift.cli_generate import generate
 from chairlift.cli_models import models
 from chairlift.cli_options import examples
+from chairlift.cli_serve import serve
 from chairlift.errors import ChairliftError, InvalidParameter
 
 
@@ -53,6 +54,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["--help", "-h"]},
     epilog=examples(
+        "chairlift serve",
         "chairlift chat",
         'chairlift generate "The capital of France is" --temperature 0',
         "chairlift bench throughput --json result.json",
@@ -90,6 +92,13 @@ app.command(
         'echo "What is a chairlift?" | chairlift chat --quiet --temperature 0',
     )
 )(chat)
+app.command(
+    epilog=examples(
+        "chairlift serve",
+        "chairlift serve Qwen/Qwen3-0.6B --port 8080 --max-batch-requests 128",
+        "CHAIRLIFT_API_KEY=secret chairlift serve --host 0.0.0.0",
+    )
+)(serve)
 app.command(epilog=examples("chairlift models", "chairlift models --json"))(models)
 app.add_typer(bench_app, name="bench")
 

@@ -20,7 +20,7 @@ from chairlift.execution.memory import MemoryPlan, allocate_storage, plan_memory
 from chairlift.execution.runner import ModelRunner
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.store import resolve_model
-from chairlift.loading.tokenizer import load_tokenizer
+from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.models import build_model, describe
 from chairlift.models.base import CausalLM
 from chairlift.text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def load_engine(name: str, config: EngineConfig, *, progress: bool = True) -> St
 def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedModel:
     begun = time.perf_counter()
     checkpoint = open_checkpoint(resolve_model(name, progress=progress))
-    tokenizer = _make_tokenizer(checkpoint)
+    tokenizer = make_tokenizer(checkpoint)
     info = describe(checkpoint.config)
     _max_model_len(config, info.max_len)
     _require_plausible_size(checkpoint, info.num_parameters)
@@ -109,18 +109,6 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
     for line in (*memory.lines(), f"step       {step}, {attention.name} attention"):
         log.info(line)
     return StartedEngine(engine, runner, memory)
-
-
-def _make_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    files = load_tokenizer(checkpoint)
-    return Tokenizer(
-        files.tokenizer,
-        chat_template=files.chat_template,
-        bos_token=files.bos_token,
-        eos_token=files.eos_token,
-        add_bos=files.add_bos,
-        template_variables=files.template_variables,
-    )
 
 
 def _require_plausible_size(checkpoint: Checkpoint, num_parameters: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from chairlift.loading.gguf_config import hf_config, hf_generation_config
 from chairlift.loading.gguf_file import GGUFFile
 from chairlift.loading.gguf_names import sources
+
+if TYPE_CHECKING:
+    import torch
 
 
 class GGUFCheckpoint:
@@ -28,5 +30,7 @@ class GGUFCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor dequantised to float32 when it is its turn, and not kept."""
+        import torch  # reading the config and the tokenizer does not need it
+
         for name, source in self._sources.items():
             yield name, torch.from_numpy(source.read(self.file))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
 
 from chairlift.errors import CorruptCheckpoint
 from chairlift.loading.json_file import read_json_object, read_optional_json_object
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

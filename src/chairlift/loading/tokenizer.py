@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from chairlift.errors import ChairliftError, CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.json_file import read_optional_json_object
+from chairlift.text.tokenizer import Tokenizer as ModelTokenizer
 
 MAX_TOKENIZER_BYTES = 1 << 28  # the largest have some 35 MB
 
@@ -28,6 +29,19 @@ class TokenizerFiles:
     eos_token: str | None
     add_bos: bool  # whether `tokenizer.encode` (with special tokens) begins every text with bos
     template_variables: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, pad_token, ...
+
+
+def make_tokenizer(checkpoint: Checkpoint) -> ModelTokenizer:
+    """The tokenizer that goes with a checkpoint, ready for text and chats."""
+    files = load_tokenizer(checkpoint)
+    return ModelTokenizer(
+        files.tokenizer,
+        chat_template=files.chat_template,
+        bos_token=files.bos_token,
+        eos_token=files.eos_token,
+        add_bos=files.add_bos,
+        template_variables=files.template_variables,
+    )
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles:

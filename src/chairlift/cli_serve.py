@@ -1,0 +1,104 @@
+"""`chairlift serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chairlift.cli_console import note
+from chairlift.cli_options import EngineOptions, with_option_groups
+from chairlift.errors import InvalidParameter
+
+_SERVER = "Server"
+
+
+@with_option_groups
+def serve(
+    engine: EngineOptions,
+    model_argument: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets others in.", rich_help_panel=_SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535, rich_help_panel=_SERVER)] = 8000,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="Name of the model to clients.", rich_help_panel=_SERVER, show_default="its own name"),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Require this key; may be given several times. Also read from CHAIRLIFT_API_KEY.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="Require one of the keys in this file, one per line.", rich_help_panel=_SERVER)
+    ] = None,
+    max_waiting: Annotated[
+        int,
+        typer.Option(help="Completions that may wait for a seat; more get 429.", min=0, rich_help_panel=_SERVER),
+    ] = 256,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which a request ends.", rich_help_panel=_SERVER, show_default="never"),
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests get at shutdown.", min=0, rich_help_panel=_SERVER)
+    ] = 30.0,
+) -> None:
+    """Serve a model to OpenAI clients.
+
+    SIGTERM or Ctrl-C takes no new requests, lets running ones finish, and exits.
+    """
+    from chairlift.serving.engine_client import Supervision
+    from chairlift.serving.server import ServerConfig, serve_forever
+    from chairlift.serving.service import Limits
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    config = ServerConfig(
+        model=model_argument or engine.model,
+        served_name=served_model_name,
+        engine=engine.config(),
+        host=host,
+        port=port,
+        api_keys=_api_keys(api_key or [], api_key_file),
+        drain_timeout=drain_timeout,
+        limits=Limits(max_waiting=max_waiting, default_timeout=request_timeout),
+        supervision=Supervision(),
+        quiet=engine.quiet,
+    )
+    address = f"http://{host}:{port}"
+    status = asyncio.run(serve_forever(config, lambda service: _greet(address, service.model_name, config.api_keys)))
+    if status:
+        raise typer.Exit(status)
+
+
+def _api_keys(given: list[str], file: Path | None) -> list[str]:
+    keys = [*given]
+    if os.environ.get("CHAIRLIFT_API_KEY"):
+        keys.append(os.environ["CHAIRLIFT_API_KEY"])
+    if file is not None:
+        try:
+            keys += [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        except OSError as error:
+            raise InvalidParameter("api_key_file", f"cannot be read: {error.strerror}") from None
+    if any(not key.isascii() or not key.strip() for key in keys):
+        raise InvalidParameter("api_key", "must be non-empty ASCII")
+    return keys
+
+
+def _greet(address: str, model: str, keys: Sequence[str]) -> None:
+    auth = " -H 'Authorization: Bearer YOUR_KEY'" if keys else ""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a chairlift?"}}]}}'
+    note(f"Serving {model} at {address}. Try:\n")
+    typer.echo(f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n  -d '{body}'\n")
+    sys.stdout.flush()

@@ -1,0 +1,153 @@
+"""The bodies of requests. An explicit null means absent; what is not known here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from chairlift.core.sampling import SamplingParams
+from chairlift.errors import InvalidParameter
+
+MAX_PROMPTS = 256
+MAX_MESSAGES = 2048
+
+
+class Strict(BaseModel):
+    # Strict types: "3" is not 3, and a typo is not ignored.
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(Strict):
+    """What both endpoints share. Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
+    stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=1024)] = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int] | None, Field(max_length=256)] = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    timeout: float | None = None
+    cache_salt: Annotated[str | None, Field(max_length=256)] = None
+    user: str | None = None  # the caller's own label; it changes nothing about the answer
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """As the engine takes them; what was not given keeps the engine's default."""
+        given = {
+            name: getattr(self, name)
+            for name in (
+                *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+                *("frequency_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+                *("include_stop_str_in_output", "skip_special_tokens"),
+            )
+            if getattr(self, name) is not None
+        }
+        return SamplingParams(**given, logit_bias=_bias(self.logit_bias), **more)
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check_stream_options(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParameter("stream_options", "only goes with stream: true")
+
+
+class CompletionRequest(Sampling):
+    prompt: (
+        str
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[list[int]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def params(self) -> SamplingParams:
+        self.check_stream_options()
+        if self.suffix is not None:
+            raise InvalidParameter("suffix", "is not supported: the model only continues text")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidParameter("best_of", "is not supported beyond n; ask for n completions and choose")
+        if self.echo and self.logprobs is not None:
+            raise InvalidParameter("echo", "is not supported with logprobs: prompt tokens are not scored")
+        return self.sampling_params(
+            max_tokens=16 if self.max_tokens is None else self.max_tokens, logprobs=self.logprobs
+        )
+
+    def prompts(self) -> list[str | list[int]]:
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
+class ChatRequest(Sampling):
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+
+    def params(self) -> SamplingParams:
+        self.check_stream_options()
+        if self.response_format is not None and self.response_format != {"type": "text"}:
+            raise InvalidParameter("response_format", "only {'type': 'text'} is supported in this version")
+        if self.tools or self.tool_choice not in (None, "none"):
+            raise InvalidParameter("tools", "are not supported in this version")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise InvalidParameter("max_tokens", "was given together with max_completion_tokens; give one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidParameter("top_logprobs", "needs logprobs: true")
+        limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return self.sampling_params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+class TokenizeRequest(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_MESSAGES)] = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[int]
+
+
+def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    if given is None:
+        return None
+    for token in given:
+        if not token.isascii() or not token.isdigit():
+            raise InvalidParameter("logit_bias", f"keys must be token ids, got {token[:40]!r}")
+    return {int(token): value for token, value in given.items()}

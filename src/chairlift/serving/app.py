@@ -1,0 +1,155 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+import chairlift
+from chairlift.errors import InvalidParameter
+from chairlift.serving.api_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from chairlift.serving.engine_client import EngineState
+from chairlift.serving.errors import APIError, as_api_error, unavailable
+from chairlift.serving.guards import Guards
+from chairlift.serving.service import Service, check_ids
+
+_ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 413, 429, 500, 503), _ERROR)
+
+
+def make_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.engine.start()
+        yield
+
+    app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Guards, api_keys=list(api_keys), max_body_bytes=service.limits.max_body_bytes)
+    _handle_errors(app)
+    _add_generation(app, service)
+    _add_text(app, service)
+    _add_health(app, service)
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    async def shaped(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    async def http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if isinstance(error, APIError):
+            return error.response()
+        return APIError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
+
+    async def bad_body(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _validation_error(error).response()
+
+    app.add_exception_handler(InvalidParameter, shaped)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, bad_body)
+    app.add_exception_handler(Exception, shaped)
+
+
+def _validation_error(error: RequestValidationError) -> APIError:
+    """The first thing wrong with a body, by the name of the parameter."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return APIError(400, "the body is not valid JSON", code="invalid_json")
+    # Alternatives of a union are told apart by their types; a client knows the parameter alone.
+    param = place[0] if place else None
+    problem = "unknown parameter" if first["type"] == "extra_forbidden" else str(first["msg"])
+    return APIError(400, f"{param or 'body'}: {problem}", param=param, code="invalid_value")
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", responses=_ERRORS)
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        return await service.complete(body, http)
+
+    @app.post("/v1/chat/completions", responses=_ERRORS)
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
+        return await service.chat(body, http)
+
+    @app.get("/v1/models", responses=_ERRORS)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(service)]}
+
+    @app.get("/v1/models/{model:path}", responses=_ERRORS)
+    async def model(model: str) -> dict[str, Any]:
+        service.check_model(model)
+        return _model_card(service)
+
+
+def _model_card(service: Service) -> dict[str, Any]:
+    loaded = service.engine.loaded
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "chairlift",
+        "max_model_len": loaded.max_model_len if loaded else None,
+    }
+
+
+def _add_text(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", responses=_ERRORS)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        tokens = await asyncio.to_thread(_tokens_of, body, service)
+        loaded = service.engine.loaded
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": loaded.max_model_len if loaded else None}
+
+    @app.post("/detokenize", responses=_ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        return {"prompt": await asyncio.to_thread(service.tokenizer.decode, check_ids("tokens", body.tokens))}
+
+
+def _tokens_of(body: TokenizeRequest, service: Service) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidParameter("prompt", "give either prompt or messages")
+    if body.prompt is not None:
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        return service.tokenizer.encode(body.prompt, add_special_tokens=special)
+    if body.add_special_tokens is not None:
+        raise InvalidParameter("add_special_tokens", "only goes with prompt: a chat template writes its own")
+    text = service.tokenizer.apply_chat_template(body.messages or [])
+    return service.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    def require(ok: bool, state: Callable[[], str]) -> Response:
+        return JSONResponse({"status": "ok"}) if ok else unavailable(f"the engine is {state()}").response()
+
+    @app.get("/health", responses=_ERRORS)
+    async def health() -> Response:
+        """Whether the service works: 503 while the engine is being started again."""
+        return require(service.engine.state is EngineState.READY, lambda: service.engine.state.value)
+
+    @app.get("/ready", responses=_ERRORS)
+    async def ready() -> Response:
+        """Whether new requests are taken: as /health, and not while shutting down."""
+        if service.draining:
+            return unavailable("the server is shutting down").response()
+        return require(service.engine.state is EngineState.READY, lambda: service.engine.state.value)
+
+    @app.get("/metrics", responses=_ERRORS)
+    async def metrics() -> Response:
+        service.metrics.open.set(service.engine.num_open)
+        service.metrics.engine_up.set(service.engine.state is EngineState.READY)
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version", responses=_ERRORS)
+    async def version() -> dict[str, str]:
+        return {"version": chairlift.__version__}

@@ -1,0 +1,323 @@
+"""The front end's side of the engine process: it starts it, watches it, restarts it, and talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.serving.messages import (
+    Cancel,
+    FailedToLoad,
+    Heartbeat,
+    Loaded,
+    Refused,
+    StepReport,
+    Stop,
+    Submit,
+    ToEngine,
+    Update,
+    decode_from_engine,
+    encode,
+)
+
+log = logging.getLogger("chairlift.server")
+
+GONE = "the engine stopped unexpectedly; the request was not finished"
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"  # for good: it cannot load, or died too often
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """How a sick engine is treated."""
+
+    heartbeat_timeout: float = 10.0  # seconds of silence after which it is killed
+    max_restarts: int = 5  # in a row, without a minute of good health between them
+    first_backoff: float = 0.25  # doubled at every restart
+    healthy_after: float = 60.0
+
+
+class Stream:
+    """What the engine says about the completions of one HTTP request, merged until someone takes it.
+
+    A slow reader therefore holds at most its own unread output, and nobody waits for it.
+    """
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        self.ids = list(ids)  # in the order of the choices
+        self._open = set(self.ids)
+        self._pending: dict[str, Update] = {}
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def open_ids(self) -> list[str]:
+        return sorted(self._open)
+
+    def push(self, update: Update) -> None:
+        earlier = self._pending.get(update.request_id)
+        self._pending[update.request_id] = _merge(earlier, update) if earlier else update
+        if update.finish_reason is not None:
+            self._open.discard(update.request_id)
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._open.clear()
+        self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[list[Update]]:
+        while self._open or self._pending or self._error:
+            await self._news.wait()
+            self._news.clear()
+            updates, self._pending = list(self._pending.values()), {}
+            if updates:
+                yield updates
+            if self._error is not None:
+                raise self._error
+
+
+def completion_ids(request: Submit) -> list[str]:
+    """The ids under which the engine reports the completions of one prompt."""
+    return [request.request_id, *(f"{request.request_id}#{index}" for index in range(1, request.params.n))]
+
+
+def _merge(earlier: Update, later: Update) -> Update:
+    return msgspec.structs.replace(
+        later,
+        text=earlier.text + later.text,
+        tokens=earlier.tokens + later.tokens,
+        logprobs=earlier.logprobs + later.logprobs,
+        cached_tokens=earlier.cached_tokens if later.cached_tokens is None else later.cached_tokens,
+    )
+
+
+@dataclass(slots=True)
+class _Incarnation:
+    """One life of the engine process, with sockets of its own so that no message outlives it."""
+
+    process: asyncio.subprocess.Process
+    commands: zmq.asyncio.Socket
+    reports: zmq.asyncio.Socket
+    folder: Path
+    last_sign: float = field(default_factory=time.monotonic)
+
+    def close(self) -> None:
+        self.commands.close(linger=0)
+        self.reports.close(linger=0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class EngineClient:
+    def __init__(
+        self,
+        model: str,
+        engine_options: dict[str, Any],
+        on_report: Callable[[StepReport], None],
+        supervision: Supervision | None = None,
+        *,
+        quiet: bool = False,
+    ) -> None:
+        self.state = EngineState.STARTING
+        self.loaded: Loaded | None = None
+        self.problem = ""  # why it failed, for people
+        self.restarts = 0
+        self._model = model
+        self._options = engine_options
+        self._quiet = quiet
+        self._on_report = on_report
+        self._care = supervision or Supervision()
+        self._context = zmq.asyncio.Context()
+        self._streams: dict[str, Stream] = {}  # by completion id
+        self._life: _Incarnation | None = None
+        self._changed = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._streams)
+
+    @property
+    def pid(self) -> int | None:
+        return self._life.process.pid if self._life else None
+
+    async def start(self) -> None:
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def wait_until_settled(self) -> EngineState:
+        """Wait until the engine is ready, or certain not to be."""
+        while self.state in (EngineState.STARTING, EngineState.RESTARTING):
+            self._changed.clear()
+            await self._changed.wait()
+        return self.state
+
+    async def submit(self, requests: Sequence[Submit]) -> Stream:
+        """Send all prompts of one HTTP request; what comes of them arrives on one stream."""
+        if self.state is not EngineState.READY:
+            raise EngineDead(f"the engine is {self.state.value}")
+        stream = Stream([one_id for request in requests for one_id in completion_ids(request)])
+        self._streams.update(dict.fromkeys(stream.ids, stream))
+        for request in requests:
+            await self._send(request)
+        return stream
+
+    def cancel(self, stream: Stream) -> None:
+        """End what is still running of a stream; nothing more will be heard of it. Does not wait, so that it can
+        be called while the caller itself is being cancelled."""
+        ids = stream.open_ids
+        self._forget(stream)
+        if ids and self._life is not None and self.state is EngineState.READY:
+            self._life.commands.send(encode(Cancel(ids)))
+
+    async def stop(self, timeout: float = 5.0) -> None:
+        """Stop the engine, by force if it does not listen, and wait until the process is gone."""
+        self._become(EngineState.STOPPED)
+        if self._life is not None:
+            with suppress(zmq.ZMQError):
+                await self._send(Stop())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._life.process.wait(), timeout)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._supervisor
+        self._context.destroy(linger=0)
+
+    async def _send(self, message: ToEngine) -> None:
+        assert self._life is not None
+        await self._life.commands.send(encode(message))
+
+    def _become(self, state: EngineState) -> None:
+        self.state = state
+        self._changed.set()
+
+    # ---- the life of the engine process --------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        while self.state is not EngineState.STOPPED:
+            began = time.monotonic()
+            try:
+                await self._live()
+            finally:
+                self._fail_all(EngineDead(GONE))
+            if self.state in (EngineState.STOPPED, EngineState.FAILED):
+                return
+            if time.monotonic() - began > self._care.healthy_after:
+                self.restarts = 0
+            self.restarts += 1
+            if self.restarts > self._care.max_restarts:
+                self.problem = f"it died {self.restarts} times in a row"
+                log.error("the engine is not started again: %s", self.problem)
+                self._become(EngineState.FAILED)
+                return
+            self._become(EngineState.RESTARTING)
+            pause = self._care.first_backoff * 2 ** (self.restarts - 1)
+            log.warning("the engine died; starting it again in %.2f s (restart %d)", pause, self.restarts)
+            await asyncio.sleep(pause)
+
+    async def _live(self) -> None:
+        """Start the process and listen to it until it ends or falls silent."""
+        life = self._life = await self._spawn()
+        listener = asyncio.create_task(self._listen(life))
+        ended = asyncio.create_task(life.process.wait())
+        try:
+            while not ended.done():
+                await asyncio.wait([ended], timeout=min(1.0, self._care.heartbeat_timeout / 4))
+                if time.monotonic() - life.last_sign > self._care.heartbeat_timeout:
+                    log.error("the engine has been silent for %.0f s: killing it", self._care.heartbeat_timeout)
+                    life.process.kill()
+                    await ended
+            await self._hear_last_words(listener)
+        finally:
+            listener.cancel()
+            if life.process.returncode is None:
+                life.process.kill()
+                await life.process.wait()
+            self._life = None
+            life.close()
+
+    async def _hear_last_words(self, listener: asyncio.Task[None]) -> None:
+        """Messages that the process sent before it ended may still be under way."""
+        await asyncio.wait([listener], timeout=0.2)
+
+    async def _spawn(self) -> _Incarnation:
+        folder = Path(tempfile.mkdtemp(prefix="chairlift-"))  # only this user may enter it
+        commands, reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        for socket, name in ((commands, "commands"), (reports, "reports")):
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.bind(f"ipc://{folder / name}")
+        settings = {
+            "model": self._model,
+            "engine": self._options,
+            "quiet": self._quiet,
+            "commands": f"ipc://{folder / 'commands'}",
+            "reports": f"ipc://{folder / 'reports'}",
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "chairlift.serving.engine_process", json.dumps(settings)
+        )
+        return _Incarnation(process, commands, reports, folder)
+
+    async def _listen(self, life: _Incarnation) -> None:
+        while True:
+            message = decode_from_engine(await life.reports.recv())
+            life.last_sign = time.monotonic()
+            match message:
+                case StepReport():
+                    self._on_report(message)
+                    for update in message.updates:
+                        self._deliver(update)
+                case Loaded():
+                    self.loaded = message
+                    if self.state is not EngineState.STOPPED:
+                        self._become(EngineState.READY)
+                case FailedToLoad():
+                    self.problem = message.problem
+                    self._become(EngineState.FAILED)
+                case Refused():
+                    stream = self._streams.get(message.request_id)
+                    if stream is not None:
+                        self._forget(stream)
+                        stream.fail(InvalidParameter(message.parameter, message.problem))
+                case Heartbeat():
+                    pass
+
+    def _deliver(self, update: Update) -> None:
+        stream = self._streams.get(update.request_id)
+        if stream is None:
+            return  # cancelled meanwhile
+        stream.push(update)
+        if update.finish_reason is not None:
+            del self._streams[update.request_id]
+
+    def _forget(self, stream: Stream) -> None:
+        for request_id in stream.ids:
+            self._streams.pop(request_id, None)
+
+    def _fail_all(self, error: Exception) -> None:
+        for stream in {id(stream): stream for stream in self._streams.values()}.values():
+            stream.fail(error)
+        self._streams.clear()

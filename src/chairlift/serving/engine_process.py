@@ -1,0 +1,193 @@
+"""The engine's own process: takes requests from a socket, steps, and reports.
+
+Started by the front end as `python -m chairlift.serving.engine_process`, with its settings as JSON in the first
+argument. It ends when told to, or when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from chairlift.core.events import (
+    Event,
+    RequestBoarded,
+    RequestFinished,
+    RequestPreempted,
+    StepDone,
+    TextProduced,
+    TokenProduced,
+)
+from chairlift.core.logprobs import TokenLogprobs
+from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.serving.messages import (
+    Cancel,
+    FailedToLoad,
+    FromEngine,
+    Heartbeat,
+    Loaded,
+    Refused,
+    StepReport,
+    Stop,
+    Submit,
+    Update,
+    decode_to_engine,
+    encode,
+)
+
+IDLE_POLL_MS = 200
+HEARTBEAT_SECONDS = 0.5
+
+
+class EngineProcess:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.parent = os.getppid()
+        self.context = zmq.Context()
+        self.inbox = self.context.socket(zmq.PULL)
+        self.outbox = self.context.socket(zmq.PUSH)
+        for socket in (self.inbox, self.outbox):
+            socket.setsockopt(zmq.LINGER, 1000)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+        self.inbox.connect(settings["commands"])
+        self.outbox.connect(settings["reports"])
+        self.steps = 0
+        self.stopping = False
+
+    def main(self) -> int:
+        """Load, then serve until stopped. The exit status is 1 only for a crash worth a restart."""
+        threading.Thread(target=self._beat, daemon=True).start()
+        try:
+            self._load()
+        except ChairliftError as error:
+            self._send(FailedToLoad(str(error)))
+            return 0
+        while not self.stopping and os.getppid() == self.parent:
+            self._take_messages(wait=not self.engine.has_work)
+            if self.engine.has_work:
+                self._report(self.engine.step())
+                self.steps += 1
+            if self.engine.fatal is not None:
+                logging.getLogger("chairlift").error("a step failed", exc_info=self.engine.fatal)
+                return 1
+        return 0
+
+    def _load(self) -> None:
+        from chairlift.execution.config import EngineConfig
+        from chairlift.execution.startup import load_engine
+
+        started = load_engine(self.settings["model"], EngineConfig(**self.settings["engine"]), progress=False)
+        self.engine = started.engine
+        seats = self.engine.scheduler.max_batch_requests
+        self._send(Loaded(self.engine.max_model_len, self.engine.vocab_size, seats, started.memory.lines()))
+
+    def _beat(self) -> None:
+        """A socket belongs to one thread, so the heartbeat has its own."""
+        socket = self.context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self.settings["reports"])
+        while not threading.Event().wait(HEARTBEAT_SECONDS):
+            socket.send(encode(Heartbeat(self.steps)))
+
+    def _take_messages(self, *, wait: bool) -> None:
+        if wait and not self.inbox.poll(IDLE_POLL_MS):
+            return
+        while True:
+            try:
+                data = self.inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(data)
+
+    def _handle(self, data: bytes) -> None:
+        match decode_to_engine(data):
+            case Submit() as request:
+                self._submit(request)
+            case Cancel(request_ids):
+                for request_id in request_ids:
+                    self.engine.cancel(request_id)
+            case Stop():
+                self.stopping = True
+
+    def _submit(self, request: Submit) -> None:
+        try:
+            self.engine.submit(
+                request.prompt,
+                request.params,
+                request_id=request.request_id,
+                timeout=request.timeout,
+                cache_salt=request.cache_salt,
+            )
+        except InvalidParameter as error:
+            self._send(Refused(request.request_id, error.parameter, error.problem))
+
+    def _report(self, events: Sequence[Event]) -> None:
+        pool, waiting = self.engine.scheduler.kv.pool, len(self.engine.scheduler.waiting)
+        report = StepReport(
+            updates=collect_updates(events),
+            waiting=waiting,
+            used_blocks=pool.num_used,
+            total_blocks=pool.num_blocks,
+            preemptions=sum(isinstance(event, RequestPreempted) for event in events),
+        )
+        for done in events:
+            if isinstance(done, StepDone):
+                report = msgspec.structs.replace(
+                    report,
+                    decode_tokens=done.decode_tokens,
+                    prefill_tokens=done.prefill_tokens,
+                    requests=done.requests,
+                    seconds=done.schedule_seconds + done.apply_seconds + done.timing.total,
+                )
+        self._send(report)
+
+    def _send(self, message: FromEngine) -> None:
+        self.outbox.send(encode(message))
+
+
+def collect_updates(events: Sequence[Event]) -> list[Update]:
+    """The events of one step, gathered by completion."""
+    drafts: dict[str, dict[str, Any]] = {}
+    for event in events:
+        match event:
+            case TokenProduced():
+                draft = drafts.setdefault(event.request_id, {})
+                draft.setdefault("tokens", []).append(event.token)
+                logprobs: list[TokenLogprobs | None] = draft.setdefault("logprobs", [])
+                logprobs.append(event.logprobs)
+            case TextProduced():
+                draft = drafts.setdefault(event.request_id, {})
+                draft["text"] = draft.get("text", "") + event.text
+            case RequestBoarded():
+                drafts.setdefault(event.request_id, {})["cached_tokens"] = event.cached_tokens
+            case RequestFinished():
+                ending = event.ending
+                drafts.setdefault(event.request_id, {}).update(
+                    finish_reason=ending.reason.value, stop_reason=ending.detail
+                )
+            case _:
+                pass
+    return [Update(request_id, **draft) for request_id, draft in drafts.items()]
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end decides
+    settings = json.loads(sys.argv[1])
+    level = logging.WARNING if settings["quiet"] else logging.INFO
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("chairlift").setLevel(level)
+    sys.exit(EngineProcess(settings).main())
+
+
+if __name__ == "__main__":
+    main()

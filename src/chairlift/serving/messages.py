@@ -1,0 +1,105 @@
+"""What the front end and the engine process say to each other, as msgpack over a private Unix socket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from chairlift.core.logprobs import TokenLogprobs
+from chairlift.core.sampling import SamplingParams
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """`params.n` completions of one prompt; they answer as `request_id`, `request_id#1`, …"""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    timeout: float | None
+    cache_salt: str
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    request_ids: list[str]
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Finish the step under way and exit."""
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """The engine is up. `facts` are for people: the start-up arithmetic."""
+
+    max_model_len: int
+    vocab_size: int
+    max_batch_requests: int
+    facts: list[str]
+
+
+class FailedToLoad(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot start, and trying again would not help."""
+
+    problem: str
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """A request that the engine would not queue."""
+
+    request_id: str
+    parameter: str
+    problem: str
+
+
+class Update(msgspec.Struct, frozen=True):
+    """What one step added to one completion."""
+
+    request_id: str
+    text: str = ""
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs | None] = []
+    cached_tokens: int | None = None  # said once, when it boards
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class StepReport(msgspec.Struct, tag=True, frozen=True):
+    """All that happened in one step: what goes to clients, and what goes into the metrics."""
+
+    updates: list[Update]
+    waiting: int
+    used_blocks: int
+    total_blocks: int
+    preemptions: int
+    requests: int = 0  # 0 if there was nothing to compute, only endings to tell
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    seconds: float = 0.0
+
+
+class Heartbeat(msgspec.Struct, tag=True, frozen=True):
+    """Sent by a thread of its own, so that a long step does not look like a dead engine."""
+
+    steps: int
+
+
+ToEngine = Submit | Cancel | Stop
+FromEngine = Loaded | FailedToLoad | Refused | StepReport | Heartbeat
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    message: ToEngine = _to_engine.decode(data)
+    return message
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    message: FromEngine = _from_engine.decode(data)
+    return message

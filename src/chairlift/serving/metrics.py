@@ -1,0 +1,58 @@
+"""Prometheus metrics, fed from the engine's reports and from what clients saw."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from chairlift.serving.messages import StepReport
+
+_LATENCIES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"chairlift_{name}", text, registry=registry)
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"chairlift_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"chairlift_{name}_seconds", text, buckets=_LATENCIES, registry=registry)
+
+        self.running = gauge("requests_running", "Requests in the last step")
+        self.open = gauge("requests_open", "Completions that the front end has taken in and not yet answered")
+        self.waiting = gauge("requests_waiting", "Requests in the engine's queue")
+        self.kv_used = gauge("kv_blocks_used", "KV blocks held by requests")
+        self.kv_total = gauge("kv_blocks_total", "KV blocks there are")
+        self.engine_up = gauge("engine_up", "1 while the engine takes requests")
+        self.steps = counter("steps", "Steps the engine has run")
+        self.step_seconds = counter("step_seconds", "Time the engine spent in steps")
+        self.step_tokens = counter("step_tokens", "Tokens computed, by kind", ("kind",))
+        self.preemptions = counter("preemptions", "Requests sent back to the queue for lack of memory")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
+        self.cached_tokens = counter("prompt_tokens_cached", "Those of them found in the prefix cache")
+        self.output_tokens = counter("output_tokens", "Tokens generated")
+        self.requests = counter("requests", "Completions, by how they ended", ("reason",))
+        self.refused = counter("requests_refused", "Requests turned away, by status", ("status",))
+        self.restarts = counter("engine_restarts", "Times the engine process was started again")
+        self.first_token = histogram("time_to_first_token", "From the request to its first token")
+        self.inter_token = histogram("inter_token", "Between consecutive tokens of a completion")
+        self.end_to_end = histogram("end_to_end", "From the request to its end")
+
+    def take_in(self, report: StepReport) -> None:
+        self.running.set(report.requests)
+        self.waiting.set(report.waiting)
+        self.preemptions.inc(report.preemptions)
+        self.kv_used.set(report.used_blocks)
+        self.kv_total.set(report.total_blocks)
+        if report.requests:
+            self.steps.inc()
+            self.step_seconds.inc(report.seconds)
+            self.step_tokens.labels("decode").inc(report.decode_tokens)
+            self.step_tokens.labels("prefill").inc(report.prefill_tokens)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)

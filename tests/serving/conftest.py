@@ -1,0 +1,101 @@
+"""A real server, in processes of its own, on a real socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.tiny import write_tiny_checkpoint
+
+NAME = "tiny"
+
+
+@dataclass
+class RunningServer:
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def client(self, **options: object) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)  # type: ignore[arg-type]
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def post(self, path: str, body: object) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def metric(self, name: str) -> float:
+        lines = self.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+    def engine_pid(self) -> int:
+        pid = self.process.pid
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        return int(" ".join((thread / "children").read_text() for thread in threads).split()[0])
+
+    def wait_until(self, path: str, status: int, seconds: float = 90) -> None:
+        wait_for(lambda: _status(self.url + path) == status, seconds, f"{path} to answer {status}\n{self.tail()}")
+
+    def wait_idle(self) -> None:
+        """Every block is back and nothing is waiting."""
+        wait_for(lambda: self.metric("chairlift_kv_blocks_used") == 0, 30, "the KV blocks to be freed")
+
+    def tail(self) -> str:
+        return self.log.read_text()[-2000:]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+def wait_for(condition: object, seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, f"waited {seconds} s in vain for {what}"
+        time.sleep(0.05)
+
+
+def _status(url: str) -> int | None:
+    try:
+        return httpx.get(url, timeout=5).status_code
+    except httpx.TransportError:
+        return None
+
+
+def start_server(folder: Path, log: Path, *options: str, ready_path: str = "/ready") -> RunningServer:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "chairlift", "serve", str(folder), "--served-model-name", NAME]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a tiny model gains nothing from threads
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), "--kv-memory", "2MiB", *options], stdout=out, stderr=out, env=environment
+        )
+    server = RunningServer(process, f"http://127.0.0.1:{port}", log)
+    server.wait_until(ready_path, 200)
+    return server
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    running = start_server(tiny_folder, tmp_path_factory.mktemp("server") / "log")
+    yield running
+    assert running.stop() == 0, running.tail()

@@ -1,0 +1,159 @@
+"""Whatever a client sends, it gets a clear answer, and the server goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving.conftest import NAME, RunningServer
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 1e9}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 10_000}, "n"),
+    ({"n": True}, "n"),
+    ({"seed": -1}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [99999]}, "stop_token_ids"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ({"min_tokens": 100_000, "max_tokens": 200_000}, "min_tokens"),
+    ({"timeout": 0}, "timeout"),
+    ({"timeout": -1}, "timeout"),
+    ({"ignore_eos": "yes"}, "ignore_eos"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"colour": 1}}, "stream_options"),
+    ({"cache_salt": "x" * 300}, "cache_salt"),
+    ({"colour": "red"}, "colour"),
+    ({"model": None}, "model"),
+    ({"model": 3}, "model"),
+]
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [3]}, "messages"),
+    ({"messages": [{}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "word " * 400}]}, "prompt"),
+    ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+]
+
+BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1, -1]}, "prompt"),
+    ({"prompt": [1, 10**6]}, "prompt"),
+    ({"prompt": [1, 10**30]}, "prompt"),
+    ({"prompt": ["good", ""]}, "prompt"),
+    ({"prompt": ["a"] * 300}, "prompt"),
+    ({"prompt": [5] * 256}, "prompt"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"prompt": ["a"] * 100, "n": 2}, "n"),
+]
+
+
+def expect(server: RunningServer, response: httpx.Response, status: int, param: str | None) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert response.headers["x-request-id"]
+    for leak in ("Traceback", "site-packages", ".py", "Error("):
+        assert leak not in error["message"]
+    assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize(("change", "param"), BAD_SAMPLING, ids=str)
+def test_sampling(server: RunningServer, path: str, change: dict[str, Any], param: str) -> None:
+    body = {"model": NAME, "max_tokens": 4} | ({"messages": HELLO} if path == CHAT else {"prompt": "hello"})
+    expect(server, server.post(path, body | change), 400, param)
+
+
+@pytest.mark.parametrize(("change", "param"), BAD_CHATS, ids=lambda value: str(value)[:40])
+def test_chats(server: RunningServer, change: dict[str, Any], param: str) -> None:
+    expect(server, server.post(CHAT, {"model": NAME, "messages": HELLO, **change}), 400, param)
+
+
+@pytest.mark.parametrize(("change", "param"), BAD_PROMPTS, ids=lambda value: str(value)[:40])
+def test_prompts(server: RunningServer, change: dict[str, Any], param: str) -> None:
+    expect(server, server.post(TEXT, {"model": NAME, "prompt": "hello", **change}), 400, param)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000])
+def test_bodies_that_are_no_request(server: RunningServer, body: bytes) -> None:
+    for path in (CHAT, TEXT):
+        response = httpx.post(server.url + path, content=body, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    assert server.get("/health").status_code == 200
+
+
+def test_transport(server: RunningServer) -> None:
+    expect(server, server.get("/v1/nothing"), 404, None)
+    assert server.get(CHAT).status_code == 405
+    expect(server, server.post(CHAT, {"model": "other", "messages": HELLO}), 404, "model")
+    big = b'{"prompt": "' + b"x" * (9 * 2**20) + b'"}'
+    headers = {"Content-Type": "application/json"}
+    assert httpx.post(server.url + TEXT, content=big, headers=headers, timeout=60).status_code == 413
+    pieces = (big[i : i + 2**16] for i in range(0, len(big), 2**16))  # no Content-Length this time
+    assert httpx.post(server.url + TEXT, content=pieces, headers=headers, timeout=60).status_code == 413
+    assert server.get("/health").status_code == 200
+
+
+def test_nulls_mean_absent(server: RunningServer) -> None:
+    nulls = dict.fromkeys(
+        ["temperature", "top_p", "n", "stop", "seed", "logit_bias", "stream", "stream_options", "logprobs", "user"]
+    )
+    assert server.post(CHAT, {"model": NAME, "messages": HELLO, "max_tokens": 2, **nulls}).status_code == 200
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    assert server.post(CHAT, {"model": NAME, "messages": parts, "max_tokens": 2}).status_code == 200
+
+
+def test_afterwards_nothing_is_left(server: RunningServer) -> None:
+    server.post(TEXT, {"model": NAME, "prompt": "hello", "max_tokens": 2})
+    server.wait_idle()

@@ -182,6 +182,7 @@ class Scheduler:
             self._queue_waits_for = WaitReason.PREEMPTION
             return
         self._queue_waits_for = WaitReason.NEXT_STEP
+        draft.promised_blocks = sum(self._blocks_to_come(request) for request in self.running)
         for request in list(self.policy.boarding_order(self.waiting)):
             obstacle = self._board(request, draft, now)
             if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX):
@@ -203,13 +204,14 @@ class Scheduler:
             return WaitReason.PREFIX
         self._begin_table(request, match)
         count = draft.room_for(request)
-        copies = self.kv.reserve(request, count) if self._fits_whole(request) else None
+        copies = self.kv.reserve(request, count) if self._fits_whole(request, draft) else None
         if copies is None:
             self.kv.release(request)
             request.num_computed = 0
             return WaitReason.MEMORY
         self._seat(request, match, now)
         draft.add(request, count, self.kv, copies)
+        draft.promised_blocks += self._blocks_to_come(request)
         return None
 
     def _begin_table(self, request: Request, match: PrefixMatch) -> None:
@@ -226,11 +228,14 @@ class Scheduler:
         request.status = Status.RUNNING
         self._events.append(RequestBoarded(now, request.id, request.num_computed, match.miss))
 
-    def _fits_whole(self, request: Request) -> bool:
-        """Whether all known tokens of `request` fit beside what those on board still need for theirs, with one
-        spare block for each of them: boarding someone only to throw him out again is work done twice."""
-        promised = sum(self.kv.num_missing(other) for other in self.running)
-        return self.kv.num_missing(request) + promised + len(self.running) <= self.kv.num_free
+    def _fits_whole(self, request: Request, draft: _PlanDraft) -> bool:
+        """Whether all known tokens of `request` fit beside what those on board still need: boarding someone only to
+        throw him out again is work done twice."""
+        return self.kv.num_missing(request) + draft.promised_blocks <= self.kv.num_free
+
+    def _blocks_to_come(self, request: Request) -> int:
+        """Blocks that one on board still needs for the tokens it knows, and a spare one for those to come."""
+        return self.kv.num_missing(request) + 1
 
     # ---- applying its result ------------------------------------------------------------------------------------
 
@@ -296,6 +301,7 @@ class _PlanDraft:
         self.room = limits.tokens
         self.prefill_room = min(limits.prefill_tokens, limits.tokens)
         self.memory_was_short = False
+        self.promised_blocks = 0  # what the requests on board will still take, counted when boarding begins
 
     def room_for(self, request: Request) -> int:
         """How many of its missing tokens `request` may compute in this step."""

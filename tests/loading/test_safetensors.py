@@ -119,6 +119,15 @@ def test_a_huge_config_is_not_even_read(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", locked)  # permissions themselves would not stop a test that runs as root
+    with pytest.raises(ModelNotFound, match="cannot be read: Permission denied"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_missing_config_is_refused(tmp_path: Path) -> None:
     (_write(tmp_path) / "config.json").unlink()
     with pytest.raises(CorruptCheckpoint, match=r"config\.json: cannot be read"):

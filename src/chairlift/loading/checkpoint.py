@@ -33,6 +33,13 @@ class Checkpoint(Protocol):
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a folder with config.json and safetensors, a .gguf file, or a folder with exactly one of those."""
     path = Path(path).expanduser()
+    try:
+        return _open(path)
+    except OSError as error:
+        raise ModelNotFound(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _open(path: Path) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path)
     if not path.exists():

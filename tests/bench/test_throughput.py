@@ -63,6 +63,15 @@ def test_a_workload_longer_than_the_context_is_refused(folder: str) -> None:
         comparison.run(workload, Watching())
 
 
+def test_what_transformers_lacks_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    monkeypatch.setattr("chairlift.bench.throughput.find_spec", lambda name: None)
+    workload = make_workload([5], requests=1, prompt_len=LengthRange(2, 2), output_len=LengthRange(1, 1), seed=0)
+    with pytest.raises(InvalidParameter, match=r"engines: .*accelerate"):
+        Comparison(str(file), options={"device": "cpu"}, progress=False).run(workload, Watching())
+
+
 def test_settings_say_what_was_chosen(tmp_path: Path) -> None:
     settings = Comparison("m", options={"device": "cpu", "max_batch_tokens": 32, "max_batch_requests": 8}).settings()
     assert settings["device"] == "cpu"

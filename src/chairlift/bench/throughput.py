@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from chairlift.bench.measure import Advance, Measurement, add_speedups
@@ -36,6 +37,7 @@ class Comparison:
             "one-at-a-time": self._run_one_at_a_time,
             "transformers": self._run_transformers,
         }
+        self._require_accelerate()
         threads = torch.get_num_threads()
         rows = []
         for name in self.engines:
@@ -76,6 +78,18 @@ class Comparison:
 
         checkpoint = open_checkpoint(resolve_model(self.model, progress=self.progress))
         return text_like_ids(load_tokenizer(checkpoint).tokenizer)
+
+    def _require_accelerate(self) -> None:
+        """Raise now if transformers could not load the model after the other engines were measured for minutes."""
+        from chairlift.loading.store import resolve_model
+
+        if "transformers" not in self.engines or find_spec("accelerate") is not None:
+            return
+        if resolve_model(self.model, progress=self.progress).suffix == ".gguf":
+            problem = (
+                "transformers needs the package accelerate to read GGUF files; install it or leave transformers out"
+            )
+            raise InvalidParameter("engines", problem)
 
     def _config(self, **changes: Any) -> Any:
         from chairlift.execution.config import EngineConfig

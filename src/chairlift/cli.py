@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -104,4 +106,6 @@ app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where UTF-8 cannot be shown, a ? is better than no answer
     app(prog_name="chairlift")

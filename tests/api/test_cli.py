@@ -283,6 +283,12 @@ def test_a_failed_answer_is_an_error() -> None:
         meter.check()
 
 
+def test_a_terminal_without_utf8_still_gets_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    program = "from chairlift import cli; cli.app = lambda **options: print('na\u00efve'); cli.main()"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"na?ve\n"
+
+
 # ---- chat -------------------------------------------------------------------------------------------------------
 
 CHAT = ["--max-tokens", "4", "--ignore-eos", "--temperature", "0", *FAST]

@@ -67,6 +67,14 @@ class EngineOptions:
             show_default="a share of what is free",
         ),
     ] = None
+    memory_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead of --kv-memory: this share of the memory that is free after loading.",
+            rich_help_panel=_ENGINE,
+            show_default="0.25 on a CPU, 0.9 on a GPU",
+        ),
+    ] = None
     prefix_caching: Annotated[
         bool,
         typer.Option(

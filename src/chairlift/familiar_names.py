@@ -19,6 +19,7 @@ OPTIONS = (
     "max_batch_requests",
     "block_size",
     "kv_memory",
+    "memory_share",
     "prefix_caching",
     "attention",
     "seed",
@@ -29,6 +30,7 @@ SAME_THING = {
     "max_num_batched_tokens": "max_batch_tokens",
     "enable_prefix_caching": "prefix_caching",
     "kv_cache_memory_bytes": "kv_memory",
+    "gpu_memory_utilization": "memory_share",
 }
 
 # What these ask for with the values listed is always so; any other value is refused with the reason.
@@ -39,8 +41,7 @@ ALWAYS_SO: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_chunked_prefill": ((True, None), "prompts are always chunked to the step's budget"),
     "quantization": ((None,), "weights are computed in `dtype`"),
     "tokenizer_mode": (("auto",), "the tokenizer is the model's own"),
-    "enforce_eager": ((True,), "steps run eagerly"),
-    "gpu_memory_utilization": ((), "say with kv_memory how much the KV cache gets"),
+    "enforce_eager": ((True, False), "steps run eagerly, which False permits too"),
 }
 
 

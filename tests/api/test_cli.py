@@ -29,7 +29,7 @@ from chairlift.core.request import Ending, FinishReason
 from chairlift.errors import ChairliftError
 from tests.tiny import write_tiny_checkpoint
 
-COMMANDS = [[], ["generate"], ["chat"], ["models"], ["bench"], ["bench", "throughput"]]
+COMMANDS = [[], ["generate"], ["chat"], ["serve"], ["models"], ["bench"], ["bench", "throughput"]]
 FAST = ["--device", "cpu", "--kv-memory", "4MiB"]
 
 

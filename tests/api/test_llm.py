@@ -308,7 +308,8 @@ def test_one_bad_prompt_among_good_ones_queues_none(llm: LLM) -> None:
         ({"colour": "red"}, "colour"),
         ({"trust_remote_code": True}, "trust_remote_code"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization"),
+        ({"memory_share": 1.5}, "memory_share"),
+        ({"gpu_memory_utilization": 0.9, "kv_memory": "1GiB"}, "memory_share"),
         ({"max_num_seqs": 2, "max_batch_requests": 2}, "max_batch_requests"),
     ],
 )

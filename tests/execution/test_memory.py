@@ -41,6 +41,7 @@ def test_a_share_of_free_memory_but_no_more_than_all_seats_could_fill(monkeypatc
     per_block = 46_080 * 16
     monkeypatch.setattr(memory, "free_memory", lambda device: 4 * 1000 * per_block)
     assert plan(None).num_blocks == 1000
+    assert plan(None, memory_share=0.5).num_blocks == 2000
     assert plan(None, max_batch_requests=2).num_blocks == 2 * 2048 // 16
     assert plan(5 * per_block + 1).num_blocks == 5
     with pytest.raises(InvalidParameter, match="kv_memory"):

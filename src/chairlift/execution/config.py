@@ -27,6 +27,7 @@ class EngineConfig:
     max_batch_requests: int | None = None  # seats
     block_size: int = 16
     kv_memory: int | str | None = None  # bytes, or "2GiB"
+    memory_share: float | None = None  # without kv_memory: this share of the memory that is free after loading
     prefix_caching: bool = True
     attention: str = "auto"
     seed: int | None = None  # makes the requests that bring no seed of their own repeatable
@@ -46,6 +47,13 @@ class EngineConfig:
             raise InvalidParameter("seed", f"must be an integer of at least 0, got {self.seed!r}")
         if self.kv_memory is not None:
             parse_bytes("kv_memory", self.kv_memory)
+        if self.memory_share is not None:
+            if isinstance(self.memory_share, bool) or not isinstance(self.memory_share, (int, float)):
+                raise InvalidParameter("memory_share", f"must be a number, got {self.memory_share!r}")
+            if not 0.0 < self.memory_share < 1.0:
+                raise InvalidParameter("memory_share", f"must be above 0 and below 1, got {self.memory_share}")
+            if self.kv_memory is not None:
+                raise InvalidParameter("memory_share", "was given together with kv_memory; give one")
         self.torch_device()
 
     def torch_device(self) -> torch.device:

@@ -54,6 +54,7 @@ def plan_memory(
     *,
     weight_bytes: int,
     kv_memory: int | str | None,
+    memory_share: float | None = None,
     dtype: torch.dtype,
     device: torch.device,
     block_size: int,
@@ -66,7 +67,7 @@ def plan_memory(
     if kv_memory is not None:
         budget, source = parse_bytes("kv_memory", kv_memory), "kv_memory"
     else:
-        share = SHARE_OF_FREE_MEMORY[device.type]
+        share = memory_share or SHARE_OF_FREE_MEMORY[device.type]
         budget, source = int(free_memory(device) * share), f"{share:.0%} of free memory"
     num_blocks = budget // per_block
     most = max_batch_requests * -(-max_model_len // block_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -67,7 +68,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
             max_len=config.max_model_len,
         )
     dtype = str(model.dtype).removeprefix("torch.")
-    log.info(f"{name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
+    log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
     return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer))
 
 
@@ -80,6 +81,7 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         layers,
         weight_bytes=model.num_weight_bytes(),
         kv_memory=config.kv_memory,
+        memory_share=config.memory_share,
         dtype=dtype,
         device=device,
         block_size=config.block_size,
@@ -104,8 +106,8 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         eos_ids=loaded.eos_ids,
         seed=config.seed,
     )
-    prefill = config.max_prefill_tokens or config.batch_tokens()
-    step = f"up to {config.batch_tokens()} tokens ({prefill} of prompts) of {config.seats()} requests"
+    limits = scheduler.budget.limits()
+    step = f"up to {limits.tokens} tokens ({limits.prefill_tokens} of prompts) of {config.seats()} requests"
     for line in (*memory.lines(), f"step       {step}, {attention.name} attention"):
         log.info(line)
     return StartedEngine(engine, runner, memory)

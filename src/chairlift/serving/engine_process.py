@@ -169,7 +169,7 @@ def collect_updates(events: Sequence[Event]) -> list[Update]:
                 draft = drafts.setdefault(event.request_id, {})
                 draft["text"] = draft.get("text", "") + event.text
             case RequestBoarded():
-                drafts.setdefault(event.request_id, {})["cached_tokens"] = event.cached_tokens
+                drafts.setdefault(event.request_id, {}).setdefault("cached_tokens", event.cached_tokens)
             case RequestFinished():
                 ending = event.ending
                 drafts.setdefault(event.request_id, {}).update(

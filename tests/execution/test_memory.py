@@ -16,11 +16,12 @@ CPU = torch.device("cpu")
 SMOLLM2_LAYERS = [AttentionLayer(i, num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125) for i in range(30)]
 
 
-def plan(kv_memory: int | str | None, max_batch_requests: int = 64) -> MemoryPlan:
+def plan(kv_memory: int | str | None, max_batch_requests: int = 64, memory_share: float | None = None) -> MemoryPlan:
     return plan_memory(
         SMOLLM2_LAYERS,
         weight_bytes=651_264_000,
         kv_memory=kv_memory,
+        memory_share=memory_share,
         dtype=torch.float32,
         device=CPU,
         block_size=16,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -110,3 +112,14 @@ def test_unknown_and_unfit_backends_are_refused() -> None:
     with pytest.raises(InvalidParameter, match="takes float32"):
         choose_backend("ragged", [layer], CPU, torch.bfloat16)
     assert choose_backend("auto", [layer], CPU, torch.bfloat16).name == "bursted"
+
+
+def test_the_kernel_compiles_where_nothing_can_be_kept() -> None:
+    """A function without a file stands for a package folder that cannot be written to."""
+    from chairlift.kernels.paged_cpu import compiled
+
+    scope: dict[str, Any] = {}
+    exec("def double(values):\n    for i in range(len(values)):\n        values[i] *= 2", scope)
+    values = np.ones(3)
+    compiled(scope["double"])(values)
+    assert values.tolist() == [2, 2, 2]

@@ -217,6 +217,22 @@ def test_a_sibling_boards_alone_when_its_leader_is_gone() -> None:
     assert shape(step(scheduler)) == [("a1", 0, 10)]
 
 
+def test_siblings_share_among_themselves_when_the_leader_finished_at_once() -> None:
+    scheduler = make_scheduler(block_size=4, prefix_caching=False)
+    leader = make_request("a", range(10), new=3, eos_ids=frozenset({77}))
+    siblings = [make_request(f"a{i}", range(10), new=3, leader=leader) for i in (1, 2, 3)]
+    for request in (leader, *siblings):
+        scheduler.submit(request, 0)
+    first = step(scheduler, next_token=lambda r: 77 if r is leader else deterministic_token(r))
+    assert shape(first) == [("a", 0, 10)]
+    assert shape(step(scheduler)) == [("a1", 0, 10)]
+    assert scheduler.why_waiting("a2") is not WaitReason.SIBLING  # a1 has the prompt by now
+    assert shape(step(scheduler)) == [("a1", 10, 1), ("a2", 9, 1), ("a3", 9, 1)]
+    assert scheduler.kv.pool.num_used == 2 + 3
+    run_to_end(scheduler)
+    check_quiescent(scheduler)
+
+
 def test_a_prefix_being_computed_is_awaited_not_computed_twice() -> None:
     scheduler = make_scheduler(block_size=4, max_batch_tokens=8)
     shared = list(range(12))

@@ -116,7 +116,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None or request.status is not Status.WAITING:
             return None
-        if _waits_for_leader(request):
+        if self._waits_for_sibling(request):
             return WaitReason.SIBLING
         return WaitReason.PREFIX if self.kv.match(request).coming else self._queue_waits_for
 
@@ -197,10 +197,10 @@ class Scheduler:
             return WaitReason.SEATS
         if not draft.prefill_room:
             return WaitReason.BUDGET
-        if _waits_for_leader(request):
+        if self._waits_for_sibling(request):
             return WaitReason.SIBLING
         match = self.kv.match(request)
-        if match.coming and not _can_fork(request):
+        if match.coming and self._sibling_to_fork(request) is None:
             return WaitReason.PREFIX
         self._begin_table(request, match)
         count = draft.room_for(request)
@@ -215,12 +215,31 @@ class Scheduler:
         return None
 
     def _begin_table(self, request: Request, match: PrefixMatch) -> None:
-        """Start from blocks that exist already: the leader's prompt (n > 1), or a prefix in the cache."""
-        if _can_fork(request):
-            assert request.leader is not None
-            self.kv.fork(request.leader, request, num_tokens=request.num_prompt - 1)
+        """Start from blocks that exist already: a sibling's prompt (n > 1), or a prefix in the cache."""
+        sibling = self._sibling_to_fork(request)
+        if sibling is not None:
+            self.kv.fork(sibling, request, num_tokens=request.num_prompt - 1)
         else:
             self.kv.attach(request, match)
+
+    def _siblings_on_board(self, request: Request) -> list[Request]:
+        """Other completions of the same prompt, as long as `request` has nothing but that prompt itself."""
+        leader = request.leader
+        if leader is None or request.num_output:
+            return []
+        return [other for other in self.running if other is leader or other.leader is leader]
+
+    def _sibling_to_fork(self, request: Request) -> Request | None:
+        """One whose blocks of the whole prompt are there to share, the partly filled last one included."""
+        siblings = self._siblings_on_board(request)
+        return next((other for other in siblings if other.num_computed >= other.num_prompt), None)
+
+    def _waits_for_sibling(self, request: Request) -> bool:
+        """A sibling boards once another has computed the prompt, so that they hold the prompt's blocks once."""
+        leader = request.leader
+        if leader is None or request.num_output or self._sibling_to_fork(request) is not None:
+            return False
+        return leader.status is Status.WAITING or bool(self._siblings_on_board(request))
 
     def _seat(self, request: Request, match: PrefixMatch, now: float) -> None:
         self.waiting.remove(request)
@@ -328,17 +347,3 @@ class _PlanDraft:
 
 def _order(request: Request) -> int:
     return request.order
-
-
-def _waits_for_leader(request: Request) -> bool:
-    """A sibling boards once its leader has computed the prompt, so that they hold the prompt's blocks once."""
-    leader = request.leader
-    if leader is None or request.num_output:
-        return False
-    return leader.status is not Status.FINISHED and leader.num_computed < leader.num_prompt
-
-
-def _can_fork(request: Request) -> bool:
-    """Whether the leader's blocks of the whole prompt are there to share, its partly filled last one included."""
-    leader = request.leader
-    return leader is not None and leader.status is Status.RUNNING and request.num_output == 0

@@ -6,6 +6,9 @@ every key and value it loads for all query heads that share them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numba
 import numpy as np
 
@@ -13,7 +16,16 @@ import numpy as np
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
-@numba.njit(parallel=True, fastmath=_FAST, cache=True, nogil=True, error_model="numpy")
+def compiled(function: Callable[..., None]) -> Any:
+    """`function` as parallel machine code, kept on disk where a place to write is found."""
+    options = {"parallel": True, "fastmath": _FAST, "nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(function, cache=True, **options)
+    except RuntimeError:  # nowhere to keep it, as in a read-only container: compiled again at every start
+        return numba.njit(function, **options)
+
+
+@compiled
 def attend_rows(
     q: np.ndarray,  # [T, heads, d] float32
     keys: np.ndarray,  # [num_blocks, block_size, kv_heads, d] float32

@@ -12,7 +12,8 @@ from bisect import insort
 from collections.abc import Callable
 from enum import StrEnum
 
-from chairlift.core.budget import StepLimits, TokenBudget
+from chairlift.core.budget import TokenBudget
+from chairlift.core.draft import PlanDraft
 from chairlift.core.events import (
     Event,
     RequestBoarded,
@@ -22,7 +23,7 @@ from chairlift.core.events import (
     TokenProduced,
 )
 from chairlift.core.kv_cache import KVCache
-from chairlift.core.plan import BAD_LOGITS, BlockCopy, Chunk, StepPlan, StepResult
+from chairlift.core.plan import BAD_LOGITS, BlockCopy, StepPlan, StepResult
 from chairlift.core.policy import Policy
 from chairlift.core.prefix import PrefixMatch
 from chairlift.core.request import Ending, FinishReason, Request, Status
@@ -128,7 +129,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         self._expire(now)
-        draft = _PlanDraft(self.budget.limits())
+        draft = PlanDraft(self.budget.limits())
         self._continue_running(draft, now)
         self._board_waiting(draft, now)
         plan = StepPlan(self._num_steps, tuple(draft.chunks.values()))
@@ -144,7 +145,7 @@ class Scheduler:
             if request is not None and request.order == order:  # else it is over, and the id perhaps used again
                 self.finish(request_id, Ending(FinishReason.DEADLINE), now)
 
-    def _continue_running(self, draft: _PlanDraft, now: float) -> None:
+    def _continue_running(self, draft: PlanDraft, now: float) -> None:
         decoding = [request for request in self.running if request.decoding]
         prefilling = [request for request in self.running if not request.decoding]
         for request in decoding + prefilling:
@@ -156,7 +157,7 @@ class Scheduler:
                     draft.add(request, count, self.kv, copies)
 
     def _reserve_or_preempt(
-        self, request: Request, count: int, draft: _PlanDraft, now: float
+        self, request: Request, count: int, draft: PlanDraft, now: float
     ) -> tuple[BlockCopy, ...] | None:
         """Room for `count` tokens, taken from others if need be; None if `request` itself had to give way."""
         while (copies := self.kv.reserve(request, count)) is None:
@@ -177,7 +178,7 @@ class Scheduler:
         victim.status = Status.WAITING
         insort(self.waiting, victim, key=_order)
 
-    def _board_waiting(self, draft: _PlanDraft, now: float) -> None:
+    def _board_waiting(self, draft: PlanDraft, now: float) -> None:
         if draft.memory_was_short:
             self._queue_waits_for = WaitReason.PREEMPTION
             return
@@ -191,7 +192,7 @@ class Scheduler:
                 self._queue_waits_for = obstacle
                 return
 
-    def _board(self, request: Request, draft: _PlanDraft, now: float) -> WaitReason | None:
+    def _board(self, request: Request, draft: PlanDraft, now: float) -> WaitReason | None:
         """Give `request` a seat and its first tokens, or say what stands in the way (and change nothing)."""
         if len(self.running) >= self.max_batch_requests:
             return WaitReason.SEATS
@@ -247,7 +248,7 @@ class Scheduler:
         request.status = Status.RUNNING
         self._events.append(RequestBoarded(now, request.id, request.num_computed, match.miss))
 
-    def _fits_whole(self, request: Request, draft: _PlanDraft) -> bool:
+    def _fits_whole(self, request: Request, draft: PlanDraft) -> bool:
         """Whether all known tokens of `request` fit beside what those on board still need: boarding someone only to
         throw him out again is work done twice."""
         return self.kv.num_missing(request) + draft.promised_blocks <= self.kv.num_free
@@ -310,39 +311,6 @@ class Scheduler:
         if request.steps_in_flight == 0:
             self.kv.release(request)
             del self._requests[request.id]
-
-
-class _PlanDraft:
-    """The chunks chosen so far for the coming step, and what is left of its budget."""
-
-    def __init__(self, limits: StepLimits) -> None:
-        self.chunks: dict[str, Chunk] = {}
-        self.room = limits.tokens
-        self.prefill_room = min(limits.prefill_tokens, limits.tokens)
-        self.memory_was_short = False
-        self.promised_blocks = 0  # what the requests on board will still take, counted when boarding begins
-
-    def room_for(self, request: Request) -> int:
-        """How many of its missing tokens `request` may compute in this step."""
-        room = self.room if request.decoding else self.prefill_room
-        return min(request.num_behind, room)
-
-    def add(self, request: Request, count: int, kv: KVCache, copies: tuple[BlockCopy, ...]) -> None:
-        self._spend(request, count)
-        self.chunks[request.id] = Chunk(request, request.num_computed, count, kv.table(request), copies)
-
-    def drop(self, request: Request) -> None:
-        """Take a preempted request out again, if it was in, and give its tokens back to the budget."""
-        self.memory_was_short = True
-        chunk = self.chunks.pop(request.id, None)
-        if chunk is not None:
-            self._spend(request, -chunk.count)
-
-    def _spend(self, request: Request, count: int) -> None:
-        self.room -= count
-        if not request.decoding:
-            self.prefill_room -= count
-        self.prefill_room = min(self.prefill_room, self.room)
 
 
 def _order(request: Request) -> int:

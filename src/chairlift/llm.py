@@ -118,10 +118,8 @@ class LLM:
         return self.stream(self._render(messages, {}), sampling_params, timeout=timeout)
 
     def _render(self, conversation: Messages, options: Mapping[str, Any]) -> dict[str, Any]:
-        tokenizer = self.get_tokenizer()
-        text = tokenizer.apply_chat_template(conversation, **options)
-        # The template writes the special tokens itself.
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        text, token_ids = self.get_tokenizer().encode_chat(conversation, **options)
+        return {"prompt": text, "prompt_token_ids": token_ids}
 
     # ---- driving the engine -------------------------------------------------------------------------------------
 

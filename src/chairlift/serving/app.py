@@ -124,8 +124,7 @@ def _tokens_of(body: TokenizeRequest, service: Service) -> list[int]:
         return service.tokenizer.encode(body.prompt, add_special_tokens=special)
     if body.add_special_tokens is not None:
         raise InvalidParameter("add_special_tokens", "only goes with prompt: a chat template writes its own")
-    text = service.tokenizer.apply_chat_template(body.messages or [])
-    return service.tokenizer.encode(text, add_special_tokens=False)
+    return service.tokenizer.encode_chat(body.messages or [])[1]
 
 
 def _add_health(app: FastAPI, service: Service) -> None:

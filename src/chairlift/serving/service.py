@@ -71,8 +71,7 @@ class Service:
                 raise InvalidParameter("chat_template_kwargs", f"{reserved!r} cannot be set there")
         if body.add_generation_prompt is not None:
             options["add_generation_prompt"] = body.add_generation_prompt
-        text = self.tokenizer.apply_chat_template(body.messages, **options)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode_chat(body.messages, **options)[1]
 
     def _encode_all(self, texts: Sequence[str | list[int]]) -> list[list[int]]:
         return [self.tokenizer.encode(text) if isinstance(text, str) else check_ids("prompt", text) for text in texts]

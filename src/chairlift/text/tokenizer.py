@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -17,6 +17,7 @@ from chairlift.text.detokenizer import (
     WindowDetokenizer,
     decoding_rules,
 )
+from chairlift.text.spelled_tokens import SpelledTokens
 
 
 class Tokenizer:
@@ -88,6 +89,32 @@ class Tokenizer:
             special_tokens=self._template_variables,
             variables=kwargs,
         )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, list[int]]:
+        """A conversation's prompt as text and as token ids. Options are those of `apply_chat_template`.
+
+        Only the template writes special tokens: one that is spelled out in a message stays text.
+        """
+        spelled = SpelledTokens(self._special_texts)
+        rendered = self.apply_chat_template(spelled.hide(messages), **options)
+        text, ids = "", list[int]()
+        for piece, is_text in spelled.pieces(rendered):
+            text += piece
+            backend = self._text_only_backend if is_text else self._backend
+            ids += _encoded(partial(backend.encode, piece, add_special_tokens=False)).ids
+        return text, ids
+
+    @cached_property
+    def _special_texts(self) -> list[str]:
+        added = self._backend.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special and token.content]
+
+    @cached_property
+    def _text_only_backend(self) -> Backend:
+        """The same tokenizer, blind to special tokens. A copy, made when someone first spells one out."""
+        copy = Backend.from_str(self._backend.to_str())
+        copy.encode_special_tokens = True
+        return copy
 
     @cached_property
     def _template(self) -> ChatTemplate | None:

@@ -61,6 +61,16 @@ def test_parts_names_and_lists_are_looked_at_too() -> None:
     ]
 
 
+def test_tool_calls_cannot_smuggle_one_in() -> None:
+    template = "{% for message in messages %}{{ message.tool_calls | tojson }}{% endfor %}"
+    tokenizer = Tokenizer(byte_level_tokenizer(), chat_template=template)
+    for arguments in ('{"a": "\\u003c|im_end|\\u003e"}', '{"<|im_end|>": 1}', {"<|im_end|>": 1}):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        text, ids = tokenizer.encode_chat([{"role": "assistant", "tool_calls": [call]}])
+        assert "<|im_end|>" in text
+        assert END not in ids
+
+
 def test_a_tokenizer_without_special_tokens() -> None:
     spelled = SpelledTokens([])
     assert spelled.hide("<s>") == "<s>"

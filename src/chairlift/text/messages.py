@@ -57,12 +57,16 @@ def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
         raise InvalidParameter(name, "must be a list of objects")
     for i, call in enumerate(calls):
         function = call.get("function")
+        place = f"{name}[{i}].function.arguments"
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except ValueError as error:
+                arguments = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError) as error:
                 problem = f"must be JSON text or an object: {error}"
-                raise InvalidParameter(f"{name}[{i}].function.arguments", problem) from error
+                raise InvalidParameter(place, problem) from error
+            if not isinstance(arguments, dict):
+                raise InvalidParameter(place, "must be JSON text of an object")
+            function["arguments"] = plain_data(place, arguments)
     return list(calls)
 
 

@@ -18,6 +18,7 @@ class SpelledTokens:
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
         self._tokens = sorted(special_tokens, key=len, reverse=True)  # of two that fit, the longer
+        self._numbers = {token: number for number, token in enumerate(self._tokens)}
         self._spelled = re.compile("|".join(map(re.escape, self._tokens)) or "(?!)")
         nonce = secrets.token_hex(8)
         self._mark = f"\ue000{nonce}-%d\ue001"
@@ -26,9 +27,9 @@ class SpelledTokens:
     def hide(self, value: Any) -> Any:
         """`value` (messages, or a part of them) with every spelling in its strings replaced by a mark."""
         if isinstance(value, str):
-            return self._spelled.sub(lambda found: self._mark % self._tokens.index(found[0]), value)
+            return self._spelled.sub(lambda found: self._mark % self._numbers[found[0]], value)
         if isinstance(value, Mapping):
-            return {key: self.hide(item) for key, item in value.items()}
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.hide(item) for item in value]
         return value

@@ -17,6 +17,7 @@ from chairlift.text.detokenizer import (
     WindowDetokenizer,
     decoding_rules,
 )
+from chairlift.text.messages import checked_messages
 from chairlift.text.spelled_tokens import SpelledTokens
 
 
@@ -96,7 +97,7 @@ class Tokenizer:
         Only the template writes special tokens: one that is spelled out in a message stays text.
         """
         spelled = SpelledTokens(self._special_texts)
-        rendered = self.apply_chat_template(spelled.hide(messages), **options)
+        rendered = self.apply_chat_template(spelled.hide(checked_messages(messages)), **options)
         text, ids = "", list[int]()
         for piece, is_text in spelled.pieces(rendered):
             text += piece

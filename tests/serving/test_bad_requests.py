@@ -12,7 +12,16 @@ from tests.serving.conftest import NAME, RunningServer
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
-BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
+
+def nested(depth: int) -> list[Any]:
+    return [] if depth == 0 else [nested(depth - 1)]
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+BAD_SAMPLING: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": 1e9}, "temperature"),
@@ -53,6 +62,15 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"colour": 1}}, "stream_options"),
     ({"cache_salt": "x" * 300}, "cache_salt"),
     ({"colour": "red"}, "colour"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"min_tokens": 10**30}, "min_tokens"),
+    ({"top_k": 10**30}, "top_k"),
+    ({"stop_token_ids": [10**30]}, "stop_token_ids"),
+    ({"logit_bias": {"9" * 30: 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"stop": "\ud800"}, "stop"),
+    ({"stop": ["\ud800"]}, "stop"),
+    ({f"colour{i}": "red" for i in range(300)}, None),
     ({"model": None}, "model"),
     ({"model": 3}, "model"),
 ]
@@ -73,6 +91,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"\ud800": 1}}, "?"),
+    ({"messages": [{"role": "user", "content": "hello", "deep": nested(600)}]}, f"messages[0].deep{'[0]' * 32}"),
+    ({"messages": [called("[" * 5000)]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [called("3")]}, "messages[0].tool_calls[0].function.arguments"),
 ]
 
 BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
@@ -108,8 +130,8 @@ def expect(server: RunningServer, response: httpx.Response, status: int, param: 
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize(("change", "param"), BAD_SAMPLING, ids=str)
-def test_sampling(server: RunningServer, path: str, change: dict[str, Any], param: str) -> None:
+@pytest.mark.parametrize(("change", "param"), BAD_SAMPLING, ids=lambda value: ascii(value)[:60])
+def test_sampling(server: RunningServer, path: str, change: dict[str, Any], param: str | None) -> None:
     body = {"model": NAME, "max_tokens": 4} | ({"messages": HELLO} if path == CHAT else {"prompt": "hello"})
     expect(server, server.post(path, body | change), 400, param)
 
@@ -157,3 +179,4 @@ def test_nulls_mean_absent(server: RunningServer) -> None:
 def test_afterwards_nothing_is_left(server: RunningServer) -> None:
     server.post(TEXT, {"model": NAME, "prompt": "hello", "max_tokens": 2})
     server.wait_idle()
+    assert server.metric("chairlift_requests_open") == 0

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
+MAX_PARAMETERS = 256
+
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as wide as a message to the engine can say
+TokenIds = Annotated[list[Integer], Field(fail_fast=True)]  # of a million bad ids, one error is enough
 
 
 class Strict(BaseModel):
     # Strict types: "3" is not 3, and a typo is not ignored.
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_parameters(cls, data: Any) -> Any:
+        """Each unknown parameter is an error of its own; half a million of them take seconds to write down."""
+        if isinstance(data, dict) and len(data) > MAX_PARAMETERS:
+            raise ValueError(f"has {len(data)} parameters; the limit is {MAX_PARAMETERS}")
+        return data
 
 
 class StreamOptions(Strict):
@@ -33,7 +46,7 @@ class Sampling(Strict):
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -41,8 +54,8 @@ class Sampling(Strict):
     logit_bias: Annotated[dict[str, float] | None, Field(max_length=1024)] = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[int] | None, Field(max_length=256)] = None
-    min_tokens: int | None = None
+    stop_token_ids: Annotated[list[Integer] | None, Field(max_length=256)] = None
+    min_tokens: Integer | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -61,6 +74,7 @@ class Sampling(Strict):
             )
             if getattr(self, name) is not None
         }
+        _check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
         return SamplingParams(**given, logit_bias=_bias(self.logit_bias), **more)
 
     @property
@@ -79,11 +93,11 @@ class Sampling(Strict):
 class CompletionRequest(Sampling):
     prompt: (
         str
-        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[list[int]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: int | None = None
+    max_tokens: Integer | None = None
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -108,8 +122,8 @@ class CompletionRequest(Sampling):
 
 class ChatRequest(Sampling):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Integer | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -141,13 +155,19 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
+
+
+def _check_unicode(parameter: str, texts: Iterable[str]) -> None:
+    """JSON can say half a character (a lone surrogate); no message to the engine can."""
+    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+        raise InvalidParameter(parameter, "must be valid Unicode")
 
 
 def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
     if given is None:
         return None
     for token in given:
-        if not token.isascii() or not token.isdigit():
+        if not token.isascii() or not token.isdigit() or len(token) > 10:
             raise InvalidParameter("logit_bias", f"keys must be token ids, got {token[:40]!r}")
     return {int(token): value for token, value in given.items()}

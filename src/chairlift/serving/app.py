@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 import chairlift
-from chairlift.errors import InvalidParameter
+from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.serving.api_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from chairlift.serving.engine_client import EngineState
 from chairlift.serving.errors import APIError, as_api_error, unavailable
@@ -54,7 +54,7 @@ def _handle_errors(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return _validation_error(error).response()
 
-    app.add_exception_handler(InvalidParameter, shaped)
+    app.add_exception_handler(ChairliftError, shaped)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, bad_body)
     app.add_exception_handler(Exception, shaped)

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.errors import EngineDead, InvalidParameter, UnsupportedModel
 
 
 class APIError(HTTPException):
@@ -22,10 +22,16 @@ class APIError(HTTPException):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, headers)
+        message, param = _sendable(message), param and _sendable(param)
         self.body: dict[str, Any] = {"error": {"message": message, "type": type_, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, status_code=self.status_code, headers=self.headers)
+
+
+def _sendable(text: str) -> str:
+    """JSON can say half a character (a lone surrogate), and an error may quote it; a reply cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def as_api_error(error: Exception) -> APIError:
@@ -34,6 +40,8 @@ def as_api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, InvalidParameter):
         return APIError(400, str(error), param=error.parameter, code="invalid_value")
+    if isinstance(error, UnsupportedModel):
+        return APIError(400, "the model's chat template or tokenizer cannot take this input", code="invalid_value")
     if isinstance(error, EngineDead):
         return unavailable("the engine is not available; try again shortly")
     return APIError(500, "internal error", type_="server_error")

@@ -29,7 +29,6 @@ class Guards:
             return
         headers = dict(scope["headers"])
         request_id = _given_id(headers) or f"req-{uuid.uuid4().hex}"
-        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

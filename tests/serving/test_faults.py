@@ -169,6 +169,17 @@ def test_a_timeout_is_an_error(server: RunningServer) -> None:
     response = server.post("/v1/completions", {**ENDLESS, "timeout": 0.001})
     assert response.status_code == 408
     assert response.json()["error"]["code"] == "timeout"
+    # As long as nothing was sent, a stream has a status of its own too.
+    assert server.post("/v1/completions", {**ENDLESS, "timeout": 1e-9, "stream": True}).status_code == 408
+
+
+def test_a_port_that_is_taken_is_said_at_once(server: RunningServer, tiny_folder: Path) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    command = [sys.executable, "-m", "chairlift", "serve", str(tiny_folder), "--port", port]
+    done = subprocess.run(command, capture_output=True, timeout=60)
+    assert done.returncode in (1, 2)
+    assert b"--port" in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 def test_a_model_that_cannot_load_fails_at_once(tmp_path: Path) -> None:

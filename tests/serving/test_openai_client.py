@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import accumulate
 
 import openai
 import pytest
@@ -87,7 +88,12 @@ def test_stop_and_logprobs(server: RunningServer) -> None:
     assert all(len(entry.top_logprobs) == 3 for entry in content)
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)
     text = client.completions.create(prompt="the engine", max_tokens=4, logprobs=2, **GREEDY)
-    assert len(text.choices[0].logprobs.token_logprobs) == 4
+    told = text.choices[0].logprobs
+    assert len(told.token_logprobs) == 4
+    assert told.text_offset == [0, *accumulate(map(len, told.tokens[:-1]))]
+    stream = client.completions.create(prompt="the engine", max_tokens=4, logprobs=2, stream=True, **GREEDY)
+    chunks = [chunk.choices[0].logprobs for chunk in stream]
+    assert [offset for chunk in chunks for offset in chunk.text_offset] == told.text_offset
 
 
 def test_many_at_once_get_their_own_answers(server: RunningServer) -> None:
@@ -112,8 +118,13 @@ def test_cached_tokens_are_reported(server: RunningServer) -> None:
     client = server.client()
     prompt = "many sequences are concatenated without padding into one ragged batch of tokens for the model"
     client.completions.create(prompt=prompt, max_tokens=2, **GREEDY)
-    usage = client.completions.create(prompt=prompt, max_tokens=2, **GREEDY).usage
-    assert usage.prompt_tokens_details.cached_tokens >= 16
+    names = ("chairlift_prompt_tokens_total", "chairlift_prompt_tokens_cached_total")
+    before = [server.metric(name) for name in names]
+    usage = client.completions.create(prompt=prompt, max_tokens=2, n=3, **GREEDY).usage
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert cached >= 16
+    after = [server.metric(name) for name in names]
+    assert after == [before[0] + usage.prompt_tokens, before[1] + cached]
 
 
 def test_models_and_errors_as_the_client_sees_them(server: RunningServer) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -30,7 +31,6 @@ from chairlift.serving.messages import (
     StepReport,
     Stop,
     Submit,
-    ToEngine,
     Update,
     decode_from_engine,
     encode,
@@ -68,7 +68,7 @@ class Stream:
     def __init__(self, ids: Sequence[str]) -> None:
         self.ids = list(ids)  # in the order of the choices
         self._open = set(self.ids)
-        self._pending: dict[str, Update] = {}
+        self._pending: dict[str, list[Update]] = {}
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
@@ -77,8 +77,7 @@ class Stream:
         return sorted(self._open)
 
     def push(self, update: Update) -> None:
-        earlier = self._pending.get(update.request_id)
-        self._pending[update.request_id] = _merge(earlier, update) if earlier else update
+        self._pending.setdefault(update.request_id, []).append(update)
         if update.finish_reason is not None:
             self._open.discard(update.request_id)
         self._news.set()
@@ -92,7 +91,7 @@ class Stream:
         while self._open or self._pending or self._error:
             await self._news.wait()
             self._news.clear()
-            updates, self._pending = list(self._pending.values()), {}
+            updates, self._pending = [_merged(parts) for parts in self._pending.values()], {}
             if updates:
                 yield updates
             if self._error is not None:
@@ -104,13 +103,15 @@ def completion_ids(request: Submit) -> list[str]:
     return [request.request_id, *(f"{request.request_id}#{index}" for index in range(1, request.params.n))]
 
 
-def _merge(earlier: Update, later: Update) -> Update:
+def _merged(parts: list[Update]) -> Update:
+    if len(parts) == 1:
+        return parts[0]
     return msgspec.structs.replace(
-        later,
-        text=earlier.text + later.text,
-        tokens=earlier.tokens + later.tokens,
-        logprobs=earlier.logprobs + later.logprobs,
-        cached_tokens=earlier.cached_tokens if later.cached_tokens is None else later.cached_tokens,
+        parts[-1],
+        text="".join(part.text for part in parts),
+        tokens=[token for part in parts for token in part.tokens],
+        logprobs=[found for part in parts for found in part.logprobs],
+        cached_tokens=next((part.cached_tokens for part in parts if part.cached_tokens is not None), None),
     )
 
 
@@ -121,13 +122,8 @@ class _Incarnation:
     process: asyncio.subprocess.Process
     commands: zmq.asyncio.Socket
     reports: zmq.asyncio.Socket
-    folder: Path
+    close: Callable[[], None]  # the sockets, and the folder they are in
     last_sign: float = field(default_factory=time.monotonic)
-
-    def close(self) -> None:
-        self.commands.close(linger=0)
-        self.reports.close(linger=0)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class EngineClient:
@@ -136,6 +132,7 @@ class EngineClient:
         model: str,
         engine_options: dict[str, Any],
         on_report: Callable[[StepReport], None],
+        on_restart: Callable[[], None],
         supervision: Supervision | None = None,
         *,
         quiet: bool = False,
@@ -148,6 +145,7 @@ class EngineClient:
         self._options = engine_options
         self._quiet = quiet
         self._on_report = on_report
+        self._on_restart = on_restart
         self._care = supervision or Supervision()
         self._context = zmq.asyncio.Context()
         self._streams: dict[str, Stream] = {}  # by completion id
@@ -173,14 +171,15 @@ class EngineClient:
             await self._changed.wait()
         return self.state
 
-    async def submit(self, requests: Sequence[Submit]) -> Stream:
+    def submit(self, requests: Sequence[Submit]) -> Stream:
         """Send all prompts of one HTTP request; what comes of them arrives on one stream."""
         if self.state is not EngineState.READY:
             raise EngineDead(f"the engine is {self.state.value}")
+        messages = [encode(request) for request in requests]  # if one cannot be told, nothing has happened yet
         stream = Stream([one_id for request in requests for one_id in completion_ids(request)])
         self._streams.update(dict.fromkeys(stream.ids, stream))
-        for request in requests:
-            await self._send(request)
+        for message in messages:
+            self._send(message)
         return stream
 
     def cancel(self, stream: Stream) -> None:
@@ -189,14 +188,14 @@ class EngineClient:
         ids = stream.open_ids
         self._forget(stream)
         if ids and self._life is not None and self.state is EngineState.READY:
-            self._life.commands.send(encode(Cancel(ids)))
+            self._send(encode(Cancel(ids)))
 
     async def stop(self, timeout: float = 5.0) -> None:
         """Stop the engine, by force if it does not listen, and wait until the process is gone."""
+        listens = self.state is EngineState.READY  # while it loads, it does not
         self._become(EngineState.STOPPED)
-        if self._life is not None:
-            with suppress(zmq.ZMQError):
-                await self._send(Stop())
+        if self._life is not None and listens:
+            self._send(encode(Stop()))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._life.process.wait(), timeout)
         if self._supervisor is not None:
@@ -205,9 +204,10 @@ class EngineClient:
                 await self._supervisor
         self._context.destroy(linger=0)
 
-    async def _send(self, message: ToEngine) -> None:
+    def _send(self, message: bytes) -> None:
+        """Never waits: a process that has just died takes nothing, and a caller must not be stuck with it."""
         assert self._life is not None
-        await self._life.commands.send(encode(message))
+        self._life.commands.send(message)
 
     def _become(self, state: EngineState) -> None:
         self.state = state
@@ -220,6 +220,8 @@ class EngineClient:
             began = time.monotonic()
             try:
                 await self._live()
+            except (OSError, zmq.ZMQError) as error:  # out of file descriptors, or of memory: it may get better
+                log.error("the engine cannot be started: %s", error)
             finally:
                 self._fail_all(EngineDead(GONE))
             if self.state in (EngineState.STOPPED, EngineState.FAILED):
@@ -236,6 +238,7 @@ class EngineClient:
             pause = self._care.first_backoff * 2 ** (self.restarts - 1)
             log.warning("the engine died; starting it again in %.2f s (restart %d)", pause, self.restarts)
             await asyncio.sleep(pause)
+            self._on_restart()
 
     async def _live(self) -> None:
         """Start the process and listen to it until it ends or falls silent."""
@@ -263,23 +266,30 @@ class EngineClient:
         await asyncio.wait([listener], timeout=0.2)
 
     async def _spawn(self) -> _Incarnation:
-        folder = Path(tempfile.mkdtemp(prefix="chairlift-"))  # only this user may enter it
-        commands, reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        for socket, name in ((commands, "commands"), (reports, "reports")):
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.bind(f"ipc://{folder / name}")
+        with ExitStack() as opened:  # closed again if the process cannot be started, or is stopped meanwhile
+            folder = Path(tempfile.mkdtemp(prefix="chairlift-"))  # only this user may enter it
+            opened.callback(shutil.rmtree, folder, ignore_errors=True)
+            commands, reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+            for socket, name in ((commands, "commands"), (reports, "reports")):
+                opened.callback(socket.close, linger=0)
+                socket.setsockopt(zmq.SNDHWM, 0)
+                socket.setsockopt(zmq.RCVHWM, 0)
+                socket.bind(f"ipc://{folder / name}")
+            process = await self._start_process(folder)
+            return _Incarnation(process, commands, reports, opened.pop_all().close)
+
+    async def _start_process(self, folder: Path) -> asyncio.subprocess.Process:
         settings = {
             "model": self._model,
             "engine": self._options,
             "quiet": self._quiet,
+            "parent": os.getpid(),
             "commands": f"ipc://{folder / 'commands'}",
             "reports": f"ipc://{folder / 'reports'}",
         }
-        process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "chairlift.serving.engine_process", json.dumps(settings)
         )
-        return _Incarnation(process, commands, reports, folder)
 
     async def _listen(self, life: _Incarnation) -> None:
         while True:
@@ -300,7 +310,7 @@ class EngineClient:
                 case Refused():
                     stream = self._streams.get(message.request_id)
                     if stream is not None:
-                        self._forget(stream)
+                        self.cancel(stream)  # the other prompts of the same HTTP request
                         stream.fail(InvalidParameter(message.parameter, message.problem))
                 case Heartbeat():
                     pass

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,12 +52,11 @@ HEARTBEAT_SECONDS = 0.5
 class EngineProcess:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
-        self.parent = os.getppid()
+        self.parent: int = settings["parent"]  # told, not asked: it may be gone already
         self.context = zmq.Context()
         self.inbox = self.context.socket(zmq.PULL)
         self.outbox = self.context.socket(zmq.PUSH)
         for socket in (self.inbox, self.outbox):
-            socket.setsockopt(zmq.LINGER, 1000)
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
         self.inbox.connect(settings["commands"])
@@ -93,10 +93,10 @@ class EngineProcess:
 
     def _beat(self) -> None:
         """A socket belongs to one thread, so the heartbeat has its own."""
-        socket = self.context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.LINGER, 0)
+        socket = zmq.Context().socket(zmq.PUSH)  # of a context of its own, which nobody waits for at the end
         socket.connect(self.settings["reports"])
-        while not threading.Event().wait(HEARTBEAT_SECONDS):
+        while True:
+            time.sleep(HEARTBEAT_SECONDS)
             socket.send(encode(Heartbeat(self.steps)))
 
     def _take_messages(self, *, wait: bool) -> None:
@@ -186,7 +186,11 @@ def main() -> None:
     level = logging.WARNING if settings["quiet"] else logging.INFO
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("chairlift").setLevel(level)
-    sys.exit(EngineProcess(settings).main())
+    process = EngineProcess(settings)
+    try:
+        sys.exit(process.main())
+    finally:
+        process.context.destroy(linger=1000)  # let the last words get out
 
 
 if __name__ == "__main__":

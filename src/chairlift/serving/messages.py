@@ -58,7 +58,7 @@ class Update(msgspec.Struct, frozen=True):
     text: str = ""
     tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
-    cached_tokens: int | None = None  # said once, when it boards
+    cached_tokens: int | None = None  # said whenever it boards: again after a preemption
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

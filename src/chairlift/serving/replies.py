@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 from chairlift.core.logprobs import TokenLogprobs
@@ -31,14 +32,21 @@ class Choice:
     """One completion as far as it is known."""
 
     index: int
-    text: str = ""
+    parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     started: bool = False  # whether a streamed chunk of it has been sent
+    boarded: bool = False  # whether its cached tokens are known
+    scored: int = 0  # characters of the tokens whose logprobs have been told
 
-    def take_in(self, update: Update) -> None:
-        self.text += update.text
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def add(self, update: Update) -> None:
+        """Keep an update for the whole answer; a stream passes it on instead."""
+        self.parts.append(update.text)
         self.logprobs += [found for found in update.logprobs if found is not None]
         self.finish_reason = update.finish_reason
         self.stop_reason = update.stop_reason
@@ -106,30 +114,30 @@ class TextShape:
 
     def choice(self, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
         text = self.echoes[choice.index] + choice.text
-        return self._body(choice, text, choice.logprobs, choice.finish_reason, tokenizer)
+        return self._body(choice, text, choice.logprobs, choice, tokenizer)
 
     def delta(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> dict[str, Any]:
         text = update.text if choice.started else self.echoes[choice.index] + update.text
         found = [item for item in update.logprobs if item is not None]
-        return self._body(choice, text, found, update.finish_reason, tokenizer)
+        return self._body(choice, text, found, update, tokenizer)
 
     def _body(
-        self, choice: Choice, text: str, found: list[TokenLogprobs], reason: str | None, tokenizer: Tokenizer
+        self, choice: Choice, text: str, found: list[TokenLogprobs], end: Choice | Update, tokenizer: Tokenizer
     ) -> dict[str, Any]:
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": self._logprobs(found, tokenizer) if self.with_logprobs else None,
-            "finish_reason": reason,
-            "stop_reason": choice.stop_reason,
+            "logprobs": self._logprobs(choice, found, tokenizer) if self.with_logprobs else None,
+            "finish_reason": end.finish_reason,
+            "stop_reason": end.stop_reason,
         }
 
-    def _logprobs(self, found: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, found: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
         def text_of(token: int) -> str:
             return tokenizer.decode([token], skip_special_tokens=False)
 
         tokens = [text_of(item.token_id) for item in found]
-        offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        *offsets, choice.scored = accumulate(map(len, tokens), initial=choice.scored)
         return {
             "tokens": tokens,
             "token_logprobs": [item.logprob for item in found],
@@ -150,11 +158,12 @@ class Reply:
 
     def take_in(self, update: Update) -> Choice:
         choice = self._of[update.request_id]
-        choice.take_in(update)
         self.usage.completion_tokens += len(update.tokens)
-        # Completions of the same prompt share it; what was cached is told once, by the first of them.
-        if update.cached_tokens is not None and "#" not in update.request_id:
-            self.usage.cached_tokens += update.cached_tokens
+        if update.cached_tokens is not None and not choice.boarded:  # a preempted completion boards again
+            choice.boarded = True
+            # Completions of the same prompt share it; what was cached is told once, by the first of them.
+            if "#" not in update.request_id:
+                self.usage.cached_tokens += update.cached_tokens
         return choice
 
     def body(self, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
 
+from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.store import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
@@ -40,9 +42,12 @@ async def serve_forever(config: ServerConfig, on_ready: Callable[[Service], None
     """Serve until told to stop. Returns the exit status: 0 after an orderly end, 1 if the engine failed for good."""
     # The front end only needs the tokenizer; fetching the model here, once, shows its progress bar.
     path = resolve_model(config.model, progress=not config.quiet)
+    listener = _listen(config.host, config.port)
     tokenizer = make_tokenizer(open_checkpoint(path))
     metrics = Metrics()
-    engine = EngineClient(str(path), config.engine, metrics.take_in, config.supervision, quiet=config.quiet)
+    engine = EngineClient(
+        str(path), config.engine, metrics.take_in, metrics.restarts.inc, config.supervision, quiet=config.quiet
+    )
     service = Service(config.served_name or config.model, tokenizer, engine, metrics, config.limits)
     app = make_app(service, config.api_keys)
     server = _Server(
@@ -54,13 +59,23 @@ async def serve_forever(config: ServerConfig, on_ready: Callable[[Service], None
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stopping.set)
-    serving = asyncio.create_task(server.serve())
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         return await _run(config, service, serving, stopping, on_ready)
     finally:
         server.should_exit = True
         await engine.stop()
         await serving
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Before the engine is started: a port that is taken should not cost the time of loading a model."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        problem = f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
+        raise InvalidParameter("port", problem) from None
 
 
 async def _run(
@@ -73,7 +88,7 @@ async def _run(
     told = asyncio.create_task(stopping.wait())
     settled = asyncio.create_task(service.engine.wait_until_settled())
     await asyncio.wait({told, settled, serving}, return_when=asyncio.FIRST_COMPLETED)
-    if serving.done():  # the port is taken, for one
+    if serving.done():
         return 1
     while not told.done():
         if service.engine.state is EngineState.FAILED:

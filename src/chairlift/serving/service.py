@@ -88,8 +88,10 @@ class Service:
 
     def _admit(self, num_completions: int) -> None:
         if self.draining:
+            self.metrics.refused.labels("503").inc()
             raise unavailable("the server is shutting down")
         if self.engine.state is not EngineState.READY or self.engine.loaded is None:
+            self.metrics.refused.labels("503").inc()
             raise unavailable(f"the engine is {self.engine.state.value}")
         if num_completions > self.limits.max_completions:
             problem = f"{num_completions} completions in one request; the limit is {self.limits.max_completions}"
@@ -105,6 +107,14 @@ class Service:
                 headers={"Retry-After": "1"},
             )
 
+    def _check_lengths(self, prompts: Sequence[list[int]]) -> None:
+        """The engine would say so too, but all others would wait while it reads millions of tokens."""
+        assert self.engine.loaded is not None
+        longest, limit = max(map(len, prompts)), self.engine.loaded.max_model_len
+        if longest >= limit:
+            problem = f"has {longest} tokens, but at most {limit - 1} leave room for an answer"
+            raise InvalidParameter("prompt", f"{problem} (max_model_len is {limit})")
+
     async def _answer(
         self,
         body: Sampling,
@@ -116,6 +126,7 @@ class Service:
     ) -> Response:
         self.check_model(body.model)
         self._admit(len(prompts) * params.n)
+        self._check_lengths(prompts)
         answer_id = f"{prefix}-{uuid.uuid4().hex}"
         timeout = self.limits.default_timeout if body.timeout is None else body.timeout
         requests = [
@@ -126,12 +137,13 @@ class Service:
         ids = [one_id for request in requests for one_id in completion_ids(request)]
         reply = Reply(shape, answer_id, self.model_name, ids, usage)
         begun = time.monotonic()
-        stream = await self.engine.submit(requests)
-        watched = self._watched(stream, begun)
+        stream = self.engine.submit(requests)
+        self.metrics.prompt_tokens.inc(usage.prompt_tokens)
+        watched = self._watched(stream, begun, usage)
         if not body.stream:
             return await self._whole(http, stream, watched, reply)
         # Errors that show before the first token still get a status of their own.
-        first = await self._or_gone(http, stream, anext(watched))
+        first = await self._or_gone(http, stream, _first(watched))
         events = self._events(first, watched, reply, body)
         return EventStream(events, on_end=lambda: self.engine.cancel(stream))
 
@@ -143,7 +155,7 @@ class Service:
         async def collect() -> None:
             async for batch in updates:
                 for update in batch:
-                    reply.take_in(update)
+                    reply.take_in(update).add(update)
                     _raise_if_cut_short(update)
 
         await self._or_gone(http, stream, collect())
@@ -190,26 +202,27 @@ class Service:
             task.cancel()
             gone.cancel()
 
-    async def _watched(self, stream: Stream, begun: float) -> AsyncIterator[list[Update]]:
+    async def _watched(self, stream: Stream, begun: float, usage: Usage) -> AsyncIterator[list[Update]]:
         """The stream, with every token's time noted on the way."""
         last: dict[str, float] = {}
-        async for batch in stream:
-            now = time.monotonic()
-            for update in batch:
-                if update.tokens:
-                    before = last.get(update.request_id)
-                    if before is None:
-                        self.metrics.first_token.observe(now - begun)
-                    else:
-                        self.metrics.inter_token.observe((now - before) / len(update.tokens))
-                    last[update.request_id] = now
-                    self.metrics.output_tokens.inc(len(update.tokens))
-                if update.cached_tokens is not None:
-                    self.metrics.cached_tokens.inc(update.cached_tokens)
-                if update.finish_reason is not None:
-                    self.metrics.end_to_end.observe(now - begun)
-                    self.metrics.requests.labels(update.finish_reason).inc()
-            yield batch
+        try:
+            async for batch in stream:
+                now = time.monotonic()
+                for update in batch:
+                    if update.tokens:
+                        before = last.get(update.request_id)
+                        if before is None:
+                            self.metrics.first_token.observe(now - begun)
+                        else:
+                            self.metrics.inter_token.observe((now - before) / len(update.tokens))
+                        last[update.request_id] = now
+                        self.metrics.output_tokens.inc(len(update.tokens))
+                    if update.finish_reason is not None:
+                        self.metrics.end_to_end.observe(now - begun)
+                        self.metrics.requests.labels(update.finish_reason).inc()
+                yield batch
+        finally:
+            self.metrics.cached_tokens.inc(usage.cached_tokens)
 
 
 def check_ids(parameter: str, tokens: list[int]) -> list[int]:
@@ -232,6 +245,13 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._on_end()
+
+
+async def _first(updates: AsyncIterator[list[Update]]) -> list[Update]:
+    batch = await anext(updates)
+    for update in batch:
+        _raise_if_cut_short(update)
+    return batch
 
 
 def _raise_if_cut_short(update: Update) -> None:

@@ -54,5 +54,11 @@ class Metrics:
             self.step_tokens.labels("decode").inc(report.decode_tokens)
             self.step_tokens.labels("prefill").inc(report.prefill_tokens)
 
+    def note_restart(self) -> None:
+        """What the old engine held is gone, and it can no longer say so."""
+        self.restarts.inc()
+        for gauge in (self.running, self.waiting, self.kv_used):
+            gauge.set(0)
+
     def render(self) -> bytes:
         return generate_latest(self._registry)

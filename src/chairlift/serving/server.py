@@ -46,7 +46,7 @@ async def serve_forever(config: ServerConfig, on_ready: Callable[[Service], None
     tokenizer = make_tokenizer(open_checkpoint(path))
     metrics = Metrics()
     engine = EngineClient(
-        str(path), config.engine, metrics.take_in, metrics.restarts.inc, config.supervision, quiet=config.quiet
+        str(path), config.engine, metrics.take_in, metrics.note_restart, config.supervision, quiet=config.quiet
     )
     service = Service(config.served_name or config.model, tokenizer, engine, metrics, config.limits)
     app = make_app(service, config.api_keys)

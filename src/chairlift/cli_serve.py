@@ -49,7 +49,9 @@ def serve(
     ] = 256,
     request_timeout: Annotated[
         float | None,
-        typer.Option(help="Seconds after which a request ends.", rich_help_panel=_SERVER, show_default="never"),
+        typer.Option(
+            help="Seconds after which a request ends.", min=0.001, rich_help_panel=_SERVER, show_default="never"
+        ),
     ] = None,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get at shutdown.", min=0, rich_help_panel=_SERVER)

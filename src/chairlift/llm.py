@@ -17,7 +17,7 @@ from chairlift.core.events import (
 )
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.sampling import SamplingParams
-from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.errors import InvalidParameter
 from chairlift.familiar_names import translate_options
 from chairlift.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamedText
 
@@ -165,8 +165,7 @@ class LLM:
 
     def _step(self) -> None:
         self.engine.step()  # every open batch hears of it as a listener
-        if self.engine.fatal is not None:
-            raise EngineDead(f"the engine stopped after an error: {self.engine.fatal}") from self.engine.fatal
+        self.engine.check_alive()
 
 
 class _Input:

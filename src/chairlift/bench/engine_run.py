@@ -36,8 +36,7 @@ def _run(engine: Engine, workload: Workload, advance: Advance) -> Measurement:
         ids += engine.submit(request.prompt_ids, params)
     while engine.has_work:
         recorder.take_in(engine.step())
-        if engine.fatal is not None:
-            raise EngineDead(f"the engine stopped after an error: {engine.fatal}") from engine.fatal
+        engine.check_alive()
         advance(recorder.num_tokens)
     seconds = engine.now() - begun
     times = [[time - begun for time in recorder.token_times[request_id]] for request_id in ids]

@@ -31,6 +31,11 @@ class Ending:
     detail: int | str | None = None
 
 
+def completion_ids(request_id: str, n: int) -> list[str]:
+    """The ids of the `n` completions of one prompt, the first of them the prompt's own."""
+    return [request_id, *(f"{request_id}#{index}" for index in range(1, n))]
+
+
 class Request:
     """One sequence being generated.
 

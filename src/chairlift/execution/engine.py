@@ -10,7 +10,7 @@ from typing import Protocol
 from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.randomness import child_seed
-from chairlift.core.request import Ending, FinishReason, Request
+from chairlift.core.request import Ending, FinishReason, Request, completion_ids
 from chairlift.core.sampling import MAX_SEED, SamplingParams
 from chairlift.core.scheduler import Scheduler
 from chairlift.errors import EngineDead, InvalidParameter
@@ -83,13 +83,12 @@ class Engine:
         `timeout` is in seconds from now. Requests with different `cache_salt`s never share cached prefixes.
         Whatever is wrong with a request raises here, before anything is queued.
         """
-        if self.fatal is not None:
-            raise EngineDead(f"the engine stopped after an error: {self.fatal}") from self.fatal
+        self.check_alive()
         max_new_tokens = self.check(prompt, params, timeout)
         now = self._clock()
         seed = self._seeds.randrange(MAX_SEED) if params.seed is None else params.seed
         first_id = request_id or f"request-{self._num_submitted}"
-        ids = [first_id, *(f"{first_id}#{index}" for index in range(1, params.n))]
+        ids = completion_ids(first_id, params.n)
         self._check_unused(ids)
         self._num_submitted += 1
         leader: Request | None = None
@@ -111,6 +110,11 @@ class Engine:
             self._text.open(request)
             leader = leader or request
         return ids
+
+    def check_alive(self) -> None:
+        """Raise if a step failed for good."""
+        if self.fatal is not None:
+            raise EngineDead(f"the engine stopped after an error: {self.fatal}") from self.fatal
 
     def check(self, prompt: Sequence[int], params: SamplingParams, timeout: float | None = None) -> int:
         """Raise if this could not be served; return how many tokens it may generate at most."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -128,20 +128,19 @@ def _tokens_of(body: TokenizeRequest, service: Service) -> list[int]:
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
-    def require(ok: bool, state: Callable[[], str]) -> Response:
-        return JSONResponse({"status": "ok"}) if ok else unavailable(f"the engine is {state()}").response()
-
     @app.get("/health", responses=_ERRORS)
     async def health() -> Response:
         """Whether the service works: 503 while the engine is being started again."""
-        return require(service.engine.state is EngineState.READY, lambda: service.engine.state.value)
+        if service.engine.state is not EngineState.READY:
+            return unavailable(f"the engine is {service.engine.state.value}").response()
+        return JSONResponse({"status": "ok"})
 
     @app.get("/ready", responses=_ERRORS)
     async def ready() -> Response:
         """Whether new requests are taken: as /health, and not while shutting down."""
         if service.draining:
             return unavailable("the server is shutting down").response()
-        return require(service.engine.state is EngineState.READY, lambda: service.engine.state.value)
+        return await health()
 
     @app.get("/metrics", responses=_ERRORS)
     async def metrics() -> Response:

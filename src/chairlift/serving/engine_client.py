@@ -21,6 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from chairlift.core.request import completion_ids
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.serving.messages import (
     Cancel,
@@ -98,11 +99,6 @@ class Stream:
                 raise self._error
 
 
-def completion_ids(request: Submit) -> list[str]:
-    """The ids under which the engine reports the completions of one prompt."""
-    return [request.request_id, *(f"{request.request_id}#{index}" for index in range(1, request.params.n))]
-
-
 def _merged(parts: list[Update]) -> Update:
     if len(parts) == 1:
         return parts[0]
@@ -176,7 +172,9 @@ class EngineClient:
         if self.state is not EngineState.READY:
             raise EngineDead(f"the engine is {self.state.value}")
         messages = [encode(request) for request in requests]  # if one cannot be told, nothing has happened yet
-        stream = Stream([one_id for request in requests for one_id in completion_ids(request)])
+        stream = Stream(
+            [one_id for request in requests for one_id in completion_ids(request.request_id, request.params.n)]
+        )
         self._streams.update(dict.fromkeys(stream.ids, stream))
         for message in messages:
             self._send(message)

@@ -61,7 +61,6 @@ class EngineProcess:
             socket.setsockopt(zmq.RCVHWM, 0)
         self.inbox.connect(settings["commands"])
         self.outbox.connect(settings["reports"])
-        self.steps = 0
         self.stopping = False
 
     def main(self) -> int:
@@ -76,7 +75,6 @@ class EngineProcess:
             self._take_messages(wait=not self.engine.has_work)
             if self.engine.has_work:
                 self._report(self.engine.step())
-                self.steps += 1
             if self.engine.fatal is not None:
                 logging.getLogger("chairlift").error("a step failed", exc_info=self.engine.fatal)
                 return 1
@@ -89,7 +87,7 @@ class EngineProcess:
         started = load_engine(self.settings["model"], EngineConfig(**self.settings["engine"]), progress=False)
         self.engine = started.engine
         seats = self.engine.scheduler.max_batch_requests
-        self._send(Loaded(self.engine.max_model_len, self.engine.vocab_size, seats, started.memory.lines()))
+        self._send(Loaded(self.engine.max_model_len, self.engine.vocab_size, seats))
 
     def _beat(self) -> None:
         """A socket belongs to one thread, so the heartbeat has its own."""
@@ -97,7 +95,7 @@ class EngineProcess:
         socket.connect(self.settings["reports"])
         while True:
             time.sleep(HEARTBEAT_SECONDS)
-            socket.send(encode(Heartbeat(self.steps)))
+            socket.send(encode(Heartbeat()))
 
     def _take_messages(self, *, wait: bool) -> None:
         if wait and not self.inbox.poll(IDLE_POLL_MS):

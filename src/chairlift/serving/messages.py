@@ -29,12 +29,11 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """The engine is up. `facts` are for people: the start-up arithmetic."""
+    """The engine is up."""
 
     max_model_len: int
     vocab_size: int
     max_batch_requests: int
-    facts: list[str]
 
 
 class FailedToLoad(msgspec.Struct, tag=True, frozen=True):
@@ -79,8 +78,6 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Sent by a thread of its own, so that a long step does not look like a dead engine."""
-
-    steps: int
 
 
 ToEngine = Submit | Cancel | Stop

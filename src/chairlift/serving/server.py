@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,19 +91,13 @@ async def _run(
     await asyncio.wait({told, settled, serving}, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         return 1
-    while not told.done():
-        if service.engine.state is EngineState.FAILED:
-            log.error("the engine failed: %s", service.engine.problem)
-            return 1
-        if service.engine.state is EngineState.READY:
-            on_ready(service)
-            break
-        await asyncio.wait({told}, timeout=0.05)
+    if settled.done() and settled.result() is EngineState.READY:
+        on_ready(service)
     while not told.done() and not serving.done():
-        await asyncio.wait({told, serving}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
         if service.engine.state is EngineState.FAILED:
             log.error("the engine failed: %s", service.engine.problem)
             return 1
+        await asyncio.wait({told, serving}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
     await _drain(service, config.drain_timeout)
     return 0
 
@@ -116,10 +111,6 @@ async def _drain(service: Service, timeout: float) -> None:
 
 
 class _Server(uvicorn.Server):
-    def install_signal_handlers(self) -> None:
-        """Signals are ours: uvicorn would stop at once instead of draining."""
-
     def capture_signals(self) -> Any:
-        from contextlib import nullcontext
-
+        """Signals are ours: uvicorn would stop at once instead of draining."""
         return nullcontext()

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.serving.api_types import ChatRequest, CompletionRequest, Sampling
-from chairlift.serving.engine_client import EngineClient, EngineState, Stream, completion_ids
+from chairlift.serving.engine_client import EngineClient, EngineState, Stream
 from chairlift.serving.errors import APIError, as_api_error, unavailable
 from chairlift.serving.messages import Submit, Update
 from chairlift.serving.metrics import Metrics
@@ -134,10 +134,9 @@ class Service:
             for index, prompt in enumerate(prompts)
         ]
         usage = Usage(prompt_tokens=sum(map(len, prompts)))
-        ids = [one_id for request in requests for one_id in completion_ids(request)]
-        reply = Reply(shape, answer_id, self.model_name, ids, usage)
         begun = time.monotonic()
         stream = self.engine.submit(requests)
+        reply = Reply(shape, answer_id, self.model_name, stream.ids, usage)
         self.metrics.prompt_tokens.inc(usage.prompt_tokens)
         watched = self._watched(stream, begun, usage)
         if not body.stream:

@@ -18,6 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
 		{ $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@# To test the GPU kernels in Triton's interpreter. Without its dependencies: torch here is the CPU build.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.6.0
 	@touch $@
 
 serve: install  ## fetch the default model and serve it on 127.0.0.1:8000

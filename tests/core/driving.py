@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from chairlift.core.budget import FixedBudget
@@ -80,3 +81,22 @@ def shape(plan: StepPlan) -> list[tuple[str, int, int]]:
 
 def events_of(scheduler: Scheduler, kind: type) -> list[Event]:
     return [event for event in scheduler.drain_events() if isinstance(event, kind)]
+
+
+def run_pipelined(scheduler: Scheduler, depth: int, limit: int = 10_000) -> int:
+    """As run_to_end, but `depth` steps are planned ahead of the results, as on a GPU."""
+    in_flight: deque[StepPlan] = deque()
+    steps = 0
+    while scheduler.has_work or in_flight:
+        plan = scheduler.schedule(float(steps))
+        check_accounting(scheduler)
+        if plan:
+            check_plan(scheduler, plan)
+            in_flight.append(plan)
+        if in_flight and (len(in_flight) > depth or not plan):
+            scheduler.apply(run_plan(in_flight.popleft()), float(steps))
+            check_accounting(scheduler)
+            check_shared_prefixes(scheduler)
+        steps += 1
+        assert steps < limit, "the workload does not come to an end"
+    return steps

@@ -14,7 +14,7 @@ def compute(kv: KVCache, request: Request, count: int | None = None) -> None:
         kv.attach(request, kv.match(request))
         count = min(count, request.num_behind)
     assert kv.reserve(request, count) is not None
-    request.num_computed += count
+    request.start_from(request.num_computed + count)
     kv.commit(request)
 
 

@@ -25,7 +25,9 @@ class PlanDraft:
 
     def add(self, request: Request, count: int, kv: KVCache, copies: tuple[BlockCopy, ...]) -> None:
         self._spend(request, count)
-        self.chunks[request.id] = Chunk(request, request.num_computed, count, kv.table(request), copies)
+        start = request.num_planned
+        samples = start + count == request.num_expected
+        self.chunks[request.id] = Chunk(request, start, count, kv.table(request), samples, copies, request.generation)
 
     def drop(self, request: Request) -> None:
         """Take a preempted request out again, if it was in, and give its tokens back to the budget."""

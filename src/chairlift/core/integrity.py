@@ -27,7 +27,7 @@ def check_accounting(scheduler: Scheduler) -> None:
         request = scheduler.get(request_id)
         assert request is not None, f"{request_id} is gone but holds blocks"
         assert request.status is Status.RUNNING or request.steps_in_flight, f"{request_id} waits but holds blocks"
-        assert len(table) >= kv.blocks_for(request.num_computed), f"{request_id} lacks blocks for computed tokens"
+        assert len(table) >= kv.blocks_for(request.num_planned), f"{request_id} lacks blocks for planned tokens"
     for request in scheduler.running:
         assert request.id in tables, f"{request.id} is on board without a table"
     for name, queue in (("running", scheduler.running), ("waiting", scheduler.waiting)):
@@ -46,8 +46,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     for chunk in plan.chunks:
         request = chunk.request
         assert chunk.count >= 1
-        assert chunk.start == request.num_computed
-        assert chunk.end <= request.num_known
+        assert chunk.end == request.num_planned <= request.num_expected
         first, last = chunk.start // kv.block_size, (chunk.end - 1) // kv.block_size
         for block in chunk.table[first : last + 1]:
             assert kv.pool.references(block) == 1, f"{request.id} writes block {block}, which others hold too"

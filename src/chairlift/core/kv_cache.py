@@ -53,7 +53,7 @@ class KVCache:
         self.pool.share(match.blocks)
         self._tables[request.id] = list(match.blocks)
         self._num_indexed[request.id] = len(match.blocks)
-        request.num_computed = len(match.blocks) * self.block_size
+        request.start_from(len(match.blocks) * self.block_size)
         if self.prefix_caching:
             self.index.claim(request)
 
@@ -66,7 +66,7 @@ class KVCache:
         self.pool.share(shared)
         self._tables[child.id] = list(shared)
         self._num_indexed[child.id] = num_tokens // self.block_size
-        child.num_computed = num_tokens
+        child.start_from(num_tokens)
 
     def reserve(self, request: Request, count: int) -> tuple[BlockCopy, ...] | None:
         """Make room to write `request`'s next `count` tokens, into blocks that it alone holds.
@@ -75,7 +75,7 @@ class KVCache:
         """
         table = self._tables[request.id]
         frozen = self._frozen_positions(request, table)
-        num_new = self.blocks_for(request.num_computed + count) - len(table)
+        num_new = self.blocks_for(request.num_planned + count) - len(table)
         blocks = self.pool.take(len(frozen) + max(num_new, 0))
         if blocks is None:
             return None
@@ -90,7 +90,7 @@ class KVCache:
 
     def _frozen_positions(self, request: Request, table: Sequence[int]) -> list[int]:
         """Positions from the next write on whose block others hold too, or whose contents are indexed."""
-        first = request.num_computed // self.block_size
+        first = request.num_planned // self.block_size
         return [
             position
             for position in range(first, len(table))
@@ -99,7 +99,7 @@ class KVCache:
 
     def num_missing(self, request: Request) -> int:
         """Blocks that `request` does not hold yet but needs for the tokens it knows."""
-        return max(0, self.blocks_for(request.num_known) - len(self.table(request)))
+        return max(0, self.blocks_for(request.num_expected) - len(self.table(request)))
 
     def commit(self, request: Request) -> None:
         """Index the blocks that `request` has filled by now."""

@@ -27,16 +27,13 @@ class Chunk:
     start: int
     count: int
     table: Sequence[int]  # the request's block table: logical block -> physical block
+    samples: bool  # whether it reaches the request's last token, so that the next one can be sampled
     copies: tuple[BlockCopy, ...] = ()
+    generation: int = 0  # the request's when this was planned
 
     @property
     def end(self) -> int:
         return self.start + self.count
-
-    @property
-    def samples(self) -> bool:
-        """Whether this chunk reaches the last known token, so that the next one can be sampled."""
-        return self.end == self.request.num_known
 
     @property
     def decodes(self) -> bool:

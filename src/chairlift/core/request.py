@@ -43,6 +43,10 @@ class Request:
     keys and values in the cache. That difference is all the scheduler looks at: a decode is one token behind,
     a prefill is many behind, a prefix hit starts further ahead.
 
+    Steps may be planned before the results of earlier ones are in (on a GPU the next step is queued while one
+    runs). `num_planned` therefore counts what is computed or under way, and `num_unread` the tokens that steps
+    under way will have sampled: known to the device, not yet to us.
+
     Only the scheduler (and the KV accounting under it) changes a request; everyone else reads.
     """
 
@@ -53,11 +57,14 @@ class Request:
         "deadline",
         "ending",
         "eos_ids",
+        "generation",
         "id",
         "leader",
         "max_new_tokens",
         "num_computed",
+        "num_planned",
         "num_prompt",
+        "num_unread",
         "order",
         "params",
         "salt",
@@ -95,6 +102,9 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self._tokens = list(prompt)
         self.num_computed = 0
+        self.num_planned = 0  # num_computed, and the tokens of steps under way
+        self.num_unread = 0  # tokens that steps under way will add
+        self.generation = 0  # counts its preemptions: results of steps planned before one are dropped
         self.status = Status.WAITING
         self.ending: Ending | None = None
         self.steps_in_flight = 0  # planned steps whose results have not been applied yet
@@ -122,14 +132,25 @@ class Request:
         return len(self._tokens) - self.num_prompt
 
     @property
+    def num_expected(self) -> int:
+        """Known tokens, and those that steps under way will add."""
+        return len(self._tokens) + self.num_unread
+
+    @property
     def num_behind(self) -> int:
-        """Known tokens that still have to be computed."""
-        return len(self._tokens) - self.num_computed
+        """Tokens that still have to be computed. The last one that may be generated never is."""
+        expected = self.num_expected
+        return 0 if expected - self.num_prompt >= self.max_new_tokens else expected - self.num_planned
 
     @property
     def decoding(self) -> bool:
         """One token behind, and that token is its own."""
-        return self.num_computed == len(self._tokens) - 1 and self.num_computed >= self.num_prompt
+        return self.num_planned == self.num_expected - 1 and self.num_planned >= self.num_prompt
+
+    def start_from(self, num_computed: int) -> None:
+        """Nothing is under way, and the first `num_computed` tokens are in the cache."""
+        self.num_computed = self.num_planned = num_computed
+        self.num_unread = 0
 
     def append(self, token: int) -> None:
         self._tokens.append(token)

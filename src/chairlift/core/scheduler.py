@@ -135,7 +135,10 @@ class Scheduler:
         plan = StepPlan(self._num_steps, tuple(draft.chunks.values()))
         self._num_steps += 1
         for chunk in plan.chunks:
-            chunk.request.steps_in_flight += 1
+            request = chunk.request
+            request.steps_in_flight += 1
+            request.num_planned = chunk.end
+            request.num_unread += chunk.samples
         return plan
 
     def _expire(self, now: float) -> None:
@@ -174,7 +177,8 @@ class Scheduler:
         self._events.append(RequestPreempted(now, victim.id, victim.num_computed))
         self.kv.release(victim)
         self.running.remove(victim)
-        victim.num_computed = 0
+        victim.start_from(0)
+        victim.generation += 1
         victim.status = Status.WAITING
         insort(self.waiting, victim, key=_order)
 
@@ -208,7 +212,7 @@ class Scheduler:
         copies = self.kv.reserve(request, count) if self._fits_whole(request, draft) else None
         if copies is None:
             self.kv.release(request)
-            request.num_computed = 0
+            request.start_from(0)
             return WaitReason.MEMORY
         self._seat(request, match, now)
         draft.add(request, count, self.kv, copies)
@@ -269,10 +273,13 @@ class Scheduler:
             if request.status is Status.FINISHED:  # ended while the step was under way: its blocks are free now
                 self._leave(request)
                 continue
+            if chunk.generation != request.generation:  # preempted meanwhile: it computes those tokens again
+                continue
             request.num_computed = chunk.end
             self.kv.commit(request)
             if sample is None:
                 continue
+            request.num_unread -= 1
             token, logprobs = sample
             if token == BAD_LOGITS:
                 self._finish(request, Ending(FinishReason.ERROR, "the model produced no finite scores"), now)

@@ -63,7 +63,7 @@ class ModelRunner:
         """Compile what is compiled on first use, so that the first request does not wait for it. Runs one token
         against block 0, which nobody holds yet."""
         request = Request("warm-up", [0], SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
-        self.run(StepPlan(step=0, chunks=(Chunk(request, start=0, count=1, table=[0]),)))
+        self.run(StepPlan(step=0, chunks=(Chunk(request, start=0, count=1, table=[0], samples=True),)))
         self.forget(request.id)
 
     def forget(self, request_id: str) -> None:

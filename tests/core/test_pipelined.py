@@ -47,7 +47,7 @@ def outcome(scheduler: Scheduler) -> tuple[dict[str, list[int]], dict[str, Finis
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("num_blocks", [18, 200])
+@pytest.mark.parametrize("num_blocks", [22, 200])
 @pytest.mark.parametrize("seed", range(6))
 def test_planning_ahead_changes_no_token(seed: int, num_blocks: int, depth: int) -> None:
     plain, ahead = (make_scheduler(num_blocks=num_blocks, max_batch_tokens=32) for _ in range(2))
@@ -65,7 +65,7 @@ def test_planning_ahead_changes_no_token(seed: int, num_blocks: int, depth: int)
 def test_the_small_pool_really_preempts() -> None:
     preemptions = 0
     for seed in range(6):
-        scheduler = make_scheduler(num_blocks=18, max_batch_tokens=32)
+        scheduler = make_scheduler(num_blocks=22, max_batch_tokens=32)
         submit_all(scheduler, seed)
         run_pipelined(scheduler, 1)
         preemptions += outcome(scheduler)[2]

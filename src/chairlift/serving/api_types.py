@@ -37,13 +37,11 @@ class StreamOptions(Strict):
 
 
 class Sampling(Strict):
-    """What both endpoints share. Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
-    stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt."""
+    """What every endpoint that generates shares. Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens,
+    ignore_eos, stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt."""
 
     model: str
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Integer | None = None
@@ -68,7 +66,7 @@ class Sampling(Strict):
         given = {
             name: getattr(self, name)
             for name in (
-                *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+                *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
                 *("frequency_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
                 *("include_stop_str_in_output", "skip_special_tokens"),
             )
@@ -76,6 +74,16 @@ class Sampling(Strict):
         }
         _check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
         return SamplingParams(**given, logit_bias=_bias(self.logit_bias), **more)
+
+
+class Completing(Sampling):
+    """What chat and text completions share beyond that."""
+
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        return super().sampling_params(n=1 if self.n is None else self.n, **more)
 
     @property
     def include_usage(self) -> bool:
@@ -90,7 +98,7 @@ class Sampling(Strict):
             raise InvalidParameter("stream_options", "only goes with stream: true")
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(Completing):
     prompt: (
         str
         | Annotated[TokenIds, Field(min_length=1)]
@@ -120,7 +128,7 @@ class CompletionRequest(Sampling):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
 
-class ChatRequest(Sampling):
+class ChatRequest(Completing):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Integer | None = None
     max_completion_tokens: Integer | None = None

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
+import msgspec
+
 from chairlift.core.logprobs import TokenLogprobs
+from chairlift.serving.errors import APIError
 from chairlift.serving.messages import Update
 from chairlift.text.tokenizer import Tokenizer
+
+json_encoder = msgspec.json.Encoder()
 
 
 @dataclass(slots=True)
@@ -17,6 +23,16 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    _boarded: set[str] = field(default_factory=set)  # completions whose cached tokens are known
+
+    def take_in(self, update: Update) -> None:
+        self.completion_tokens += len(update.tokens)
+        # A preempted completion boards again; and completions of the same prompt share it: what was cached is told
+        # once, by the first of them.
+        if update.cached_tokens is not None and update.request_id not in self._boarded:
+            self._boarded.add(update.request_id)
+            if "#" not in update.request_id:
+                self.cached_tokens += update.cached_tokens
 
     def body(self) -> dict[str, Any]:
         return {
@@ -25,6 +41,27 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+
+class Answer(Protocol):
+    """One HTTP request's answer in the words of its endpoint: whole, or as a stream of events."""
+
+    usage: Usage
+
+    def keep(self, update: Update) -> None:
+        """Take in a part of the whole answer."""
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer."""
+
+    def events(self, update: Update) -> Iterable[bytes]:
+        """What a stream says of an update."""
+
+    def ending(self) -> Iterable[bytes]:
+        """What a stream says when all of it has been told."""
+
+    def failure(self, error: APIError) -> Iterable[bytes]:
+        """What a stream says when it cannot be finished."""
 
 
 @dataclass(slots=True)
@@ -37,7 +74,6 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     started: bool = False  # whether a streamed chunk of it has been sent
-    boarded: bool = False  # whether its cached tokens are known
     scored: int = 0  # characters of the tokens whose logprobs have been told
 
     @property
@@ -147,34 +183,54 @@ class TextShape:
 
 
 class Reply:
-    """One HTTP request's answer, whole or in chunks."""
+    """The answer to a chat or a text completion."""
 
-    def __init__(self, shape: Shape, request_id: str, model: str, ids: list[str], usage: Usage) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        model: str,
+        tokenizer: Tokenizer,
+        request_id: str,
+        ids: list[str],
+        usage: Usage,
+        *,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+    ) -> None:
         self.usage = usage
         self.choices = [Choice(index) for index in range(len(ids))]
         self._of = dict(zip(ids, self.choices, strict=True))
         self._shape = shape
+        self._tokenizer = tokenizer
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
 
-    def take_in(self, update: Update) -> Choice:
-        choice = self._of[update.request_id]
-        self.usage.completion_tokens += len(update.tokens)
-        if update.cached_tokens is not None and not choice.boarded:  # a preempted completion boards again
-            choice.boarded = True
-            # Completions of the same prompt share it; what was cached is told once, by the first of them.
-            if "#" not in update.request_id:
-                self.usage.cached_tokens += update.cached_tokens
-        return choice
+    def keep(self, update: Update) -> None:
+        self._of[update.request_id].add(update)
 
-    def body(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        choices = [self._shape.choice(choice, tokenizer) for choice in self.choices]
+    def body(self) -> dict[str, Any]:
+        choices = [self._shape.choice(choice, self._tokenizer) for choice in self.choices]
         return {**self._head, "object": self._shape.object, "choices": choices, "usage": self.usage.body()}
 
-    def chunk(self, choice: Choice, update: Update, tokenizer: Tokenizer, *, with_usage: bool) -> dict[str, Any]:
-        delta = self._shape.delta(choice, update, tokenizer)
+    def events(self, update: Update) -> list[bytes]:
+        if not (update.tokens or update.text or update.finish_reason):
+            return []
+        choice = self._of[update.request_id]
+        delta = self._shape.delta(choice, update, self._tokenizer)
         choice.started = True
-        chunk = {**self._head, "object": self._shape.stream_object, "choices": [delta]}
-        return chunk | {"usage": self.usage.body()} if with_usage else chunk
+        return [self._chunk([delta], with_usage=self._continuous_usage)]
 
-    def usage_chunk(self) -> dict[str, Any]:
-        return {**self._head, "object": self._shape.stream_object, "choices": [], "usage": self.usage.body()}
+    def ending(self) -> list[bytes]:
+        return [*([self._chunk([], with_usage=True)] if self._include_usage else []), b"data: [DONE]\n\n"]
+
+    def failure(self, error: APIError) -> list[bytes]:
+        return [_event(error.body), b"data: [DONE]\n\n"]
+
+    def _chunk(self, choices: list[dict[str, Any]], *, with_usage: bool) -> bytes:
+        chunk = {**self._head, "object": self._shape.stream_object, "choices": choices}
+        return _event(chunk | {"usage": self.usage.body()} if with_usage else chunk)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json_encoder.encode(body) + b"\n\n"

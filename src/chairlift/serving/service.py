@@ -5,26 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.serving.api_types import ChatRequest, CompletionRequest, Sampling
+from chairlift.serving.api_types import ChatRequest, Completing, CompletionRequest, Sampling
 from chairlift.serving.engine_client import EngineClient, EngineState, Stream
 from chairlift.serving.errors import APIError, as_api_error, unavailable
 from chairlift.serving.messages import Submit, Update
 from chairlift.serving.metrics import Metrics
-from chairlift.serving.replies import ChatShape, Reply, Shape, TextShape, Usage
+from chairlift.serving.replies import Answer, ChatShape, Reply, Shape, TextShape, Usage, json_encoder
 from chairlift.text.tokenizer import Tokenizer
 
-_json = msgspec.json.Encoder()
+# Words an answer, given its id, those of its completions, and where its tokens are counted.
+Wording = Callable[[str, list[str], Usage], Answer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,17 @@ class Service:
         prompts = await asyncio.to_thread(self._encode_all, texts)
         echoes = [self._echo(text) if body.echo else "" for text in texts for _ in range(params.n)]
         shape = TextShape(body.logprobs is not None, echoes)
-        return await self._answer(body, http, params, prompts, shape, "cmpl")
+        return await self._answer(body, http, params, prompts, "cmpl-", self._wording(shape, body))
 
     async def chat(self, body: ChatRequest, http: HTTPRequest) -> Response:
         params = body.params()
         prompt = await asyncio.to_thread(self.encode_chat, body)
-        return await self._answer(body, http, params, [prompt], ChatShape(bool(body.logprobs)), "chatcmpl")
+        wording = self._wording(ChatShape(bool(body.logprobs)), body)
+        return await self._answer(body, http, params, [prompt], "chatcmpl-", wording)
+
+    def _wording(self, shape: Shape, body: Completing) -> Wording:
+        usage = {"include_usage": body.include_usage, "continuous_usage": body.continuous_usage}
+        return partial(Reply, shape, self.model_name, self.tokenizer, **usage)
 
     def encode_chat(self, body: ChatRequest) -> list[int]:
         options: dict[str, Any] = dict(body.chat_template_kwargs or {})
@@ -121,13 +127,13 @@ class Service:
         http: HTTPRequest,
         params: SamplingParams,
         prompts: Sequence[list[int]],
-        shape: Shape,
-        prefix: str,
+        id_prefix: str,
+        wording: Wording,
     ) -> Response:
         self.check_model(body.model)
         self._admit(len(prompts) * params.n)
         self._check_lengths(prompts)
-        answer_id = f"{prefix}-{uuid.uuid4().hex}"
+        answer_id = f"{id_prefix}{uuid.uuid4().hex}"
         timeout = self.limits.default_timeout if body.timeout is None else body.timeout
         requests = [
             Submit(f"{answer_id}-{index}", prompt, params, timeout, body.cache_salt or "")
@@ -136,54 +142,29 @@ class Service:
         usage = Usage(prompt_tokens=sum(map(len, prompts)))
         begun = time.monotonic()
         stream = self.engine.submit(requests)
-        reply = Reply(shape, answer_id, self.model_name, stream.ids, usage)
+        answer = wording(answer_id, stream.ids, usage)
         self.metrics.prompt_tokens.inc(usage.prompt_tokens)
         watched = self._watched(stream, begun, usage)
         if not body.stream:
-            return await self._whole(http, stream, watched, reply)
+            return await self._whole(http, stream, watched, answer)
         # Errors that show before the first token still get a status of their own.
         first = await self._or_gone(http, stream, _first(watched))
-        events = self._events(first, watched, reply, body)
-        return EventStream(events, on_end=lambda: self.engine.cancel(stream))
+        return EventStream(_events(first, watched, answer), on_end=lambda: self.engine.cancel(stream))
 
     # ---- answers -------------------------------------------------------------------------------------------------
 
     async def _whole(
-        self, http: HTTPRequest, stream: Stream, updates: AsyncIterator[list[Update]], reply: Reply
+        self, http: HTTPRequest, stream: Stream, updates: AsyncIterator[list[Update]], answer: Answer
     ) -> Response:
         async def collect() -> None:
             async for batch in updates:
                 for update in batch:
-                    reply.take_in(update).add(update)
+                    answer.usage.take_in(update)
                     _raise_if_cut_short(update)
+                    answer.keep(update)
 
         await self._or_gone(http, stream, collect())
-        return Response(_json.encode(reply.body(self.tokenizer)), media_type="application/json")
-
-    async def _events(
-        self, first: list[Update], updates: AsyncIterator[list[Update]], reply: Reply, body: Sampling
-    ) -> AsyncIterator[bytes]:
-        try:
-            for chunk in self._chunks(first, reply, body):
-                yield chunk
-            async for batch in updates:
-                for chunk in self._chunks(batch, reply, body):
-                    yield chunk
-            if body.include_usage:
-                yield _event(reply.usage_chunk())
-        except Exception as error:
-            yield _event(as_api_error(error).body)
-        yield b"data: [DONE]\n\n"
-
-    def _chunks(self, batch: list[Update], reply: Reply, body: Sampling) -> list[bytes]:
-        chunks = []
-        for update in batch:
-            choice = reply.take_in(update)
-            _raise_if_cut_short(update)
-            if update.tokens or update.text or update.finish_reason:
-                chunk = reply.chunk(choice, update, self.tokenizer, with_usage=body.continuous_usage)
-                chunks.append(_event(chunk))
-        return chunks
+        return Response(json_encoder.encode(answer.body()), media_type="application/json")
 
     async def _or_gone(self, http: HTTPRequest, stream: Stream, work: Any) -> Any:
         """Await `work`, but drop it and the request as soon as the client has gone away."""
@@ -263,8 +244,27 @@ def _raise_if_cut_short(update: Update) -> None:
         raise APIError(500, "the request could not be finished", type_="server_error")
 
 
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + _json.encode(body) + b"\n\n"
+async def _events(first: list[Update], updates: AsyncIterator[list[Update]], answer: Answer) -> AsyncIterator[bytes]:
+    try:
+        for event in _events_of(first, answer):
+            yield event
+        async for batch in updates:
+            for event in _events_of(batch, answer):
+                yield event
+        for event in answer.ending():
+            yield event
+    except Exception as error:
+        for event in answer.failure(as_api_error(error)):
+            yield event
+
+
+def _events_of(batch: list[Update], answer: Answer) -> list[bytes]:
+    events: list[bytes] = []
+    for update in batch:
+        answer.usage.take_in(update)
+        _raise_if_cut_short(update)
+        events += answer.events(update)
+    return events
 
 
 async def _disconnected(http: HTTPRequest) -> None:

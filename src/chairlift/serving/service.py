@@ -67,8 +67,14 @@ class Service:
         return await self._answer(body, http, params, [prompt], "chatcmpl-", wording)
 
     def _wording(self, shape: Shape, body: Completing) -> Wording:
-        usage = {"include_usage": body.include_usage, "continuous_usage": body.continuous_usage}
-        return partial(Reply, shape, self.model_name, self.tokenizer, **usage)
+        return partial(
+            Reply,
+            shape,
+            self.model_name,
+            self.tokenizer,
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+        )
 
     def encode_chat(self, body: ChatRequest) -> list[int]:
         options: dict[str, Any] = dict(body.chat_template_kwargs or {})

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, SamplingParams
+from chairlift.core.budget import Load
 from chairlift.core.events import StepDone
 from chairlift.core.integrity import check_quiescent
 from chairlift.errors import EngineDead, InvalidParameter, ModelNotFound
@@ -334,7 +335,7 @@ def test_familiar_names_mean_the_same(folder: Path) -> None:
         kv_memory="1MiB",
     )
     assert llm.engine.scheduler.max_batch_requests == 3
-    assert llm.engine.scheduler.budget.limits().tokens == 40
+    assert llm.engine.scheduler.budget.limits(Load([], [], 0.0)).tokens == 40
     assert not llm.engine.scheduler.kv.prefix_caching
 
 

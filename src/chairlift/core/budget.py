@@ -1,21 +1,51 @@
-"""How many tokens a step may carry."""
+"""How many tokens a step may carry, and how many requests may share it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
 from typing import Protocol
 
+from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
+
+NO_LIMIT = 2**31
+
+
+class LimitReason(StrEnum):
+    FIXED = "as configured"
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     tokens: int  # all tokens of the step
     prefill_tokens: int  # those that are not decodes
+    seats: int = NO_LIMIT  # nobody boards beyond this many; those on board stay
+    reason: LimitReason = LimitReason.FIXED
+    predicted_seconds: float | None = field(default=None, compare=False)  # if the step is as full as this allows
+
+
+class Load:
+    """What the next step finds: who is on board and who waits. Worked out only when a budget asks for it."""
+
+    def __init__(self, running: Sequence[Request], waiting: Sequence[Request], now: float) -> None:
+        self.running = running
+        self.waiting = waiting
+        self.now = now
+
+    @cached_property
+    def decoding(self) -> list[Request]:
+        return [request for request in self.running if request.decoding]
+
+    @cached_property
+    def prefilling(self) -> list[Request]:
+        return [request for request in self.running if not request.decoding]
 
 
 class TokenBudget(Protocol):
-    def limits(self) -> StepLimits:
+    def limits(self, load: Load) -> StepLimits:
         """The limits of the next step."""
         ...
 
@@ -30,5 +60,5 @@ class FixedBudget:
             raise InvalidParameter("max_prefill_tokens", f"must be at least 1, got {max_prefill_tokens}")
         self._limits = StepLimits(max_batch_tokens, min(max_prefill_tokens or max_batch_tokens, max_batch_tokens))
 
-    def limits(self) -> StepLimits:
+    def limits(self, load: Load) -> StepLimits:
         return self._limits

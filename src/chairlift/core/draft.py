@@ -15,6 +15,7 @@ class PlanDraft:
         self.chunks: dict[str, Chunk] = {}
         self.room = limits.tokens
         self.prefill_room = min(limits.prefill_tokens, limits.tokens)
+        self.seats = limits.seats
         self.memory_was_short = False
         self.promised_blocks = 0  # what the requests on board will still take, counted when boarding begins
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from chairlift.core.budget import StepLimits
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import StepTiming
 from chairlift.core.prefix import Miss
@@ -64,6 +65,14 @@ class RequestFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetDecided:
+    """From this step on, other limits hold than before. `limits` says why, and what time the step should take."""
+
+    time: float
+    limits: StepLimits
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """What one step carried. Times are seconds."""
 
@@ -80,4 +89,13 @@ class StepDone:
     timing: StepTiming
 
 
-Event = RequestQueued | RequestBoarded | RequestPreempted | TokenProduced | TextProduced | RequestFinished | StepDone
+Event = (
+    RequestQueued
+    | RequestBoarded
+    | RequestPreempted
+    | TokenProduced
+    | TextProduced
+    | RequestFinished
+    | BudgetDecided
+    | StepDone
+)

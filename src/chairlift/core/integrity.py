@@ -38,7 +38,8 @@ def check_accounting(scheduler: Scheduler) -> None:
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     """A plan respects the budget, and writes each block on behalf of one request that holds it alone."""
-    limits = scheduler.budget.limits()
+    limits = scheduler.limits
+    assert limits is not None
     assert plan.num_tokens <= limits.tokens
     assert plan.num_tokens - plan.num_decodes <= limits.prefill_tokens
     kv = scheduler.kv

@@ -12,9 +12,10 @@ from bisect import insort
 from collections.abc import Callable
 from enum import StrEnum
 
-from chairlift.core.budget import TokenBudget
+from chairlift.core.budget import Load, StepLimits, TokenBudget
 from chairlift.core.draft import PlanDraft
 from chairlift.core.events import (
+    BudgetDecided,
     Event,
     RequestBoarded,
     RequestFinished,
@@ -36,6 +37,7 @@ StopStringCheck = Callable[[Request, int], str | None]
 class WaitReason(StrEnum):
     NEXT_STEP = "it has just arrived"
     SEATS = "all seats are taken (max_batch_requests)"
+    TARGET = "with one more on board, the others' tokens would come later than target_tpot_ms"
     BUDGET = "the step's token budget is used up (max_batch_tokens, max_prefill_tokens)"
     MEMORY = "not enough free KV blocks for its tokens"
     PREEMPTION = "memory ran out in this step; nobody boards until those on board fit"
@@ -61,6 +63,7 @@ class Scheduler:
         self._num_submitted = 0
         self._num_steps = 0
         self._queue_waits_for = WaitReason.NEXT_STEP
+        self.limits: StepLimits | None = None  # of the step planned last
 
     # ---- requests in and out ------------------------------------------------------------------------------------
 
@@ -129,7 +132,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         self._expire(now)
-        draft = PlanDraft(self.budget.limits())
+        draft = PlanDraft(self._decide_limits(now))
         self._continue_running(draft, now)
         self._board_waiting(draft, now)
         plan = StepPlan(self._num_steps, tuple(draft.chunks.values()))
@@ -140,6 +143,13 @@ class Scheduler:
             request.num_planned = chunk.end
             request.num_unread += chunk.samples
         return plan
+
+    def _decide_limits(self, now: float) -> StepLimits:
+        limits = self.budget.limits(Load(self.running, self.waiting, now))
+        if limits != self.limits:
+            self._events.append(BudgetDecided(now, limits))
+        self.limits = limits
+        return limits
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -200,6 +210,8 @@ class Scheduler:
         """Give `request` a seat and its first tokens, or say what stands in the way (and change nothing)."""
         if len(self.running) >= self.max_batch_requests:
             return WaitReason.SEATS
+        if len(self.running) >= draft.seats:
+            return WaitReason.TARGET
         if not draft.prefill_room:
             return WaitReason.BUDGET
         if self._waits_for_sibling(request):

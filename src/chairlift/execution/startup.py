@@ -106,8 +106,9 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         eos_ids=loaded.eos_ids,
         seed=config.seed,
     )
-    limits = scheduler.budget.limits()
-    step = f"up to {limits.tokens} tokens ({limits.prefill_tokens} of prompts) of {config.seats()} requests"
+    tokens = config.batch_tokens()
+    prompts = min(config.max_prefill_tokens or tokens, tokens)
+    step = f"up to {tokens} tokens ({prompts} of prompts) of {config.seats()} requests"
     for line in (*memory.lines(), f"step       {step}, {attention.name} attention"):
         log.info(line)
     return StartedEngine(engine, runner, memory)

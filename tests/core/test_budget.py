@@ -1,0 +1,67 @@
+"""Budgets: what a step may carry, and who learns of it."""
+
+from __future__ import annotations
+
+from chairlift.core.budget import Load, StepLimits
+from chairlift.core.events import BudgetDecided
+from chairlift.core.scheduler import WaitReason
+from tests.core.driving import events_of, make_request, make_scheduler, shape, step
+
+
+class Scripted:
+    """Says what it is told to, and remembers what it was shown."""
+
+    def __init__(self, *limits: StepLimits) -> None:
+        self.script = list(limits)
+        self.seen: list[tuple[float, list[str], list[str], list[str]]] = []
+
+    def limits(self, load: Load) -> StepLimits:
+        decoding, prefilling, waiting = (
+            [request.id for request in group] for group in (load.decoding, load.prefilling, load.waiting)
+        )
+        self.seen.append((load.now, decoding, prefilling, waiting))
+        return self.script.pop(0) if len(self.script) > 1 else self.script[0]
+
+
+def test_a_budget_may_keep_seats_free_and_the_queue_says_so() -> None:
+    scheduler = make_scheduler()
+    scheduler.budget = Scripted(StepLimits(64, 64, seats=1), StepLimits(64, 64, seats=2))
+    for name in ("a", "b", "c"):
+        scheduler.submit(make_request(name, 3), 0)
+    assert shape(step(scheduler)) == [("a", 0, 3)]
+    assert scheduler.why_waiting("b") is WaitReason.TARGET
+    assert shape(step(scheduler)) == [("a", 3, 1), ("b", 0, 3)]
+    assert scheduler.why_waiting("c") is WaitReason.TARGET
+
+
+def test_those_on_board_stay_when_seats_become_fewer() -> None:
+    scheduler = make_scheduler()
+    scheduler.budget = Scripted(StepLimits(64, 64), StepLimits(64, 64, seats=1))
+    for name in ("a", "b"):
+        scheduler.submit(make_request(name, 3), 0)
+    step(scheduler)
+    assert shape(step(scheduler)) == [("a", 3, 1), ("b", 3, 1)]
+
+
+def test_a_decision_is_told_when_it_changes() -> None:
+    scheduler = make_scheduler()
+    first, second = StepLimits(64, 8), StepLimits(64, 16, predicted_seconds=0.5)
+    scheduler.budget = Scripted(first, StepLimits(64, 8, predicted_seconds=0.1), second)
+    scheduler.submit(make_request("a", 30), 0)
+    told = []
+    for now in range(4):
+        step(scheduler, now)
+        told += events_of(scheduler, BudgetDecided)
+    assert told == [BudgetDecided(0, first), BudgetDecided(2, second)]
+
+
+def test_a_budget_sees_who_decodes_and_who_is_behind() -> None:
+    scheduler = make_scheduler(max_batch_tokens=10, max_batch_requests=2)
+    budget = scheduler.budget = Scripted(StepLimits(10, 10))
+    scheduler.submit(make_request("a", 4), 0)
+    step(scheduler)
+    scheduler.submit(make_request("long", 20), 0)
+    step(scheduler)
+    scheduler.submit(make_request("b", 5), 0)
+    step(scheduler, 2.0)
+    assert budget.seen == [(0, [], [], ["a"]), (0, ["a"], [], ["long"]), (2.0, ["a"], ["long"], ["b"])]

@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks of 7": {"max_prefill_tokens": 7, "block_size": 4},
     "preempted": {"num_blocks": 13, "block_size": 4, "max_batch_tokens": 16, "prefix_caching": False},
     "bursted": {"attention": "bursted"},
+    "padded": {"attention": "padded", "block_size": 4},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -65,11 +66,11 @@ def test_backend_equals_the_formula(name: str, case: tuple[AttentionLayer, list[
     backend = choose_backend(name, [layer], CPU, torch.float32)
     needed = [-(-(start + count) // block_size) for start, count in chunks]
     order = torch.randperm(sum(needed) + 3, generator=generator)
-    shape = (sum(needed) + 3, block_size, layer.num_kv_heads, layer.head_dim)
+    shape = (sum(needed) + 4, block_size, layer.num_kv_heads, layer.head_dim)
     # Slots that no sequence owns are poisoned: reading one would spoil the result.
     storage = KVStorage([torch.full(shape, math.nan)], [torch.full(shape, math.nan)])
     tables = torch.zeros(len(chunks), max(needed), dtype=torch.int32)
-    sequences, slots, offsets = [], [], [0]
+    sequences, slots = [], []
     for i, (start, count) in enumerate(chunks):
         tables[i, : needed[i]] = order[sum(needed[:i]) : sum(needed[: i + 1])]
         keys, values = (
@@ -80,17 +81,30 @@ def test_backend_equals_the_formula(name: str, case: tuple[AttentionLayer, list[
         storage.write(0, slot[:start], keys[:start], values[:start])
         sequences.append((keys, values))
         slots.append(slot[start:])
-        offsets.append(offsets[-1] + count)
     starts, ends = [start for start, _ in chunks], [start + count for start, count in chunks]
-    layout = RaggedLayout(offsets, starts, ends, tables, torch.cat(slots))
-    q = torch.randn(offsets[-1], layer.num_heads, layer.head_dim, generator=generator)
-    k, v = (torch.cat([pair[side][start:] for pair, start in zip(sequences, starts, strict=True)]) for side in (0, 1))
-    out = backend.plan(layout, storage)(layer, q, k, v)
+    rows = batch_rows([count for _, count in chunks], backend.rectangular)
+    num_rows = rows[-1].stop
+    q = torch.randn(num_rows, layer.num_heads, layer.head_dim, generator=generator)
+    k, v = (torch.full((num_rows, layer.num_kv_heads, layer.head_dim), math.nan) for _ in range(2))
+    where = torch.full((num_rows,), storage.scratch_block * block_size)
     for i, (keys, values) in enumerate(sequences):
-        rows = slice(offsets[i], offsets[i + 1])
+        own = slice(rows[i].start, rows[i].start + chunks[i][1])
+        k[own], v[own], where[own] = keys[starts[i] :], values[starts[i] :], slots[i]
+    layout = RaggedLayout([0, *(row.stop for row in rows)], starts, ends, tables, where)
+    out = backend.plan(layout, storage)(layer, q, k, v)
+    assert out.shape == q.shape
+    assert out.isfinite().all()  # padding too: in a model it goes on through the next layers
+    for i, (keys, values) in enumerate(sequences):
+        own = slice(rows[i].start, rows[i].start + chunks[i][1])
         torch.testing.assert_close(
-            out[rows].double(), reference(layer, q[rows], keys, values, starts[i]), atol=2e-5, rtol=1e-4
+            out[own].double(), reference(layer, q[own], keys, values, starts[i]), atol=2e-5, rtol=1e-4
         )
+
+
+def batch_rows(counts: list[int], rectangular: bool) -> list[slice]:
+    """The rows of each sequence, filled up to the longest one if the batch is to be a rectangle."""
+    ends = list(accumulate([max(counts)] * len(counts) if rectangular else counts))
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def test_the_mask_of_a_chunk() -> None:

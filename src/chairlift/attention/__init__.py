@@ -8,11 +8,12 @@ import torch
 
 from chairlift.attention.base import Attend, AttentionBackend, AttentionLayer, KVStorage, RaggedLayout
 from chairlift.attention.bursted import BurstedAttention
+from chairlift.attention.padded import PaddedAttention
 from chairlift.attention.paged_cpu import PagedCPUAttention
 from chairlift.errors import InvalidParameter
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
-    backend.name: backend for backend in (PagedCPUAttention, BurstedAttention)
+    backend.name: backend for backend in (PagedCPUAttention, BurstedAttention, PaddedAttention)
 }
 
 

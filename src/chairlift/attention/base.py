@@ -37,7 +37,10 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
-    """The cache's tensors, one pair per layer, each [num_blocks, block_size, kv_heads, head_dim]."""
+    """The cache's tensors, one pair per layer, each [num_blocks + 1, block_size, kv_heads, head_dim].
+
+    The last block belongs to nobody: the keys and values of padding are written there.
+    """
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
@@ -45,6 +48,10 @@ class KVStorage:
     @property
     def block_size(self) -> int:
         return int(self.keys[0].shape[1])
+
+    @property
+    def scratch_block(self) -> int:
+        return int(self.keys[0].shape[0]) - 1
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put each token's key and value [T, kv_heads, head_dim] into its slot (block * block_size + offset)."""
@@ -72,7 +79,8 @@ class KVStorage:
 class RaggedLayout:
     """Which rows of the batch belong to which sequence, and where each sequence's cache is. S sequences, T tokens.
 
-    Sequence i owns rows [offsets[i], offsets[i + 1]), which are its tokens at positions [starts[i], ends[i]).
+    Sequence i owns rows [offsets[i], offsets[i + 1]), which are its tokens at positions [starts[i], ends[i]). In a
+    rectangle all sequences own equally many rows; those behind a sequence's tokens are padding.
     """
 
     offsets: Sequence[int]  # S + 1, from 0 to T
@@ -86,6 +94,7 @@ class AttentionBackend(Protocol):
     """A way to compute attention over a ragged batch."""
 
     name: str
+    rectangular: bool  # whether the batch must be a rectangle, sequences x longest chunk, filled up with padding
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:

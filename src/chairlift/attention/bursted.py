@@ -13,6 +13,7 @@ from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLa
 
 class BurstedAttention:
     name = "bursted"
+    rectangular = False
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -40,17 +41,16 @@ class _BurstedStep:
 
 
 def attention_by_formula(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q·kᵀ·scale, masked)·v for one sequence, in float32.
+    """softmax(q·kᵀ·scale, masked)·v in float32, for one sequence, or for several on further axes in front.
 
     q [c, heads, d]; keys, values [n, kv_heads, d]; mask [c, n] -> [c, heads, d] in q's type.
     """
     group = layer.num_heads // layer.num_kv_heads
-    query = q.float().transpose(0, 1).unflatten(0, (layer.num_kv_heads, group))  # [kv_heads, group, c, d]
-    key = keys.float().permute(1, 2, 0).unsqueeze(1)  # [kv_heads, 1, d, n]
-    value = values.float().transpose(0, 1).unsqueeze(1)  # [kv_heads, 1, n, d]
-    scores = query @ key * layer.scale
+    query = q.float().transpose(-3, -2).unflatten(-3, (layer.num_kv_heads, group))  # [kv_heads, group, c, d]
+    key, value = (side.float().transpose(-3, -2).unsqueeze(-3) for side in (keys, values))  # [kv_heads, 1, n, d]
+    scores = query @ key.mT * layer.scale
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
-    attended: Tensor = (weights @ value).flatten(0, 1).transpose(0, 1)
+    weights = scores.masked_fill(~mask[..., None, None, :, :], float("-inf")).softmax(dim=-1)
+    attended: Tensor = (weights @ value).flatten(-4, -3).transpose(-3, -2)
     return attended.to(q.dtype)

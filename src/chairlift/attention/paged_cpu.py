@@ -23,6 +23,7 @@ SHORT_CHUNK = 8  # up to this many tokens, reading the blocks again for each bea
 
 class PagedCPUAttention:
     name = "ragged"
+    rectangular = False
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -87,6 +87,7 @@ class StepDone:
     schedule_seconds: float
     apply_seconds: float
     timing: StepTiming
+    padding_tokens: int = 0  # computed besides, for nobody
 
 
 Event = (

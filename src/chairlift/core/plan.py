@@ -46,6 +46,7 @@ class StepPlan:
 
     step: int
     chunks: tuple[Chunk, ...]
+    idle_rows: int = 0  # seats that a static batch keeps for finished requests: computed, and the result dropped
 
     @property
     def num_tokens(self) -> int:
@@ -84,3 +85,4 @@ class StepResult:
     tokens: Sequence[int]  # BAD_LOGITS where a row could not be sampled
     logprobs: Sequence[TokenLogprobs | None]
     timing: StepTiming = StepTiming()
+    padding_tokens: int = 0  # rows the model computed for nobody: idle seats, and what fills up a padded batch

@@ -192,6 +192,7 @@ class Engine:
             schedule_seconds=schedule_seconds,
             apply_seconds=self._clock() - ran,
             timing=result.timing,
+            padding_tokens=result.padding_tokens,
         )
 
     def _die(self, error: Exception) -> list[Event]:

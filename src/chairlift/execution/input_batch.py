@@ -1,4 +1,4 @@
-"""One step's plan as tensors: many sequences, one ragged batch, no padding."""
+"""One step's plan as tensors: many sequences, one ragged batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention import RaggedLayout
+from chairlift.attention import KVStorage, RaggedLayout
 from chairlift.core.plan import StepPlan
+
+PADDING_TOKEN = 0  # any token will do: nobody looks at what comes of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,38 +22,51 @@ class InputBatch:
     chunks      a: prefill 4 | b: decode | c: decode | d: prefill 3
     tokens      a0 a1 a2 a3  | b17       | c5        | d8 d9 d10
     positions    0  1  2  3  |  17       |  5        |  8  9  10
+
+    There is no padding, with two exceptions that exist to be measured. A static batch keeps the seats of finished
+    requests: each is a sequence of one padding token. And the padded attention wants a rectangle, in which every
+    sequence is filled up with padding to the longest chunk:
+
+    tokens      a0 a1 a2 a3  | b17 _ _ _ | c5 _ _ _  | d8 d9 d10 _
     """
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64: each token's place in its own sequence
-    sampled_rows: Tensor  # [number of chunks that sample] int64: rows of the batch whose logits are needed
+    sampled_rows: Tensor  # [chunks that sample + idle seats] int64: rows of the batch whose logits are computed
     layout: RaggedLayout
+    num_padding: int  # how many of the T tokens are nobody's
 
 
-def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> InputBatch:
-    chunks = plan.chunks
-    tokens: list[int] = []
-    for chunk in chunks:
-        tokens.extend(chunk.request.tokens[chunk.start : chunk.end])
-    counts = [chunk.count for chunk in chunks]
-    offsets = [0, *accumulate(counts)]
-    starts = np.array([chunk.start for chunk in chunks])
-    sequences = np.repeat(np.arange(len(chunks)), counts)  # which chunk each row belongs to
-    positions = np.arange(len(tokens)) - np.array(offsets)[sequences] + starts[sequences]
-    tables = np.zeros((len(chunks), max(len(chunk.table) for chunk in chunks)), dtype=np.int32)
-    for row, chunk in zip(tables, chunks, strict=True):
+def build_batch(plan: StepPlan, storage: KVStorage, device: torch.device, *, rectangular: bool = False) -> InputBatch:
+    chunks, idle, block_size, scratch = plan.chunks, plan.idle_rows, storage.block_size, storage.scratch_block
+    starts = np.array([chunk.start for chunk in chunks] + [0] * idle)
+    counts = np.array([chunk.count for chunk in chunks] + [1] * idle)
+    num_rows = np.full_like(counts, counts.max()) if rectangular else counts
+    offsets = [0, *accumulate(num_rows.tolist())]
+    sequences = np.repeat(np.arange(len(counts)), num_rows)  # which sequence each row belongs to
+    places = np.arange(offsets[-1]) - np.array(offsets)[sequences]
+    filled = places < counts[sequences]
+    positions = np.where(filled, starts[sequences] + places, 0)
+    tables = np.zeros((len(counts), max(len(chunk.table) for chunk in chunks)), dtype=np.int32)
+    for row, chunk in zip(tables, chunks, strict=False):
         row[: len(chunk.table)] = chunk.table
-    slots = tables[sequences, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    sampled = [end - 1 for end, chunk in zip(offsets[1:], chunks, strict=True) if chunk.samples]
+    tables[len(chunks) :, 0] = scratch
+    blocks = np.where(filled, tables[sequences, positions // block_size], scratch).astype(np.int64)
+    tokens = np.full(offsets[-1], PADDING_TOKEN, dtype=np.int64)
+    tokens[filled & (sequences < len(chunks))] = [
+        token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]
+    ]
+    sampled = [offsets[i] + chunk.count - 1 for i, chunk in enumerate(chunks) if chunk.samples]
     return InputBatch(
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
-        sampled_rows=torch.tensor(sampled, dtype=torch.int64, device=device),
+        sampled_rows=torch.tensor(sampled + offsets[len(chunks) : -1], dtype=torch.int64, device=device),
         layout=RaggedLayout(
             offsets=offsets,
             starts=starts.tolist(),
-            ends=[chunk.end for chunk in chunks],
+            ends=(starts + counts).tolist(),
             tables=torch.from_numpy(tables).to(device),
-            slots=torch.from_numpy(slots).to(device),
+            slots=torch.from_numpy(blocks * block_size + positions % block_size).to(device),
         ),
+        num_padding=len(tokens) - plan.num_tokens,
     )

@@ -87,7 +87,8 @@ def allocate_storage(
     layers: Sequence[AttentionLayer], plan: MemoryPlan, dtype: torch.dtype, device: torch.device
 ) -> KVStorage:
     def one_side() -> list[torch.Tensor]:
-        shapes = [(plan.num_blocks, plan.block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        # One block more than the scheduler knows of: padding is written there.
+        shapes = [(plan.num_blocks + 1, plan.block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
     return KVStorage(one_side(), one_side())

@@ -33,14 +33,15 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         begun = time.perf_counter()
         self._copy_blocks(plan)
-        batch = build_batch(plan, self.storage.block_size, self.model.device)
+        batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.rectangular)
         attend = self.attention.plan(batch.layout, self.storage)
         built = time.perf_counter()
         hidden = self.model.hidden_states(batch.tokens, batch.positions, attend)
         sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
         if not sampling:
-            return StepResult(plan, [], [], StepTiming(built - begun, time.perf_counter() - built))
-        logits = self.model.logits(hidden[batch.sampled_rows])
+            timing = StepTiming(built - begun, time.perf_counter() - built)
+            return StepResult(plan, [], [], timing, batch.num_padding)
+        logits = self.model.logits(hidden[batch.sampled_rows])[: len(sampling)]  # idle seats come last
         forwarded = time.perf_counter()
         for request in sampling:
             if request.id not in self._sampling:
@@ -57,7 +58,7 @@ class ModelRunner:
             logits, [request.id for request in sampling], [request.num_output for request in sampling]
         )
         timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
-        return StepResult(plan, sampled.tokens, sampled.logprobs, timing)
+        return StepResult(plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding)
 
     def warm_up(self) -> None:
         """Compile what is compiled on first use, so that the first request does not wait for it. Runs one token

@@ -1,0 +1,98 @@
+"""Padded attention: the classic batch. One dense call for all requests, as wide as the longest of them.
+
+Every request's keys and values are gathered into one [B, longest sequence] tensor and every request asks as many
+queries as the one with the most; masks hide what is padding. It is here to be compared with: what it costs is what
+a ragged batch saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout
+from chairlift.attention.bursted import attention_by_formula
+
+
+class PaddedAttention:
+    name = "padded"
+    rectangular = True
+
+    @classmethod
+    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
+        return []
+
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+        return _PaddedStep(layout, storage, _Rectangle.of(layout, storage.block_size))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rectangle:
+    """B sequences with `width` queries each, over L positions: the longest sequence, in whole blocks."""
+
+    width: int
+    blocks: Tensor  # [B * blocks of the longest sequence] int32
+    absent: Tensor  # [B, L] bool: positions that a sequence does not have
+    queries: Tensor  # [B, width] int64: the last position that each query may see
+
+    @classmethod
+    def of(cls, layout: RaggedLayout, block_size: int) -> _Rectangle:
+        device = layout.tables.device
+        width = layout.offsets[1]
+        assert layout.offsets[-1] == width * len(layout.starts), "the batch is no rectangle"
+        starts = torch.tensor(layout.starts, device=device)[:, None]
+        ends = torch.tensor(layout.ends, device=device)[:, None]
+        num_blocks = -(-max(layout.ends) // block_size)
+        positions = torch.arange(num_blocks * block_size, device=device)
+        # Padding looks where its sequence's last token looks: somewhere, so that no softmax is over nothing.
+        queries = torch.minimum(starts + torch.arange(width, device=device), ends - 1)
+        return cls(width, layout.tables[:, :num_blocks].flatten(), positions >= ends, queries)
+
+    def visible(self, window: int | None) -> Tensor:
+        """[B, width, L] bool: which positions each query may see."""
+        last = self.queries[:, :, None]
+        positions = torch.arange(self.absent.shape[1], device=last.device)
+        mask = positions <= last
+        return mask if window is None else mask & (positions > last - window)
+
+
+@dataclass(frozen=True, slots=True)
+class _PaddedStep:
+    layout: RaggedLayout
+    storage: KVStorage
+    rectangle: _Rectangle
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window: layers share them
+
+    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.storage.write(layer.index, self.layout.slots, k, v)
+        keys = self._gather(self.storage.keys[layer.index])
+        values = self._gather(self.storage.values[layer.index])
+        query = q.unflatten(0, (-1, self.rectangle.width))  # [B, width, heads, d]
+        mask = self._mask(layer.window)
+        if layer.softcap is not None:
+            return attention_by_formula(layer, query, keys, values, mask).flatten(0, 1)
+        attended = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=mask[:, None],
+            scale=layer.scale,
+            enable_gqa=layer.num_heads != layer.num_kv_heads,
+        )
+        return attended.transpose(1, 2).flatten(0, 1)
+
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self.masks:
+            self.masks[window] = self.rectangle.visible(window)
+        return self.masks[window]
+
+    def _gather(self, stored: Tensor) -> Tensor:
+        """[num_blocks, block_size, kv_heads, d] -> [B, L, kv_heads, d], with zeros where a sequence has ended: what
+        lies in memory there may be NaN, which no mask hides."""
+        rectangle = self.rectangle
+        dense = stored.index_select(0, rectangle.blocks).view(*rectangle.absent.shape, *stored.shape[2:])
+        return dense.masked_fill_(rectangle.absent[:, :, None, None], 0.0)

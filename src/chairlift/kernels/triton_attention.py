@@ -1,0 +1,376 @@
+"""Paged attention on a GPU: one kernel for requests with a single new token, one for longer chunks.
+
+Both read keys and values where they lie, through the block tables, and keep a running softmax, so that no score
+matrix is ever written. Queries that share a key head (GQA) are packed into one tile, so each key and value is loaded
+once for all of them.
+
+    decode    one program per (request, key head, split of the context); the last split to finish adds them up
+    prefill   one program per (tile of queries, key head), walking the context from its start to the diagonal
+
+Everything that changes from step to step is read from device memory, so a captured graph can be replayed for any
+batch that fits its grid: programs without work return at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _scores(q, k, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """q [M, D], k [D, N] -> scores in units of log 2."""
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+    if SOFTCAP > 0:
+        # scale_log2 holds 1 / softcap here: tanh(x) = 1 - 2 / (exp(2x) + 1)
+        scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * (SOFTCAP * 1.4426950408889634)
+    return scores
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,  # [rows, heads, D]
+    keys_ptr,  # [blocks, block_size, kv_heads, D]
+    values_ptr,
+    out_ptr,  # [rows, heads, D]
+    partial_ptr,  # [rows, kv_heads, splits, GROUP, D] float32
+    lse_ptr,  # [rows, kv_heads, splits, GROUP] float32, in log 2
+    arrived_ptr,  # [rows, kv_heads] int32, all zero between steps
+    tables_ptr,  # [slots, table_stride] int32
+    row_slot_ptr,  # [rows] int32: each row's place in the tables
+    row_start_ptr,  # [rows] int32: position of the row's token
+    row_count_ptr,  # [rows] int32: 1, or 0 for a row without work
+    q_stride,
+    out_stride,
+    kv_block_stride,
+    kv_token_stride,
+    table_stride,
+    scale_log2,
+    window,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    if tl.load(row_count_ptr + row) != 1:
+        return
+    slot = tl.load(row_slot_ptr + row).to(tl.int64)
+    length = tl.load(row_start_ptr + row) + 1
+    first = tl.maximum(length - window, 0)
+    # Splits are whole tiles, and no smaller than is worth a program.
+    span = tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), N) * N, MIN_SPLIT)
+    num_splits = tl.cdiv(length - first, span)
+    begin = first + split * span
+    end = tl.minimum(begin + span, length)
+    if begin >= end:
+        return
+
+    m = tl.arange(0, M)
+    d = tl.arange(0, D_PADDED)
+    n = tl.arange(0, N)
+    in_group = m < GROUP
+    in_head = d < D
+    q_heads = head * GROUP + m
+    q = tl.load(
+        q_ptr + row * q_stride + q_heads[:, None] * D + d[None, :], mask=in_group[:, None] & in_head[None, :], other=0.0
+    )
+    table = tables_ptr + slot * table_stride
+    best = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D_PADDED], tl.float32)
+    head_offset = head * D + d
+    for at in range(begin, end, N):
+        position = at + n
+        inside = position < end
+        block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        offset = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
+        mask = inside[:, None] & in_head[None, :]
+        k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        scores = _scores(q, tl.trans(k).to(q.dtype), scale_log2, SOFTCAP, PRECISION)
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        best = new_best
+
+    out_at = out_ptr + row * out_stride + q_heads[:, None] * D + d[None, :]
+    keep = in_group[:, None] & in_head[None, :]
+    if num_splits == 1:
+        tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
+        return
+    if SPLITS > 1:
+        num_heads = tl.num_programs(1)
+        place = (row * num_heads + head) * SPLITS
+        tl.store(partial_ptr + ((place + split) * GROUP + m[:, None]) * D + d[None, :], acc / total[:, None], mask=keep)
+        tl.store(lse_ptr + (place + split) * GROUP + m, best + tl.log2(total), mask=in_group)
+        tl.debug_barrier()
+        counter = arrived_ptr + row * num_heads + head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+            tl.debug_barrier()
+            best = tl.full([M], float("-inf"), tl.float32)
+            total = tl.zeros([M], tl.float32)
+            acc = tl.zeros([M, D_PADDED], tl.float32)
+            for other in range(num_splits):
+                lse = tl.load(lse_ptr + (place + other) * GROUP + m, mask=in_group, other=0.0, volatile=True)
+                part = tl.load(
+                    partial_ptr + ((place + other) * GROUP + m[:, None]) * D + d[None, :],
+                    mask=keep,
+                    other=0.0,
+                    volatile=True,
+                )
+                new_best = tl.maximum(best, lse)
+                shrink = tl.exp2(best - new_best)
+                weight = tl.exp2(lse - new_best)
+                acc = acc * shrink[:, None] + part * weight[:, None]
+                total = total * shrink + weight
+                best = new_best
+            tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
+            tl.store(counter, 0)
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,  # [T, heads, D]
+    keys_ptr,
+    values_ptr,
+    out_ptr,  # [T, heads, D]
+    tables_ptr,
+    tile_chunk_ptr,  # [tiles] int32: the chunk a tile belongs to, or -1
+    tile_offset_ptr,  # [tiles] int32: its first query, counted from the chunk's first
+    chunk_slot_ptr,  # [chunks] int32
+    chunk_row_ptr,  # [chunks] int32: the batch row of the chunk's first token
+    chunk_start_ptr,  # [chunks] int32: the position of that token
+    chunk_count_ptr,  # [chunks] int32
+    q_stride,
+    out_stride,
+    kv_block_stride,
+    kv_token_stride,
+    table_stride,
+    scale_log2,
+    window,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Later tiles of a prompt have more to do: start them first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    head = tl.program_id(0)
+    chunk = tl.load(tile_chunk_ptr + tile)
+    if chunk < 0:
+        return
+    offset = tl.load(tile_offset_ptr + tile)
+    slot = tl.load(chunk_slot_ptr + chunk).to(tl.int64)
+    row = tl.load(chunk_row_ptr + chunk) + offset
+    start = tl.load(chunk_start_ptr + chunk) + offset
+    count = tl.minimum(tl.load(chunk_count_ptr + chunk) - offset, QUERIES)
+
+    ROWS: tl.constexpr = QUERIES * GROUP_PADDED  # all query heads of token 0, of token 1, ...
+    m = tl.arange(0, ROWS)
+    d = tl.arange(0, D_PADDED)
+    n = tl.arange(0, N)
+    token = m // GROUP_PADDED
+    in_head = d < D
+    keep = ((token < count) & (m % GROUP_PADDED < GROUP))[:, None] & in_head[None, :]
+    q_place = (row + token).to(tl.int64)
+    q_head = head * GROUP + m % GROUP_PADDED
+    q = tl.load(q_ptr + q_place[:, None] * q_stride + q_head[:, None] * D + d[None, :], mask=keep, other=0.0)
+    table = tables_ptr + slot * table_stride
+    seen_by = start + token  # the last position each row may look at
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_PADDED], tl.float32)
+    head_offset = head * D + d
+    end = start + count
+    begin = tl.maximum(start - window + 1, 0) // N * N
+    for at in range(begin, end, N):
+        position = at + n
+        inside = position < end
+        block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        kv_offset = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
+        mask = inside[:, None] & in_head[None, :]
+        k = tl.load(keys_ptr + kv_offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        scores = _scores(q, tl.trans(k).to(q.dtype), scale_log2, SOFTCAP, PRECISION)
+        if at + N > start or begin + window < end:  # else every row sees the whole tile
+            visible = (position[None, :] <= seen_by[:, None]) & (position[None, :] > seen_by[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        # A row that has seen nothing yet (a window that begins later) has no best: keep NaN out.
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(best - safe)
+        v = tl.load(values_ptr + kv_offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        best = new_best
+    total = tl.where(total == 0.0, 1.0, total)
+    out_at = out_ptr + q_place[:, None] * out_stride + q_head[:, None] * D + d[None, :]
+    tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
+
+
+class Scratch:
+    """What the splits of the decode kernel hand to each other; made once, used by every layer of every step."""
+
+    def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        # Fewer rows are split more often: rows * splits stays below what this many rows need.
+        most = max(rows * decode_splits(rows, num_kv_heads) for rows in range(1, max_rows + 1))
+        self.partial = torch.empty(most, num_heads, head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(most, num_heads, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+
+
+PROGRAMS = 528  # four for each of the 132 multiprocessors of a Hopper chip: enough to keep its memory busy
+
+
+def decode_splits(rows: int, num_kv_heads: int) -> int:
+    """Into how many parts a context may be cut so that small batches fill the chip too."""
+    return max(1, min(64, triton.next_power_of_2(PROGRAMS // (rows * num_kv_heads))))
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    *,
+    tables: Tensor,
+    row_slot: Tensor,
+    row_start: Tensor,
+    row_count: Tensor,
+    scratch: Scratch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+) -> None:
+    """Rows 0 .. len(row_slot) - 1 of `q` [T, heads, D] are single tokens; writes the same rows of `out`."""
+    rows, (_, num_heads, dim) = len(row_slot), q.shape
+    _, block_size, kv_heads, _ = keys.shape
+    splits = splits or decode_splits(rows, kv_heads)
+    group = num_heads // kv_heads
+    tile = 64 if q.dtype != torch.float32 else 32
+    _decode_kernel[(rows, kv_heads, splits)](
+        q,
+        keys,
+        values,
+        out,
+        scratch.partial,
+        scratch.lse,
+        scratch.arrived,
+        tables,
+        row_slot,
+        row_start,
+        row_count,
+        q.stride(0),
+        out.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        tables.stride(0),
+        _scale_log2(scale, softcap),
+        window or 2**30,
+        GROUP=group,
+        M=max(16, triton.next_power_of_2(group)),
+        D=dim,
+        D_PADDED=max(16, triton.next_power_of_2(dim)),
+        BLOCK_SIZE=block_size,
+        N=tile,
+        SPLITS=splits,
+        MIN_SPLIT=2 * tile,
+        SOFTCAP=softcap or 0.0,
+        PRECISION=_precision(q.dtype),
+        num_warps=4,
+        num_stages=3,
+    )
+
+
+def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens whose queries make one tile of the prefill kernel, all heads of a key head together."""
+    rows = 128 if dtype != torch.float32 and head_dim <= 128 else 32
+    group = num_heads // num_kv_heads
+    return max(1, rows // triton.next_power_of_2(group))
+
+
+def prefill_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    *,
+    tables: Tensor,
+    tile_chunk: Tensor,
+    tile_offset: Tensor,
+    chunk_slot: Tensor,
+    chunk_row: Tensor,
+    chunk_start: Tensor,
+    chunk_count: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Chunks of several tokens each, cut into the tiles that `tile_chunk` and `tile_offset` name."""
+    _, num_heads, dim = q.shape
+    _, block_size, kv_heads, _ = keys.shape
+    group = num_heads // kv_heads
+    queries = queries_per_tile(num_heads, kv_heads, dim, q.dtype)
+    half_precision = q.dtype != torch.float32
+    _prefill_kernel[(kv_heads, len(tile_chunk))](
+        q,
+        keys,
+        values,
+        out,
+        tables,
+        tile_chunk,
+        tile_offset,
+        chunk_slot,
+        chunk_row,
+        chunk_start,
+        chunk_count,
+        q.stride(0),
+        out.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        tables.stride(0),
+        _scale_log2(scale, softcap),
+        window or 2**30,
+        GROUP=group,
+        GROUP_PADDED=triton.next_power_of_2(group),
+        QUERIES=queries,
+        D=dim,
+        D_PADDED=max(16, triton.next_power_of_2(dim)),
+        BLOCK_SIZE=block_size,
+        N=64 if half_precision else 32,
+        SOFTCAP=softcap or 0.0,
+        PRECISION=_precision(q.dtype),
+        num_warps=8 if half_precision and dim >= 128 else 4,
+        num_stages=2 if half_precision else 1,
+    )
+
+
+def _scale_log2(scale: float, softcap: float | None) -> float:
+    return scale * LOG2_E if softcap is None else scale / softcap
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """float32 is kept exact; other types have no choice."""
+    return "ieee" if dtype == torch.float32 else "tf32"

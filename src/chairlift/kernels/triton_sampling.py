@@ -1,0 +1,150 @@
+"""One token per row, chosen on the device: arg max, or a draw after temperature, top-k, top-p and min-p.
+
+The draw is the one that the host's sampler makes: the cumulative weights, in vocabulary order, are inverted at one
+uniform number. The filters are floors under a token's weight. They are found by bisection instead of sorting: a few
+dozen passes over a row that stays in the cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BAD_LOGITS = -1
+
+
+@triton.jit
+def _weights(row_ptr, column, vocab, highest, inverse_temperature):
+    logits = tl.load(row_ptr + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+    return tl.exp((logits - highest) * inverse_temperature)
+
+
+@triton.jit
+def _mass_above(row_ptr, vocab, highest, inverse_temperature, floor, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the weights that reach `floor`, or with COUNT how many do."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for at in range(0, vocab, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        weight = _weights(row_ptr, column, vocab, highest, inverse_temperature)
+        reaches = (weight >= floor) & (column < vocab)
+        total += tl.where(reaches, 1.0 if COUNT else weight, 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _floor_for(row_ptr, vocab, highest, inverse_temperature, goal, low, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The highest floor, from `low` up, above which there still is as much as `goal`. Bisects the exponent, since
+    weights span many magnitudes."""
+    bottom = tl.maximum(tl.log2(tl.maximum(low, 1e-37)), -120.0)
+    top = 0.0  # the heaviest weight is 1
+    for _ in range(40):
+        middle = (bottom + top) * 0.5
+        mass = _mass_above(row_ptr, vocab, highest, inverse_temperature, tl.exp2(middle), COUNT, BLOCK)
+        enough = mass >= goal
+        bottom = tl.where(enough, middle, bottom)
+        top = tl.where(enough, top, middle)
+    return tl.exp2(bottom)
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr,  # [rows, vocab]
+    tokens_ptr,  # [rows] int32: the result
+    last_token_ptr,  # [slots] int32: the result, where the next step finds it
+    slots_ptr,  # [rows] int32, -1 for rows without a request
+    temperature_ptr,  # [rows] float32, 0 for the arg max
+    top_k_ptr,  # [rows] int32, 0 for all
+    top_p_ptr,  # [rows] float32
+    min_p_ptr,  # [rows] float32
+    uniform_ptr,  # [rows] float32
+    vocab,
+    logits_stride,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        return
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    lane = tl.arange(0, BLOCK)
+    high = tl.full([BLOCK], float("-inf"), tl.float32)
+    where = tl.full([BLOCK], 0, tl.int32)
+    broken = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, vocab, BLOCK):
+        column = at + lane
+        logits = tl.load(row_ptr + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        broken |= (logits != logits).to(tl.int32)
+        better = logits > high
+        high = tl.where(better, logits, high)
+        where = tl.where(better, column, where)
+    highest = tl.max(high, 0)
+    token = tl.min(tl.where(high == highest, where, vocab), 0)  # the lowest id where several tie
+    temperature = tl.load(temperature_ptr + row)
+    if (tl.max(broken, 0) > 0) | (highest == float("inf")) | (highest == float("-inf")):
+        token = -1
+    elif temperature > 0.0:
+        inverse = 1.0 / temperature
+        top_k = tl.load(top_k_ptr + row)
+        top_p = tl.load(top_p_ptr + row)
+        floor = 0.0
+        if top_k > 0:
+            floor = _floor_for(row_ptr, vocab, highest, inverse, top_k.to(tl.float32), floor, True, BLOCK)
+        if top_p < 1.0:
+            mass = _mass_above(row_ptr, vocab, highest, inverse, floor, False, BLOCK)
+            floor = _floor_for(row_ptr, vocab, highest, inverse, top_p * mass, floor, False, BLOCK)
+        floor = tl.maximum(floor, tl.load(min_p_ptr + row))
+        total = _mass_above(row_ptr, vocab, highest, inverse, floor, False, BLOCK)
+        target = tl.load(uniform_ptr + row) * total
+        before = 0.0
+        found = vocab
+        heaviest_last = 0
+        for at in range(0, vocab, BLOCK):
+            if found == vocab:
+                column = at + lane
+                weight = _weights(row_ptr, column, vocab, highest, inverse)
+                weight = tl.where((weight >= floor) & (column < vocab), weight, 0.0)
+                cumulative = before + tl.cumsum(weight, 0)
+                passed = (cumulative > target) & (weight > 0.0)
+                found = tl.min(tl.where(passed, column, vocab), 0)
+                heaviest_last = tl.maximum(heaviest_last, tl.max(tl.where(weight > 0.0, column, 0), 0))
+                before += tl.sum(weight, 0)
+        # Rounding may leave the target just above the last sum: then it is the last token that has any weight.
+        token = tl.where(found == vocab, heaviest_last, found)
+    tl.store(tokens_ptr + row, token)
+    tl.store(last_token_ptr + slot, token)
+
+
+def sample(
+    logits: Tensor,
+    *,
+    tokens: Tensor,
+    last_token: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniforms: Tensor,
+) -> None:
+    """Writes one token per row of logits [rows, vocab] to `tokens` [rows] and to `last_token[slots]`.
+
+    Rows whose slot is -1 are left alone; a row with NaN or infinite logits gets BAD_LOGITS.
+    """
+    rows, vocab = logits.shape
+    block = min(triton.next_power_of_2(vocab), 8192)
+    _sample_kernel[(rows,)](
+        logits,
+        tokens,
+        last_token,
+        slots,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        uniforms,
+        vocab,
+        logits.stride(0),
+        BLOCK=block,
+        num_warps=16 if block >= 4096 else 4,
+    )

@@ -1,0 +1,221 @@
+"""Paged attention kernels against float64, on random ragged mixes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift.kernels.triton_attention import Scratch, decode_attention, prefill_attention, queries_per_tile
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@dataclass
+class Case:
+    """Sequences with `starts` tokens in the cache and `counts` new ones, in a paged cache with shuffled blocks."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    tables: Tensor
+    slots: list[int]
+    starts: list[int]
+    counts: list[int]
+
+    @property
+    def rows(self) -> list[int]:
+        return [sum(self.counts[:i]) for i in range(len(self.counts))]
+
+
+def make_case(
+    starts: list[int],
+    counts: list[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 32,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device,
+    seed: int = 0,
+) -> Case:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    per_sequence = [-(-(start + count) // block_size) for start, count in zip(starts, counts, strict=True)]
+    num_blocks = sum(per_sequence) + 3
+    free = list(range(num_blocks))
+    rng.shuffle(free)
+    slots = rng.sample(range(len(starts) + 2), len(starts))
+    tables = torch.zeros(len(starts) + 2, max(per_sequence, default=1) + 1, dtype=torch.int32)
+    for slot, blocks in zip(slots, per_sequence, strict=True):
+        for i in range(blocks):
+            tables[slot, i] = free.pop()
+    cache = (num_blocks, block_size, kv_heads, dim)
+    q = torch.randn(sum(counts), heads, dim).to(dtype).to(device)
+    keys, values = (torch.randn(cache).to(dtype).to(device) for _ in range(2))
+    return Case(q, keys, values, tables.to(device), slots, starts, counts)
+
+
+def reference(case: Case, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    out = torch.zeros_like(case.q, dtype=torch.float64)
+    group = case.q.shape[1] // case.keys.shape[2]
+    block_size = case.keys.shape[1]
+    for slot, start, count, row in zip(case.slots, case.starts, case.counts, case.rows, strict=True):
+        length = start + count
+        table = case.tables[slot, : -(-length // block_size)].long()
+        k, v = (
+            side[table].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1)
+            for side in (case.keys, case.values)
+        )
+        scores = torch.einsum("qhd,khd->hqk", case.q[row : row + count].double(), k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        query = torch.arange(start, length, device=k.device)[:, None]
+        key = torch.arange(length, device=k.device)[None, :]
+        visible = key <= query
+        if window is not None:
+            visible &= key > query - window
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        out[row : row + count] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out
+
+
+def as_ints(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def run_decode(
+    case: Case, scale: float, window: int | None, softcap: float | None, splits: int | None = None, idle: int = 0
+) -> Tensor:
+    device = case.q.device
+    rows = len(case.slots) + idle
+    _, heads, dim = case.q.shape
+    scratch = Scratch(rows, heads, case.keys.shape[2], dim, device)
+    scratch.partial.fill_(float("nan"))
+    if splits is not None:
+        scratch.partial = torch.full((rows * splits, heads, dim), float("nan"), device=device)
+        scratch.lse = torch.full((rows * splits, heads), float("nan"), device=device)
+    out = torch.full_like(case.q, float("nan"))
+    for _ in range(2):  # the second run finds what the first left behind
+        decode_attention(
+            case.q,
+            case.keys,
+            case.values,
+            out,
+            tables=case.tables,
+            row_slot=as_ints(case.slots + [0] * idle, device),
+            row_start=as_ints(case.starts + [0] * idle, device),
+            row_count=as_ints(case.counts + [0] * idle, device),
+            scratch=scratch,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            splits=splits,
+        )
+    assert not scratch.arrived.any()
+    return out
+
+
+def run_prefill(case: Case, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    device = case.q.device
+    _, heads, dim = case.q.shape
+    queries = queries_per_tile(heads, case.keys.shape[2], dim, case.q.dtype)
+    tiles = [(i, at) for i, count in enumerate(case.counts) for at in range(0, count, queries)] + [(-1, 0)]
+    out = torch.full_like(case.q, float("nan"))
+    prefill_attention(
+        case.q,
+        case.keys,
+        case.values,
+        out,
+        tables=case.tables,
+        tile_chunk=as_ints([chunk for chunk, _ in tiles], device),
+        tile_offset=as_ints([at for _, at in tiles], device),
+        chunk_slot=as_ints(case.slots, device),
+        chunk_row=as_ints(case.rows, device),
+        chunk_start=as_ints(case.starts, device),
+        chunk_count=as_ints(case.counts, device),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    return out
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (4, 2, 32), (6, 2, 24), (8, 1, 64), (9, 3, 64)])
+@pytest.mark.parametrize("splits", [None, 1, 4])
+def test_decode(heads: int, kv_heads: int, dim: int, splits: int | None, device: torch.device) -> None:
+    starts = [0, 5, 63, 64, 200, 301]
+    case = make_case(starts, [1] * len(starts), heads=heads, kv_heads=kv_heads, dim=dim, device=device, seed=dim)
+    found = run_decode(case, dim**-0.5, None, None, splits)
+    assert error(found, reference(case, dim**-0.5, None, None)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (17, None), (100, 30.0), (None, 5.0)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_with_window_and_softcap(
+    window: int | None, softcap: float | None, splits: int, device: torch.device
+) -> None:
+    case = make_case([0, 40, 255], [1, 1, 1], device=device, block_size=8)
+    found = run_decode(case, 0.2, window, softcap, splits)
+    assert error(found, reference(case, 0.2, window, softcap)) < TOLERANCE[torch.float32]
+
+
+def test_decode_leaves_rows_without_work_alone(device: torch.device) -> None:
+    case = make_case([10, 70], [1, 1], device=device)
+    case.q = torch.cat((case.q, case.q[:1]))
+    found = run_decode(case, 0.2, None, None, idle=1)
+    assert found[2].isnan().all()
+    assert not found[:2].isnan().any()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (4, 2, 32), (6, 2, 24), (8, 1, 64)])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_prefill(heads: int, kv_heads: int, dim: int, block_size: int, device: torch.device) -> None:
+    case = make_case(
+        [0, 7, 100, 0], [70, 33, 5, 2], heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, device=device
+    )
+    found = run_prefill(case, dim**-0.5, None, None)
+    assert error(found, reference(case, dim**-0.5, None, None)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (20, None), (64, 30.0), (None, 5.0)])
+def test_prefill_with_window_and_softcap(window: int | None, softcap: float | None, device: torch.device) -> None:
+    case = make_case([0, 90, 33], [80, 40, 3], device=device)
+    found = run_prefill(case, 0.2, window, softcap)
+    assert error(found, reference(case, 0.2, window, softcap)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter computes in numpy, which has no bfloat16")
+    scale = 64**-0.5
+    decode = make_case([3, 150, 90], [1, 1, 1], heads=4, kv_heads=2, dim=64, dtype=dtype, device=device)
+    assert error(run_decode(decode, scale, None, None, 2), reference(decode, scale, None, None)) < TOLERANCE[dtype]
+    prefill = make_case([0, 50], [75, 9], heads=4, kv_heads=2, dim=64, dtype=dtype, device=device)
+    assert error(run_prefill(prefill, scale, None, None), reference(prefill, scale, None, None)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_mixes(seed: int, device: torch.device) -> None:
+    rng = random.Random(seed)
+    kv_heads = rng.choice([1, 2, 3])
+    options = {
+        "heads": kv_heads * rng.choice([1, 2, 3, 5]),
+        "kv_heads": kv_heads,
+        "dim": rng.choice([16, 32, 40, 64]),
+        "block_size": rng.choice([4, 16, 64]),
+    }
+    starts = [rng.randint(0, 180) for _ in range(5)]
+    decode = make_case(starts, [1] * 5, device=device, seed=seed, **options)
+    assert error(run_decode(decode, 0.3, None, None), reference(decode, 0.3, None, None)) < 1e-5
+    prefill = make_case(starts, [rng.randint(1, 60) for _ in starts], device=device, seed=seed, **options)
+    assert error(run_prefill(prefill, 0.3, None, None), reference(prefill, 0.3, None, None)) < 1e-5

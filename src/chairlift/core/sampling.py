@@ -41,6 +41,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    visible_special_ids: Sequence[int] | None = None  # special tokens that are text even so, such as <tool_call>
     detokenize: bool = True
 
     def __post_init__(self) -> None:
@@ -66,6 +67,8 @@ class SamplingParams:
             raise InvalidParameter("min_tokens", problem)
         for token in self.stop_ids:
             _integer("stop_token_ids", token, 0)
+        for token in self.visible_special_ids or ():
+            _integer("visible_special_ids", token, 0)
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise InvalidParameter("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop_strings)}")
         if not all(isinstance(text, str) and text for text in self.stop_strings):
@@ -85,6 +88,8 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(_sequence("stop", self.stop))
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(_sequence("stop_token_ids", self.stop_token_ids)))
+        visible = tuple(_sequence("visible_special_ids", self.visible_special_ids))
+        object.__setattr__(self, "visible_special_ids", visible)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise InvalidParameter("logit_bias", "must map token ids to numbers")

@@ -38,7 +38,9 @@ class OutputText:
 class _Stream:
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         params = request.params
-        self._detokenizer: IncrementalDetokenizer = tokenizer.detokenizer(params.skip_special_tokens)
+        self._detokenizer: IncrementalDetokenizer = tokenizer.detokenizer(
+            params.skip_special_tokens, params.visible_special_ids or ()
+        )
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._ready: list[str] = []
         self._stopped = False

@@ -40,6 +40,10 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise UnsupportedModel(f"the model's chat template cannot be compiled: {error}") from error
 
+    @property
+    def shows_tools(self) -> bool:
+        return "tools" in self._reads
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -85,7 +89,7 @@ class ChatTemplate:
     def _checked_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> Any:
         if not tools:
             return None
-        if "tools" not in self._reads:
+        if not self.shows_tools:
             raise InvalidParameter("tools", "this model's chat template has no place for tools")
         return plain_data("tools", tools)
 

@@ -24,10 +24,13 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidParameter(f"{name}.role", f"must be a name such as 'user', got {role!r}")
-    checked: dict[str, Any] = plain_data(name, message)
+    # Null means absent: templates ask whether a message has calls, not what they are worth.
+    checked = {key: item for key, item in plain_data(name, message).items() if item is not None}
     calls = checked.get("tool_calls")
     if calls is not None:
         checked["tool_calls"] = _tool_calls(f"{name}.tool_calls", calls)
+        if not calls:
+            del checked["tool_calls"]
     checked["content"] = _text(f"{name}.content", message.get("content"), optional=bool(calls))
     return checked
 
@@ -67,6 +70,8 @@ def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
             if not isinstance(arguments, dict):
                 raise InvalidParameter(place, "must be JSON text of an object")
             function["arguments"] = plain_data(place, arguments)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidParameter(f"{name}[{i}].function", "must be an object with a name")
     return list(calls)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -59,15 +59,23 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A new stream of text that takes one token at a time."""
-        skip = self.special_ids if skip_special_tokens else frozenset()
+    def detokenizer(self, skip_special_tokens: bool = True, visible: Iterable[int] = ()) -> IncrementalDetokenizer:
+        """A new stream of text that takes one token at a time. `visible` are special tokens never to be skipped."""
+        skip = self.special_ids.difference(visible) if skip_special_tokens else frozenset()
         if self._pieces is None:
             return WindowDetokenizer(self._backend, skip)
         return PieceDetokenizer(self._pieces, skip)
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
+
+    def added_token_id(self, token: str) -> int | None:
+        """The id of a token that is a whole by itself, special or not, and never put together from others."""
+        return self._added_ids.get(token)
+
+    @property
+    def template_shows_tools(self) -> bool:
+        return self._template is not None and self._template.shows_tools
 
     def apply_chat_template(
         self,
@@ -91,19 +99,31 @@ class Tokenizer:
             variables=kwargs,
         )
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[str, list[int]]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> tuple[str, list[int]]:
         """A conversation's prompt as text and as token ids. Options are those of `apply_chat_template`.
 
-        Only the template writes special tokens: one that is spelled out in a message stays text.
+        Only the template writes special tokens: one that is spelled out in a message or a tool stays text.
         """
         spelled = SpelledTokens(self._special_texts)
-        rendered = self.apply_chat_template(spelled.hide(checked_messages(messages)), **options)
+        rendered = self.apply_chat_template(
+            spelled.hide(checked_messages(messages)), tools=spelled.hide(tools), **options
+        )
         text, ids = "", list[int]()
         for piece, is_text in spelled.pieces(rendered):
             text += piece
             backend = self._text_only_backend if is_text else self._backend
             ids += _encoded(partial(backend.encode, piece, add_special_tokens=False)).ids
         return text, ids
+
+    @cached_property
+    def _added_ids(self) -> dict[str, int]:
+        return {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
 
     @cached_property
     def _special_texts(self) -> list[str]:

@@ -1,0 +1,52 @@
+"""How calls are written, and grammars that let a model write nothing else, in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from chairlift.text.tools import Tool
+
+Marker = Callable[[str], str]  # how a grammar names a mark such as <tool_call>: a token of its own, or its letters
+
+# Written as chat templates write JSON. Free white space would let a weak model write nothing but line ends.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def call_object(name: str, arguments: str, arguments_key: str) -> str:
+    return f'{{"name": {json.dumps(name)}, "{arguments_key}": {arguments}}}'
+
+
+def literal(text: str) -> str:
+    return json.dumps(text)
+
+
+def repeated(call: str, separator: str, parallel: bool) -> str:
+    """One call, or several where that is allowed."""
+    return f"{call} ({separator} {call})*" if parallel else call
+
+
+def one_of(rules: Iterable[str]) -> str:
+    return " | ".join(rules)
+
+
+def call_objects(tools: Sequence[Tool], arguments_key: str) -> list[str]:
+    """The rule `object` for {"name": …, "arguments": …}, and what it needs."""
+
+    def call(index: int, name: str) -> str:
+        head = call_object(name, "", arguments_key).removesuffix("}")
+        return f"{literal(head)} arguments_{index} {literal('}')}"
+
+    calls = [call(index, tool.name) for index, tool in enumerate(tools)]
+    return [f"object: {one_of(calls)}", *arguments_rules(tools)]
+
+
+def arguments_rules(tools: Sequence[Tool]) -> list[str]:
+    """`arguments_0`, … for the tools' schemas. Each is a document of its own, so references in it still work."""
+    return [f"arguments_{index}: {json_value(tool.schema, tool.strict)}" for index, tool in enumerate(tools)]
+
+
+def json_value(schema: dict[str, Any], strict: bool) -> str:
+    """What is not strict leaves out what the grammar engine cannot enforce, instead of being refused."""
+    return "%json " + json.dumps({**schema, "x-guidance": {**_SPACING, "lenient": not strict}})

@@ -1,0 +1,56 @@
+"""Hermes, Qwen and many others: <tool_call> {"name": …, "arguments": …} </tool_call>."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from chairlift.text.tool_formats.base import Call, Message, ToolFormat
+from chairlift.text.tool_formats.grammar import Marker, call_object, call_objects, literal, repeated
+from chairlift.text.tool_formats.parser import CallParser
+from chairlift.text.tool_formats.reader import SPACES, Reading
+from chairlift.text.tools import Tool
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+_STRAY_BRACES = re.compile(r"[\s}]*")
+# Families that write something else between the same tags.
+_OTHER_CALLS = ("<function=", "<arg_key>")
+
+
+class HermesParser(CallParser):
+    openings = (OPENING,)
+    closing = CLOSING
+
+    def read_calls(self) -> Reading[None]:
+        yield from self.reader.literal(OPENING)
+        yield from self.reader.run(SPACES)
+        yield from self.read_object()
+        yield from self.reader.run(_STRAY_BRACES)
+        self.reader.take()
+        yield from self.reader.literal(CLOSING)
+        self.reader.take()
+
+
+class HermesFormat(ToolFormat):
+    name = "hermes"
+    parser = HermesParser
+    markers = (OPENING, CLOSING)
+
+    @staticmethod
+    def wrote(template: str) -> bool:
+        return OPENING in template and not any(mark in template for mark in _OTHER_CALLS)
+
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> str:
+        line = literal("\n")
+        rules = [
+            f"start: {repeated('call', line, parallel)}",
+            f"call: {marker(OPENING)} {line} object {line} {marker(CLOSING)}",
+        ]
+        return "\n".join([*rules, *call_objects(tools, "arguments")])
+
+    def write(self, calls: Sequence[Call]) -> str:
+        return "\n".join(f"{OPENING}\n{call_object(*call, 'arguments')}\n{CLOSING}" for call in calls)
+
+    def history(self, messages: list[Message]) -> list[Message]:
+        # Templates of this family look into the content of every answer, also of one that only calls.
+        return [{**message, "content": message["content"] or ""} for message in messages]

@@ -1,0 +1,229 @@
+"""Telling calls from words in a model's text, while it is being written."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from typing import ClassVar
+
+from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta
+from chairlift.text.tool_formats.reader import SPACES, NotACall, Reader, Reading, beginning_at_end
+
+_ARGUMENTS = ("arguments", "parameters")
+_ANYTHING = re.compile(r"(?s:.*)")
+_LABELS = ("type", "id")  # strings that some models add to a call
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class CallParser(ABC):
+    """Finds the calls of one format in a text. A subclass says how calls open and how to read them.
+
+    - A call names one of the tools that were offered; anything else that looks like one is content.
+    - Until its name is known, a call is held back. Then it stands: its arguments are passed on as they come, and if
+      the JSON in them goes wrong, that is for the caller to judge.
+    - Spaces and line ends around calls are no content. Other than that, no character is lost.
+    """
+
+    openings: ClassVar[tuple[str, ...]]
+    closing: ClassVar[str | None] = None  # what ends a call whatever its arguments look like
+    arguments_optional: ClassVar[bool] = True
+
+    def __init__(
+        self, names: Collection[str], *, max_calls: int | None = None, new_id: Callable[[], str] = new_call_id
+    ) -> None:
+        self._names = names
+        self._max_calls = max_calls  # what comes after so many is dropped
+        self._new_id = new_id
+        self._calls = 0
+        self._spaces = ""  # content if more content follows, nothing if a call does
+        self._in_arguments = False
+        self._parts: list[AssistantPart] = []
+        self._opening = re.compile("|".join(map(re.escape, self.openings)))
+        self.reader = Reader()
+        self._reading = self._read()
+
+    @abstractmethod
+    def read_calls(self) -> Reading[None]:
+        """Read what begins with an opening, up to where content may begin again. Raises NotACall if it is none."""
+
+    # ---- the AssistantParser interface -----------------------------------------------------------------------------
+
+    def push(self, text: str) -> list[AssistantPart]:
+        self.reader.text += text
+        next(self._reading, None)
+        if self._in_arguments:
+            self._pass_on(self.reader.take())
+        parts, self._parts = self._parts, []
+        return parts
+
+    def close(self) -> list[AssistantPart]:
+        self.reader.over = True
+        parts = self.push("")
+        if self._spaces and not self._calls:
+            parts.append(ContentDelta(self._spaces))
+        return parts
+
+    # ---- the whole text --------------------------------------------------------------------------------------------
+
+    def _read(self) -> Reading[None]:
+        try:
+            while (yield from self._content()):
+                try:
+                    yield from self.read_calls()
+                except NotACall:
+                    yield from self._recover()
+        except _Enough:
+            while not self.reader.over:
+                self.reader.text, self.reader.at = "", 0
+                yield
+
+    def _content(self) -> Reading[bool]:
+        """Pass words on up to the next opening. False if the text ended."""
+        reader = self.reader
+        while True:
+            found = self._opening.search(reader.text, reader.at)
+            if found:
+                reader.at = found.start()
+                self._say(reader.take())
+                return True
+            held = 0 if reader.over else max(beginning_at_end(reader.text, mark) for mark in self.openings)
+            reader.at = len(reader.text) - held
+            self._say(reader.take())
+            if reader.over:
+                return False
+            yield
+
+    def _recover(self) -> Reading[None]:
+        """A call went wrong. What was held back is content, but the arguments of a call that stands are its own."""
+        if not self._in_arguments:
+            self._say(self.reader.take())
+        elif self.closing is None:
+            yield from self.reader.run(_ANYTHING)
+            self._end_arguments()
+        else:
+            closed = yield from self.reader.until(self.closing)
+            self._end_arguments()
+            if closed and self.closing not in self.openings:
+                yield from self.reader.literal(self.closing)
+                self.reader.take()
+
+    def _say(self, text: str) -> None:
+        words = text.rstrip()
+        if words:
+            self._parts.append(ContentDelta(self._spaces + words))
+            self._spaces = ""
+        self._spaces += text[len(words) :]
+
+    # ---- for subclasses: calls --------------------------------------------------------------------------------------
+
+    def read_list(self) -> Reading[None]:
+        """[{"name": …}, …]"""
+        yield from self.reader.one_of("[")
+        while True:
+            yield from self.reader.run(SPACES)
+            yield from self.read_object()
+            yield from self.reader.run(SPACES)
+            if (yield from self.reader.one_of(",]")) == "]":
+                self.reader.take()
+                return
+
+    def read_object(self) -> Reading[None]:
+        """{"name": "…", "arguments": {…}}, in any order; the arguments may be missing, or written as a string."""
+        yield from self.reader.one_of("{")
+        name: str | None = None
+        arguments = "{}" if self.arguments_optional else None
+        begun = False
+        while True:
+            yield from self.reader.run(SPACES)
+            key = yield from self._held_string()
+            yield from self.reader.colon()
+            if key == "name" and name is None:
+                name = yield from self._held_string()
+                self.check_name(name)
+            elif key in _ARGUMENTS and not begun:
+                if name is not None and (yield from self.reader.peek()) == "{":
+                    yield from self.stream_arguments(name)
+                    begun = True
+                else:
+                    arguments = yield from self._held_arguments()
+            elif key in _LABELS:
+                yield from self._held_string()
+            else:
+                raise NotACall
+            yield from self.reader.run(SPACES)
+            if begun and (yield from self.reader.peek()) not in (",", "}"):
+                return  # a brace is missing; what matters is complete
+            if (yield from self.reader.one_of(",}")) == "}":
+                break
+        if not begun:
+            if name is None or arguments is None:
+                raise NotACall
+            self._begin(name)
+            self._pass_on(arguments)
+        self.reader.take()
+
+    def check_name(self, name: str) -> None:
+        if name not in self._names:
+            raise NotACall
+
+    def stream_arguments(self, name: str) -> Reading[None]:
+        """From here on the call stands, and its arguments are passed on while they come."""
+        self._begin(name)
+        self.reader.take()
+        self._in_arguments = True
+        yield from self.reader.value(repair=True)
+        self._end_arguments()
+
+    def _begin(self, name: str) -> None:
+        if self._calls == self._max_calls:
+            raise _Enough
+        self._spaces = ""
+        self._parts.append(CallBegun(self._calls, self._new_id(), name))
+        self._calls += 1
+
+    def _end_arguments(self) -> None:
+        self._pass_on(self.reader.take())
+        self._in_arguments = False
+
+    def _pass_on(self, text: str) -> None:
+        if text:
+            self._parts.append(ArgumentsDelta(self._calls - 1, text))
+
+    def _held_string(self) -> Reading[str]:
+        start = self.reader.at
+        yield from self.reader.string()
+        return str(_decoded(self.reader.text[start : self.reader.at]))
+
+    def _held_arguments(self) -> Reading[str]:
+        """Arguments whose call has no name yet, or which are an object written as a string."""
+        start = self.reader.at
+        yield from self.reader.value()
+        text = self.reader.text[start : self.reader.at]
+        value = _decoded(text)
+        if isinstance(value, str):
+            text, value = value, _decoded(value)
+        if not isinstance(value, dict) or _half_characters(text):
+            raise NotACall
+        return text
+
+
+class _Enough(Exception):
+    """No more calls are wanted."""
+
+
+def _half_characters(text: str) -> bool:
+    """JSON can say lone surrogates; no reply can."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _decoded(text: str) -> object:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        raise NotACall from None

@@ -1,0 +1,144 @@
+"""Reading text that arrives in pieces.
+
+The readers here are generators: they read on as if all the text were there, and pause (`yield`) where it ends for now.
+So a format is written down once, in the order in which its parts come, and pieces may be cut anywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+
+MAX_DEPTH = 64  # of JSON; deeper than any call that makes sense, and each level is a generator
+SPACES = re.compile(r"[ \t\r\n]*")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # in a string: neither its end, nor an escape, nor a control character
+_NUMBER = re.compile(r"[-+.0-9eE]*")
+_WORDS = {"t": "true", "f": "false", "n": "null"}
+
+
+class NotACall(Exception):
+    """What looked like the beginning of a call is something else."""
+
+
+class Reader:
+    """`text[:at]` has been read but not given out yet; `take` gives it out."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.over = False  # no more text will come
+
+    def take(self) -> str:
+        taken, self.text, self.at = self.text[: self.at], self.text[self.at :], 0
+        return taken
+
+    def peek(self) -> Reading[str]:
+        """The next character, or "" at the end."""
+        while self.at == len(self.text) and not self.over:
+            yield
+        return self.text[self.at : self.at + 1]
+
+    def one_of(self, characters: str) -> Reading[str]:
+        """Read one character, which must be one of these."""
+        character = yield from self.peek()
+        if not character or character not in characters:
+            raise NotACall
+        self.at += 1
+        return character
+
+    def literal(self, word: str) -> Reading[None]:
+        for character in word:
+            yield from self.one_of(character)
+
+    def run(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Read as far as `pattern` goes, which matches any number of characters of some kind."""
+        read = ""
+        while True:
+            match = pattern.match(self.text, self.at)
+            assert match is not None
+            read += match[0]
+            self.at = match.end()
+            if self.at < len(self.text) or self.over:
+                return read
+            yield
+
+    def until(self, mark: str) -> Reading[bool]:
+        """Read up to `mark`, or to the end of the text; whether the mark was there."""
+        while True:
+            found = self.text.find(mark, self.at)
+            if found >= 0:
+                self.at = found
+                return True
+            if self.over:
+                self.at = len(self.text)
+                return False
+            self.at = max(self.at, len(self.text) - beginning_at_end(self.text, mark))
+            yield
+
+    # ---- JSON ----------------------------------------------------------------------------------------------------
+
+    def value(self, *, repair: bool = False, depth: int = 0) -> Reading[None]:
+        """Read a JSON value. `repair` writes control characters in strings as escapes, which JSON asks for."""
+        first = yield from self.peek()
+        if depth > MAX_DEPTH:
+            raise NotACall
+        if first == '"':
+            yield from self.string(repair=repair)
+        elif first == "{" or first == "[":
+            yield from self._container("}" if first == "{" else "]", repair, depth)
+        elif first and first in _WORDS:
+            yield from self.literal(_WORDS[first])
+        elif first and first in "-0123456789":
+            yield from self.run(_NUMBER)
+        else:
+            raise NotACall
+
+    def _container(self, end: str, repair: bool, depth: int) -> Reading[None]:
+        self.at += 1
+        yield from self.run(SPACES)
+        if (yield from self.peek()) == end:
+            self.at += 1
+            return
+        while True:
+            if end == "}":
+                yield from self.string(repair=repair)
+                yield from self.colon()
+            yield from self.value(repair=repair, depth=depth + 1)
+            yield from self.run(SPACES)
+            if (yield from self.one_of("," + end)) == end:
+                return
+            yield from self.run(SPACES)
+
+    def colon(self) -> Reading[None]:
+        yield from self.run(SPACES)
+        yield from self.one_of(":")
+        yield from self.run(SPACES)
+
+    def string(self, *, repair: bool = False) -> Reading[None]:
+        yield from self.one_of('"')
+        while True:
+            yield from self.run(_PLAIN)
+            character = yield from self.peek()
+            if not character:
+                raise NotACall
+            self.at += 1
+            if character == '"':
+                return
+            if character == "\\":
+                if not (yield from self.peek()):
+                    raise NotACall
+                self.at += 1
+            elif repair:
+                escape = f"\\u{ord(character):04x}"
+                self.text = self.text[: self.at - 1] + escape + self.text[self.at :]
+                self.at += len(escape) - 1
+
+
+def beginning_at_end(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `mark`."""
+    longest = min(len(text), len(mark) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)

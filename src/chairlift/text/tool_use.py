@@ -1,0 +1,85 @@
+"""What one request does with tools: how the model learns of them, and how its answer is read and held to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chairlift.core.structure import Structure, StructureKind
+from chairlift.errors import InvalidParameter
+from chairlift.text.assistant_parts import AssistantParser, PlainParser
+from chairlift.text.messages import checked_messages
+from chairlift.text.tokenizer import Tokenizer
+from chairlift.text.tool_formats import ToolFormat
+from chairlift.text.tool_formats.described import as_plain_messages, describe, in_system_message, in_user_message
+from chairlift.text.tool_formats.grammar import literal
+from chairlift.text.tools import Calling, Tool, ToolChoice, checked_choice, checked_tools
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Also for requests without tools: a conversation may have calls in its history."""
+
+    format: ToolFormat
+    tools: Sequence[Tool]  # those the model gets to see
+    choice: ToolChoice
+    parallel: bool = True
+
+    @classmethod
+    def of(cls, format_: ToolFormat, tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
+        """From the parameters of a chat request, checked. Errors name `tools`, `tool_choice`, `parallel_tool_calls`."""
+        checked = checked_tools(tools or [])
+        chosen = checked_choice(choice, checked)
+        if parallel is not None and not checked:
+            raise InvalidParameter("parallel_tool_calls", "only goes with tools")
+        offered = [] if chosen.calling is Calling.NONE else checked
+        return cls(format_, offered, chosen, parallel is not False)
+
+    @property
+    def forced(self) -> bool:
+        return self.choice.forced
+
+    def parser(self) -> AssistantParser:
+        """A new reader for one completion's text."""
+        if not self.tools:
+            return PlainParser()
+        return self.format.parser({tool.name for tool in self.tools}, max_calls=None if self.parallel else 1)
+
+    def finish_reason(self, reason: str | None, called: bool) -> str | None:
+        """As OpenAI words it: "tool_calls" if the model decided to stop for a call, "stop" if it had no choice."""
+        return "tool_calls" if reason == "stop" and called and self.choice.calling is not Calling.NAMED else reason
+
+    def visible_special_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """The format's marks that are special tokens: without them in the text, no call would be found."""
+        ids = [tokenizer.added_token_id(mark) for mark in self.format.markers] if self.tools else []
+        return [token for token in ids if token in tokenizer.special_ids]
+
+    def structure(self, tokenizer: Tokenizer) -> Structure | None:
+        """The grammar that a forced call must follow."""
+        if not self.forced:
+            return None
+
+        def marker(mark: str) -> str:
+            token = tokenizer.added_token_id(mark)
+            return literal(mark) if token is None else f"<[{token}]>"
+
+        named = self.choice.function
+        tools = [tool for tool in self.tools if named is None or tool.name == named]
+        grammar = self.format.grammar(tools, parallel=self.parallel and named is None, marker=marker)
+        return Structure(StructureKind.GRAMMAR, grammar)
+
+    def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """The prompt. `options` are those of `Tokenizer.encode_chat`."""
+        history = checked_messages(messages)
+        if tokenizer.template_shows_tools:
+            given = [tool.given for tool in self.tools] or None
+            return tokenizer.encode_chat(self.format.history(history), tools=given, **options)[1]
+        history = as_plain_messages(history, self.format)
+        if not self.tools:
+            return tokenizer.encode_chat(history, **options)[1]
+        description = describe(self.tools, self.format)
+        try:
+            return tokenizer.encode_chat(in_system_message(history, description), **options)[1]
+        except InvalidParameter:  # the template's own verdict, perhaps about system messages
+            return tokenizer.encode_chat(in_user_message(history, description), **options)[1]

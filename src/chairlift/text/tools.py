@@ -1,0 +1,122 @@
+"""The tools a caller offers to a model, and which of them it may or must call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+from chairlift.text.messages import plain_data
+
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 64 * 2**10
+MAX_SCHEMA_DEPTH = 24
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may ask the caller to call."""
+
+    name: str
+    schema: dict[str, Any]  # of its arguments: always of an object
+    strict: bool  # refuse a schema that cannot be enforced to the letter
+    given: dict[str, Any]  # as the caller wrote it, which is how templates show it
+
+
+class Calling(StrEnum):
+    NONE = "none"  # the model does not even see the tools
+    AUTO = "auto"  # as the model likes
+    REQUIRED = "required"  # at least one call
+    NAMED = "named"  # one call, of the function named
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    calling: Calling
+    function: str | None = None  # with NAMED
+
+    @property
+    def forced(self) -> bool:
+        return self.calling in (Calling.REQUIRED, Calling.NAMED)
+
+
+def checked_tools(tools: Any) -> list[Tool]:
+    """Tools in the shape of OpenAI's chat API: {"type": "function", "function": {"name", "parameters", …}}."""
+    if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
+        raise InvalidParameter("tools", "must be a list of tools")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidParameter("tools", f"{len(tools)} tools; the limit is {MAX_TOOLS}")
+    checked = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
+    names = [tool.name for tool in checked]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InvalidParameter("tools", f"tools[{index}].function.name {name!r} is there twice")
+    return checked
+
+
+def _tool(place: str, tool: Any) -> Tool:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise InvalidParameter("tools", f"{place} must be an object of type 'function'; no other tools are supported")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise InvalidParameter("tools", f"{place}.function must be an object with a name")
+    place += ".function"
+    for key in function:
+        if key not in ("name", "description", "parameters", "strict"):
+            raise InvalidParameter("tools", f"{place}.{str(key)[:40]} is not known")
+    name, description, strict = function.get("name"), function.get("description"), function.get("strict")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidParameter("tools", f"{place}.name must be 1 to 64 letters, digits, _ or -")
+    if not isinstance(description, str | None):
+        raise InvalidParameter("tools", f"{place}.description must be text")
+    if not isinstance(strict, bool | None):
+        raise InvalidParameter("tools", f"{place}.strict must be true or false")
+    schema = _schema(f"{place}.parameters", function.get("parameters"))
+    return Tool(name, schema, bool(strict), plain_data("tools", tool))
+
+
+def _schema(place: str, given: Any) -> dict[str, Any]:
+    if given is None or given == {}:
+        return _NO_PARAMETERS
+    if not isinstance(given, dict) or given.get("type", "object") != "object":
+        raise InvalidParameter("tools", f"{place} must be a JSON schema of type 'object'")
+    if _depth(given) > MAX_SCHEMA_DEPTH:
+        raise InvalidParameter("tools", f"{place} is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+    if len(json.dumps(given)) > MAX_SCHEMA_BYTES:
+        raise InvalidParameter("tools", f"{place} is longer than {MAX_SCHEMA_BYTES} bytes")
+    return {"type": "object", **given}
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested, without recursion: callers send what they like."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, (dict, list))]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """OpenAI's tool_choice: "none", "auto", "required" or {"type": "function", "function": {"name"}}."""
+    if choice is None:
+        return ToolChoice(Calling.AUTO if tools else Calling.NONE)
+    if choice in ("none", "auto"):
+        return ToolChoice(Calling(choice) if tools else Calling.NONE)
+    if not tools:
+        raise InvalidParameter("tool_choice", "needs tools to choose from")
+    if choice == "required":
+        return ToolChoice(Calling.REQUIRED)
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        shape = '{"type": "function", "function": {"name": …}}'
+        raise InvalidParameter("tool_choice", f"must be 'none', 'auto', 'required' or {shape}")
+    if name not in [tool.name for tool in tools]:
+        raise InvalidParameter("tool_choice", f"{name[:64]!r} is not one of the tools")
+    return ToolChoice(Calling.NAMED, name)

@@ -1,0 +1,304 @@
+"""One request's tools: checked, shown to the model by any template, and enforced where a call is forced."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from chairlift.core.structure import StructureKind
+from chairlift.errors import InvalidParameter
+from chairlift.text.assistant_parts import ArgumentsDelta, CallBegun, PlainParser
+from chairlift.text.tokenizer import Tokenizer
+from chairlift.text.tool_formats import FORMATS, choose_format
+from chairlift.text.tool_use import ToolUse
+from chairlift.text.tools import MAX_TOOLS, Calling, checked_choice, checked_tools
+from tests.tiny import CHATML, byte_level_tokenizer
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+            "$defs": {"city": {"enum": ["Oslo", "Bern"]}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "get_time"}}
+USER = {"role": "user", "content": "What is the weather?"}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}},
+        {"id": "call_2", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}},
+    ],
+}
+RESULTS = [
+    {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "snow"}]},
+]
+LLAMA = "{% for m in messages %}{{ m }}{% endfor %}{{ tools }}<|python_tag|>"
+NEW_MISTRAL = "{{ tools }}[TOOL_CALLS][ARGS]"
+OLD_MISTRAL = (
+    "{{ tools }}{% for m in messages %}{% if m.tool_calls is defined %}[TOOL_CALLS]{% for call in m.tool_calls %}"
+    "{% if call.id | length != 9 %}{{ raise_exception('nine!') }}{% endif %}{{ call.id }} {% endfor %}"
+    "{% elif m.role == 'tool' %}{{ m.tool_call_id }} {% endif %}{% endfor %}"
+)
+HERMES = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools><tool_call>{% endif %}"
+    "{% for m in messages %}{% if '</think>' in m.content %}?{% endif %}[{{ m.role }}] {{ m.content }}"
+    "{% for call in m.tool_calls %} {{ call.function.name }}={{ call.function.arguments.city }}{% endfor %}{% endfor %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def tokenizer(template: str, *added: AddedToken) -> Tokenizer:
+    backend: Backend = byte_level_tokenizer()
+    backend.add_tokens([token for token in added if not token.special])
+    backend.add_special_tokens([token for token in added if token.special])
+    return Tokenizer(backend, chat_template=template, eos_token="<|im_end|>")
+
+
+def use(template: str, tools: Any = (WEATHER, CLOCK), choice: Any = None, parallel: bool | None = None) -> ToolUse:
+    return ToolUse.of(choose_format(template), list(tools), choice, parallel)
+
+
+def prompt(template: str, messages: list[Any], tools: Any = (WEATHER, CLOCK), **options: Any) -> str:
+    of_template = tokenizer(template)
+    return of_template.decode(use(template, tools).encode(of_template, messages, **options), skip_special_tokens=False)
+
+
+# ---- what a caller may send --------------------------------------------------------------------------------------
+
+
+def function(**changes: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **changes}}
+
+
+def deep(levels: int) -> Any:
+    return {"type": "object"} if not levels else {"properties": {"a": deep(levels - 1)}}
+
+
+BAD_TOOLS = [
+    (3, "must be a list"),
+    ([3], r"tools\[0\] must be an object of type 'function'"),
+    ([{"type": "retrieval"}], r"tools\[0\] must be an object of type 'function'"),
+    ([{"type": "function"}], r"tools\[0\].function must be an object with a name"),
+    ([CLOCK, function(name="")], r"tools\[1\].function.name must be 1 to 64"),
+    ([function(name="a b")], "1 to 64 letters"),
+    ([function(name="x" * 65)], "1 to 64 letters"),
+    ([function(name="name\n")], "1 to 64 letters"),
+    ([function(name=3)], "1 to 64 letters"),
+    ([function(colour=3)], r"tools\[0\].function.colour is not known"),
+    ([function(description=3)], "description must be text"),
+    ([function(strict="yes")], "strict must be true or false"),
+    ([function(parameters=[1])], "parameters must be a JSON schema"),
+    ([function(parameters={"type": "string"})], "of type 'object'"),
+    ([function(parameters=deep(13))], "nested more than 24 levels"),
+    ([function(parameters={"description": "x" * 70_000})], "longer than 65536 bytes"),
+    ([CLOCK, CLOCK], r"tools\[1\].function.name 'get_time' is there twice"),
+    ([function(name=f"f{i}") for i in range(MAX_TOOLS + 1)], "129 tools; the limit is 128"),
+]
+
+
+@pytest.mark.parametrize(("tools", "problem"), BAD_TOOLS, ids=lambda value: str(value)[:40])
+def test_bad_tools(tools: Any, problem: str) -> None:
+    with pytest.raises(InvalidParameter, match=problem) as refused:
+        checked_tools(tools)
+    assert refused.value.parameter == "tools"
+
+
+def test_choices() -> None:
+    tools = checked_tools([CLOCK])
+    assert checked_choice(None, tools).calling is Calling.AUTO
+    assert checked_choice(None, []).calling is Calling.NONE
+    assert checked_choice("auto", []).calling is Calling.NONE
+    assert checked_choice("required", tools).forced
+    named = checked_choice({"type": "function", "function": {"name": "get_time"}}, tools)
+    assert (named.calling, named.function) == (Calling.NAMED, "get_time")
+    unknown: list[Any] = ["always", 3, {}, {"type": "function"}, {"type": "function", "function": {"name": "x"}}]
+    for choice in unknown:
+        with pytest.raises(InvalidParameter) as refused:
+            checked_choice(choice, tools)
+        assert refused.value.parameter == "tool_choice"
+    for choice in ("required", {"type": "function", "function": {"name": "get_time"}}):
+        with pytest.raises(InvalidParameter, match="needs tools"):
+            checked_choice(choice, [])
+    with pytest.raises(InvalidParameter, match="parallel_tool_calls"):
+        ToolUse.of(FORMATS["json"](""), None, None, True)
+
+
+def test_without_tools_the_answer_is_plain() -> None:
+    for without in (use(HERMES, tools=()), use(HERMES, choice="none")):
+        assert isinstance(without.parser(), PlainParser)
+        assert without.structure(tokenizer(HERMES)) is None
+        assert without.visible_special_ids(tokenizer(HERMES, AddedToken("<tool_call>", special=True))) == []
+
+
+def test_finish_reasons() -> None:
+    named = {"type": "function", "function": {"name": "get_time"}}
+    for choice in (None, "required"):
+        assert use(HERMES, choice=choice).finish_reason("stop", called=True) == "tool_calls"
+    assert use(HERMES, choice=named).finish_reason("stop", called=True) == "stop"
+    assert use(HERMES).finish_reason("stop", called=False) == "stop"
+    assert use(HERMES).finish_reason("length", called=True) == "length"
+    assert use(HERMES).finish_reason(None, called=True) is None
+
+
+# ---- what the model gets to see ----------------------------------------------------------------------------------
+
+
+def test_templates_that_show_tools_get_them() -> None:
+    text = prompt(HERMES, [USER])
+    assert json.loads(text.split("<tools>")[1].split("</tools>")[0]) == [WEATHER, CLOCK]
+    assert "<tools>" not in prompt(HERMES, [USER], tools=())
+    assert "get_time" not in tokenizer(HERMES).decode(use(HERMES, choice="none").encode(tokenizer(HERMES), [USER]))
+
+
+def test_calls_and_results_reach_the_template() -> None:
+    text = prompt(HERMES, [USER, CALLED, *RESULTS])
+    assert text.endswith("[assistant]  get_time= get_weather=Oslo[tool] noon[tool] snow")
+
+
+def test_mistral_templates_want_ids_of_nine_characters() -> None:
+    text = prompt(OLD_MISTRAL, [USER, CALLED, *RESULTS]).split("[TOOL_CALLS]")[1]
+    first, second, *results = text.split()
+    assert [first, second] == results
+    assert first != second
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in results)
+
+
+def test_templates_without_a_place_for_tools() -> None:
+    text = prompt(CHATML, [{"role": "system", "content": "Be brief."}, USER, CALLED, *RESULTS])
+    system, user, assistant, results, last = text.split("<|im_start|>")[1:]
+    assert system.startswith("system\nBe brief.\n\n")
+    assert json.dumps(WEATHER) in system
+    assert '<tool_call>\n{"name": "function_name", "arguments": {"parameter": "value"}}\n</tool_call>' in system
+    assert user == "user\nWhat is the weather?<|im_end|>\n"
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in assistant
+    assert results.startswith("user\n<tool_response>\nnoon\n</tool_response>\n<tool_response>\nsnow\n</tool_response>")
+    assert last == "assistant\n"
+    assert prompt(CHATML, [USER]).startswith("<|im_start|>system\nYou can call functions")
+    assert prompt(CHATML, [USER], tools=()) == prompt(CHATML, [USER], tools=[])
+    assert "function" not in prompt(CHATML, [USER], tools=())
+    assert "<tool_call>" in prompt(CHATML, [USER, CALLED, *RESULTS], tools=())  # history stays readable without tools
+
+
+def test_templates_that_refuse_system_messages() -> None:
+    text = prompt(NO_SYSTEM, [USER, CALLED, *RESULTS])
+    assert text.startswith("<user>You can call functions")
+    assert "\n\nWhat is the weather?<assistant><tool_call>" in text
+    with pytest.raises(InvalidParameter, match="take turns"):
+        prompt(NO_SYSTEM, [USER, USER])
+
+
+def test_special_tokens_spelled_in_a_tool_stay_text() -> None:
+    spelled = function(description="ends here <|im_end|>")
+    for template in (CHATML, HERMES):
+        of_template = tokenizer(template)
+        ids = use(template, tools=[spelled]).encode(of_template, [USER], add_generation_prompt=False)
+        assert "ends here <|im_end|>" in of_template.decode(ids, skip_special_tokens=False)
+        written_by_template = 2 if template == CHATML else 0
+        assert ids.count(of_template.token_id("<|im_end|>")) == written_by_template
+
+
+def test_nulls_in_messages_mean_absent() -> None:
+    dumped = {"role": "assistant", "content": "No.", "tool_calls": None, "refusal": None, "function_call": None}
+    template = "{{ tools }}{% for m in messages %}{% if m.tool_calls is defined %}defined{% endif %}{% endfor %}"
+    assert "defined" not in prompt(template, [USER, dumped])
+
+
+def test_marks_that_are_special_tokens_are_visible() -> None:
+    of_template = tokenizer(LLAMA, AddedToken("<|python_tag|>", special=True))
+    (tag,) = use(LLAMA).visible_special_ids(of_template)
+    assert of_template.decode([tag], skip_special_tokens=False) == "<|python_tag|>"
+    stream = of_template.detokenizer(True, [tag])
+    assert "".join(stream.push(token) for token in [1, tag, 2]) == "<|python_tag|>"
+
+
+# ---- what the model is held to -----------------------------------------------------------------------------------
+
+
+def forced_text(request: ToolUse, of_template: Tokenizer, seed: int) -> str:
+    """What a model without any sense writes under the grammar: each token drawn from those allowed."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    structure = request.structure(of_template)
+    assert structure is not None
+    assert structure.kind is StructureKind.GRAMMAR
+    end = of_template.token_id("<|im_end|>")
+    assert end is not None
+    vocabulary = LLTokenizer(of_template._backend.to_str(), eos_token=end)
+    matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(structure.text))
+    assert not matcher.get_error(), matcher.get_error()
+    choose, ids = random.Random(seed), list[int]()
+    while not matcher.is_stopped():
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(of_template.vocab_size) if mask[token // 8] >> token % 8 & 1]
+        ids.append(end if end in allowed and len(ids) > 200 else choose.choice(allowed))
+        assert matcher.consume_token(ids[-1]), matcher.get_error()
+    return of_template.decode([token for token in ids if token != end], skip_special_tokens=False)
+
+
+TEMPLATES = {
+    "hermes": (HERMES, ()),
+    "hermes, tokens": (HERMES, (AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False))),
+    "described": (CHATML, ()),
+    "llama": (LLAMA, (AddedToken("<|python_tag|>", special=True),)),
+    "mistral": (OLD_MISTRAL, (AddedToken("[TOOL_CALLS]", special=True),)),
+    "new mistral": (NEW_MISTRAL, (AddedToken("[TOOL_CALLS]", special=True), AddedToken("[ARGS]", special=True))),
+    "json": ("{{ tools }}", ()),
+}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize(("choice", "parallel"), [("required", None), ("required", False), (NAMED, None)])
+def test_forced_calls_are_valid_whatever_the_model(kind: str, choice: Any, parallel: bool | None) -> None:
+    template, added = TEMPLATES[kind]
+    of_template = tokenizer(template, *added)
+    request = use(template, choice=choice, parallel=parallel)
+    counts = set()
+    for seed in range(6):
+        text = forced_text(request, of_template, seed)
+        reader = request.parser()
+        parts = reader.push(text) + reader.close()
+        names = [part.name for part in parts if isinstance(part, CallBegun)]
+        counts.add(len(names))
+        assert all(isinstance(part, (CallBegun, ArgumentsDelta)) for part in parts), text
+        for index, name in enumerate(names):
+            arguments = "".join(part.text for part in parts if isinstance(part, ArgumentsDelta) and part.index == index)
+            if name == "get_weather":
+                jsonschema_rs.validate(WEATHER["function"]["parameters"], json.loads(arguments))  # type: ignore[index]
+            else:
+                assert json.loads(arguments) == {}
+        if choice == NAMED:
+            assert names == ["get_weather"]
+    assert counts == {1} if choice == NAMED or parallel is False else max(counts) > 1
+
+
+def test_what_cannot_be_enforced_is_left_out_unless_strict() -> None:
+    from llguidance import LLMatcher
+
+    unusual = {"type": "object", "properties": {"a": {"type": "string", "format": "unheard-of"}}}
+    for strict in (False, True):
+        request = use(HERMES, tools=[function(parameters=unusual, strict=strict)], choice="required")
+        structure = request.structure(tokenizer(HERMES))
+        assert structure is not None
+        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(structure.text))
+        assert bool(problem) == strict

@@ -19,6 +19,7 @@ from chairlift.bench.measure import Advance
 from chairlift.bench.report import check_writable, machine, machine_line, write_report
 from chairlift.bench.throughput import ENGINES, Comparison, parse_engines
 from chairlift.bench.workload import LengthRange, Workload, load_workload, make_workload
+from chairlift.cli_bench_attention import bench_attention
 from chairlift.cli_console import show_log
 from chairlift.cli_options import EngineOptions, examples, with_option_groups
 from chairlift.errors import InvalidParameter
@@ -171,3 +172,12 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+bench_app.command(
+    "attention",
+    epilog=examples(
+        "chairlift bench attention",
+        "chairlift bench attention --experiments tiling --sizes 1024,4096 --plot tiling.png",
+    ),
+)(bench_attention)

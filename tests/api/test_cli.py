@@ -29,7 +29,16 @@ from chairlift.core.request import Ending, FinishReason
 from chairlift.errors import ChairliftError
 from tests.tiny import write_tiny_checkpoint
 
-COMMANDS = [[], ["generate"], ["chat"], ["serve"], ["models"], ["bench"], ["bench", "throughput"]]
+COMMANDS = [
+    [],
+    ["generate"],
+    ["chat"],
+    ["serve"],
+    ["models"],
+    ["bench"],
+    ["bench", "throughput"],
+    ["bench", "attention"],
+]
 FAST = ["--device", "cpu", "--kv-memory", "4MiB"]
 
 

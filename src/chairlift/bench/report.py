@@ -36,11 +36,11 @@ def write_report(
     return report
 
 
-def check_writable(path: Path) -> None:
-    """Raise now if `write_report` could not write there after minutes of measuring."""
+def check_writable(path: Path, parameter: str = "json") -> None:
+    """Raise now if nothing could be written there after minutes of measuring."""
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise InvalidParameter("json", f"cannot write {str(path)!r}; give a file in a folder that you may write to")
+        raise InvalidParameter(parameter, f"cannot write {str(path)!r}; give a file in a folder that you may write to")
 
 
 def machine() -> dict[str, Any]:

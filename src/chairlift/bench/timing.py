@@ -1,0 +1,73 @@
+"""How long something takes, how much memory it needs at its peak, and how both grow."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+Run = Callable[[], object]
+Note = Callable[[str], None]
+"""Told what is measured next, for whoever watches."""
+
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # what Linux wants written to clear_refs
+
+
+def best_seconds(run: Run, device: torch.device, *, least: float = 0.25, repeats: int = 7) -> float:
+    """The fastest of at least `repeats` runs that together take at least `least` seconds: on a machine with other work
+    to do, everything that disturbs makes a run slower and nothing makes it faster. One run comes first, uncounted."""
+    _timed(run, device)
+    times: list[float] = []
+    while len(times) < repeats or sum(times) < least:
+        times.append(_timed(run, device))
+    return min(times)
+
+
+def _timed(run: Run, device: torch.device) -> float:
+    _finish(device)
+    begun = time.perf_counter()
+    run()
+    _finish(device)
+    return time.perf_counter() - begun
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(run: Run, device: torch.device) -> int | None:
+    """How much more memory there was in use during `run` than before it; None where the system does not tell."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if not _CLEAR_REFS.exists():
+        return None
+    # What the C library keeps for later would be used again without counting as new.
+    ctypes.CDLL(None).malloc_trim(0)
+    _CLEAR_REFS.write_text(_RESET_PEAK)
+    before = _peak_of_process()
+    run()
+    return _peak_of_process() - before
+
+
+def _peak_of_process() -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def growth(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """The k of values ~ sizes^k: the slope through all points where both axes are logarithmic."""
+    x, y = [math.log(size) for size in sizes], [math.log(value) for value in values]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    covariance = sum((one - mean_x) * (other - mean_y) for one, other in zip(x, y, strict=True))
+    return covariance / sum((one - mean_x) ** 2 for one in x)

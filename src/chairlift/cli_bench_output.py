@@ -1,0 +1,88 @@
+"""What the benches share on the command line: where results go, how they look, and a sign of life meanwhile."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from chairlift.bench.plots import require_matplotlib
+from chairlift.bench.report import check_writable, machine, machine_line, write_report
+from chairlift.bench.timing import Note
+from chairlift.errors import InvalidParameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """Where to leave the figures."""
+
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the figures there (keys: docs/bench-json.md)."),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw them there: .png, .svg or .pdf (needs matplotlib)."),
+    ] = None
+
+    def check(self) -> None:
+        """Raise now rather than after minutes of measuring."""
+        if self.json_file is not None:
+            check_writable(self.json_file)
+        if self.plot is not None:
+            require_matplotlib()
+            check_writable(self.plot, parameter="plot")
+            if self.plot.suffix not in (".png", ".svg", ".pdf"):
+                raise InvalidParameter("plot", f"must end in .png, .svg or .pdf, got {str(self.plot)!r}")
+
+    def write(
+        self,
+        bench: str,
+        settings: Mapping[str, Any],
+        rows: Sequence[Mapping[str, Any]],
+        draw: Callable[[Path, str], None],
+    ) -> None:
+        """`draw` is called with the file and the line that says where this was measured."""
+        here = machine_line(machine())
+        Console().print(here, style="dim", highlight=False)
+        if self.json_file is not None:
+            write_report(self.json_file, bench, settings, rows)
+        if self.plot is not None:
+            draw(self.plot, here)
+
+
+@contextmanager
+def watch(*, enabled: bool) -> Iterator[Note]:
+    """Say what is being measured."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    shown = enabled and sys.stderr.isatty()
+    with Progress(*columns, console=Console(file=sys.stderr), disable=not shown, transient=True) as progress:
+        task = progress.add_task("")
+        yield lambda text: progress.update(task, description=text)
+
+
+def show_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> None:
+    """The first column holds names, the others figures."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, caption=caption, caption_justify="left")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=index > 0)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def parse_numbers(parameter: str, text: str, kind: Callable[[str], Any] = int) -> list[Any]:
+    """ "1,4,16" -> [1, 4, 16]."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidParameter(parameter, f"must be numbers with commas between them, got {text!r}") from None

@@ -61,9 +61,9 @@ def serve(
 
     SIGTERM or Ctrl-C takes no new requests, lets running ones finish, and exits.
     """
+    from chairlift.serving.admission import Limits
     from chairlift.serving.engine_client import Supervision
     from chairlift.serving.server import ServerConfig, serve_forever
-    from chairlift.serving.service import Limits
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     config = ServerConfig(

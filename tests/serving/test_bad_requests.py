@@ -83,7 +83,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "word " * 400}]}, "prompt"),
+    ({"messages": [{"role": "user", "content": "word " * 400}]}, "messages"),
     ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
@@ -91,6 +91,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1}}, "self"),
+    ({"chat_template_kwargs": {"max_tokens": 1}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "user", "content": "x" * 10**6}]}, "messages"),
     ({"chat_template_kwargs": {"\ud800": 1}}, "?"),
     ({"messages": [{"role": "user", "content": "hello", "deep": nested(600)}]}, f"messages[0].deep{'[0]' * 32}"),
     ({"messages": [called("[" * 5000)]}, "messages[0].tool_calls[0].function.arguments"),
@@ -114,7 +117,8 @@ BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 3}, "best_of"),
     ({"echo": True, "logprobs": 1}, "echo"),
     ({"logprobs": 21}, "logprobs"),
-    ({"prompt": ["a"] * 100, "n": 2}, "n"),
+    ({"prompt": ["a"] * 200, "n": 2}, "n"),
+    ({"prompt": "x" * 10**6}, "prompt"),
 ]
 
 

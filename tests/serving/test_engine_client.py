@@ -13,8 +13,9 @@ import pytest
 
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
-from chairlift.serving.engine_client import EngineClient, EngineState, Stream, Supervision
+from chairlift.serving.engine_client import EngineClient, EngineState, Supervision
 from chairlift.serving.messages import Cancel, FromEngine, Refused, Submit, Update, decode_to_engine, encode
+from chairlift.serving.stream import Stream
 
 
 class FakeEngine:
@@ -47,7 +48,7 @@ def test_a_stream_merges_what_was_not_read_and_then_fails() -> None:
         stream.push(Update("a", text="x", tokens=[1], cached_tokens=3))
         stream.push(Update("b", text="-", tokens=[9]))
         stream.push(Update("a", text="y", tokens=[2], finish_reason="stop"))
-        stream.fail(EngineDead("gone"))
+        assert stream.end("error", EngineDead("gone")) == ["b"]
         reader = aiter(stream)
         merged = Update("a", text="xy", tokens=[1, 2], cached_tokens=3, finish_reason="stop")
         assert await anext(reader) == [merged, Update("b", text="-", tokens=[9])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,7 +19,7 @@ from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.serving.api_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from chairlift.serving.engine_client import EngineState
 from chairlift.serving.errors import APIError, as_api_error, unavailable
-from chairlift.serving.guards import Guards
+from chairlift.serving.guards import Guards, Outermost
 from chairlift.serving.service import Service, check_ids
 
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
@@ -29,15 +30,24 @@ def make_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
+        pinging = asyncio.create_task(_ping(service))
         yield
+        pinging.cancel()
 
     app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guards, api_keys=list(api_keys), max_body_bytes=service.limits.max_body_bytes)
+    app.add_middleware(Guards, api_keys=list(api_keys), limits=service.limits)
+    app.add_middleware(Outermost)
     _handle_errors(app)
     _add_generation(app, service)
     _add_text(app, service)
     _add_health(app, service)
     return app
+
+
+async def _ping(service: Service) -> None:
+    while True:
+        await asyncio.sleep(service.limits.ping_seconds)
+        service.engine.nudge_streams()
 
 
 def _handle_errors(app: FastAPI) -> None:
@@ -57,7 +67,6 @@ def _handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(ChairliftError, shaped)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, bad_body)
-    app.add_exception_handler(Exception, shaped)
 
 
 def _validation_error(error: RequestValidationError) -> APIError:
@@ -104,16 +113,18 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=_ERRORS)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
         service.check_model(body.model)
-        tokens = await asyncio.to_thread(_tokens_of, body, service)
+        size = len(await http.body())
+        tokens = await service.text.run(size, partial(_tokens_of, body, service))
         loaded = service.engine.loaded
         return {"tokens": tokens, "count": len(tokens), "max_model_len": loaded.max_model_len if loaded else None}
 
     @app.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
-        return {"prompt": await asyncio.to_thread(service.tokenizer.decode, check_ids("tokens", body.tokens))}
+        tokens = check_ids("tokens", body.tokens)
+        return {"prompt": await service.text.run(len(tokens), partial(service.tokenizer.decode, tokens))}
 
 
 def _tokens_of(body: TokenizeRequest, service: Service) -> list[int]:
@@ -138,7 +149,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/ready", responses=_ERRORS)
     async def ready() -> Response:
         """Whether new requests are taken: as /health, and not while shutting down."""
-        if service.draining:
+        if service.admission.draining:
             return unavailable("the server is shutting down").response()
         return await health()
 

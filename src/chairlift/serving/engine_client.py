@@ -10,14 +10,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -36,6 +35,7 @@ from chairlift.serving.messages import (
     decode_from_engine,
     encode,
 )
+from chairlift.serving.stream import Stream, Watcher
 
 log = logging.getLogger("chairlift.server")
 
@@ -58,57 +58,6 @@ class Supervision:
     max_restarts: int = 5  # in a row, without a minute of good health between them
     first_backoff: float = 0.25  # doubled at every restart
     healthy_after: float = 60.0
-
-
-class Stream:
-    """What the engine says about the completions of one HTTP request, merged until someone takes it.
-
-    A slow reader therefore holds at most its own unread output, and nobody waits for it.
-    """
-
-    def __init__(self, ids: Sequence[str]) -> None:
-        self.ids = list(ids)  # in the order of the choices
-        self._open = set(self.ids)
-        self._pending: dict[str, list[Update]] = {}
-        self._error: Exception | None = None
-        self._news = asyncio.Event()
-
-    @property
-    def open_ids(self) -> list[str]:
-        return sorted(self._open)
-
-    def push(self, update: Update) -> None:
-        self._pending.setdefault(update.request_id, []).append(update)
-        if update.finish_reason is not None:
-            self._open.discard(update.request_id)
-        self._news.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._open.clear()
-        self._news.set()
-
-    async def __aiter__(self) -> AsyncIterator[list[Update]]:
-        while self._open or self._pending or self._error:
-            await self._news.wait()
-            self._news.clear()
-            updates, self._pending = [_merged(parts) for parts in self._pending.values()], {}
-            if updates:
-                yield updates
-            if self._error is not None:
-                raise self._error
-
-
-def _merged(parts: list[Update]) -> Update:
-    if len(parts) == 1:
-        return parts[0]
-    return msgspec.structs.replace(
-        parts[-1],
-        text="".join(part.text for part in parts),
-        tokens=[token for part in parts for token in part.tokens],
-        logprobs=[found for part in parts for found in part.logprobs],
-        cached_tokens=next((part.cached_tokens for part in parts if part.cached_tokens is not None), None),
-    )
 
 
 @dataclass(slots=True)
@@ -167,14 +116,13 @@ class EngineClient:
             await self._changed.wait()
         return self.state
 
-    def submit(self, requests: Sequence[Submit]) -> Stream:
+    def submit(self, requests: Sequence[Submit], watcher: Watcher | None = None) -> Stream:
         """Send all prompts of one HTTP request; what comes of them arrives on one stream."""
         if self.state is not EngineState.READY:
             raise EngineDead(f"the engine is {self.state.value}")
         messages = [encode(request) for request in requests]  # if one cannot be told, nothing has happened yet
-        stream = Stream(
-            [one_id for request in requests for one_id in completion_ids(request.request_id, request.params.n)]
-        )
+        ids = [one_id for request in requests for one_id in completion_ids(request.request_id, request.params.n)]
+        stream = Stream(ids, watcher)
         self._streams.update(dict.fromkeys(stream.ids, stream))
         for message in messages:
             self._send(message)
@@ -183,10 +131,18 @@ class EngineClient:
     def cancel(self, stream: Stream) -> None:
         """End what is still running of a stream; nothing more will be heard of it. Does not wait, so that it can
         be called while the caller itself is being cancelled."""
-        ids = stream.open_ids
-        self._forget(stream)
+        self._end(stream, "cancelled")
+
+    def _end(self, stream: Stream, reason: str, error: Exception | None = None) -> None:
+        ids = stream.end(reason, error)
+        for request_id in stream.ids:
+            self._streams.pop(request_id, None)
         if ids and self._life is not None and self.state is EngineState.READY:
             self._send(encode(Cancel(ids)))
+
+    def nudge_streams(self) -> None:
+        for stream in set(self._streams.values()):
+            stream.nudge()
 
     async def stop(self, timeout: float = 5.0) -> None:
         """Stop the engine, by force if it does not listen, and wait until the process is gone."""
@@ -308,8 +264,8 @@ class EngineClient:
                 case Refused():
                     stream = self._streams.get(message.request_id)
                     if stream is not None:
-                        self.cancel(stream)  # the other prompts of the same HTTP request
-                        stream.fail(InvalidParameter(message.parameter, message.problem))
+                        # With it end the other prompts of the same HTTP request.
+                        self._end(stream, "refused", InvalidParameter(message.parameter, message.problem))
                 case Heartbeat():
                     pass
 
@@ -321,11 +277,7 @@ class EngineClient:
         if update.finish_reason is not None:
             del self._streams[update.request_id]
 
-    def _forget(self, stream: Stream) -> None:
-        for request_id in stream.ids:
-            self._streams.pop(request_id, None)
-
     def _fail_all(self, error: Exception) -> None:
-        for stream in {id(stream): stream for stream in self._streams.values()}.values():
-            stream.fail(error)
+        for stream in set(self._streams.values()):
+            stream.end("error", error)
         self._streams.clear()

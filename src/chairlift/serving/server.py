@@ -17,10 +17,11 @@ from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.store import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
+from chairlift.serving.admission import Limits
 from chairlift.serving.app import make_app
 from chairlift.serving.engine_client import EngineClient, EngineState, Supervision
 from chairlift.serving.metrics import Metrics
-from chairlift.serving.service import Limits, Service
+from chairlift.serving.service import Service
 
 log = logging.getLogger("chairlift.server")
 
@@ -104,7 +105,7 @@ async def _run(
 
 async def _drain(service: Service, timeout: float) -> None:
     """Take no more requests, and let those that run finish."""
-    service.draining = True
+    service.admission.draining = True
     deadline = asyncio.get_running_loop().time() + timeout
     while service.engine.num_open and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -17,8 +17,10 @@ from chairlift.text.detokenizer import (
     WindowDetokenizer,
     decoding_rules,
 )
-from chairlift.text.messages import checked_messages
+from chairlift.text.messages import checked_messages, plain_data
 from chairlift.text.spelled_tokens import SpelledTokens
+
+_PROBE = 16  # characters per token of the beginning that tells whether a long text can fit at all
 
 
 class Tokenizer:
@@ -46,18 +48,31 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._prepend = self._bos_to_prepend() if add_bos else None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        encoding = _encoded(lambda: self._backend.encode(text, add_special_tokens=add_special_tokens))
-        return self._with_bos(encoding.ids, add_special_tokens)
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """With `max_tokens`, a text that is certain to have more is refused without encoding all of it."""
+        self._refuse_far_too_long("prompt", text, max_tokens)
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Like `encode` for each text, in parallel."""
-        batch = [*texts]
-        encodings = _encoded(lambda: self._backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens))
-        return [self._with_bos(encoding.ids, add_special_tokens) for encoding in encodings]
+        encoded = _encoded(self._backend, texts, add_special_tokens)
+        return [self._with_bos(ids, add_special_tokens) for ids in encoded]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        # As a batch of one: only then does the backend let other threads run meanwhile.
+        return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for inside a text, be it half a character; nothing for an id that is not there."""
+        if self._pieces is None:
+            return (self._backend.id_to_token(token_id) or "").encode()
+        piece = self._pieces.piece(token_id) or b""
+        return piece if isinstance(piece, bytes) else piece.encode()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """No token stands for more characters than this."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def detokenizer(self, skip_special_tokens: bool = True, visible: Iterable[int] = ()) -> IncrementalDetokenizer:
         """A new stream of text that takes one token at a time. `visible` are special tokens never to be skipped."""
@@ -80,6 +95,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -100,26 +116,34 @@ class Tokenizer:
         )
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        self, messages: Sequence[Mapping[str, Any]], /, *, max_tokens: int | None = None, **options: Any
     ) -> tuple[str, list[int]]:
-        """A conversation's prompt as text and as token ids. Options are those of `apply_chat_template`.
+        """A conversation's prompt as text and as token ids. Options are those of `apply_chat_template`; `max_tokens`
+        is that of `encode`.
 
-        Only the template writes special tokens: one that is spelled out in a message or a tool stays text.
+        Only the template writes special tokens: one that is spelled out in a message, a tool or a template's variable
+        stays text.
         """
         spelled = SpelledTokens(self._special_texts)
-        rendered = self.apply_chat_template(
-            spelled.hide(checked_messages(messages)), tools=spelled.hide(tools), **options
-        )
+        hidden = {name: spelled.hide(plain_data(name, value)) for name, value in options.items()}
+        rendered = self.apply_chat_template(spelled.hide(checked_messages(messages)), **hidden)
+        self._refuse_far_too_long("messages", rendered, max_tokens)
         text, ids = "", list[int]()
         for piece, is_text in spelled.pieces(rendered):
             text += piece
-            backend = self._text_only_backend if is_text else self._backend
-            ids += _encoded(partial(backend.encode, piece, add_special_tokens=False)).ids
+            ids += _encoded(self._text_only_backend if is_text else self._backend, [piece], False)[0]
         return text, ids
+
+    def _refuse_far_too_long(self, parameter: str, text: str, max_tokens: int | None) -> None:
+        if max_tokens is None or not isinstance(text, str) or len(text) <= _PROBE * max_tokens:
+            return
+        too_long = len(text) > self.longest_token * max_tokens
+        if not too_long:
+            # Cutting a text changes its tokens around the cut at most, so twice the limit leaves no doubt.
+            too_long = len(_encoded(self._backend, [text[: _PROBE * max_tokens]], False)[0]) > 2 * max_tokens
+        if too_long:
+            problem = f"has {len(text)} characters, far more than {max_tokens} tokens could stand for"
+            raise InvalidParameter(parameter, problem)
 
     @cached_property
     def _added_ids(self) -> dict[str, int]:
@@ -162,11 +186,13 @@ class Tokenizer:
         return [self._prepend, *ids]
 
 
-def _encoded(encode: Callable[[], Any]) -> Any:
+def _encoded(backend: Backend, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidParameter("prompt", "must be a string of valid Unicode")
     try:
-        return encode()
-    except (TypeError, UnicodeEncodeError) as error:
-        # The backend says so for anything that is not text, and for text with lone surrogates.
+        # The fast way leaves out what nobody asks for here, and only a batch lets other threads run meanwhile.
+        return [one.ids for one in backend.encode_batch_fast([*texts], add_special_tokens=add_special_tokens)]
+    except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
         raise InvalidParameter("prompt", "must be a string of valid Unicode") from error
     except Exception as error:  # the library has no type of its own, for a vocabulary without an unknown token say
         raise UnsupportedModel(f"the model's tokenizer failed on this text: {error}") from error

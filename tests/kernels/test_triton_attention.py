@@ -134,6 +134,7 @@ def run_prefill(case: Case, scale: float, window: int | None, softcap: float | N
         tables=case.tables,
         tile_chunk=as_ints([chunk for chunk, _ in tiles], device),
         tile_offset=as_ints([at for _, at in tiles], device),
+        tile_queries=queries,
         chunk_slot=as_ints(case.slots, device),
         chunk_row=as_ints(case.rows, device),
         chunk_start=as_ints(case.starts, device),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,26 @@ class Attend(Protocol):
 
     def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim] -> [T, heads, head_dim]."""
+        ...
+
+
+@runtime_checkable
+class FusedAttend(Attend, Protocol):
+    """An attention that also does what comes before it: norms of queries and keys, rotation, and the cache write."""
+
+    def from_projection(
+        self,
+        layer: AttentionLayer,
+        qkv: Tensor,
+        *,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor | None,
+        sin: Tensor | None,
+    ) -> Tensor:
+        """qkv [T, (heads + 2 * kv_heads) * head_dim], which is used up; norms [head_dim]; cos, sin [T, pairs]
+        -> [T, heads, head_dim]."""
         ...
 
 

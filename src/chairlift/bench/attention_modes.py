@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from chairlift.attention import BACKENDS, AttentionLayer, KVStorage
+from chairlift.attention import BACKENDS, AttentionBackend, AttentionLayer, KVStorage, choose_backend
 from chairlift.bench.lengths import SpreadLengths
 from chairlift.bench.timing import Note, best_seconds
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
+from chairlift.errors import InvalidParameter
 from chairlift.execution.input_batch import build_batch
 
 BLOCK_SIZE = 16
@@ -36,9 +37,17 @@ class Shape:
 
     def modes(self) -> list[str]:
         """The backends that can run it."""
-        return [
-            name for name, backend in BACKENDS.items() if not backend.obstacles([self.layer], self.device, self.dtype)
-        ]
+        return [name for name in BACKENDS if not self._refuses(name)]
+
+    def _refuses(self, name: str) -> bool:
+        try:
+            self.backend(name)
+        except InvalidParameter:
+            return True
+        return False
+
+    def backend(self, name: str) -> AttentionBackend:
+        return choose_backend(name, [self.layer], self.device, self.dtype)
 
     def random(self, *sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device=self.device, dtype=self.dtype)
@@ -122,7 +131,7 @@ def random_storage(shape: Shape, num_blocks: int) -> KVStorage:
 
 
 def _time_backend(shape: Shape, name: str, plan: StepPlan, storage: KVStorage) -> float:
-    backend = BACKENDS[name]()
+    backend = shape.backend(name)
     batch = build_batch(plan, storage, shape.device, rectangular=backend.rectangular)
     # Planned once for all layers of a model, so planning is no part of what a layer costs.
     attend = backend.plan(batch.layout, storage)

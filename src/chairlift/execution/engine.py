@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced
 from chairlift.core.plan import StepPlan, StepResult
@@ -23,6 +25,39 @@ class Executor(Protocol):
 
     def run(self, plan: StepPlan) -> StepResult: ...
     def forget(self, request_id: str) -> None: ...
+
+
+class PendingStep(Protocol):
+    def result(self) -> StepResult:
+        """Wait for the step."""
+        ...
+
+
+@runtime_checkable
+class PipelinedExecutor(Executor, Protocol):
+    """An executor that takes steps before the results of earlier ones were asked for."""
+
+    steps_ahead: int  # how many
+
+    def launch(self, plan: StepPlan) -> PendingStep: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """The pending step of an executor that computes at once."""
+
+    computed: StepResult
+
+    def result(self) -> StepResult:
+        return self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class _StepUnderWay:
+    plan: StepPlan
+    pending: PendingStep
+    schedule_seconds: float
+    used_blocks: int
 
 
 class Engine:
@@ -59,6 +94,8 @@ class Engine:
         self._num_submitted = 0
         self._unreported: set[str] = set()  # ids whose ending has not been published yet
         self._listeners: list[Callable[[Sequence[Event]], None]] = []
+        self._under_way: deque[_StepUnderWay] = deque()
+        self._steps_ahead = executor.steps_ahead if isinstance(executor, PipelinedExecutor) else 0
 
     def subscribe(self, listener: Callable[[Sequence[Event]], None]) -> None:
         """Have `listener` called with the events of every step."""
@@ -67,7 +104,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether another step would compute or report anything."""
-        return self.scheduler.has_work or self.scheduler.has_events
+        return self.scheduler.has_work or self.scheduler.has_events or bool(self._under_way)
 
     def submit(
         self,
@@ -161,25 +198,38 @@ class Engine:
         return self.scheduler.finish(request_id, Ending(FinishReason.CANCELLED), self._clock())
 
     def step(self) -> list[Event]:
-        """Compute one ragged batch and return all that happened. With nothing to compute, only that is reported."""
+        """Plan one ragged batch, compute it, and return all that happened.
+
+        An executor that can work ahead is given the next step before the last one is read, so what is returned is
+        then about the step before. With nothing to compute, only what happened otherwise is reported.
+        """
         begun = self._clock()
         plan = self.scheduler.schedule(begun)
-        scheduled, used_blocks = self._clock(), self.scheduler.kv.pool.num_used
-        if not plan:
-            return self._publish([])
         try:
-            result = self.executor.run(plan)
+            if plan:
+                self._begin(plan, self._clock() - begun)
+            if len(self._under_way) <= (self._steps_ahead if plan else 0):
+                return self._publish([])
+            step = self._under_way[0]
+            result = step.pending.result()
             ran = self._clock()
             self.scheduler.apply(result, ran, self._text.push)
+            self._under_way.popleft()
         except Exception as error:
             return self._die(error)
-        except BaseException:  # Ctrl-C: the step is lost, the engine is not
+        except BaseException:  # Ctrl-C: the steps under way are lost, the engine is not
             self._abandon(plan)
             raise
-        return self._publish([self._summary(result, scheduled - begun, used_blocks, ran)])
+        return self._publish([self._summary(step, result, ran)])
 
-    def _summary(self, result: StepResult, schedule_seconds: float, used_blocks: int, ran: float) -> StepDone:
-        plan = result.plan
+    def _begin(self, plan: StepPlan, schedule_seconds: float) -> None:
+        used_blocks = self.scheduler.kv.pool.num_used
+        executor = self.executor
+        pending = executor.launch(plan) if isinstance(executor, PipelinedExecutor) else _Done(executor.run(plan))
+        self._under_way.append(_StepUnderWay(plan, pending, schedule_seconds, used_blocks))
+
+    def _summary(self, step: _StepUnderWay, result: StepResult, ran: float) -> StepDone:
+        plan = step.plan
         return StepDone(
             time=ran,
             step=plan.step,
@@ -187,9 +237,9 @@ class Engine:
             prefill_tokens=plan.num_tokens - plan.num_decodes,
             requests=len(plan.chunks),
             waiting=len(self.scheduler.waiting),
-            used_blocks=used_blocks,
+            used_blocks=step.used_blocks,
             total_blocks=self.scheduler.kv.num_blocks,
-            schedule_seconds=schedule_seconds,
+            schedule_seconds=step.schedule_seconds,
             apply_seconds=self._clock() - ran,
             timing=result.timing,
             padding_tokens=result.padding_tokens,
@@ -198,6 +248,7 @@ class Engine:
     def _die(self, error: Exception) -> list[Event]:
         """A step failed for good: give every open request its ending, and take no more work."""
         self.fatal = error
+        self._under_way.clear()
         ending = Ending(FinishReason.ERROR, f"{type(error).__name__}: {error}")
         now = self._clock()
         for request_id in self.scheduler.open_requests():
@@ -205,10 +256,13 @@ class Engine:
         return self._publish([])
 
     def _abandon(self, plan: StepPlan) -> None:
-        """A step was interrupted: its requests compute those tokens again, and forget what was half done."""
-        self.scheduler.abandon(plan, self._clock())
-        for chunk in plan.chunks:
-            self.executor.forget(chunk.request.id)
+        """Steps were interrupted: their requests compute those tokens again, and forget what was half done."""
+        plans = [step.plan for step in self._under_way]
+        self._under_way.clear()
+        for lost in plans if plan in plans else [*plans, plan]:
+            self.scheduler.abandon(lost, self._clock())
+            for chunk in lost.chunks:
+                self.executor.forget(chunk.request.id)
 
     def _publish(self, more: Sequence[Event]) -> list[Event]:
         """The scheduler's events with the text woven in, each piece right after the tokens that completed it."""

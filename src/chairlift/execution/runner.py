@@ -41,7 +41,7 @@ class ModelRunner:
         if not sampling:
             timing = StepTiming(built - begun, time.perf_counter() - built)
             return StepResult(plan, [], [], timing, batch.num_padding)
-        logits = self.model.logits(hidden[batch.sampled_rows])[: len(sampling)]  # idle seats come last
+        logits = self.model.logits(hidden[batch.sampled_rows])[: len(sampling)].float()  # idle seats come last
         forwarded = time.perf_counter()
         for request in sampling:
             if request.id not in self._sampling:

@@ -230,14 +230,13 @@ def _prefill_kernel(
 
 
 class Scratch:
-    """What the splits of the decode kernel hand to each other; made once, used by every layer of every step."""
+    """What the splits of the decode kernel hand to each other; made once per batch size, used by every layer."""
 
-    def __init__(self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        # Fewer rows are split more often: rows * splits stays below what this many rows need.
-        most = max(rows * decode_splits(rows, num_kv_heads) for rows in range(1, max_rows + 1))
-        self.partial = torch.empty(most, num_heads, head_dim, dtype=torch.float32, device=device)
-        self.lse = torch.empty(most, num_heads, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+    def __init__(self, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        parts = rows * decode_splits(rows, num_kv_heads)
+        self.partial = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
 
 
 PROGRAMS = 528  # four for each of the 132 multiprocessors of a Hopper chip: enough to keep its memory busy
@@ -307,8 +306,8 @@ def decode_attention(
 def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Tokens whose queries make one tile of the prefill kernel, all heads of a key head together."""
     rows = 128 if dtype != torch.float32 and head_dim <= 128 else 32
-    group = num_heads // num_kv_heads
-    return max(1, rows // triton.next_power_of_2(group))
+    group = triton.next_power_of_2(num_heads // num_kv_heads)
+    return max(16 // group, rows // group, 1)  # a matrix product has at least 16 rows
 
 
 def prefill_attention(
@@ -320,6 +319,7 @@ def prefill_attention(
     tables: Tensor,
     tile_chunk: Tensor,
     tile_offset: Tensor,
+    tile_queries: int,
     chunk_slot: Tensor,
     chunk_row: Tensor,
     chunk_start: Tensor,
@@ -332,7 +332,6 @@ def prefill_attention(
     _, num_heads, dim = q.shape
     _, block_size, kv_heads, _ = keys.shape
     group = num_heads // kv_heads
-    queries = queries_per_tile(num_heads, kv_heads, dim, q.dtype)
     half_precision = q.dtype != torch.float32
     _prefill_kernel[(kv_heads, len(tile_chunk))](
         q,
@@ -355,7 +354,7 @@ def prefill_attention(
         window or 2**30,
         GROUP=group,
         GROUP_PADDED=triton.next_power_of_2(group),
-        QUERIES=queries,
+        QUERIES=tile_queries,
         D=dim,
         D_PADDED=max(16, triton.next_power_of_2(dim)),
         BLOCK_SIZE=block_size,

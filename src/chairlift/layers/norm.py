@@ -29,5 +29,17 @@ class RMSNorm:
             self.weight += 1.0
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dim() == 2:
+            from chairlift.kernels.triton_layers import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
         rows = x.to(self.weight.dtype)
         return F.rms_norm(rows, self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+    def add_(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Adds `delta` to the residual stream `x` [T, size] in place, and returns the norm of the sum."""
+        if x.is_cuda:
+            from chairlift.kernels.triton_layers import add_rms_norm_
+
+            return add_rms_norm_(x, delta, self.weight, self.eps)
+        return self(x.add_(delta))

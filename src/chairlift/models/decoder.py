@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer
+from chairlift.attention.base import Attend, AttentionLayer, FusedAttend
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.moe import MixtureOfExperts
@@ -63,6 +63,8 @@ class SelfAttention:
 
     def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         layer = self.layer
+        if isinstance(attend, FusedAttend) and not self._norms_all_heads:
+            return self.output(self._fused(self.qkv(x), rotation, attend).flatten(1))
         heads = self.qkv(x).unflatten(-1, (-1, layer.head_dim))  # [T, heads + 2 * kv_heads, head_dim]
         qk, v = heads.split((layer.num_heads + layer.num_kv_heads, layer.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -71,6 +73,21 @@ class SelfAttention:
             rotate_(qk, rotation)  # queries and keys in one go
         q, k = qk.split((layer.num_heads, layer.num_kv_heads), dim=1)
         return self.output(attend(layer, q, k, v).flatten(1))
+
+    @property
+    def _norms_all_heads(self) -> bool:
+        return self.q_norm is not None and len(self.q_norm.weight) != self.layer.head_dim
+
+    def _fused(self, qkv: Tensor, rotation: Rotation | None, attend: FusedAttend) -> Tensor:
+        return attend.from_projection(
+            self.layer,
+            qkv,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            cos=None if rotation is None else rotation.cos,
+            sin=None if rotation is None else rotation.sin,
+        )
 
     def _normalised(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
         """Normalise per head, or over all heads at once: the norm's own size tells which."""
@@ -114,10 +131,12 @@ class DecoderLayer:
         yield from self.norms.values()
         yield self.mlp
 
-    def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        attended = self.attention(_maybe(self.before_attention, x), rotation, attend)
-        x = x + _maybe(self.after_attention, attended)
-        return x + _maybe(self.after_mlp, self.mlp(_maybe(self.before_mlp, x)))
+    def __call__(self, x: Tensor, delta: Tensor | None, rotation: Rotation | None, attend: Attend) -> Tensor:
+        """Adds `delta`, the block before's output, and its own attention to the residual stream `x` in place; returns
+        what is to be added next. Adding late lets a sum and the norm of it be one pass over the data."""
+        attended = self.attention(_add_(x, delta, self.before_attention), rotation, attend)
+        normed = _add_(x, _maybe(self.after_attention, attended), self.before_mlp)
+        return _maybe(self.after_mlp, self.mlp(normed))
 
 
 class Decoder:
@@ -168,17 +187,27 @@ class Decoder:
         x = F.embedding(tokens, self.embedding)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
+        delta: Tensor | None = None
         for layer in self.layers:
-            x = layer(x, None if layer.rope is None else rotations[layer.rope], attend)
-        return self.norm(x)
+            delta = layer(x, delta, None if layer.rope is None else rotations[layer.rope], attend)
+        return _add_(x, delta, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.head(hidden).float()
+        logits = self.head(hidden)
         cap = self.config.logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 
     def num_weight_bytes(self) -> int:
         return self.embedding.nbytes + sum(part.num_bytes for part in self._parts())
+
+
+def _add_(x: Tensor, delta: Tensor | None, norm: RMSNorm | None) -> Tensor:
+    """Adds `delta` to `x` in place; returns the sum, normed if there is a norm."""
+    if delta is not None and norm is not None:
+        return norm.add_(x, delta)
+    if delta is not None:
+        x.add_(delta)
+    return _maybe(norm, x)
 
 
 def _maybe(norm: RMSNorm | None, x: Tensor) -> Tensor:

@@ -1,0 +1,183 @@
+"""Ragged paged attention on a GPU, by the Triton kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout
+
+if TYPE_CHECKING:
+    from chairlift.kernels.triton_attention import Scratch
+
+
+ANY_LAYERS_QUERIES = 16  # tokens in a tile of queries, where the layers' heads are not known beforehand
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """One ragged batch as the kernels read it: T tokens of C chunks. All int32, all on the device.
+
+    Chunks of a single token come first, so that chunk i of them is row i of the batch.
+    """
+
+    slots: Tensor  # [T]: the row of `tables` that belongs to each token's request
+    positions: Tensor  # [T]: each token's place in its sequence; -1 for rows that are nobody's
+    tables: Tensor  # [slots, blocks]
+    chunk_slot: Tensor  # [C]
+    chunk_row: Tensor  # [C]: the batch row of the chunk's first token
+    chunk_start: Tensor  # [C]: that token's position
+    chunk_count: Tensor  # [C]: 0 for chunks that are nobody's
+    num_single: int  # only the first so many chunks may be single tokens
+    tile_chunk: Tensor  # [tiles]: the chunk that each tile of queries belongs to, -1 for none
+    tile_offset: Tensor  # [tiles]: its first query, counted from the chunk's first
+    tile_queries: int  # tokens in a tile
+
+
+class PagedGPUAttention:
+    name = "ragged"
+    rectangular = False
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[int, int, int, int], Scratch] = {}
+
+    @classmethod
+    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
+        found = []
+        if device.type != "cuda":
+            found.append(f"it runs on a GPU, not on {device.type}")
+        if importlib.util.find_spec("triton") is None:
+            found.append("triton is not installed")
+        if any(layer.head_dim > 256 for layer in layers):
+            found.append("it takes heads of at most 256 numbers")
+        return found
+
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+        device = layout.tables.device
+        counts = [end - start for start, end in zip(layout.starts, layout.ends, strict=True)]
+        num_single = next((i for i, count in enumerate(counts) if count > 1), len(counts))
+        rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        places = torch.arange(len(rows)) - torch.tensor(layout.offsets[:-1])[rows]
+        tiles = [
+            (i, at) for i, count in enumerate(counts) if i >= num_single for at in range(0, count, ANY_LAYERS_QUERIES)
+        ]
+
+        def on_device(values: Sequence[int] | Tensor) -> Tensor:
+            return torch.as_tensor(values, dtype=torch.int32).to(device)
+
+        batch = PagedBatch(
+            slots=on_device(rows),
+            positions=on_device(places + torch.tensor(layout.starts)[rows]),
+            tables=layout.tables,
+            chunk_slot=on_device(range(len(counts))),
+            chunk_row=on_device(layout.offsets[:-1]),
+            chunk_start=on_device(layout.starts),
+            chunk_count=on_device(counts),
+            num_single=num_single,
+            tile_chunk=on_device([chunk for chunk, _ in tiles]),
+            tile_offset=on_device([at for _, at in tiles]),
+            tile_queries=ANY_LAYERS_QUERIES,
+        )
+        return self.attend(batch, storage)
+
+    def attend(self, batch: PagedBatch, storage: KVStorage) -> PagedGPUStep:
+        return PagedGPUStep(batch, storage, self)
+
+    def scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> Scratch:
+        from chairlift.kernels.triton_attention import Scratch
+
+        key = (rows, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        if key not in self._scratch:
+            self._scratch[key] = Scratch(*key, device)
+        return self._scratch[key]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedGPUStep:
+    batch: PagedBatch
+    storage: KVStorage
+    backend: PagedGPUAttention
+
+    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, block_size = self.batch, self.storage.block_size
+        positions = batch.positions.long()
+        blocks = batch.tables[batch.slots.long(), positions.clamp(min=0) // block_size].long()
+        places = torch.where(positions < 0, self.storage.scratch_block, blocks) * block_size
+        self.storage.write(layer.index, places + positions.clamp(min=0) % block_size, k, v)
+        return self._attended(layer, q)
+
+    def from_projection(
+        self,
+        layer: AttentionLayer,
+        qkv: Tensor,
+        *,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor | None,
+        sin: Tensor | None,
+    ) -> Tensor:
+        from chairlift.kernels.triton_layers import rotate_and_store_
+
+        batch = self.batch
+        rotate_and_store_(
+            qkv,
+            self.storage.keys[layer.index],
+            self.storage.values[layer.index],
+            num_heads=layer.num_heads,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            cos=cos,
+            sin=sin,
+            slots=batch.slots,
+            positions=batch.positions,
+            tables=batch.tables,
+        )
+        return self._attended(layer, qkv.unflatten(1, (-1, layer.head_dim))[:, : layer.num_heads])
+
+    def _attended(self, layer: AttentionLayer, q: Tensor) -> Tensor:
+        from chairlift.kernels.triton_attention import decode_attention, prefill_attention
+
+        batch = self.batch
+        keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if batch.num_single:
+            decode_attention(
+                q,
+                keys,
+                values,
+                out,
+                tables=batch.tables,
+                row_slot=batch.chunk_slot[: batch.num_single],
+                row_start=batch.chunk_start,
+                row_count=batch.chunk_count,
+                scratch=self.backend.scratch(layer, batch.num_single, q.device),
+                scale=layer.scale,
+                window=layer.window,
+                softcap=layer.softcap,
+            )
+        if len(batch.tile_chunk):
+            prefill_attention(
+                q,
+                keys,
+                values,
+                out,
+                tables=batch.tables,
+                tile_chunk=batch.tile_chunk,
+                tile_offset=batch.tile_offset,
+                tile_queries=batch.tile_queries,
+                chunk_slot=batch.chunk_slot,
+                chunk_row=batch.chunk_row,
+                chunk_start=batch.chunk_start,
+                chunk_count=batch.chunk_count,
+                scale=layer.scale,
+                window=layer.window,
+                softcap=layer.softcap,
+            )
+        return out

@@ -1,0 +1,82 @@
+"""One step as numbers in one buffer, so that a single copy takes all of it to the device.
+
+A buffer has sections, whose sizes depend on the shape of the batch alone. A captured graph reads the sections of its
+own shape, and is replayed for every batch that fits: what is left over in a section belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FLOATS = ("temperature", "top_p", "min_p", "uniform")
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    tokens: int  # rows of the batch
+    chunks: int
+    singles: int  # only the first so many chunks may be single tokens
+    tiles: int  # tiles of queries of the longer chunks
+    samples: int  # rows that are sampled from
+    updates: int  # changed entries of block tables
+
+    @cached_property
+    def sections(self) -> dict[str, slice]:
+        """Where in the buffer each array lies."""
+        sizes = (
+            dict.fromkeys(("token", "slot", "position"), self.tokens)
+            | dict.fromkeys(("chunk_slot", "chunk_row", "chunk_start", "chunk_count"), self.chunks)
+            | dict.fromkeys(("tile_chunk", "tile_offset"), self.tiles)
+            | dict.fromkeys(("sample_row", "sample_slot", "top_k", *FLOATS), self.samples)
+            | dict.fromkeys(("update_cell", "update_block"), self.updates)
+        )
+        found, at = {}, 0
+        for name, size in sizes.items():
+            found[name] = slice(at, at + size)
+            at += -(-size // 4) * 4  # 16 bytes: what the kernels' loads like
+        return found
+
+    @cached_property
+    def size(self) -> int:
+        return int(max(section.stop for section in self.sections.values()))
+
+    def host_views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        return {
+            name: buffer[section].view(np.float32) if name in FLOATS else buffer[section]
+            for name, section in self.sections.items()
+        }
+
+    def device_views(self, buffer: Tensor) -> dict[str, Tensor]:
+        return {
+            name: buffer[section].view(torch.float32) if name in FLOATS else buffer[section]
+            for name, section in self.sections.items()
+        }
+
+
+def fill_with_nobody(views: dict[str, np.ndarray], idle_cell: int) -> None:
+    """A batch without any request: no row writes to the cache or is sampled."""
+    for name in ("token", "slot", "chunk_slot", "chunk_row", "chunk_start", "chunk_count", "tile_offset", "sample_row"):
+        views[name][:] = 0
+    for name in ("position", "tile_chunk", "sample_slot"):
+        views[name][:] = -1
+    for name in ("temperature", "top_k", "min_p", "uniform"):
+        views[name][:] = 0
+    views["top_p"][:] = 1
+    views["update_cell"][:] = idle_cell
+    views["update_block"][:] = 0
+
+
+def round_up(value: int, buckets: list[int]) -> int | None:
+    """The smallest bucket that holds `value`; None if none does."""
+    return next((bucket for bucket in buckets if bucket >= value), None)
+
+
+def decode_buckets(seats: int) -> list[int]:
+    """Batch sizes with a graph of their own: finer where a row more costs more."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, seats, 64)]
+    return [size for size in sizes if size < seats] + [seats]

@@ -1,0 +1,73 @@
+"""What the device remembers of each request from step to step, and what it must still be told."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from chairlift.core.plan import Chunk
+from chairlift.core.sampling import SamplingParams
+
+COLDEST = 1e-5  # below this a temperature means the arg max, as in the host's sampler
+
+
+@dataclass(slots=True)
+class Slot:
+    index: int
+    generation: int = -1  # the request's when its table was sent
+    blocks_sent: int = 0
+
+
+class Slots:
+    """Hands out rows of the device's tables.
+
+    There are more than twice as many as seats: the least recently used is then in neither of the last two steps, so
+    nothing that is under way can refer to it when it changes hands.
+    """
+
+    def __init__(self, seats: int, table_width: int) -> None:
+        self.count = 2 * seats + 2
+        self.table_width = table_width
+        self.idle_cell = self.count * table_width  # of one more row, which belongs to nobody
+        self._free = list(range(self.count))
+        self._held: OrderedDict[str, Slot] = OrderedDict()
+        self.temperature = np.zeros(self.count, np.float32)
+        self.top_k = np.zeros(self.count, np.int32)
+        self.top_p = np.ones(self.count, np.float32)
+        self.min_p = np.zeros(self.count, np.float32)
+
+    def of(self, chunk: Chunk) -> Slot:
+        request = chunk.request
+        slot = self._held.get(request.id)
+        if slot is None:
+            slot = Slot(self._free.pop() if self._free else self._held.popitem(last=False)[1].index)
+            self._held[request.id] = slot
+            self._note_sampling(slot.index, request.params)
+        else:
+            self._held.move_to_end(request.id)
+        return slot
+
+    def release(self, request_id: str) -> None:
+        slot = self._held.pop(request_id, None)
+        if slot is not None:
+            self._free.append(slot.index)
+
+    def _note_sampling(self, index: int, params: SamplingParams) -> None:
+        self.temperature[index] = 0.0 if params.temperature < COLDEST else params.temperature
+        self.top_k[index] = params.top_k
+        self.top_p[index] = params.top_p
+        self.min_p[index] = params.min_p
+
+    def table_changes(self, slot: Slot, chunk: Chunk, cells: list[int], blocks: list[int]) -> None:
+        """Append the entries of `chunk`'s block table that the device does not know yet."""
+        table = chunk.table
+        if slot.generation != chunk.generation or chunk.copies:
+            slot.generation, slot.blocks_sent = chunk.generation, 0
+        sent, count = slot.blocks_sent, len(table)
+        if sent < count:
+            first = slot.index * self.table_width
+            cells.extend(range(first + sent, first + count))
+            blocks.extend(table[sent:count])
+            slot.blocks_sent = count

@@ -20,8 +20,9 @@ from chairlift.bench.report import check_writable, machine, machine_line, write_
 from chairlift.bench.throughput import ENGINES, Comparison, parse_engines
 from chairlift.bench.workload import LengthRange, Workload, load_workload, make_workload
 from chairlift.cli_bench_attention import bench_attention
+from chairlift.cli_bench_prefix import bench_prefix
 from chairlift.cli_console import show_log
-from chairlift.cli_options import EngineOptions, examples, with_option_groups
+from chairlift.cli_options import EngineOptions, examples, refuse_given, with_option_groups
 from chairlift.errors import InvalidParameter
 
 bench_app = typer.Typer(
@@ -91,7 +92,8 @@ def throughput(
     show_log(quiet=engine.quiet)
     settings = comparison.settings()
     if workload is not None:
-        _refuse_beside_a_file(context, "requests", "prompt_len", "output_len", "seed")
+        problem = "the requests come from the workload file; give only one of them"
+        refuse_given(context, ("requests", "prompt_len", "output_len", "seed"), problem)
         work = load_workload(workload)
         source: dict[str, Any] = {"workload": workload.name}
     else:
@@ -114,13 +116,6 @@ def _with_concurrency(engine: EngineOptions, concurrency: int | None) -> dict[st
             raise InvalidParameter("concurrency", f"must be at least 1, got {concurrency}")
         options["max_batch_requests"] = concurrency
     return options
-
-
-def _refuse_beside_a_file(context: typer.Context, *names: str) -> None:
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise InvalidParameter(name, "the requests come from the workload file; give only one of them")
 
 
 @contextmanager
@@ -181,3 +176,6 @@ bench_app.command(
         "chairlift bench attention --experiments tiling --sizes 1024,4096 --plot tiling.png",
     ),
 )(bench_attention)
+bench_app.command(
+    "prefix", epilog=examples("chairlift bench prefix", "chairlift bench prefix --scenarios agents --tools 1000 -q")
+)(bench_prefix)

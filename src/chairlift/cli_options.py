@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from chairlift.core.sampling import SamplingParams
+from chairlift.errors import InvalidParameter
 from chairlift.loading.store import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -186,6 +187,14 @@ def _field_parameters(group: Any) -> list[inspect.Parameter]:
         inspect.Parameter(field.name, kind, default=field.default, annotation=hints[field.name])
         for field in fields(group)
     ]
+
+
+def refuse_given(context: typer.Context, names: Iterable[str], problem: str) -> None:
+    """Raise if any of these options was typed: where it would change nothing, it must not look as if it did."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InvalidParameter(name, problem)
 
 
 def examples(*lines: str) -> str:

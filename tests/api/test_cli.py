@@ -38,6 +38,7 @@ COMMANDS = [
     ["bench"],
     ["bench", "throughput"],
     ["bench", "attention"],
+    ["bench", "prefix"],
 ]
 FAST = ["--device", "cpu", "--kv-memory", "4MiB"]
 

@@ -21,21 +21,27 @@ class EngineFigures:
     scheduler_share: float  # of the time of all steps, the part spent on anything but the model and the sampler
     preemptions: int
     peak_kv_blocks: int
+    peak_batch_requests: int
+    useful_token_share: float  # of the tokens that the model computed, those that were not padding
+    cached_tokens: int  # prompt tokens that were found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One run of a workload. Times are seconds since all requests were submitted, at once."""
+    """One run of a workload. Times are seconds since its start."""
 
     seconds: float
     input_tokens: int
     token_times: Sequence[Sequence[float]]  # for each request, when each of its tokens was there
     inside: EngineFigures | None = None
+    arrivals: Sequence[float] | None = None  # for each request, when it came; None: all at the start
 
     def row(self, name: str) -> dict[str, Any]:
         """The figures under the names that docs/bench-json.md explains."""
         output_tokens = sum(len(times) for times in self.token_times)
-        first = [times[0] for times in self.token_times]
+        arrivals = self.arrivals or [0.0] * len(self.token_times)
+        first = [times[0] - arrival for times, arrival in zip(self.token_times, arrivals, strict=True)]
+        whole = [times[-1] - arrival for times, arrival in zip(self.token_times, arrivals, strict=True)]
         gaps = [later - earlier for times in self.token_times for earlier, later in pairwise(times)]
         inside = self.inside
         return {
@@ -48,6 +54,8 @@ class Measurement:
             "requests": len(self.token_times),
             "ttft_p50_ms": percentile(first, 50) * 1e3,
             "ttft_p95_ms": percentile(first, 95) * 1e3,
+            "latency_p50_ms": percentile(whole, 50) * 1e3,
+            "latency_p99_ms": percentile(whole, 99) * 1e3,
             "itl_mean_ms": sum(gaps) / len(gaps) * 1e3 if gaps else None,
             "itl_p99_ms": percentile(gaps, 99) * 1e3 if gaps else None,
             "steps": inside and inside.steps,
@@ -55,6 +63,9 @@ class Measurement:
             "scheduler_share": inside and inside.scheduler_share,
             "preemptions": inside and inside.preemptions,
             "peak_kv_blocks": inside and inside.peak_kv_blocks,
+            "peak_batch_requests": inside and inside.peak_batch_requests,
+            "useful_token_share": inside and inside.useful_token_share,
+            "cached_tokens": inside and inside.cached_tokens,
         }
 
 

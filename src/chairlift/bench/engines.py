@@ -1,0 +1,59 @@
+"""One model, and as many engines around it as a bench compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.memory import bytes_per_token
+from chairlift.execution.startup import LoadedModel, StartedEngine, load_model, start_engine
+
+if TYPE_CHECKING:
+    from chairlift.execution.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMaker:
+    """`options` are those of `EngineConfig`; each engine may change some."""
+
+    loaded: LoadedModel
+    options: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, model: str, options: Mapping[str, Any], *, progress: bool = False) -> EngineMaker:
+        return cls(load_model(model, EngineConfig(**options), progress=progress), options)
+
+    def start(self, **changes: Any) -> StartedEngine:
+        return start_engine(self.loaded, self.config(**changes))
+
+    def engine(self, **changes: Any) -> Engine:
+        return self.start(**changes).engine
+
+    def config(self, **changes: Any) -> EngineConfig:
+        return EngineConfig(**(dict(self.options) | changes))
+
+    def kv_memory(self, num_blocks: int) -> int:
+        """The bytes of so many blocks."""
+        model = self.loaded.model
+        return num_blocks * self.config().block_size * bytes_per_token(model.attention_layers, model.dtype)
+
+    def vocabulary(self) -> list[int]:
+        """The token ids that prompts can be made of."""
+        special = self.loaded.tokenizer.special_ids
+        return [token for token in range(self.loaded.model.vocab_size) if token not in special]
+
+    def settings(self) -> dict[str, Any]:
+        """What all of its engines have in common, for a report."""
+        import torch
+
+        config = self.config()
+        return {
+            "model": self.loaded.name,
+            "device": str(config.torch_device()),
+            "dtype": str(config.torch_dtype()).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "block_size": config.block_size,
+            "max_batch_tokens": config.batch_tokens(),
+        }

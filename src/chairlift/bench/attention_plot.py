@@ -16,7 +16,7 @@ COLOURS = {"ragged": "tab:blue", "padded": "tab:orange", "bursted": "tab:green"}
 STYLES = (":", "--", "-")  # the more the lengths vary, the more solid
 
 
-def plot_attention(path: Path, results: AttentionResults, title: str) -> None:
+def plot_attention(path: Path, results: AttentionResults, footnote: str) -> None:
     panels: list[Draw] = []
     for kind in dict.fromkeys(point.kind for point in results.modes):
         points = [point for point in results.modes if point.kind == kind]
@@ -27,7 +27,7 @@ def plot_attention(path: Path, results: AttentionResults, title: str) -> None:
         panels.append(lambda axes: _sharing(axes, results.sharing))
     if results.cache:
         panels.append(lambda axes: _cache(axes, results.cache))
-    save_panels(path, title, panels)
+    save_panels(path, "Attention", footnote, panels)
 
 
 def _modes(axes: Any, points: Sequence[ModesPoint]) -> None:

@@ -19,7 +19,7 @@ def require_matplotlib() -> None:
         raise InvalidParameter("plot", "drawing needs matplotlib; install chairlift[bench]")
 
 
-def save_panels(path: Path, title: str, panels: list[Draw], *, columns: int = 2) -> None:
+def save_panels(path: Path, title: str, footnote: str, panels: list[Draw], *, columns: int = 2) -> None:
     """One picture with a panel for each of `panels`, in reading order."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -29,7 +29,8 @@ def save_panels(path: Path, title: str, panels: list[Draw], *, columns: int = 2)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(6.0 * columns, 3.9 * rows + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure.suptitle(title, fontweight="bold")
+    figure.supxlabel(footnote, fontsize=7, color="grey")
     for index, draw in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
         axes.spines[["top", "right"]].set_visible(False)

@@ -11,13 +11,13 @@ from chairlift.bench.prefix import PrefixPoint
 
 FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
     "Prompt tokens found in the cache": ("%", lambda row: 100 * float(row["hit_rate"])),
-    "Time to first token, median": ("ms", lambda row: float(row["ttft_p50_ms"])),
+    "Time to first token, median": ("seconds", lambda row: float(row["ttft_p50_ms"]) / 1e3),
     "Requests in a step": ("mean", lambda row: float(row["mean_batch_requests"])),
     "Output tokens per second": ("", lambda row: float(row["output_tokens_per_s"])),
 }
 
 
-def plot_prefix(path: Path, points: Sequence[PrefixPoint], title: str) -> None:
+def plot_prefix(path: Path, points: Sequence[PrefixPoint], footnote: str) -> None:
     scenarios = list(dict.fromkeys(point.scenario for point in points))
 
     def panel(heading: str, unit: str, value: Callable[[dict[str, Any]], float]) -> Draw:
@@ -35,4 +35,5 @@ def plot_prefix(path: Path, points: Sequence[PrefixPoint], title: str) -> None:
 
         return draw
 
-    save_panels(path, title, [panel(heading, unit, value) for heading, (unit, value) in FIGURES.items()])
+    panels = [panel(heading, unit, value) for heading, (unit, value) in FIGURES.items()]
+    save_panels(path, "Prefix caching", footnote, panels)

@@ -20,6 +20,8 @@ from chairlift.serving.api_types import ChatRequest, CompletionRequest, Detokeni
 from chairlift.serving.engine_client import EngineState
 from chairlift.serving.errors import APIError, as_api_error, unavailable
 from chairlift.serving.guards import Guards, Outermost
+from chairlift.serving.responses import respond
+from chairlift.serving.responses_types import ResponsesRequest
 from chairlift.serving.service import Service, check_ids
 
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
@@ -89,6 +91,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=_ERRORS)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         return await service.chat(body, http)
+
+    @app.post("/v1/responses", responses=_ERRORS)
+    async def responses(body: ResponsesRequest, http: Request) -> Response:
+        return await respond(service, body, http)
 
     @app.get("/v1/models", responses=_ERRORS)
     async def models() -> dict[str, Any]:

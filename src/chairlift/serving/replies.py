@@ -88,6 +88,16 @@ class Choice:
         self.stop_reason = update.stop_reason
 
 
+def scored_tokens(found: list[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return [
+        {**entry(item.token_id, item.logprob), "top_logprobs": [entry(*pair) for pair in item.top]} for item in found
+    ]
+
+
 class Shape(Protocol):
     """How one endpoint words its answers."""
 
@@ -128,17 +138,7 @@ class ChatShape:
     def _logprobs(self, found: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
-
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = tokenizer.decode([token], skip_special_tokens=False)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-        return {
-            "content": [
-                {**entry(item.token_id, item.logprob), "top_logprobs": [entry(*pair) for pair in item.top]}
-                for item in found
-            ]
-        }
+        return {"content": scored_tokens(found, tokenizer)}
 
 
 @dataclass(slots=True)

@@ -1,0 +1,56 @@
+"""POST /v1/responses: a chat completion asked for, and answered, in the words of the newer API."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+from chairlift.errors import InvalidParameter
+from chairlift.serving.api_types import ChatRequest
+from chairlift.serving.responses_input import Conversation
+from chairlift.serving.responses_reply import ResponseAnswer
+from chairlift.serving.responses_types import ResponsesRequest
+from chairlift.serving.service import Job, Service, Wording
+from chairlift.text.assistant_parts import PlainParser
+
+# What the beginning of a chat parameter's name is here.
+_NAMES = {
+    r"max_(completion_)?tokens": "max_output_tokens",
+    r"logprobs": "top_logprobs",
+    r"response_format(\.json_schema)?": "text.format",
+    r"messages|prompt": "input",
+    r"(tools\[\d+\]|tool_choice)\.function": r"\1",
+}
+
+
+async def respond(service: Service, body: ResponsesRequest, http: HTTPRequest) -> Response:
+    body.check()
+    try:
+        chat = body.as_chat()
+
+        def prepare(limit: int) -> tuple[list[list[int]], Wording]:
+            prompt = _encode(service, body, chat, limit)
+            return [prompt], partial(ResponseAnswer, body, service.model_name, service.tokenizer, PlainParser())
+
+        return await service.answer(chat, http, Job(chat.params(), 1, prepare, "input", "resp_"))
+    except InvalidParameter as error:
+        raise InvalidParameter(_name_here(error.parameter), error.problem) from error
+
+
+def _encode(service: Service, body: ResponsesRequest, chat: ChatRequest, limit: int) -> list[int]:
+    conversation = Conversation(body.input, body.instructions)
+    try:
+        return service.encode_chat(chat.model_copy(update={"messages": conversation.messages}), limit)
+    except InvalidParameter as error:
+        raise InvalidParameter(conversation.place(error.parameter), error.problem) from error
+
+
+def _name_here(parameter: str) -> str:
+    for there, here in _NAMES.items():
+        renamed, found = re.subn(rf"^(?:{there})(?![a-z_])", here, parameter)
+        if found:
+            return renamed
+    return parameter

@@ -12,6 +12,7 @@ from chairlift.attention import BACKENDS
 from chairlift.errors import InvalidParameter
 from chairlift.execution.memory import parse_bytes
 
+LOAD_FORMATS = ("auto", "dummy")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,6 +31,8 @@ class EngineConfig:
     memory_share: float | None = None  # without kv_memory: this share of the memory that is free after loading
     prefix_caching: bool = True
     attention: str = "auto"
+    cuda_graphs: bool = True  # on a GPU: capture steps and replay them
+    load_format: str = "auto"  # dummy: random weights for a config.json
     seed: int | None = None  # makes the requests that bring no seed of their own repeatable
 
     def __post_init__(self) -> None:
@@ -41,8 +44,12 @@ class EngineConfig:
         if self.attention != "auto" and self.attention not in BACKENDS:
             choices = ", ".join(BACKENDS)
             raise InvalidParameter("attention", f"unknown backend {self.attention!r}; choose from auto, {choices}")
-        if not isinstance(self.prefix_caching, bool):
-            raise InvalidParameter("prefix_caching", f"must be true or false, got {self.prefix_caching!r}")
+        if self.load_format not in LOAD_FORMATS:
+            choices = ", ".join(LOAD_FORMATS)
+            raise InvalidParameter("load_format", f"unknown format {self.load_format!r}; choose from {choices}")
+        for name in ("prefix_caching", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(name, f"must be true or false, got {getattr(self, name)!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             raise InvalidParameter("seed", f"must be an integer of at least 0, got {self.seed!r}")
         if self.kv_memory is not None:

@@ -65,7 +65,8 @@ class GPURunner:
         self.last_token = self._zeros(self.slots.count + 1)
         self.graphs = graphs and self.device.type == "cuda"
         self._decode_buckets = decode_buckets(seats)
-        largest = self._exact_shape(max_batch_tokens + seats, seats, seats, max_batch_tokens, seats, 4 * seats)
+        most_tokens = max(max_batch_tokens + seats, MIXED_BUCKETS[-1])
+        largest = BatchShape(most_tokens, seats, seats, most_tokens + SPARE_TILES, seats, 4 * seats)
         self._inputs = self._zeros(largest.size)
         self._staging = [_Staging(largest.size, seats, self.device) for _ in range(STAGING_BUFFERS)]
         self._num_steps = 0
@@ -92,7 +93,7 @@ class GPURunner:
         shape = packed.shape
         self._inputs[: shape.size].copy_(staging.inputs[: shape.size], non_blocking=True)
         staging.started.record()
-        graph = self._graph(shape, staging) if packed.capturable and self.graphs else None
+        graph = self._graph(shape, staging) if packed.capturable else None
         if graph is None:
             logits, tokens = self._forward(shape)
         else:
@@ -203,6 +204,8 @@ class GPURunner:
         self, tokens: int, chunks: int, singles: int, tiles: int, samples: int, updates: int
     ) -> tuple[BatchShape, bool]:
         """The shape that carries this batch, and whether it is one that recurs, so that a graph of it pays."""
+        if not self.graphs:
+            return self._exact_shape(tokens, chunks, singles, tiles, samples, updates), False
         if not tiles:
             size = round_up(tokens, self._decode_buckets)
             if size is not None:

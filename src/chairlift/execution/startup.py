@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from chairlift.attention import choose_backend
+from chairlift.attention import AttentionBackend, KVStorage, PagedGPUAttention, choose_backend
 from chairlift.core.budget import FixedBudget
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.policy import ContinuousPolicy
@@ -17,6 +17,7 @@ from chairlift.core.scheduler import Scheduler
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.engine import Engine
+from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.memory import MemoryPlan, allocate_storage, plan_memory
 from chairlift.execution.runner import ModelRunner
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
@@ -24,6 +25,7 @@ from chairlift.loading.store import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.models import build_model, describe
 from chairlift.models.base import CausalLM
+from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
@@ -42,7 +44,7 @@ class LoadedModel:
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
     engine: Engine
-    runner: ModelRunner
+    runner: ModelRunner | GPURunner
     memory: MemoryPlan
 
 
@@ -54,11 +56,11 @@ def load_engine(name: str, config: EngineConfig, *, progress: bool = True) -> St
 
 def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedModel:
     begun = time.perf_counter()
-    checkpoint = open_checkpoint(resolve_model(name, progress=progress))
-    tokenizer = make_tokenizer(checkpoint)
+    checkpoint, tokenizer = _open(name, config, progress=progress)
     info = describe(checkpoint.config)
     _max_model_len(config, info.max_len)
-    _require_plausible_size(checkpoint, info.num_parameters)
+    if config.load_format != "dummy":
+        _require_plausible_size(checkpoint, info.num_parameters)
     with torch.inference_mode():
         model = build_model(
             checkpoint.config,
@@ -70,6 +72,13 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     dtype = str(model.dtype).removeprefix("torch.")
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
     return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer))
+
+
+def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoint, Tokenizer]:
+    if config.load_format == "dummy":
+        return DummyCheckpoint(name, config.torch_device()), dummy_tokenizer()
+    checkpoint = open_checkpoint(resolve_model(name, progress=progress))
+    return checkpoint, make_tokenizer(checkpoint)
 
 
 def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
@@ -89,7 +98,7 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         max_batch_requests=config.seats(),
     )
     attention = choose_backend(config.attention, layers, device, dtype)
-    runner = ModelRunner(model, attention, allocate_storage(layers, memory, dtype, device))
+    runner = _make_runner(model, attention, allocate_storage(layers, memory, dtype, device), config, max_model_len)
     runner.warm_up()
     scheduler = Scheduler(
         KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
@@ -112,6 +121,22 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
     for line in (*memory.lines(), f"step       {step}, {attention.name} attention"):
         log.info(line)
     return StartedEngine(engine, runner, memory)
+
+
+def _make_runner(
+    model: CausalLM, attention: AttentionBackend, storage: KVStorage, config: EngineConfig, max_model_len: int
+) -> ModelRunner | GPURunner:
+    if not isinstance(attention, PagedGPUAttention):
+        return ModelRunner(model, attention, storage)
+    return GPURunner(
+        model,
+        attention,
+        storage,
+        seats=config.seats(),
+        max_batch_tokens=config.batch_tokens(),
+        max_model_len=max_model_len,
+        graphs=config.cuda_graphs,
+    )
 
 
 def _require_plausible_size(checkpoint: Checkpoint, num_parameters: int) -> None:

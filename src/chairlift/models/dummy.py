@@ -1,0 +1,64 @@
+"""Random weights for a config: enough to measure speed, which depends on shapes and not on values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from torch import Tensor
+
+from chairlift.errors import ModelNotFound
+from chairlift.loading.json_file import read_json_object
+from chairlift.text.tokenizer import Tokenizer
+
+SPREAD = 0.02  # the usual standard deviation of fresh weights
+
+
+class DummyCheckpoint:
+    """A config.json without weights, given by its path or its folder."""
+
+    format = "dummy"
+
+    def __init__(self, path: str | Path, device: torch.device) -> None:
+        path = Path(path).expanduser()
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ModelNotFound(f"{path}: no config.json there; load_format='dummy' needs one, and nothing else")
+        self.path = file.parent
+        self.config: dict[str, Any] = read_json_object(file)
+        self.generation_config: dict[str, Any] = {}
+        self.num_bytes = 0
+        self._device = device
+
+    def names(self) -> list[str]:
+        return [name for name, _ in _targets(self.config)]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return dummy_tensors(self.config, self._device)
+
+
+def dummy_tokenizer() -> Tokenizer:
+    """For models that come without one: prompts are token ids, and every answer is an empty text."""
+    return Tokenizer(Backend(WordLevel({"<unknown>": 0}, unk_token="<unknown>")))
+
+
+def dummy_tensors(config: Mapping[str, Any], device: torch.device, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """A tensor for every weight of the decoder that `config` describes, made on `device` one by one."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, target in _targets(config):
+        if target.dim() == 1:  # norms and biases
+            yield name, torch.ones(target.shape, dtype=torch.bfloat16, device=device)
+        else:
+            values = torch.empty(target.shape, dtype=torch.bfloat16, device=device)
+            yield name, values.normal_(0.0, SPREAD, generator=generator)
+
+
+def _targets(config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    from chairlift.models.decoder import Decoder
+    from chairlift.models.read_config import decoder_config
+
+    return Decoder(decoder_config(config), dtype=torch.bfloat16, device=torch.device("meta")).targets()

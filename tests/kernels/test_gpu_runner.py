@@ -1,0 +1,125 @@
+"""The GPU's runner, without graphs where there is no GPU: the same tokens as the plain runner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chairlift.attention import PagedGPUAttention, choose_backend
+from chairlift.core.budget import FixedBudget
+from chairlift.core.events import RequestPreempted, TokenProduced
+from chairlift.core.kv_cache import KVCache
+from chairlift.core.policy import ContinuousPolicy
+from chairlift.core.sampling import SamplingParams
+from chairlift.core.scheduler import Scheduler
+from chairlift.execution.engine import Engine
+from chairlift.execution.gpu_runner import GPURunner
+from chairlift.execution.memory import MemoryPlan, allocate_storage
+from chairlift.execution.runner import ModelRunner
+from chairlift.models import build_model
+from chairlift.models.base import CausalLM
+from chairlift.text.tokenizer import Tokenizer
+from tests.text import backends
+
+CONFIG = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "vocab_size": 300,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+SEATS, BLOCK_SIZE, MAX_LEN = 4, 8, 96
+
+
+@pytest.fixture(autouse=True)
+def few_splits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The interpreter runs one program after the other: do not give it hundreds that have nothing to do."""
+    if device.type == "cpu":
+        monkeypatch.setattr("chairlift.kernels.triton_attention.PROGRAMS", 16)
+
+
+@pytest.fixture(scope="module")
+def model(device: torch.device) -> CausalLM:
+    from chairlift.models.dummy import dummy_tensors
+
+    return build_model(CONFIG, dummy_tensors(CONFIG, device), dtype=torch.float32, device=device)
+
+
+def make_engine(model: CausalLM, *, gpu: bool, num_blocks: int = 64, prefill: int = 24) -> Engine:
+    plan = MemoryPlan(0, 0, BLOCK_SIZE, num_blocks, MAX_LEN, "test")
+    storage = allocate_storage(model.attention_layers, plan, model.dtype, model.device)
+    runner: GPURunner | ModelRunner
+    if gpu:
+        runner = GPURunner(model, PagedGPUAttention(), storage, seats=SEATS, max_batch_tokens=32, max_model_len=MAX_LEN)
+        runner.warm_up()
+    else:
+        bursted = choose_backend("bursted", model.attention_layers, model.device, model.dtype)
+        runner = ModelRunner(model, bursted, storage)
+    scheduler = Scheduler(KVCache(num_blocks, BLOCK_SIZE), FixedBudget(32, prefill), ContinuousPolicy(), SEATS)
+    tokenizer = Tokenizer(backends.byte_level())
+    return Engine(scheduler, runner, tokenizer, vocab_size=model.vocab_size, max_model_len=MAX_LEN, seed=1)
+
+
+def generate(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> tuple[dict[str, list[int]], int]:
+    for index, (prompt, params) in enumerate(requests):
+        engine.submit(prompt, params, request_id=f"r{index}")
+    tokens: dict[str, list[int]] = {}
+    preemptions = 0
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenProduced):
+                tokens.setdefault(event.request_id, []).append(event.token)
+            preemptions += isinstance(event, RequestPreempted)
+    assert engine.fatal is None, engine.fatal
+    return tokens, preemptions
+
+
+def prompts(count: int, length: int = 20) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    shared = torch.randint(0, 300, (17,), generator=generator).tolist()
+    return [
+        (shared if index % 2 else [])
+        + torch.randint(0, 300, (1 + index * length // count,), generator=generator).tolist()
+        for index in range(count)
+    ]
+
+
+def test_greedy_tokens_are_the_plain_runners(model: CausalLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+    requests = [(prompt, params) for prompt in prompts(4)]
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    assert generate(make_engine(model, gpu=True), requests)[0] == expected
+
+
+def test_preempted_requests_lose_no_token(model: CausalLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+    requests = [(prompt, params) for prompt in prompts(4)]
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    found, preemptions = generate(make_engine(model, gpu=True, num_blocks=8), requests)
+    assert preemptions > 0
+    assert found == expected
+
+
+def test_every_kind_of_sampling_in_one_batch(model: CausalLM) -> None:
+    kinds = [
+        SamplingParams(temperature=0.0, max_tokens=3, detokenize=False),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=3, detokenize=False),
+        SamplingParams(temperature=0.8, top_k=8, top_p=0.9, seed=4, max_tokens=3, detokenize=False),
+        SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=3, detokenize=False),
+        SamplingParams(temperature=1.0, logit_bias={7: 100.0}, logprobs=2, seed=9, max_tokens=3, detokenize=False),
+        SamplingParams(temperature=0.7, n=2, seed=5, max_tokens=3, detokenize=False),
+    ]
+    requests = list(zip(prompts(len(kinds)), kinds, strict=True))
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    found, _ = generate(make_engine(model, gpu=True), requests)
+    assert found == expected
+    assert set(found["r4"]) == {7}

@@ -59,6 +59,31 @@ class EngineOptions:
         int | None,
         typer.Option(help="Requests per step.", rich_help_panel=_ENGINE, show_default="from the machine"),
     ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="How much of those tokens a step uses: fixed (all), knee (what throughput needs) or latency (what the "
+            "targets leave).",
+            rich_help_panel=_ENGINE,
+            show_default="latency if there is a target, else fixed",
+        ),
+    ] = None
+    target_tpot_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Time per output token that running requests should keep while others arrive.",
+            rich_help_panel=_ENGINE,
+            show_default="none",
+        ),
+    ] = None
+    target_ttft_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Time to the first token that new requests should keep.",
+            rich_help_panel=_ENGINE,
+            show_default="none",
+        ),
+    ] = None
     block_size: Annotated[int, typer.Option(help="Tokens per block of the KV cache.", rich_help_panel=_ENGINE)] = 16
     kv_memory: Annotated[
         str | None,

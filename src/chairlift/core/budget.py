@@ -16,6 +16,13 @@ NO_LIMIT = 2**31
 
 class LimitReason(StrEnum):
     FIXED = "as configured"
+    LEARNING = "twice what was measured so far: larger steps are still unknown"
+    ALONE = "nobody on board is decoding, so nobody waits for this step"
+    TPOT = "the most that keeps the step inside target_tpot_ms"
+    FLOOR = "the decodes alone take longer than target_tpot_ms; prompts get the least that keeps them moving"
+    TTFT = "the least that keeps those without a first token inside target_ttft_ms"
+    LATE = "someone will miss target_ttft_ms; this is what computes prompts fastest"
+    KNEE = "the least that comes close to the highest throughput"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +30,9 @@ class StepLimits:
     tokens: int  # all tokens of the step
     prefill_tokens: int  # those that are not decodes
     seats: int = NO_LIMIT  # nobody boards beyond this many; those on board stay
-    reason: LimitReason = LimitReason.FIXED
-    predicted_seconds: float | None = field(default=None, compare=False)  # if the step is as full as this allows
+    reason: LimitReason = LimitReason.FIXED  # of `prefill_tokens`
+    predicted_seconds: float | None = field(default=None, compare=False)  # of a step as full as this allows
+    target_seconds: float | None = field(default=None, compare=False)  # what that was held against
 
 
 class Load:
@@ -37,11 +45,11 @@ class Load:
 
     @cached_property
     def decoding(self) -> list[Request]:
-        return [request for request in self.running if request.decoding]
+        return [request for request in self.running if request.decoding and request.num_behind]
 
     @cached_property
     def prefilling(self) -> list[Request]:
-        return [request for request in self.running if not request.decoding]
+        return [request for request in self.running if not request.decoding and request.num_behind]
 
 
 class TokenBudget(Protocol):
@@ -58,7 +66,7 @@ class FixedBudget:
             raise InvalidParameter("max_batch_tokens", f"must be at least 1, got {max_batch_tokens}")
         if max_prefill_tokens is not None and max_prefill_tokens < 1:
             raise InvalidParameter("max_prefill_tokens", f"must be at least 1, got {max_prefill_tokens}")
-        self._limits = StepLimits(max_batch_tokens, min(max_prefill_tokens or max_batch_tokens, max_batch_tokens))
+        self.most = StepLimits(max_batch_tokens, min(max_prefill_tokens or max_batch_tokens, max_batch_tokens))
 
     def limits(self, load: Load) -> StepLimits:
-        return self._limits
+        return self.most

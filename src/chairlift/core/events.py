@@ -88,6 +88,8 @@ class StepDone:
     apply_seconds: float
     timing: StepTiming
     padding_tokens: int = 0  # computed besides, for nobody
+    seconds: float = 0.0  # from its beginning, or the end of the step before it if that was later, to its end
+    predicted_seconds: float | None = None  # what the cost model expected; None while it knows nothing
 
 
 Event = (

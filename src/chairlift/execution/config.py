@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from chairlift.attention import BACKENDS
+from chairlift.core.adaptive_budget import check_budget
 from chairlift.errors import InvalidParameter
 from chairlift.execution.memory import parse_bytes
 
@@ -26,6 +27,9 @@ class EngineConfig:
     max_batch_tokens: int | None = None  # tokens per step, of all requests together
     max_prefill_tokens: int | None = None  # the part of those that may be prompt tokens
     max_batch_requests: int | None = None  # seats
+    budget: str | None = None  # fixed, knee or latency: how much of those tokens a step uses; see docs/scheduling.md
+    target_tpot_ms: float | None = None  # time per output token that running requests should keep
+    target_ttft_ms: float | None = None  # time to the first token that new requests should keep
     block_size: int = 16
     kv_memory: int | str | None = None  # bytes, or "2GiB"
     memory_share: float | None = None  # without kv_memory: this share of the memory that is free after loading
@@ -39,6 +43,7 @@ class EngineConfig:
         for name in ("max_model_len", "max_batch_tokens", "max_prefill_tokens", "max_batch_requests"):
             _positive(name, getattr(self, name), optional=True)
         _positive("block_size", self.block_size)
+        check_budget(self.budget, self.target_tpot_ms, self.target_ttft_ms)
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise InvalidParameter("dtype", f"unknown type {self.dtype!r}; choose from auto, {', '.join(DTYPES)}")
         if self.attention != "auto" and self.attention not in BACKENDS:

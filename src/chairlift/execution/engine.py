@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.randomness import child_seed
@@ -56,6 +57,7 @@ class _Done:
 class _StepUnderWay:
     plan: StepPlan
     pending: PendingStep
+    begun: float
     schedule_seconds: float
     used_blocks: int
 
@@ -79,6 +81,7 @@ class Engine:
         max_model_len: int,
         eos_ids: frozenset[int] = frozenset(),
         seed: int | None = None,
+        cost_model: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -87,6 +90,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_ids = eos_ids
+        self.cost_model = cost_model or CostModel()  # taught by every step
         self.fatal: Exception | None = None  # what killed the engine, if anything did
         self._clock = clock
         self._text = OutputText(tokenizer)
@@ -96,6 +100,7 @@ class Engine:
         self._listeners: list[Callable[[Sequence[Event]], None]] = []
         self._under_way: deque[_StepUnderWay] = deque()
         self._steps_ahead = executor.steps_ahead if isinstance(executor, PipelinedExecutor) else 0
+        self._last_step_ended = 0.0
 
     def subscribe(self, listener: Callable[[Sequence[Event]], None]) -> None:
         """Have `listener` called with the events of every step."""
@@ -207,7 +212,7 @@ class Engine:
         plan = self.scheduler.schedule(begun)
         try:
             if plan:
-                self._begin(plan, self._clock() - begun)
+                self._begin(plan, begun)
             if len(self._under_way) <= (self._steps_ahead if plan else 0):
                 return self._publish([])
             step = self._under_way[0]
@@ -222,27 +227,36 @@ class Engine:
             raise
         return self._publish([self._summary(step, result, ran)])
 
-    def _begin(self, plan: StepPlan, schedule_seconds: float) -> None:
+    def _begin(self, plan: StepPlan, begun: float) -> None:
+        schedule_seconds = self._clock() - begun
         used_blocks = self.scheduler.kv.pool.num_used
         executor = self.executor
         pending = executor.launch(plan) if isinstance(executor, PipelinedExecutor) else _Done(executor.run(plan))
-        self._under_way.append(_StepUnderWay(plan, pending, schedule_seconds, used_blocks))
+        self._under_way.append(_StepUnderWay(plan, pending, begun, schedule_seconds, used_blocks))
 
     def _summary(self, step: _StepUnderWay, result: StepResult, ran: float) -> StepDone:
-        plan = step.plan
+        shape = StepShape.of(step.plan)
+        ended = self._clock()
+        # A step that was queued behind another took its time from when that one ended.
+        seconds = ended - max(step.begun, self._last_step_ended)
+        self._last_step_ended = ended
+        predicted = self.cost_model.predict(shape) or None
+        self.cost_model.observe(shape, seconds)
         return StepDone(
             time=ran,
-            step=plan.step,
-            decode_tokens=plan.num_decodes,
-            prefill_tokens=plan.num_tokens - plan.num_decodes,
-            requests=len(plan.chunks),
+            step=step.plan.step,
+            decode_tokens=shape.decode_tokens,
+            prefill_tokens=shape.prefill_tokens,
+            requests=shape.requests,
             waiting=len(self.scheduler.waiting),
             used_blocks=step.used_blocks,
             total_blocks=self.scheduler.kv.num_blocks,
             schedule_seconds=step.schedule_seconds,
-            apply_seconds=self._clock() - ran,
+            apply_seconds=ended - ran,
             timing=result.timing,
             padding_tokens=result.padding_tokens,
+            seconds=seconds,
+            predicted_seconds=predicted,
         )
 
     def _die(self, error: Exception) -> list[Event]:

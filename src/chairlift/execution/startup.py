@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from chairlift.attention import AttentionBackend, KVStorage, PagedGPUAttention, choose_backend
-from chairlift.core.budget import FixedBudget
+from chairlift.core.adaptive_budget import make_budget
+from chairlift.core.cost_model import CostModel
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.policy import ContinuousPolicy
 from chairlift.core.scheduler import Scheduler
@@ -100,9 +101,17 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
     attention = choose_backend(config.attention, layers, device, dtype)
     runner = _make_runner(model, attention, allocate_storage(layers, memory, dtype, device), config, max_model_len)
     runner.warm_up()
+    cost_model = CostModel()
     scheduler = Scheduler(
         KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
-        FixedBudget(config.batch_tokens(), config.max_prefill_tokens),
+        make_budget(
+            config.budget,
+            cost_model,
+            max_batch_tokens=config.batch_tokens(),
+            max_prefill_tokens=config.max_prefill_tokens,
+            target_tpot_ms=config.target_tpot_ms,
+            target_ttft_ms=config.target_ttft_ms,
+        ),
         ContinuousPolicy(),
         config.seats(),
     )
@@ -114,6 +123,7 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         max_model_len=max_model_len,
         eos_ids=loaded.eos_ids,
         seed=config.seed,
+        cost_model=cost_model,
     )
     tokens = config.batch_tokens()
     prompts = min(config.max_prefill_tokens or tokens, tokens)

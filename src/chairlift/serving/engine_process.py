@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from chairlift.core.events import (
+    BudgetDecided,
     Event,
     RequestBoarded,
     RequestFinished,
@@ -145,8 +146,12 @@ class EngineProcess:
                     decode_tokens=done.decode_tokens,
                     prefill_tokens=done.prefill_tokens,
                     requests=done.requests,
-                    seconds=done.schedule_seconds + done.apply_seconds + done.timing.total,
+                    seconds=done.seconds,
+                    predicted_seconds=done.predicted_seconds,
                 )
+            elif isinstance(done, BudgetDecided):
+                limit, reason = done.limits.prefill_tokens, done.limits.reason.name.lower()
+                report = msgspec.structs.replace(report, prefill_limit=limit, limit_reason=reason)
         self._send(report)
 
     def _send(self, message: FromEngine) -> None:

@@ -74,6 +74,9 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     decode_tokens: int = 0
     prefill_tokens: int = 0
     seconds: float = 0.0
+    predicted_seconds: float | None = None
+    prefill_limit: int | None = None  # prompt tokens that the budget allows, when that changes ...
+    limit_reason: str = ""  # ... and why
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):

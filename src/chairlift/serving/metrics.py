@@ -8,6 +8,8 @@ from chairlift.serving.messages import StepReport
 
 _LATENCIES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
+_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+
 
 class Metrics:
     def __init__(self) -> None:
@@ -31,6 +33,14 @@ class Metrics:
         self.steps = counter("steps", "Steps the engine has run")
         self.step_seconds = counter("step_seconds", "Time the engine spent in steps")
         self.step_tokens = counter("step_tokens", "Tokens computed, by kind", ("kind",))
+        self.prediction_error = Histogram(
+            "chairlift_step_prediction_error_ratio",
+            "|measured - predicted| / measured, of the time of a step",
+            buckets=_RATIOS,
+            registry=registry,
+        )
+        self.prefill_limit = gauge("step_prefill_limit_tokens", "Prompt tokens that the budget lets a step carry")
+        self.decisions = counter("budget_decisions", "Times the budget changed its mind, by reason", ("reason",))
         self.preemptions = counter("preemptions", "Requests sent back to the queue for lack of memory")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of the requests taken in")
         self.cached_tokens = counter("prompt_tokens_cached", "Those of them found in the prefix cache")
@@ -53,6 +63,11 @@ class Metrics:
             self.step_seconds.inc(report.seconds)
             self.step_tokens.labels("decode").inc(report.decode_tokens)
             self.step_tokens.labels("prefill").inc(report.prefill_tokens)
+            if report.predicted_seconds is not None and report.seconds > 0:
+                self.prediction_error.observe(abs(report.seconds - report.predicted_seconds) / report.seconds)
+        if report.prefill_limit is not None:
+            self.prefill_limit.set(report.prefill_limit)
+            self.decisions.labels(report.limit_reason).inc()
 
     def note_restart(self) -> None:
         """What the old engine held is gone, and it can no longer say so."""

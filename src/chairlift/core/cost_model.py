@@ -1,0 +1,170 @@
+"""How long a step takes, learned from the steps that were measured.
+
+    seconds ≈ a + b·tokens + b'·tokens beyond 64 + b''·tokens beyond 256
+                + c·KV read by prompt chunks + c'·KV read by decodes + d·requests
+
+No coefficient is negative: more work never takes less time. The two bends let the line be flat where a device reads
+all weights for few tokens anyhow, and steep where arithmetic is the limit. KV has two prices because a chunk's tokens
+share what they read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import mul
+
+from chairlift.core.plan import StepPlan
+from chairlift.errors import InvalidParameter
+
+BENDS = (64, 256)
+# In this order a coordinate descent from zero explains a first step by its tokens and not by a constant, so that
+# larger steps are expected to take longer before any has been seen.
+FEATURES = ("token", *(f"token_beyond_{bend}" for bend in BENDS), "prefill_kv", "decode_kv", "request", "step")
+
+_STRATUM_MEMORY = 0.97  # a kind of step is remembered by about its last 30
+_MEMORY = 0.999  # and kinds that no longer occur fade over about 1,000 steps
+_SWEEPS = 4
+_OUTLIER = 3.0  # a step this many typical errors off counts less, in proportion
+_SMALLEST_ERROR = 0.02  # errors below this are never outliers
+_TAIL = 0.95
+_PACE_GAIN, _PACE_STEP = 0.1, 0.3  # of the last step's error, so much corrects the pace; never more than so much of it
+_SETTLED = 20  # steps after which an error says more about the machine's pace than about the coefficients
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the time of a step depends on."""
+
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_kv: int = 0  # positions that the attention of the decodes reads
+    prefill_kv: int = 0  # the same of the prompt chunks, summed over their tokens
+    requests: int = 0
+    idle_rows: int = 0  # computed for nobody, as decodes are
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepShape:
+        decodes = decode_kv = prefill = prefill_kv = 0
+        for chunk in plan.chunks:
+            if chunk.decodes:
+                decodes += 1
+                decode_kv += chunk.end
+            else:
+                prefill += chunk.count
+                prefill_kv += chunk_kv(chunk.start, chunk.count)
+        return cls(decodes, prefill, decode_kv, prefill_kv, len(plan.chunks), plan.idle_rows)
+
+    @property
+    def tokens(self) -> int:
+        return self.decode_tokens + self.prefill_tokens + self.idle_rows
+
+    def features(self) -> tuple[float, ...]:
+        tokens = self.decode_tokens + self.prefill_tokens + self.idle_rows
+        beyond = [max(0, tokens - bend) for bend in BENDS]
+        return (tokens, *beyond, self.prefill_kv, self.decode_kv, self.requests, 1)
+
+
+def chunk_kv(start: int, count: int) -> int:
+    """Positions that the tokens [start, start + count) read: each sees all before it, and itself."""
+    return count * start + count * (count + 1) // 2
+
+
+class CostModel:
+    """Recursive least squares with forgetting, in relative error, without negative coefficients.
+
+    Steps are told apart by size, and each stratum forgets only when it gets a new member: an hour of decoding does not
+    wipe out what is known about prompts. Steps that took far longer than expected (a garbage collection, a busy
+    neighbour) are given little weight, unless they become usual.
+
+    A machine that slows down or speeds up as a whole is followed within some ten steps by a common factor, the pace.
+    """
+
+    def __init__(self, coefficients: Mapping[str, float] | None = None) -> None:
+        self.num_observed = 0
+        self.largest_prefill = 0  # most prompt tokens of any step observed
+        self.largest_decode = 0
+        self.error = 0.1  # median of |measured - predicted| / predicted, lately
+        self.tail = 1.0  # 95th percentile of measured / predicted, lately
+        self._pace = 1.0
+        self._weights = [0.0] * len(FEATURES)
+        self._strata: dict[tuple[int, int], _Stratum] = {}
+        self._moments = _no_moments()  # those of all strata, added up
+        if coefficients is not None:
+            self._weights = [_checked(coefficients, name) for name in FEATURES]
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Seconds per unit of each feature; `CostModel(coefficients)` predicts the same."""
+        return {name: self._pace * weight for name, weight in zip(FEATURES, self._weights, strict=True)}
+
+    def predict(self, shape: StepShape) -> float:
+        """Seconds; 0 as long as nothing is known."""
+        return self._pace * sum(map(mul, self._weights, shape.features()), 0.0)
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """Learn that a step of this shape took so long."""
+        if not (math.isfinite(seconds) and seconds > 0):
+            return  # a clock that stands still or jumps teaches nothing
+        predicted = self.predict(shape)
+        trust = self._note_error(seconds / predicted) if predicted > 0 else 1.0
+        self.num_observed += 1
+        self.largest_prefill = max(self.largest_prefill, shape.prefill_tokens)
+        self.largest_decode = max(self.largest_decode, shape.decode_tokens)
+        row = shape.features()
+        target = (*row, seconds / self._pace)
+        # Relative errors: a short step counts as much as a long one.
+        scale = trust * (self._pace / (predicted or seconds)) ** 2
+        self._remember(shape, [scale * one * other for one in row for other in target])
+        self._fit()
+
+    def _note_error(self, ratio: float) -> float:
+        """Keep track of how far off predictions are, and of the pace; return how far to trust this one step."""
+        error = abs(ratio - 1)
+        trust = min(1.0, _OUTLIER * max(self.error, _SMALLEST_ERROR) / error) if error else 1.0
+        # Quantiles are followed by small multiplicative steps, so that one outlier counts once whatever its size.
+        self.error = max(1e-4, self.error * (1.05 if error > self.error else 1 / 1.05))
+        self.tail = max(1.0, self.tail * (1 + 0.04 * (_TAIL if ratio > self.tail else _TAIL - 1)))
+        if self.num_observed >= _SETTLED:
+            self._pace *= math.exp(_PACE_GAIN * max(-_PACE_STEP, min(math.log(ratio), _PACE_STEP)))
+        return trust
+
+    def _remember(self, shape: StepShape, moments: list[float]) -> None:
+        key = shape.prefill_tokens.bit_length(), shape.decode_tokens.bit_length()
+        stratum = self._strata.setdefault(key, _Stratum())
+        fading = _MEMORY ** (self.num_observed - stratum.updated)
+        before = [fading * value for value in stratum.moments]
+        stratum.moments = [_STRATUM_MEMORY * old + new for old, new in zip(before, moments, strict=True)]
+        stratum.updated = self.num_observed
+        changes = zip(self._moments, stratum.moments, before, strict=True)
+        self._moments = [_MEMORY * total + now - then for total, now, then in changes]
+
+    def _fit(self) -> None:
+        """Coordinate descent on the normal equations: each coefficient in turn takes its best value, or 0."""
+        size, weights = len(FEATURES), self._weights
+        rows = [self._moments[start : start + size + 1] for start in range(0, size * (size + 1), size + 1)]
+        for _ in range(_SWEEPS):
+            for i, row in enumerate(rows):
+                if row[i] > 0:
+                    gradient = row[size] - sum(map(mul, weights, row))
+                    weights[i] = max(0.0, weights[i] + gradient / row[i])
+
+
+@dataclass(slots=True)
+class _Stratum:
+    """What is remembered of steps of one size: Σ weight · feature · (features and seconds), row by row."""
+
+    moments: list[float] = field(default_factory=lambda: _no_moments())
+    updated: int = 0
+
+
+def _no_moments() -> list[float]:
+    return [0.0] * (len(FEATURES) * (len(FEATURES) + 1))
+
+
+def _checked(coefficients: Mapping[str, float], name: str) -> float:
+    value = coefficients.get(name)
+    if value is None or not (math.isfinite(value) and value >= 0):
+        raise InvalidParameter("coefficients", f"{name} must be a number of seconds of at least 0, got {value!r}")
+    return float(value)

@@ -1,0 +1,320 @@
+"""Budgets that adapt: targets kept under noise, the most throughput that they leave, nobody starved."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chairlift.core.adaptive_budget import (
+    BUDGETS,
+    Forecast,
+    KneeBudget,
+    LatencyBudget,
+    chunk_sizes,
+    make_budget,
+    tokens_per_second_needed,
+)
+from chairlift.core.budget import NO_LIMIT, FixedBudget, LimitReason, Load
+from chairlift.core.cost_model import CostModel, StepShape
+from chairlift.core.events import BudgetDecided
+from chairlift.core.request import Request, Status
+from chairlift.errors import InvalidParameter
+from tests.core.driving import make_request
+from tests.core.timed import (
+    Noise,
+    Ride,
+    Truth,
+    cpu_like,
+    gpu_like,
+    jitter,
+    long_prompts_among_decodes,
+    ride,
+    steady,
+    timed_scheduler,
+)
+
+FORMULA = {"token": 0.002, "token_beyond_64": 0, "token_beyond_256": 0, "request": 0.0005, "step": 0.03}
+FORMULA |= {"prefill_kv": 1e-6, "decode_kv": 9e-6}
+MOST = FixedBudget(1024, 512)
+
+
+def knowing(largest_prefill: int = 512, largest_decode: int = 64) -> CostModel:
+    """A model that knows `cpu_like` and has seen steps of up to these sizes."""
+    cost = CostModel(FORMULA)
+    cost.largest_prefill, cost.largest_decode = largest_prefill, largest_decode
+    return cost
+
+
+def on_board(name: str, prompt: int, computed: int | None = None, arrival: float = 0.0) -> Request:
+    """Without `computed`, one that decodes."""
+    request = make_request(name, prompt)
+    request.arrival = arrival
+    request.status = Status.RUNNING
+    if computed is None:
+        request.append(1)
+    request.start_from(prompt if computed is None else computed)
+    return request
+
+
+def load(decodes: int = 8, context: int = 300, computed: int = 600, now: float = 0.0) -> Load:
+    running = [on_board(f"d{i}", context) for i in range(decodes)]
+    return Load([*running, on_board("long", 1500, computed)], [], now)
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+def serve(noise: Noise = steady, truth: Truth = cpu_like, prompts: int = 10, **options: float | str | None) -> Ride:
+    cost = CostModel()
+    scheduler = timed_scheduler(cost, **options)  # type: ignore[arg-type]
+    start, every = (2.0, 2.0) if truth is cpu_like else (0.1, 0.05)
+    return ride(scheduler, cost, long_prompts_among_decodes(prompts, start, every), truth, noise)
+
+
+# ---- the time per output token --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [0.1, 0.15, 0.3, 0.6])
+@pytest.mark.parametrize("computed", [0, 1200])
+def test_the_chunk_is_the_largest_that_fits(target: float, computed: int) -> None:
+    cost, seen = knowing(), load(computed=computed)
+    limits = LatencyBudget(cost, MOST, target, None).limits(seen)
+    forecast, sizes = Forecast(cost, seen), chunk_sizes(512)
+    assert forecast.seconds(limits.prefill_tokens) <= target
+    assert forecast.seconds(sizes[sizes.index(limits.prefill_tokens) + 1]) > target
+    assert limits.reason is LimitReason.TPOT
+    assert limits.predicted_seconds == forecast.seconds(limits.prefill_tokens)
+    assert limits.target_seconds == target
+
+
+def test_more_decodes_longer_contexts_and_tighter_targets_mean_smaller_chunks() -> None:
+    def chunk(target: float = 0.3, **seen: int) -> int:
+        return LatencyBudget(knowing(), MOST, target, None).limits(load(**seen)).prefill_tokens
+
+    for chunks in (
+        [chunk(decodes=n) for n in (1, 4, 16, 40)],
+        [chunk(context=n) for n in (10, 200, 1000)],
+        [chunk(computed=n) for n in (0, 500, 1400)],
+        [chunk(target=seconds) for seconds in (0.6, 0.3, 0.15, 0.1)],
+    ):
+        assert chunks == sorted(set(chunks), reverse=True)
+
+
+def test_when_decodes_alone_take_too_long_prompts_still_move_and_the_reason_says_so() -> None:
+    limits = LatencyBudget(knowing(), MOST, 0.01, None).limits(load())
+    assert limits.prefill_tokens == 4
+    assert limits.reason is LimitReason.FLOOR
+    assert limits.seats >= 1
+
+
+def test_nobody_starves_under_a_target_that_cannot_be_kept() -> None:
+    done = serve(target_tpot_ms=1.0)
+    assert len(done.times) == 18
+    assert all(len(times) in (2, 600) for times in done.times.values())
+    assert LimitReason.FLOOR in {event.limits.reason for event in done.decisions}
+
+
+@pytest.mark.parametrize("target", [0.12, 0.25])
+@pytest.mark.parametrize("seed", range(3))
+def test_targets_are_kept_under_noise_with_nearly_the_throughput_of_the_best_fixed_chunk(
+    target: float, seed: int
+) -> None:
+    """Against every fixed chunk whose 99th percentile of inter-token times is inside the same 1.2 x target."""
+    adaptive = serve(jitter(seed), target_tpot_ms=target * 1e3)
+    assert percentile(adaptive.gaps("run"), 0.99) <= 1.2 * target
+    rivals = [serve(jitter(seed), budget="fixed", cap=chunk) for chunk in (8, 16, 32, 48, 64, 96, 128)]
+    valid = [one for one in rivals if percentile(one.gaps("run"), 0.99) <= 1.2 * target]
+    assert valid
+    best = max(one.busy_tokens_per_second() for one in valid)
+    assert adaptive.busy_tokens_per_second() >= 0.95 * best
+
+
+@pytest.mark.parametrize("target", [0.006, 0.01])
+def test_targets_are_kept_where_time_bends(target: float) -> None:
+    done = serve(jitter(1), gpu_like, cap=2048, target_tpot_ms=target * 1e3)
+    assert percentile(done.gaps("run"), 0.99) <= 1.2 * target
+    chunks = [shape.prefill_tokens for shape, _ in done.steps if shape.decode_tokens and shape.prefill_tokens]
+    assert max(chunks) > 100
+
+
+def test_a_machine_that_slows_down_gets_smaller_chunks_and_keeps_the_target() -> None:
+    noise, steps = jitter(0, pauses=0), 0
+
+    def slowing() -> float:
+        nonlocal steps
+        steps += 1
+        return noise() * (1.0 if steps < 150 else 1.6)
+
+    done = serve(slowing, prompts=20, target_tpot_ms=250)
+    settled = [seconds for shape, seconds in done.steps[200:] if shape.decode_tokens and shape.prefill_tokens]
+    assert percentile(settled, 0.99) <= 1.2 * 0.25
+    assert percentile(settled, 0.5) >= 0.8 * 0.25  # and it has not become timid for good
+
+
+def test_nothing_is_known_at_first_so_chunks_start_small_and_double() -> None:
+    cost = CostModel()
+    budget = LatencyBudget(cost, MOST, 10.0, None)
+    chunks = []
+    for _ in range(6):
+        limits = budget.limits(load())
+        chunks.append(limits.prefill_tokens)
+        shape = StepShape(8, limits.prefill_tokens, 2400, 600 * limits.prefill_tokens, 9)
+        cost.observe(shape, cpu_like(shape))
+    assert chunks == [32, 64, 128, 256, 512, 512]
+    assert limits.reason is LimitReason.FIXED
+
+
+def test_without_decodes_nobody_waits_for_the_step() -> None:
+    limits = LatencyBudget(knowing(), MOST, 0.1, None).limits(load(decodes=0))
+    assert (limits.prefill_tokens, limits.reason) == (512, LimitReason.ALONE)
+
+
+def test_without_prompts_nothing_is_decided() -> None:
+    budget = LatencyBudget(knowing(), MOST, 0.1, None)
+    before = budget.limits(load())
+    decodes_only = Load([on_board("d", 900)], [], 0.0)
+    assert budget.limits(decodes_only) is before
+
+
+# ---- the batch size -------------------------------------------------------------------------------------------------
+
+
+def test_seats_are_as_many_as_keep_the_target() -> None:
+    seen = Load([on_board(f"d{i}", 299) for i in range(8)], [on_board("next", 300, 0)], 0.0)
+    seats = LatencyBudget(knowing(), MOST, 0.2, None).limits(seen).seats
+    assert cpu_like(StepShape(seats, 16, seats * 300, 0, seats + 1)) <= 0.2
+    assert cpu_like(StepShape(seats + 1, 16, (seats + 1) * 300, 0, seats + 2)) > 0.2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flood_of_requests_does_not_board_beyond_the_target(seed: int) -> None:
+    def flood(**options: float | None) -> Ride:
+        cost = CostModel()
+        scheduler = timed_scheduler(cost, seats=64, **options)  # type: ignore[arg-type]
+        arrivals = [(0.05 * i, make_request(f"run{i}", 30, new=40)) for i in range(120)]
+        return ride(scheduler, cost, arrivals, cpu_like, jitter(seed, pauses=0))
+
+    free, bound = flood(), flood(target_tpot_ms=120)
+    assert max(shape.decode_tokens for shape, _ in free.steps) == 64
+    assert percentile(free.gaps(), 0.99) > 1.2 * 0.12
+    assert percentile(bound.gaps(), 0.99) <= 1.2 * 0.12
+    assert 20 < max(shape.decode_tokens for shape, _ in bound.steps) < 40
+    assert len(bound.times) == 120
+
+
+def test_without_a_target_for_running_requests_memory_alone_limits_seats() -> None:
+    assert LatencyBudget(knowing(), MOST, None, 1.0).limits(load()).seats == NO_LIMIT
+    assert KneeBudget(knowing(), MOST).limits(load()).seats == NO_LIMIT
+
+
+# ---- the time to the first token ------------------------------------------------------------------------------------
+
+
+def test_the_rate_that_first_tokens_need() -> None:
+    first, second, third = (on_board(name, 100, 0, arrival) for name, arrival in (("a", 0), ("b", 1), ("c", 8)))
+    assert tokens_per_second_needed([first, second], now=2, target_ttft=10) == 200 / 9
+    assert tokens_per_second_needed([first, second, third], now=2, target_ttft=4) == 200 / 3
+    assert tokens_per_second_needed([first], now=10, target_ttft=10) == float("inf")
+    again = on_board("d", 100, 0)  # preempted after its first token: that one is over
+    again.append(1)
+    assert tokens_per_second_needed([again], now=10, target_ttft=10) == 0
+
+
+@pytest.mark.parametrize("target", [5.0, 8.0, 20.0])
+def test_the_chunk_is_the_smallest_that_makes_the_first_token_in_time(target: float) -> None:
+    cost, seen = knowing(), load(computed=0)
+    limits = LatencyBudget(cost, MOST, None, target).limits(seen)
+    forecast, sizes = Forecast(cost, seen), chunk_sizes(512)
+    smaller = sizes[sizes.index(limits.prefill_tokens) - 1]
+    assert 1500 / limits.prefill_tokens * forecast.seconds(limits.prefill_tokens) <= target
+    assert 1500 / smaller * forecast.seconds(smaller) > target
+    assert limits.reason is LimitReason.TTFT
+
+
+def test_one_who_is_late_gets_the_fastest_chunk() -> None:
+    limits = LatencyBudget(knowing(), MOST, None, 0.5).limits(load())
+    assert limits.reason is LimitReason.LATE
+    assert limits.prefill_tokens > 100
+
+
+def test_a_first_token_target_is_made_and_running_requests_are_spared_what_it_does_not_need() -> None:
+    cost = CostModel()
+    scheduler = timed_scheduler(cost, target_ttft_ms=8000)
+    arrivals = long_prompts_among_decodes(5, 3.0, 9.0)
+    kept = ride(scheduler, cost, arrivals, cpu_like, jitter(0, pauses=0))
+    waits = [kept.first_token(f"long{i}") - (3.0 + 9.0 * i) for i in range(5)]
+    assert max(waits) <= 1.05 * 8.0
+    hasty = serve(jitter(0, pauses=0), budget="fixed", cap=512, prompts=5)
+    assert percentile(kept.gaps("run"), 0.99) < 0.5 * percentile(hasty.gaps("run"), 0.99)
+
+
+def test_with_both_targets_prompts_hurry_only_as_far_as_running_requests_allow() -> None:
+    budget = LatencyBudget(knowing(), MOST, 0.8, 8.0)
+    fits = LatencyBudget(knowing(), MOST, 0.8, None).limits(load(computed=0)).prefill_tokens
+    early = budget.limits(load(computed=0, now=0.0))
+    late = budget.limits(load(computed=0, now=7.5))
+    assert early.prefill_tokens < late.prefill_tokens == fits
+    assert late.reason is LimitReason.TPOT
+
+
+# ---- the knee -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("truth", "least", "most"), [(cpu_like, 60, 300), (gpu_like, 128, 1400)])
+def test_the_knee_is_close_to_the_best_throughput_with_much_shorter_steps(truth: Truth, least: int, most: int) -> None:
+    knee = serve(jitter(0, pauses=0), truth, budget="knee", cap=2048)
+    large = serve(jitter(0, pauses=0), truth, budget="fixed", cap=2048)
+    chunks = [event.limits.prefill_tokens for event in knee.decisions if event.limits.reason is LimitReason.KNEE]
+    assert least <= percentile([float(chunk) for chunk in chunks], 0.5) <= most
+    assert knee.busy_tokens_per_second() >= 0.9 * large.busy_tokens_per_second()
+    assert max(knee.gaps("run")) < 0.7 * max(large.gaps("run"))
+
+
+# ---- making one -----------------------------------------------------------------------------------------------------
+
+
+def test_budgets_by_name() -> None:
+    cost = CostModel()
+    made = [make_budget(name, cost, max_batch_tokens=8) for name in (None, "fixed", "knee")]
+    assert [type(one) for one in made] == [FixedBudget, FixedBudget, KneeBudget]
+    for name in (None, "latency"):
+        assert isinstance(make_budget(name, cost, max_batch_tokens=8, target_ttft_ms=5), LatencyBudget)
+    assert set(BUDGETS) == {"fixed", "knee", "latency"}
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "problem"),
+    [
+        ("endless", {}, "budget: unknown budget 'endless'"),
+        ("latency", {}, "budget: latency needs a target"),
+        ("knee", {"target_tpot_ms": 5}, "budget: 'knee' keeps no target"),
+        ("fixed", {"target_ttft_ms": 5}, "budget: 'fixed' keeps no target"),
+        (None, {"target_tpot_ms": 0}, "target_tpot_ms: "),
+        (None, {"target_tpot_ms": float("nan")}, "target_tpot_ms: "),
+        (None, {"target_ttft_ms": "soon"}, "target_ttft_ms: "),
+        (None, {"target_ttft_ms": True}, "target_ttft_ms: "),
+    ],
+)
+def test_contradictions_are_refused(name: str | None, targets: dict[str, float], problem: str) -> None:
+    with pytest.raises(InvalidParameter, match=problem):
+        make_budget(name, CostModel(), max_batch_tokens=8, **targets)
+
+
+@given(st.integers(1, 20_000))
+def test_sizes_rise_to_the_cap_in_small_strides(most: int) -> None:
+    sizes = chunk_sizes(most)
+    assert sizes[-1] == most
+    assert sizes[0] == min(4, most)
+    for one, following in pairwise(sizes):
+        assert one < following <= max(one + 1, one * 17 / 16)
+
+
+@pytest.mark.parametrize("options", [{"target_tpot_ms": 400}, {"target_ttft_ms": 100}, {"budget": "knee"}])
+def test_what_was_configured_stays_the_most(options: dict[str, float | str]) -> None:
+    done = serve(jitter(0), cap=48, prompts=3, **options)  # type: ignore[arg-type]
+    assert max(shape.prefill_tokens for shape, _ in done.steps) == 48
+    assert all(isinstance(event, BudgetDecided) and event.limits.prefill_tokens <= 48 for event in done.decisions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,13 +21,13 @@ SENTENCES = [
 ]
 
 
-def byte_level_tokenizer(vocab_size: int = 320) -> Tokenizer:
+def byte_level_tokenizer(vocab_size: int = 320, more_special: Sequence[str] = ()) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *more_special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -34,14 +35,16 @@ def byte_level_tokenizer(vocab_size: int = 320) -> Tokenizer:
     return tokenizer
 
 
-def write_tiny_checkpoint(folder: Path) -> Path:
-    """Llama, two layers, 256 positions."""
+def write_tiny_checkpoint(
+    folder: Path, *, chat_template: str = CHATML, more_special: Sequence[str] = (), positions: int = 256
+) -> Path:
+    """Llama, two layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = byte_level_tokenizer()
+    tokenizer = byte_level_tokenizer(more_special=more_special)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": CHATML, "eos_token": "<|im_end|>"}
+    settings = {"chat_template": chat_template, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -51,7 +54,7 @@ def write_tiny_checkpoint(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=positions,
         initializer_range=0.2,
         bos_token_id=0,
         eos_token_id=2,

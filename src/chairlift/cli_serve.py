@@ -53,6 +53,14 @@ def serve(
             help="Seconds after which a request ends.", min=0.001, rich_help_panel=_SERVER, show_default="never"
         ),
     ] = None,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes tool calls: hermes, llama3_json, mistral or json.",
+            rich_help_panel=_SERVER,
+            show_default="as its chat template shows",
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get at shutdown.", min=0, rich_help_panel=_SERVER)
     ] = 30.0,
@@ -76,6 +84,7 @@ def serve(
         drain_timeout=drain_timeout,
         limits=Limits(max_waiting=max_waiting, default_timeout=request_timeout),
         supervision=Supervision(),
+        tool_format=tool_format,
         quiet=engine.quiet,
     )
     address = f"http://{host}:{port}"

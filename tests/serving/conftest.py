@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from tests.serving.offered import TOOL_TEMPLATE
 from tests.tiny import write_tiny_checkpoint
 
 NAME = "tiny"
@@ -100,5 +101,16 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     running = start_server(tiny_folder, tmp_path_factory.mktemp("server") / "log")
+    yield running
+    assert running.stop() == 0, running.tail()
+
+
+@pytest.fixture(scope="session")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Its model has a template for tools, and its marks for calls are special tokens."""
+    marks = ["<tool_call>", "</tool_call>"]
+    folder = tmp_path_factory.mktemp("tools") / "tiny"
+    write_tiny_checkpoint(folder, chat_template=TOOL_TEMPLATE, more_special=marks, positions=2048)
+    running = start_server(folder, tmp_path_factory.mktemp("tool_server") / "log")
     yield running
     assert running.stop() == 0, running.tail()

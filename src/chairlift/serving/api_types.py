@@ -139,13 +139,17 @@ class ChatRequest(Completing):
     response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
 
     def params(self) -> SamplingParams:
         self.check_stream_options()
         if self.response_format is not None and self.response_format != {"type": "text"}:
             raise InvalidParameter("response_format", "only {'type': 'text'} is supported in this version")
-        if self.tools or self.tool_choice not in (None, "none"):
-            raise InvalidParameter("tools", "are not supported in this version")
+        for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+            if getattr(self, old) is not None:
+                raise InvalidParameter(old, f"is not supported: it has given way to {new}")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise InvalidParameter("max_tokens", "was given together with max_completion_tokens; give one")
         if self.top_logprobs is not None and not self.logprobs:
@@ -158,6 +162,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_MESSAGES)] = None
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
 
 

@@ -23,6 +23,7 @@ from chairlift.serving.guards import Guards, Outermost
 from chairlift.serving.responses import respond
 from chairlift.serving.responses_types import ResponsesRequest
 from chairlift.serving.service import Service, check_ids
+from chairlift.text.tool_use import ToolUse
 
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 413, 429, 500, 503), _ERROR)
@@ -137,11 +138,14 @@ def _tokens_of(body: TokenizeRequest, service: Service) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidParameter("prompt", "give either prompt or messages")
     if body.prompt is not None:
+        if body.tools is not None:
+            raise InvalidParameter("tools", "only go with messages")
         special = True if body.add_special_tokens is None else body.add_special_tokens
         return service.tokenizer.encode(body.prompt, add_special_tokens=special)
     if body.add_special_tokens is not None:
         raise InvalidParameter("add_special_tokens", "only goes with prompt: a chat template writes its own")
-    return service.tokenizer.encode_chat(body.messages or [])[1]
+    use = ToolUse.of(service.tool_format, body.tools, None, None)
+    return use.encode(service.tokenizer, body.messages or [])
 
 
 def _add_health(app: FastAPI, service: Service) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
@@ -105,7 +105,7 @@ class Shape(Protocol):
     object: str
 
     def choice(self, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]: ...
-    def delta(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> dict[str, Any]: ...
+    def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]: ...
 
 
 @dataclass(slots=True)
@@ -118,27 +118,28 @@ class ChatShape:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._logprobs(choice.logprobs, tokenizer),
+            "logprobs": self.logprobs(choice.logprobs, tokenizer),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
 
-    def delta(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> dict[str, Any]:
+    def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         delta: dict[str, Any] = {} if choice.started else {"role": "assistant"}
         if update.text or not choice.started:
             delta["content"] = update.text
-        found = [item for item in update.logprobs if item is not None]
-        return {
-            "index": choice.index,
-            "delta": delta,
-            "logprobs": self._logprobs(found, tokenizer),
-            "finish_reason": update.finish_reason,
-        }
+        return [
+            {
+                "index": choice.index,
+                "delta": delta,
+                "logprobs": self.logprobs(update.logprobs, tokenizer),
+                "finish_reason": update.finish_reason,
+            }
+        ]
 
-    def _logprobs(self, found: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    def logprobs(self, given: Sequence[TokenLogprobs | None], tokenizer: Tokenizer) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
-        return {"content": scored_tokens(found, tokenizer)}
+        return {"content": scored_tokens([item for item in given if item is not None], tokenizer)}
 
 
 @dataclass(slots=True)
@@ -152,10 +153,10 @@ class TextShape:
         text = self.echoes[choice.index] + choice.text
         return self._body(choice, text, choice.logprobs, choice, tokenizer)
 
-    def delta(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> dict[str, Any]:
+    def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         text = update.text if choice.started else self.echoes[choice.index] + update.text
         found = [item for item in update.logprobs if item is not None]
-        return self._body(choice, text, found, update, tokenizer)
+        return [self._body(choice, text, found, update, tokenizer)]
 
     def _body(
         self, choice: Choice, text: str, found: list[TokenLogprobs], end: Choice | Update, tokenizer: Tokenizer
@@ -217,9 +218,9 @@ class Reply:
         if not (update.tokens or update.text or update.finish_reason):
             return []
         choice = self._of[update.request_id]
-        delta = self._shape.delta(choice, update, self._tokenizer)
+        deltas = self._shape.deltas(choice, update, self._tokenizer)
         choice.started = True
-        return [self._chunk([delta], with_usage=self._continuous_usage)]
+        return [self._chunk([delta], with_usage=self._continuous_usage) for delta in deltas]
 
     def ending(self) -> list[bytes]:
         return [*([self._chunk([], with_usage=True)] if self._include_usage else []), b"data: [DONE]\n\n"]

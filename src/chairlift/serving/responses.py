@@ -13,8 +13,8 @@ from chairlift.serving.api_types import ChatRequest
 from chairlift.serving.responses_input import Conversation
 from chairlift.serving.responses_reply import ResponseAnswer
 from chairlift.serving.responses_types import ResponsesRequest
-from chairlift.serving.service import Job, Service, Wording
-from chairlift.text.assistant_parts import PlainParser
+from chairlift.serving.service import Job, Prepared, Service
+from chairlift.text.tool_use import ToolUse
 
 # What the beginning of a chat parameter's name is here.
 _NAMES = {
@@ -30,20 +30,23 @@ async def respond(service: Service, body: ResponsesRequest, http: HTTPRequest) -
     body.check()
     try:
         chat = body.as_chat()
+        params = chat.params()
 
-        def prepare(limit: int) -> tuple[list[list[int]], Wording]:
-            prompt = _encode(service, body, chat, limit)
-            return [prompt], partial(ResponseAnswer, body, service.model_name, service.tokenizer, PlainParser())
+        def prepare(limit: int) -> Prepared:
+            use = service.tool_use(chat)
+            prompt = _encode(service, body, chat, use, limit)
+            wording = partial(ResponseAnswer, body, service.model_name, service.tokenizer, use.parser())
+            return Prepared([prompt], use.applied_to(params, service.tokenizer), wording)
 
-        return await service.answer(chat, http, Job(chat.params(), 1, prepare, "input", "resp_"))
+        return await service.answer(chat, http, Job(params.n, 1, prepare, "input", "resp_"))
     except InvalidParameter as error:
         raise InvalidParameter(_name_here(error.parameter), error.problem) from error
 
 
-def _encode(service: Service, body: ResponsesRequest, chat: ChatRequest, limit: int) -> list[int]:
+def _encode(service: Service, body: ResponsesRequest, chat: ChatRequest, use: ToolUse, limit: int) -> list[int]:
     conversation = Conversation(body.input, body.instructions)
     try:
-        return service.encode_chat(chat.model_copy(update={"messages": conversation.messages}), limit)
+        return service.encode_chat(chat.model_copy(update={"messages": conversation.messages}), use, limit)
     except InvalidParameter as error:
         raise InvalidParameter(conversation.place(error.parameter), error.problem) from error
 

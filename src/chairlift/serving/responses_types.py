@@ -104,6 +104,7 @@ class ResponsesRequest(Sampling):
                 response_format=_response_format(self.text_format),
                 tools=[_chat_tool(i, tool) for i, tool in enumerate(self.tools or [])] or None,
                 tool_choice=_chat_tool_choice(self.tool_choice, bool(self.tools)),
+                parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
             )
         except ValidationError as error:
             first = error.errors(include_url=False)[0]

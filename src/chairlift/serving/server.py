@@ -37,6 +37,7 @@ class ServerConfig:
     drain_timeout: float = 30.0
     limits: Limits = field(default_factory=Limits)
     supervision: Supervision = field(default_factory=Supervision)
+    tool_format: str | None = None  # how the model writes tool calls; None: as its chat template shows
     quiet: bool = False
 
 
@@ -50,7 +51,8 @@ async def serve_forever(config: ServerConfig, on_ready: Callable[[Service], None
     engine = EngineClient(
         str(path), config.engine, metrics.take_in, metrics.note_restart, config.supervision, quiet=config.quiet
     )
-    service = Service(config.served_name or config.model, tokenizer, engine, metrics, config.limits)
+    name = config.served_name or config.model
+    service = Service(name, tokenizer, engine, metrics, config.limits, config.tool_format)
     app = make_app(service, config.api_keys)
     server = _Server(
         uvicorn.Config(

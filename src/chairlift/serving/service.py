@@ -24,29 +24,46 @@ from chairlift.serving.metrics import Metrics
 from chairlift.serving.replies import Answer, ChatShape, Reply, Shape, TextShape, Usage, json_encoder
 from chairlift.serving.request_clock import RequestClock
 from chairlift.serving.text_work import TextWork
+from chairlift.serving.tool_replies import ToolShape
 from chairlift.text.tokenizer import Tokenizer
+from chairlift.text.tool_formats import choose_format
+from chairlift.text.tool_use import ToolUse
 
 # Words an answer, given its id, those of its completions, and where its tokens are counted.
 Wording = Callable[[str, list[str], Usage], Answer]
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    prompts: list[list[int]]
+    params: SamplingParams
+    wording: Wording
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """What an endpoint wants to have generated."""
 
-    params: SamplingParams
+    n: int  # completions of each prompt
     num_prompts: int
-    prepare: Callable[[int], tuple[list[list[int]], Wording]]  # tokenises, given max_model_len; runs in a thread
+    prepare: Callable[[int], Prepared]  # tokenises, given max_model_len; runs in a thread
     parameter: str  # what the client calls its prompt
     id_prefix: str
 
 
 class Service:
     def __init__(
-        self, model_name: str, tokenizer: Tokenizer, engine: EngineClient, metrics: Metrics, limits: Limits
+        self,
+        model_name: str,
+        tokenizer: Tokenizer,
+        engine: EngineClient,
+        metrics: Metrics,
+        limits: Limits,
+        tool_format: str | None = None,
     ) -> None:
         self.model_name = model_name
         self.tokenizer = tokenizer
+        self.tool_format = choose_format(tokenizer.chat_template or "", tool_format)
         self.engine = engine
         self.metrics = metrics
         self.limits = limits
@@ -59,18 +76,27 @@ class Service:
     async def complete(self, body: CompletionRequest, http: HTTPRequest) -> Response:
         params, texts = body.params(), body.prompts()
 
-        def prepare(limit: int) -> tuple[list[list[int]], Wording]:
+        def prepare(limit: int) -> Prepared:
             prompts = [self._encode(text, limit) for text in texts]
             echoes = [self._echo(text) if body.echo else "" for text in texts for _ in range(params.n)]
-            return prompts, self._wording(TextShape(body.logprobs is not None, echoes), body)
+            wording = self._wording(TextShape(body.logprobs is not None, echoes), body)
+            return Prepared(prompts, params, wording)
 
-        return await self.answer(body, http, Job(params, len(texts), prepare, "prompt", "cmpl-"))
+        return await self.answer(body, http, Job(params.n, len(texts), prepare, "prompt", "cmpl-"))
 
     async def chat(self, body: ChatRequest, http: HTTPRequest) -> Response:
-        def prepare(limit: int) -> tuple[list[list[int]], Wording]:
-            return [self.encode_chat(body, limit)], self._wording(ChatShape(bool(body.logprobs)), body)
+        params = body.params()
 
-        return await self.answer(body, http, Job(body.params(), 1, prepare, "messages", "chatcmpl-"))
+        def prepare(limit: int) -> Prepared:
+            use = self.tool_use(body)
+            prompt = self.encode_chat(body, use, limit)
+            shape = ToolShape(bool(body.logprobs), use) if use.tools else ChatShape(bool(body.logprobs))
+            return Prepared([prompt], use.applied_to(params, self.tokenizer), self._wording(shape, body))
+
+        return await self.answer(body, http, Job(params.n, 1, prepare, "messages", "chatcmpl-"))
+
+    def tool_use(self, body: ChatRequest) -> ToolUse:
+        return ToolUse.of(self.tool_format, body.tools, body.tool_choice, body.parallel_tool_calls)
 
     def _wording(self, shape: Shape, body: Completing) -> Wording:
         return partial(
@@ -82,14 +108,14 @@ class Service:
             continuous_usage=body.continuous_usage,
         )
 
-    def encode_chat(self, body: ChatRequest, limit: int) -> list[int]:
+    def encode_chat(self, body: ChatRequest, use: ToolUse, limit: int) -> list[int]:
         options: dict[str, Any] = dict(body.chat_template_kwargs or {})
         for reserved in ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "max_tokens"):
             if reserved in options:
                 raise InvalidParameter("chat_template_kwargs", f"{reserved!r} cannot be set there")
         if body.add_generation_prompt is not None:
             options["add_generation_prompt"] = body.add_generation_prompt
-        return self.tokenizer.encode_chat(body.messages, max_tokens=limit, **options)[1]
+        return use.encode(self.tokenizer, body.messages, max_tokens=limit, **options)
 
     def _encode(self, text: str | list[int], limit: int) -> list[int]:
         return self.tokenizer.encode(text, max_tokens=limit) if isinstance(text, str) else check_ids("prompt", text)
@@ -105,22 +131,22 @@ class Service:
     async def answer(self, body: Sampling, http: HTTPRequest, job: Job) -> Response:
         """The way of every generation: checked and admitted first, so that no work is done for those turned away."""
         self.check_model(body.model)
-        with self.admission.places(job.num_prompts, job.params.n) as loaded:
+        with self.admission.places(job.num_prompts, job.n) as loaded:
             size = len(await http.body())
             prepare = partial(job.prepare, loaded.max_model_len)
-            prompts, wording = await unless_gone(http, self.text.run(size, prepare))
-            check_lengths(job.parameter, prompts, loaded.max_model_len)
+            prepared = await unless_gone(http, self.text.run(size, prepare))
+            check_lengths(job.parameter, prepared.prompts, loaded.max_model_len)
             answer_id = f"{job.id_prefix}{uuid.uuid4().hex}"
             timeout = self.limits.default_timeout if body.timeout is None else body.timeout
             requests = [
-                Submit(f"{answer_id}-{index}", prompt, job.params, timeout, body.cache_salt or "")
-                for index, prompt in enumerate(prompts)
+                Submit(f"{answer_id}-{index}", prompt, prepared.params, timeout, body.cache_salt or "")
+                for index, prompt in enumerate(prepared.prompts)
             ]
             stream = self.engine.submit(requests, RequestClock(self.metrics, http.state.arrived))
         try:
-            usage = Usage(prompt_tokens=sum(map(len, prompts)))
+            usage = Usage(prompt_tokens=sum(map(len, prepared.prompts)))
             self.metrics.prompt_tokens.inc(usage.prompt_tokens)
-            answer, updates = wording(answer_id, stream.ids, usage), aiter(stream)
+            answer, updates = prepared.wording(answer_id, stream.ids, usage), aiter(stream)
             if not body.stream:
                 await unless_gone(http, collect(updates, answer))
                 return Response(json_encoder.encode(answer.body()), media_type="application/json")

@@ -28,6 +28,10 @@ MAX_OUTPUT = 8 * 2**20  # characters
 MAX_ITERATIONS = 1_000_000  # over all calls of range() in one rendering
 
 
+class RefusedByTemplate(InvalidParameter):
+    """The template itself has a rule against these messages."""
+
+
 class ChatTemplate:
     """A compiled template. `clock` is what templates that write today's date read."""
 
@@ -79,7 +83,7 @@ class ChatTemplate:
                     raise InvalidParameter("messages", problem)
                 pieces.append(piece)
         except _Refused as refusal:
-            raise InvalidParameter("messages", f"refused by the model's chat template: {refusal}") from refusal
+            raise RefusedByTemplate("messages", f"refused by the model's chat template: {refusal}") from refusal
         except InvalidParameter:
             raise
         except Exception as error:  # whatever the template's own code ran into

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chairlift.core.sampling import SamplingParams
 from chairlift.core.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import AssistantParser, PlainParser
+from chairlift.text.chat_template import RefusedByTemplate
 from chairlift.text.messages import checked_messages
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats import ToolFormat
@@ -55,6 +57,14 @@ class ToolUse:
         ids = [tokenizer.added_token_id(mark) for mark in self.format.markers] if self.tools else []
         return [token for token in ids if token in tokenizer.special_ids]
 
+    def applied_to(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+        """The request's sampling parameters, with what its tools ask for."""
+        if not self.tools:
+            return params
+        if self.forced:
+            raise InvalidParameter("tool_choice", "only 'auto' and 'none' are supported in this version")
+        return params.clone(visible_special_ids=self.visible_special_ids(tokenizer))
+
     def structure(self, tokenizer: Tokenizer) -> Structure | None:
         """The grammar that a forced call must follow."""
         if not self.forced:
@@ -69,7 +79,7 @@ class ToolUse:
         grammar = self.format.grammar(tools, parallel=self.parallel and named is None, marker=marker)
         return Structure(StructureKind.GRAMMAR, grammar)
 
-    def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """The prompt. `options` are those of `Tokenizer.encode_chat`."""
         history = checked_messages(messages)
         if tokenizer.template_shows_tools:
@@ -81,5 +91,5 @@ class ToolUse:
         description = describe(self.tools, self.format)
         try:
             return tokenizer.encode_chat(in_system_message(history, description), **options)[1]
-        except InvalidParameter:  # the template's own verdict, perhaps about system messages
+        except RefusedByTemplate:  # perhaps because it knows no system messages
             return tokenizer.encode_chat(in_user_message(history, description), **options)[1]

@@ -13,6 +13,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.text.messages import plain_data
 
 MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 512 * 2**10  # of all of them together, as JSON
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_SCHEMA_DEPTH = 24
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -52,6 +53,8 @@ def checked_tools(tools: Any) -> list[Tool]:
         raise InvalidParameter("tools", "must be a list of tools")
     if len(tools) > MAX_TOOLS:
         raise InvalidParameter("tools", f"{len(tools)} tools; the limit is {MAX_TOOLS}")
+    if _size("tools", tools) > MAX_TOOLS_BYTES:
+        raise InvalidParameter("tools", f"are longer than {MAX_TOOLS_BYTES} bytes")
     checked = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
     names = [tool.name for tool in checked]
     for index, name in enumerate(names):
@@ -88,9 +91,18 @@ def _schema(place: str, given: Any) -> dict[str, Any]:
         raise InvalidParameter("tools", f"{place} must be a JSON schema of type 'object'")
     if _depth(given) > MAX_SCHEMA_DEPTH:
         raise InvalidParameter("tools", f"{place} is nested more than {MAX_SCHEMA_DEPTH} levels deep")
-    if len(json.dumps(given)) > MAX_SCHEMA_BYTES:
+    if _size(place, given) > MAX_SCHEMA_BYTES:
         raise InvalidParameter("tools", f"{place} is longer than {MAX_SCHEMA_BYTES} bytes")
     return {"type": "object", **given}
+
+
+def _size(place: str, value: Any) -> int:
+    try:
+        return len(json.dumps(value, ensure_ascii=False).encode())
+    except RecursionError:
+        raise InvalidParameter("tools", f"{place} is nested too deep") from None
+    except (TypeError, ValueError) as error:  # half a character is a ValueError too
+        raise InvalidParameter("tools", f"{place} must be JSON of valid Unicode") from error
 
 
 def _depth(value: Any) -> int:

@@ -1,0 +1,28 @@
+"""Tools that tests offer to the model of `tool_server`, and its template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}\n<tool_call>{}</tool_call><|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Short enough for a model without any sense to come to an end.
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Bern"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "get_time", "description": "The time of day"}}
+ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather?"}]

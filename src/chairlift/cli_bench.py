@@ -21,6 +21,7 @@ from chairlift.bench.throughput import ENGINES, Comparison, parse_engines
 from chairlift.bench.workload import LengthRange, Workload, load_workload, make_workload
 from chairlift.cli_bench_attention import bench_attention
 from chairlift.cli_bench_prefix import bench_prefix
+from chairlift.cli_bench_serve import bench_serve
 from chairlift.cli_console import show_log
 from chairlift.cli_options import EngineOptions, examples, refuse_given, with_option_groups
 from chairlift.errors import InvalidParameter
@@ -179,3 +180,13 @@ bench_app.command(
 bench_app.command(
     "prefix", epilog=examples("chairlift bench prefix", "chairlift bench prefix --scenarios agents --tools 1000 -q")
 )(bench_prefix)
+bench_app.command(
+    "serve",
+    epilog=examples(
+        "chairlift bench serve",
+        "chairlift bench serve --compare-offline --repeat 3 --json result.json --plot result.png",
+        "chairlift bench serve --rate 2 --arrivals bursty --max-ttft-ms 2000 --max-tpot-ms 150",
+        "chairlift bench serve --url http://localhost:8000 --concurrency 32 --prompt-len 256 --output-len 128",
+        "chairlift bench serve --trace azure_2023_conversation.csv --trace-speed 0.2 --duration 120",
+    ),
+)(bench_serve)

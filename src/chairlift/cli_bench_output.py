@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -17,8 +17,10 @@ from rich.table import Table
 
 from chairlift.bench.plots import require_matplotlib
 from chairlift.bench.report import check_writable, machine, machine_line, write_report
-from chairlift.bench.timing import Note
 from chairlift.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from chairlift.bench.timing import Note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

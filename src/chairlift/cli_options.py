@@ -217,9 +217,14 @@ def _field_parameters(group: Any) -> list[inspect.Parameter]:
 def refuse_given(context: typer.Context, names: Iterable[str], problem: str) -> None:
     """Raise if any of these options was typed: where it would change nothing, it must not look as if it did."""
     for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if given(context, name):
             raise InvalidParameter(name, problem)
+
+
+def given(context: typer.Context, name: str) -> bool:
+    """Whether an option was typed, be it with the value that it has by default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def examples(*lines: str) -> str:

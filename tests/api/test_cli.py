@@ -39,6 +39,7 @@ COMMANDS = [
     ["bench", "throughput"],
     ["bench", "attention"],
     ["bench", "prefix"],
+    ["bench", "serve"],
 ]
 FAST = ["--device", "cpu", "--kv-memory", "4MiB"]
 
@@ -88,7 +89,11 @@ def test_version() -> None:
     assert run("--version").stdout.strip() == f"chairlift {__version__}"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "throughput", "--help"], ["--version"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["bench", "throughput", "--help"], ["bench", "serve", "--help"], ["--version"]],
+    ids=" ".join,
+)
 def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     program = (
         "import sys, chairlift.cli\n"
@@ -138,6 +143,33 @@ WRONG = [
     (["bench", "throughput", "--workload", "some.json", "--seed", "3"], "--seed: the requests come from"),
     (["bench", "throughput", "--concurrency", "0"], "--concurrency: "),
     (["bench", "throughput", "--concurrency", "2", "--max-batch-requests", "3"], "--concurrency: "),
+    (["bench", "serve", "--model", "nowhere"], "no model 'nowhere'"),
+    (["bench", "serve", "--rate", "0"], "--rate: must"),
+    (["bench", "serve", "--rate", "2", "--concurrency", "2"], "--rate: "),
+    (["bench", "serve", "--rate", "2", "--arrivals", "never"], "--arrivals: there is no 'never'"),
+    (["bench", "serve", "--rate", "2", "--burstiness", "2"], "--burstiness: only goes with"),
+    (["bench", "serve", "--rate", "2", "--arrivals", "bursty", "--burstiness", "0"], "--burstiness: must"),
+    (["bench", "serve", "--arrivals", "bursty"], "--arrivals: needs a --rate"),
+    (["bench", "serve", "--num-requests", "0"], "--num-requests: must"),
+    (["bench", "serve", "--duration", "nan"], "--duration: must"),
+    (["bench", "serve", "--warmup", "-1"], "--warmup: must"),
+    (["bench", "serve", "--shared-prefix", "2"], "--shared-prefix: must"),
+    (["bench", "serve", "--prefix-groups", "0"], "--prefix-groups: must"),
+    (["bench", "serve", "--max-ttft-ms", "0"], "--max-ttft-ms: must"),
+    (["bench", "serve", "--api", "carrier-pigeon"], "--api: there is no"),
+    (["bench", "serve", "--extra-body", "[1]"], "--extra-body: must"),
+    (["bench", "serve", "--trace-speed", "2"], "--trace-speed: only goes with"),
+    (["bench", "serve", "--trace", "t.csv", "--trace-speed", "0"], "--trace-speed: must"),
+    (["bench", "serve", "--trace", "t.csv", "--prompt-len", "9"], "--prompt-len: the requests come from"),
+    (["bench", "serve", "--workload", "w.json", "--api", "chat"], "--workload: has token ids"),
+    (["bench", "serve", "--url", "http://localhost:1"], "no server at http://localhost:1"),
+    (["bench", "serve", "--url", "ftp://localhost"], "--url: must look like"),
+    (["bench", "serve", "--url", "http://localhost:99999"], "--url: has no valid port"),
+    (["bench", "serve", "--url", "http://localhost:1", "--device", "cpu"], "--device: is for an engine of ours"),
+    (["bench", "serve", "--url", "http://localhost:1", "--compare-offline"], "--compare-offline: needs"),
+    (["bench", "serve", "--duration", "3", "--compare-offline"], "--compare-offline: needs"),
+    (["bench", "serve", "--token-ids", "1:2"], "--token-ids: only goes with --url"),
+    (["bench", "serve", "--plot", "no/such/folder.png"], "--plot: cannot write"),
 ]
 
 
@@ -160,6 +192,8 @@ def test_an_error_is_one_line_that_names_the_option(arguments: list[str], expect
         (["generate", "hi", "--kv-memory", "much"], "--kv-memory: must"),
         (["bench", "throughput", "--requests", "0"], "--requests: must"),
         (["bench", "throughput", "--engines", "chairlift", "--prompt-len", "9000"], "--max-model-len: "),
+        (["bench", "serve", "--prompt-len", "9000"], "--prompt-len: requests may have 9256 tokens"),
+        (["bench", "serve", "--trace", "nowhere.csv"], "--trace: cannot read"),
     ],
 )
 def test_an_error_found_with_the_model_at_hand_is_one_line_too(tiny: str, arguments: list[str], expected: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -38,9 +39,10 @@ class Workload:
         """The most tokens, prompt and output, of any request."""
         return max(len(request.prompt_ids) + request.n_out for request in self.requests)
 
-    def warm_up(self) -> Workload:
+    def warm_up(self, requests: int = 4) -> Workload:
         """A little work of the same kind. Its prompts run backwards: cached, they would help nobody later."""
-        return Workload(tuple(BenchRequest(one.prompt_ids[::-1], min(one.n_out, 8)) for one in self.requests[:4]))
+        some = self.requests[:requests]
+        return Workload(tuple(BenchRequest(one.prompt_ids[::-1], min(one.n_out, 8)) for one in some))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +73,53 @@ class LengthRange:
         return f"{self.low}:{self.high}"
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """The first `share` of every prompt is the beginning of one of `groups` long texts."""
+
+    share: float
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise InvalidParameter("shared_prefix", f"must be a share of the prompt from 0 to 1, got {self.share}")
+        if self.groups < 1:
+            raise InvalidParameter("prefix_groups", f"must be at least 1, got {self.groups}")
+
+
 def make_workload(
     vocabulary: Sequence[int], *, requests: int, prompt_len: LengthRange, output_len: LengthRange, seed: int
 ) -> Workload:
-    """Random prompts out of the token ids in `vocabulary`; the same arguments give the same workload."""
+    """The first `requests` of those that `draw_requests` gives."""
     if requests < 1:
         raise InvalidParameter("requests", f"must be at least 1, got {requests}")
+    drawn = draw_requests(vocabulary, prompt_len=prompt_len, output_len=output_len, seed=seed)
+    return Workload(tuple(islice(drawn, requests)))
+
+
+def draw_requests(
+    vocabulary: Sequence[int],
+    *,
+    prompt_len: LengthRange,
+    output_len: LengthRange,
+    seed: int,
+    shared: SharedPrefixes | None = None,
+) -> Iterator[BenchRequest]:
+    """Random prompts out of the token ids in `vocabulary`, without end; the same arguments give the same ones."""
     source = random.Random(seed)
-
-    def one() -> BenchRequest:
+    texts = _group_texts(vocabulary, shared, prompt_len.high, seed) if shared and shared.share else []
+    while True:
         length = prompt_len.draw(source)
-        return BenchRequest(tuple(source.choices(vocabulary, k=length)), output_len.draw(source))
+        prompt = source.choices(vocabulary, k=length)
+        if shared and texts:
+            common = round(length * shared.share)
+            prompt[:common] = source.choice(texts)[:common]
+        yield BenchRequest(tuple(prompt), output_len.draw(source))
 
-    return Workload(tuple(one() for _ in range(requests)))
+
+def _group_texts(vocabulary: Sequence[int], shared: SharedPrefixes, longest: int, seed: int) -> list[list[int]]:
+    source = random.Random(f"groups {seed}")
+    return [source.choices(vocabulary, k=round(longest * shared.share)) for _ in range(shared.groups)]
 
 
 def text_like_ids(tokenizer: Tokenizer) -> list[int]:

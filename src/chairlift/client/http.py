@@ -1,0 +1,134 @@
+"""HTTP requests over sockets that are used again: asyncio and nothing on top of it.
+
+A load generator shares the machine with the server it measures, so what counts is the work per received piece: here
+it is one call of `data_received`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from chairlift.client.address import Address
+from chairlift.client.response import BadResponse, ResponseReader
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    status: int
+    headers: Mapping[str, str]
+
+
+class HttpClient:
+    """Requests to one server, as many at a time as are asked for, each on a connection of its own meanwhile."""
+
+    def __init__(self, address: Address, *, api_key: str | None = None) -> None:
+        self.address = address
+        self._tls = ssl.create_default_context() if address.tls else None
+        self._idle: list[_Connection] = []
+        key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._shared_head = f"Host: {address.host_header}\r\nUser-Agent: chairlift\r\n{key}"
+
+    async def post(self, path: str, body: bytes, on_body: Callable[[bytes], None]) -> Response:
+        """Send JSON; the body of the response goes to `on_body` as it arrives."""
+        head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        return await self._exchange("POST", path, head, body, on_body)
+
+    async def get(self, path: str, on_body: Callable[[bytes], None]) -> Response:
+        return await self._exchange("GET", path, "", b"", on_body)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _exchange(
+        self, method: str, path: str, head: str, body: bytes, on_body: Callable[[bytes], None]
+    ) -> Response:
+        message = f"{method} {self.address.root}{path} HTTP/1.1\r\n{self._shared_head}{head}\r\n".encode() + body
+        while self._idle:
+            connection = self._idle.pop()
+            try:
+                return await self._use(connection, message, on_body)
+            except _Stale:
+                continue  # closed by the server while it was idle, as it may; the request was never read
+        return await self._use(await self._connect(), message, on_body)
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        host, port = self.address.host, self.address.port
+        _, connection = await loop.create_connection(_Connection, host, port, ssl=self._tls)
+        return connection
+
+    async def _use(self, connection: _Connection, message: bytes, on_body: Callable[[bytes], None]) -> Response:
+        try:
+            reader = await connection.exchange(message, on_body)
+        except BaseException:
+            connection.close()  # also when cancelled: that is how the server hears of it
+            raise
+        if reader.reusable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return Response(reader.status, reader.headers)
+
+
+class _Stale(ConnectionError):
+    """A connection that was used before turned out to be closed."""
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._reader: ResponseReader | None = None
+        self._whole: asyncio.Future[None] | None = None
+        self._lost = False
+        self._uses = 0
+
+    async def exchange(self, message: bytes, on_body: Callable[[bytes], None]) -> ResponseReader:
+        if self._lost:
+            raise _Stale
+        assert self._transport is not None
+        self._uses += 1
+        self._reader = reader = ResponseReader(on_body)
+        self._whole = asyncio.get_running_loop().create_future()
+        self._transport.write(message)
+        await self._whole
+        return reader
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- what asyncio calls --------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._reader is None or self._whole is None or self._whole.done():
+            self.close()  # nothing was asked
+            return
+        try:
+            self._reader.feed(data)
+        except Exception as error:  # of the reader, or of whoever takes the body
+            self._whole.set_exception(error)
+            return
+        if self._reader.done:
+            self._whole.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost = True
+        if self._reader is None or self._whole is None or self._whole.done():
+            return
+        if self._reader.close():
+            self._whole.set_result(None)
+        elif self._uses > 1 and not self._reader.begun:
+            self._whole.set_exception(_Stale())
+        else:
+            self._whole.set_exception(error or ConnectionError("the server closed the connection"))
+
+
+__all__ = ["BadResponse", "HttpClient", "Response"]

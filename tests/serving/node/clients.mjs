@@ -1,0 +1,101 @@
+// Talks to a server at a given address as programs in JavaScript do: with the official client and with the AI SDK.
+// node clients.mjs URL MODEL prints one JSON object: what each scenario found, or the error it met.
+
+import { createOpenAI } from "@ai-sdk/openai";
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
+import OpenAI from "openai";
+import { z } from "zod";
+
+const [url, model] = process.argv.slice(2);
+const question = "when does the lift stop?";
+const schema = z.object({ side: z.enum(["north", "south"]), open: z.boolean() });
+const options = { temperature: 0, maxOutputTokens: 60, maxRetries: 0 };
+
+const official = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
+const providers = {
+  compatible: createOpenAICompatible({
+    name: "chairlift", baseURL: `${url}/v1`, supportsStructuredOutputs: true, includeUsage: true,
+  })(model),
+  responses: createOpenAI({ baseURL: `${url}/v1`, apiKey: "none" }).responses(model),
+};
+// The provider for OpenAI refers to earlier answers by id unless it is told that nothing is stored.
+const stateless = { openai: { store: false } };
+
+const lift = tool({
+  description: "Whether a lift runs",
+  inputSchema: schema,
+  execute: async ({ side, open }) => ({ heard: side, open }),
+});
+
+const scenarios = {
+  async officialChat() {
+    const answer = await official.chat.completions.create({
+      model, messages: [{ role: "user", content: question }], max_completion_tokens: 12, temperature: 0,
+    });
+    return { text: answer.choices[0].message.content, tokens: answer.usage.completion_tokens };
+  },
+  async officialChatStream() {
+    const stream = official.chat.completions.stream({
+      model, messages: [{ role: "user", content: question }], max_completion_tokens: 12, temperature: 0,
+      stream_options: { include_usage: true },
+    });
+    let text = "";
+    for await (const chunk of stream) text += chunk.choices[0]?.delta.content ?? "";
+    const final = await stream.finalChatCompletion();
+    return { text, final: final.choices[0].message.content, tokens: final.usage.completion_tokens };
+  },
+  async officialResponse() {
+    const answer = await official.responses.create({ model, input: question, max_output_tokens: 12, temperature: 0 });
+    return { text: answer.output_text, status: answer.status, tokens: answer.usage.output_tokens };
+  },
+  async officialResponseStream() {
+    const stream = official.responses.stream({ model, input: question, max_output_tokens: 12, temperature: 0 });
+    let text = "", last;
+    for await (const event of stream) {
+      if (event.type === "response.output_text.delta") text += event.delta;
+      if (event.type === "response.incomplete") last = event.response;
+    }
+    return { text, final: last.output[0].content[0].text, tokens: last.usage.output_tokens };
+  },
+  async officialRefusal() {
+    try {
+      await official.responses.create({ model, input: question, previous_response_id: "resp_1" });
+    } catch (error) {
+      return { status: error.status, param: error.param, type: error.type };
+    }
+  },
+};
+
+for (const [name, provider] of Object.entries(providers)) {
+  const asked = { model: provider, ...options, providerOptions: stateless };
+  const brief = { ...asked, prompt: question, maxOutputTokens: 12 };
+
+  scenarios[`${name}Text`] = async () => {
+    const { text, usage, finishReason } = await generateText(brief);
+    return { text, tokens: usage.outputTokens, finishReason };
+  };
+  scenarios[`${name}TextStream`] = async () => {
+    const result = streamText({ ...brief, onError: () => {} });
+    let text = "", pieces = 0;
+    for await (const piece of result.textStream) [text, pieces] = [text + piece, pieces + 1];
+    return { text, pieces, tokens: (await result.usage).outputTokens, finishReason: await result.finishReason };
+  };
+  scenarios[`${name}Turns`] = async () => {
+    const messages = [{ role: "system", content: "be brief" }, { role: "user", content: question }];
+    const first = await generateText({ ...asked, messages, maxOutputTokens: 6 });
+    messages.push(...first.response.messages, { role: "user", content: "and then?" });
+    const second = await generateText({ ...asked, messages, maxOutputTokens: 6 });
+    return { first: first.text, text: second.text, inputTokens: second.usage.inputTokens };
+  };
+}
+
+const found = {};
+for (const [name, scenario] of Object.entries(scenarios)) {
+  try {
+    found[name] = await scenario();
+  } catch (error) {
+    found[name] = { error: String(error), body: error.responseBody ?? null };
+  }
+}
+console.log(JSON.stringify(found));

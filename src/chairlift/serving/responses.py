@@ -40,7 +40,8 @@ async def respond(service: Service, body: ResponsesRequest, http: HTTPRequest) -
 
         return await service.answer(chat, http, Job(params.n, 1, prepare, "input", "resp_"))
     except InvalidParameter as error:
-        raise InvalidParameter(_name_here(error.parameter), error.problem) from error
+        problem = error.problem.replace("].function", "]")  # tools are flat here
+        raise InvalidParameter(_name_here(error.parameter), problem) from error
 
 
 def _encode(service: Service, body: ResponsesRequest, chat: ChatRequest, use: ToolUse, limit: int) -> list[int]:

@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chairlift.core.sampling import SamplingParams
+    from chairlift.core.structure import Structure
     from chairlift.execution.config import EngineConfig
     from chairlift.execution.engine import Engine
     from chairlift.llm import LLM
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "Structure", "__version__"]
 
 # Imported on first use, so that `import chairlift` does not wait for torch.
 _HOMES = {
     "LLM": "chairlift.llm",
     "SamplingParams": "chairlift.core.sampling",
+    "Structure": "chairlift.core.structure",
     "Engine": "chairlift.execution.engine",
     "EngineConfig": "chairlift.execution.config",
 }

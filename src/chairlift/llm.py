@@ -135,6 +135,8 @@ class LLM:
     def _check(self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None) -> None:
         for item, one in zip(inputs, params, strict=True):
             self.engine.check(item.token_ids, one, timeout)
+            if one.structure is not None:
+                self.engine.compile(one.structure)  # here, so that a bad one is known before anything is queued
 
     @contextmanager
     def _submitted(

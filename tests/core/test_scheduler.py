@@ -78,12 +78,13 @@ def test_endings_by_token(params: SamplingParams, tokens: list[int], ending: End
 
 def test_a_stop_string_ends_the_request_and_wins_over_length() -> None:
     scheduler = make_scheduler()
+    ending = Ending(FinishReason.STOP, "END")
     request = make_request("a", 3, new=2)
     scheduler.submit(request, 0)
     for _ in range(2):
         plan = scheduler.schedule(0)
-        scheduler.apply(run_plan(plan), 0, lambda r, token: "END" if r.num_output == 2 else None)
-    assert request.ending == Ending(FinishReason.STOP, "END")
+        scheduler.apply(run_plan(plan), 0, lambda r, token: ending if r.num_output == 2 else None)
+    assert request.ending is ending
     check_quiescent(scheduler)
 
 

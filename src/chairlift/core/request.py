@@ -29,6 +29,7 @@ class Ending:
 
     reason: FinishReason
     detail: int | str | None = None
+    parameter: str | None = None  # of the caller's, if the error is one that showed only after submission
 
 
 def completion_ids(request_id: str, n: int) -> list[str]:
@@ -67,6 +68,7 @@ class Request:
         "num_unread",
         "order",
         "params",
+        "ready",
         "salt",
         "seed",
         "status",
@@ -98,6 +100,7 @@ class Request:
         self.deadline = deadline
         self.salt = salt  # requests with different salts never share cached blocks
         self.leader = leader  # the sibling (n > 1) whose prompt blocks this one will share
+        self.ready = params.structure is None  # else once its grammar is compiled
         self.num_prompt = len(prompt)
         self.max_new_tokens = max_new_tokens
         self._tokens = list(prompt)
@@ -140,6 +143,8 @@ class Request:
     def num_behind(self) -> int:
         """Tokens that still have to be computed. The last one that may be generated never is."""
         expected = self.num_expected
+        if self.params.structure is not None and self.num_unread:
+            return 0  # which tokens may come next is known only once the last one is
         return 0 if expected - self.num_prompt >= self.max_new_tokens else expected - self.num_planned
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter
 
 MAX_COMPLETIONS = 128
@@ -43,6 +44,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     visible_special_ids: Sequence[int] | None = None  # special tokens that are text even so, such as <tool_call>
     detokenize: bool = True
+    structure: Structure | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -80,6 +82,8 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, f"must be true or false, got {getattr(self, name)!r}")
+        if self.structure is not None and not isinstance(self.structure, Structure):
+            raise InvalidParameter("structure", f"must be a Structure, got {type(self.structure).__name__}")
 
     def _normalise(self) -> None:
         """Turn the spellings that callers use into one: no lists that could change later, no -1 for "off"."""

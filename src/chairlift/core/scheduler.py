@@ -30,8 +30,10 @@ from chairlift.core.prefix import PrefixMatch
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.errors import InvalidParameter
 
-StopStringCheck = Callable[[Request, int], str | None]
-"""Looks at a token just appended to a request and returns the stop string that it completes, if any."""
+EndingCheck = Callable[[Request, int], Ending | None]
+"""Looks at a token just appended to a request and returns the ending that its text or grammar calls for, if any."""
+
+NO_TOKEN = "no token could be chosen: the model's scores are not finite, or the grammar allows none"
 
 
 class WaitReason(StrEnum):
@@ -43,6 +45,7 @@ class WaitReason(StrEnum):
     PREEMPTION = "memory ran out in this step; nobody boards until those on board fit"
     SIBLING = "its sibling (n > 1) is still computing the prompt they share"
     PREFIX = "a request on board is computing the prefix they share"
+    GRAMMAR = "the grammar of its structured output is being compiled"
 
 
 class Scheduler:
@@ -101,6 +104,12 @@ class Scheduler:
         self._finish(request, ending, now)
         return True
 
+    def make_ready(self, request_id: str) -> None:
+        """The grammar of a waiting request is compiled: it may board."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.ready = True
+
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 
@@ -120,6 +129,8 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None or request.status is not Status.WAITING:
             return None
+        if not request.ready:
+            return WaitReason.GRAMMAR
         if self._waits_for_sibling(request):
             return WaitReason.SIBLING
         return WaitReason.PREFIX if self.kv.match(request).coming else self._queue_waits_for
@@ -200,14 +211,16 @@ class Scheduler:
         draft.promised_blocks = sum(self._blocks_to_come(request) for request in self.running)
         for request in list(self.policy.boarding_order(self.waiting)):
             obstacle = self._board(request, draft, now)
-            if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX):
-                continue  # it waits for another request, not for room: those behind it may pass
+            if obstacle in (WaitReason.GRAMMAR, WaitReason.SIBLING, WaitReason.PREFIX):
+                continue  # it does not wait for room: those behind it may pass
             if obstacle is not None:
                 self._queue_waits_for = obstacle
                 return
 
     def _board(self, request: Request, draft: PlanDraft, now: float) -> WaitReason | None:
         """Give `request` a seat and its first tokens, or say what stands in the way (and change nothing)."""
+        if not request.ready:
+            return WaitReason.GRAMMAR
         if len(self.running) >= self.max_batch_requests:
             return WaitReason.SEATS
         if len(self.running) >= draft.seats:
@@ -275,7 +288,7 @@ class Scheduler:
 
     # ---- applying its result ------------------------------------------------------------------------------------
 
-    def apply(self, result: StepResult, now: float, completes_stop: StopStringCheck | None = None) -> None:
+    def apply(self, result: StepResult, now: float, ends: EndingCheck | None = None) -> None:
         """Take in what a step computed: advance, append the sampled tokens, index full blocks, finish, free."""
         samples = iter(zip(result.tokens, result.logprobs, strict=True))
         for chunk in result.plan.chunks:
@@ -294,12 +307,11 @@ class Scheduler:
             request.num_unread -= 1
             token, logprobs = sample
             if token == BAD_LOGITS:
-                self._finish(request, Ending(FinishReason.ERROR, "the model produced no finite scores"), now)
+                self._finish(request, Ending(FinishReason.ERROR, NO_TOKEN), now)
                 continue
             request.append(token)
             self._events.append(TokenProduced(now, request.id, token, logprobs))
-            matched = completes_stop(request, token) if completes_stop else None
-            ending = Ending(FinishReason.STOP, matched) if matched else request.ending_after(token)
+            ending = (ends(request, token) if ends else None) or request.ending_after(token)
             if ending is not None:
                 self._finish(request, ending, now)
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+
+MAX_STRUCTURE_LENGTH = 2**17
 
 
 class StructureKind(StrEnum):
@@ -11,10 +18,62 @@ class StructureKind(StrEnum):
     JSON_SCHEMA = "json_schema"  # `text` is a JSON schema, as JSON
     REGEX = "regex"  # `text` is a regular expression for the whole answer
     CHOICE = "choice"  # `text` is a JSON list of strings, one of which is the answer
-    GRAMMAR = "grammar"  # `text` is a grammar in llguidance's Lark dialect
+    GRAMMAR = "grammar"  # `text` is a grammar in llguidance's Lark dialect, or in GBNF
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
+    """Made by one of the methods below, or from a kind and its text.
+
+    >>> SamplingParams(structure=Structure.regex(r"[0-9]{3}-[0-9]{4}"))
+    """
+
     kind: StructureKind
     text: str = ""
+    # What the caller knows it as, and errors therefore call it. Two structures that differ in nothing else are equal.
+    parameter: str = field(default="structure", compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, StructureKind):
+            raise InvalidParameter(self.parameter, f"kind must be a StructureKind, got {self.kind!r}")
+        if not isinstance(self.text, str):
+            raise InvalidParameter(self.parameter, f"must be given as text, got {type(self.text).__name__}")
+        if len(self.text) > MAX_STRUCTURE_LENGTH:
+            problem = f"has {len(self.text)} characters; the limit is {MAX_STRUCTURE_LENGTH}"
+            raise InvalidParameter(self.parameter, problem)
+        if (self.kind is StructureKind.JSON_OBJECT) == bool(self.text):
+            problem = "takes no text" if self.text else "is empty"
+            raise InvalidParameter(self.parameter, f"a structure of kind {self.kind.value} {problem}")
+
+    @classmethod
+    def json_object(cls, parameter: str = "structure") -> Structure:
+        """Any JSON object."""
+        return cls(StructureKind.JSON_OBJECT, "", parameter)
+
+    @classmethod
+    def json(cls, schema: str | Mapping[str, Any] | bool, parameter: str = "structure") -> Structure:
+        """JSON that a schema allows. The schema may be given as JSON text too."""
+        text = schema if isinstance(schema, str) else _dumps(schema, parameter)
+        return cls(StructureKind.JSON_SCHEMA, text, parameter)
+
+    @classmethod
+    def regex(cls, pattern: str, parameter: str = "structure") -> Structure:
+        """Text that a regular expression matches as a whole."""
+        return cls(StructureKind.REGEX, pattern, parameter)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str], parameter: str = "structure") -> Structure:
+        """One of these strings."""
+        return cls(StructureKind.CHOICE, _dumps(list(choices), parameter), parameter)
+
+    @classmethod
+    def grammar(cls, grammar: str, parameter: str = "structure") -> Structure:
+        """Text that a context-free grammar allows."""
+        return cls(StructureKind.GRAMMAR, grammar, parameter)
+
+
+def _dumps(value: Any, parameter: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParameter(parameter, f"cannot be written as JSON: {error}") from error

@@ -16,9 +16,13 @@ from chairlift.core.randomness import child_seed
 from chairlift.core.request import Ending, FinishReason, Request, completion_ids
 from chairlift.core.sampling import MAX_SEED, SamplingParams
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.structure import Structure
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.execution.output_text import OutputText
+from chairlift.execution.structured import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
+
+GRAMMAR_POLL = 0.005  # seconds: how long a step with nothing to compute waits for a grammar
 
 
 class Executor(Protocol):
@@ -82,6 +86,7 @@ class Engine:
         eos_ids: frozenset[int] = frozenset(),
         seed: int | None = None,
         cost_model: CostModel | None = None,
+        structured: StructuredOutput | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -93,6 +98,7 @@ class Engine:
         self.cost_model = cost_model or CostModel()  # taught by every step
         self.fatal: Exception | None = None  # what killed the engine, if anything did
         self._clock = clock
+        self._structured = structured
         self._text = OutputText(tokenizer)
         self._seeds = random.Random(seed)
         self._num_submitted = 0
@@ -123,7 +129,8 @@ class Engine:
         """Queue a prompt. Returns one id for each of the `params.n` completions, the first one `request_id`.
 
         `timeout` is in seconds from now. Requests with different `cache_salt`s never share cached prefixes.
-        Whatever is wrong with a request raises here, before anything is queued.
+        Whatever is wrong with a request raises here, before anything is queued; only a structure that cannot be
+        compiled may show later, as an ending that names the parameter.
         """
         self.check_alive()
         max_new_tokens = self.check(prompt, params, timeout)
@@ -150,6 +157,8 @@ class Engine:
             self.scheduler.submit(request, now)
             self._unreported.add(one_id)
             self._text.open(request)
+            if self._structured is not None and params.structure is not None:
+                self._structured.open(request)
             leader = leader or request
         return ids
 
@@ -165,6 +174,8 @@ class Engine:
         self._check_tokens("prompt", prompt)
         self._check_tokens("stop_token_ids", params.stop_ids)
         self._check_tokens("logit_bias", list(params.logit_bias or ()))
+        if params.structure is not None:
+            self._structures(params.structure).check(params.structure)
         if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
             raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
         room = self.max_model_len - len(prompt)
@@ -179,6 +190,15 @@ class Engine:
         max_new_tokens = min(params.max_tokens or room, room)
         self.scheduler.check_fits(len(prompt), max_new_tokens)
         return max_new_tokens
+
+    def compile(self, structure: Structure) -> None:
+        """Compile what a request will need, and wait for it. Raise if it cannot be done."""
+        self._structures(structure).compile(structure)
+
+    def _structures(self, structure: Structure) -> StructuredOutput:
+        if self._structured is None:
+            raise InvalidParameter(structure.parameter, "this engine has no structured output")
+        return self._structured
 
     def _check_tokens(self, parameter: str, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -209,16 +229,18 @@ class Engine:
         then about the step before. With nothing to compute, only what happened otherwise is reported.
         """
         begun = self._clock()
+        self._take_in_grammars(begun)
         plan = self.scheduler.schedule(begun)
         try:
             if plan:
                 self._begin(plan, begun)
             if len(self._under_way) <= (self._steps_ahead if plan else 0):
+                self._rest(plan)
                 return self._publish([])
             step = self._under_way[0]
             result = step.pending.result()
             ran = self._clock()
-            self.scheduler.apply(result, ran, self._text.push)
+            self.scheduler.apply(result, ran, self._ending)
             self._under_way.popleft()
         except Exception as error:
             return self._die(error)
@@ -233,6 +255,25 @@ class Engine:
         executor = self.executor
         pending = executor.launch(plan) if isinstance(executor, PipelinedExecutor) else _Done(executor.run(plan))
         self._under_way.append(_StepUnderWay(plan, pending, begun, schedule_seconds, used_blocks))
+
+    def _take_in_grammars(self, now: float) -> None:
+        for request_id, ending in self._structured.newly_compiled() if self._structured else ():
+            if ending is None:
+                self.scheduler.make_ready(request_id)
+            else:
+                self.scheduler.finish(request_id, ending, now)
+
+    def _rest(self, plan: StepPlan) -> None:
+        """Let the compiler work instead of asking it all the time, if it is all that there is to wait for."""
+        if self._structured is not None and not plan:
+            self._structured.wait_for_compiler(GRAMMAR_POLL)
+
+    def _ending(self, request: Request, token: int) -> Ending | None:
+        """What the text or the grammar of a request says about going on after its last token."""
+        stop = self._text.push(request, token)
+        if stop is not None:
+            return Ending(FinishReason.STOP, stop)
+        return self._structured.ending(request) if self._structured else None
 
     def _summary(self, step: _StepUnderWay, result: StepResult, ran: float) -> StepDone:
         shape = StepShape.of(step.plan)
@@ -285,6 +326,8 @@ class Engine:
             if isinstance(event, RequestFinished):
                 self._add_text(events, event, self._text.close(event.request_id))
                 self.executor.forget(event.request_id)
+                if self._structured is not None:
+                    self._structured.close(event.request_id)
                 self._unreported.discard(event.request_id)
             events.append(event)
             if isinstance(event, TokenProduced):

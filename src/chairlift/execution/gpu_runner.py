@@ -25,6 +25,7 @@ from chairlift.core.sampling import SamplingParams
 from chairlift.execution.gpu_batch import BatchShape, decode_buckets, fill_with_nobody, round_up
 from chairlift.execution.gpu_slots import Slots
 from chairlift.execution.sampler import Sampler
+from chairlift.execution.structured import MaskJob, StructuredOutput
 from chairlift.models.base import CausalLM
 
 STAGING_BUFFERS = 3  # one being filled, and those of the steps that may be under way
@@ -47,12 +48,14 @@ class GPURunner:
         max_batch_tokens: int,
         max_model_len: int,
         graphs: bool = True,
+        structured: StructuredOutput | None = None,
     ) -> None:
         from chairlift.kernels.triton_attention import queries_per_tile
 
         self.model = model
         self.attention = attention
         self.storage = storage
+        self.structured = structured
         self.seats = seats
         self.device = model.device
         self.sampler = Sampler(model.vocab_size, model.device)
@@ -93,13 +96,14 @@ class GPURunner:
         shape = packed.shape
         self._inputs[: shape.size].copy_(staging.inputs[: shape.size], non_blocking=True)
         staging.started.record()
+        masks = self._begin_masks(packed)  # computed while the device computes the logits
         graph = self._graph(shape, staging) if packed.capturable else None
         if graph is None:
             logits, tokens = self._forward(shape)
         else:
             graph.replay()
             logits, tokens = graph.logits, graph.tokens
-        logprobs = self._sample_on_host(packed, logits, tokens)
+        logprobs = self._sample_on_host(packed, logits, tokens, masks)
         staging.tokens[: shape.samples].copy_(tokens, non_blocking=True)
         staging.finished.record()
         return PendingStep(plan, packed, staging, logprobs, time.perf_counter() - begun)
@@ -230,9 +234,16 @@ class GPURunner:
 
     # ---- sampling that needs the host -----------------------------------------------------------------------------
 
-    def _sample_on_host(self, packed: _Packed, logits: Tensor, tokens: Tensor) -> dict[int, TokenLogprobs | None]:
-        """Penalties, biases, bans and logprobs: choose those rows' tokens again, and tell the device."""
-        rows = [row for row, chunk in enumerate(packed.chunks) if needs_host(chunk.request.params)]
+    def _begin_masks(self, packed: _Packed) -> MaskJob | None:
+        if self.structured is None:
+            return None
+        return self.structured.begin_masks([packed.chunks[row].request for row in packed.host_rows])
+
+    def _sample_on_host(
+        self, packed: _Packed, logits: Tensor, tokens: Tensor, masks: MaskJob | None
+    ) -> dict[int, TokenLogprobs | None]:
+        """Grammars, penalties, biases, bans and logprobs: choose those rows' tokens again, and tell the device."""
+        rows = packed.host_rows
         if not rows:
             return {}
         chunks = [packed.chunks[row] for row in rows]
@@ -252,6 +263,7 @@ class GPURunner:
             logits[where].float(),
             [chunk.request.id for chunk in chunks],
             [chunk.end - chunk.request.num_prompt for chunk in chunks],
+            masks.wait() if masks else None,
         )
         chosen = torch.tensor(sampled.tokens, dtype=torch.int32, device=self.device)
         tokens[where] = chosen
@@ -314,7 +326,7 @@ class GPURunner:
 def needs_host(params: SamplingParams) -> bool:
     """Whether a request's tokens are chosen by the host's sampler."""
     plain = not params.has_penalties and params.logit_bias is None and params.logprobs is None
-    return not plain or params.min_tokens > 0
+    return not plain or params.min_tokens > 0 or params.structure is not None
 
 
 def _tokens(singles: Sequence[Chunk], chunks: Sequence[Chunk]) -> list[int]:
@@ -331,6 +343,10 @@ class _Packed:
     capturable: bool
     chunks: list[Chunk]  # those that sample, in the order of their rows
     slots: np.ndarray  # theirs
+
+    @property
+    def host_rows(self) -> list[int]:
+        return [row for row, chunk in enumerate(self.chunks) if needs_host(chunk.request.params)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from chairlift.core.request import FinishReason, Request
-from chairlift.text.detokenizer import IncrementalDetokenizer
 from chairlift.text.stops import StopStrings
 from chairlift.text.tokenizer import Tokenizer
 
@@ -38,8 +37,10 @@ class OutputText:
 class _Stream:
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         params = request.params
-        self._detokenizer: IncrementalDetokenizer = tokenizer.detokenizer(
-            params.skip_special_tokens, params.visible_special_ids or ()
+        self._detokenizer = tokenizer.detokenizer(
+            params.skip_special_tokens,
+            params.visible_special_ids or (),
+            verbatim=params.structure is not None,  # what a grammar has read must be what the caller gets
         )
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._ready: list[str] = []

@@ -12,6 +12,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.execution.input_batch import build_batch
 from chairlift.execution.sampler import Sampler
+from chairlift.execution.structured import StructuredOutput
 from chairlift.models.base import CausalLM
 
 
@@ -22,10 +23,17 @@ class ModelRunner:
     step is built anew from its plan.
     """
 
-    def __init__(self, model: CausalLM, attention: AttentionBackend, storage: KVStorage) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        storage: KVStorage,
+        structured: StructuredOutput | None = None,
+    ) -> None:
         self.model = model
         self.attention = attention
         self.storage = storage
+        self.structured = structured
         self.sampler = Sampler(model.vocab_size, model.device)
         self._sampling: set[str] = set()  # requests whose sampling state is set up
 
@@ -36,8 +44,9 @@ class ModelRunner:
         batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.rectangular)
         attend = self.attention.plan(batch.layout, self.storage)
         built = time.perf_counter()
-        hidden = self.model.hidden_states(batch.tokens, batch.positions, attend)
         sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+        masks = self.structured.begin_masks(sampling) if self.structured else None  # computed meanwhile
+        hidden = self.model.hidden_states(batch.tokens, batch.positions, attend)
         if not sampling:
             timing = StepTiming(built - begun, time.perf_counter() - built)
             return StepResult(plan, [], [], timing, batch.num_padding)
@@ -55,7 +64,10 @@ class ModelRunner:
                     output=request.output,
                 )
         sampled = self.sampler.sample(
-            logits, [request.id for request in sampling], [request.num_output for request in sampling]
+            logits,
+            [request.id for request in sampling],
+            [request.num_output for request in sampling],
+            masks.wait() if masks else None,
         )
         timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
         return StepResult(plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding)

@@ -1,8 +1,8 @@
 """Choosing the next token of every request of a step at once.
 
-Per row, in this order: logprobs are read from the untouched logits; logit bias; tokens banned until
-`min_tokens`; repetition, frequency and presence penalties; then the arg max for greedy rows, and for the others
-temperature, top-k, top-p, min-p and one draw.
+Per row, in this order: logprobs are read from the untouched logits; what the grammar of a structured request
+allows; logit bias; tokens banned until `min_tokens`; repetition, frequency and presence penalties; then the arg
+max for greedy rows, and for the others temperature, top-k, top-p, min-p and one draw.
 
 No row's token depends on another row. A draw uses one number that is a hash of the request's seed and the index
 of the token, so a seeded request gets the same tokens alone, in any batch, and after a preemption.
@@ -23,7 +23,7 @@ from chairlift.core.randomness import uniform
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.execution.sampler_draw import draw, filter_weights, greedy
-from chairlift.execution.sampler_edits import Bias, Ids, TokenCounts, add_bias, ban, penalise
+from chairlift.execution.sampler_edits import Bias, Ids, TokenCounts, TokenMasks, add_bias, allow_only, ban, penalise
 from chairlift.execution.sampler_logprobs import token_logprobs
 
 # Below this, logits divided by the temperature may overflow; the arg max is the limit and is what is meant.
@@ -47,7 +47,7 @@ class _Request:
     seed: int
     greedy: bool
     bias: Bias | None
-    banned: Ids | None  # until min_tokens are out
+    banned: Ids | None  # until min_tokens are out; the mask of a structured request says so itself
     seen: TokenCounts | None  # only with penalties
 
 
@@ -71,6 +71,7 @@ class Sampler:
         if request_id in self._requests:
             raise InvalidParameter("request_id", f"{request_id!r} is already in the sampler")
         check_token_ids(params, self.vocab_size)
+        waits = params.min_tokens and params.structure is None
         ending = params.stop_ids if params.ignore_eos else (*params.stop_ids, *eos_ids)
         banned = sorted({token for token in ending if token < self.vocab_size})
         bias = params.logit_bias or {}
@@ -82,7 +83,7 @@ class Sampler:
             seed=seed,
             greedy=params.temperature < COLDEST,
             bias=Bias(np.array([*bias], np.int64), np.array([*bias.values()], np.float32)) if bias else None,
-            banned=np.array(banned, np.int64) if banned and params.min_tokens else None,
+            banned=np.array(banned, np.int64) if banned and waits else None,
             seen=seen,
         )
 
@@ -91,11 +92,17 @@ class Sampler:
         del self._requests[request_id]
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, request_ids: Sequence[str], output_lengths: Sequence[int]) -> SampledBatch:
+    def sample(
+        self,
+        logits: Tensor,
+        request_ids: Sequence[str],
+        output_lengths: Sequence[int],
+        masks: TokenMasks | None = None,
+    ) -> SampledBatch:
         """Choose one token per row. The logits are used up: they are changed in place.
 
         logits: [S, V] float32, contiguous. output_lengths[i]: how many tokens the request has generated so
-        far, which is the index of the token chosen now.
+        far, which is the index of the token chosen now. masks: what the rows of structured requests may get.
         """
         assert logits.shape == (len(request_ids), self.vocab_size)
         assert logits.device.type == self.device.type
@@ -105,6 +112,8 @@ class Sampler:
         asking = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         raw = _copy_rows(logits, asking) if asking else None  # what follows changes the logits
 
+        if masks is not None:
+            allow_only(logits, masks)
         self._edit(logits, requests, output_lengths)
         tokens = self._choose(logits, requests, output_lengths)
         for request, token in zip(requests, tokens, strict=True):

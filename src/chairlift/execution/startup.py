@@ -19,8 +19,10 @@ from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_runner import GPURunner
+from chairlift.execution.grammar import GrammarCompiler
 from chairlift.execution.memory import MemoryPlan, allocate_storage, plan_memory
 from chairlift.execution.runner import ModelRunner
+from chairlift.execution.structured import StructuredOutput
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.store import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
@@ -99,7 +101,11 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         max_batch_requests=config.seats(),
     )
     attention = choose_backend(config.attention, layers, device, dtype)
-    runner = _make_runner(model, attention, allocate_storage(layers, memory, dtype, device), config, max_model_len)
+    compiler = GrammarCompiler(loaded.tokenizer, model.vocab_size, loaded.eos_ids)
+    structured = StructuredOutput(compiler, model.vocab_size)
+    runner = _make_runner(
+        model, attention, allocate_storage(layers, memory, dtype, device), config, max_model_len, structured
+    )
     runner.warm_up()
     cost_model = CostModel()
     scheduler = Scheduler(
@@ -124,6 +130,7 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         eos_ids=loaded.eos_ids,
         seed=config.seed,
         cost_model=cost_model,
+        structured=structured,
     )
     tokens = config.batch_tokens()
     prompts = min(config.max_prefill_tokens or tokens, tokens)
@@ -134,10 +141,15 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
 
 
 def _make_runner(
-    model: CausalLM, attention: AttentionBackend, storage: KVStorage, config: EngineConfig, max_model_len: int
+    model: CausalLM,
+    attention: AttentionBackend,
+    storage: KVStorage,
+    config: EngineConfig,
+    max_model_len: int,
+    structured: StructuredOutput,
 ) -> ModelRunner | GPURunner:
     if not isinstance(attention, PagedGPUAttention):
-        return ModelRunner(model, attention, storage)
+        return ModelRunner(model, attention, storage, structured)
     return GPURunner(
         model,
         attention,
@@ -146,6 +158,7 @@ def _make_runner(
         max_batch_tokens=config.batch_tokens(),
         max_model_len=max_model_len,
         graphs=config.cuda_graphs,
+        structured=structured,
     )
 
 

@@ -131,6 +131,9 @@ class EngineProcess:
             self._send(Refused(request.request_id, error.parameter, error.problem))
 
     def _report(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, RequestFinished) and event.ending.parameter is not None:
+                self._send(Refused(event.request_id, event.ending.parameter, str(event.ending.detail)))
         pool, waiting = self.engine.scheduler.kv.pool, len(self.engine.scheduler.waiting)
         report = StepReport(
             updates=collect_updates(events),

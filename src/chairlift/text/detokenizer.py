@@ -91,13 +91,13 @@ class TokenPieces:
 class PieceDetokenizer:
     """For decoders that work token by token: byte-level BPE and everything in the style of SentencePiece."""
 
-    def __init__(self, pieces: TokenPieces, skip: Set[int]) -> None:
+    def __init__(self, pieces: TokenPieces, skip: Set[int], *, verbatim: bool = False) -> None:
         self._pieces = pieces
         self._skip = skip
         errors = "replace" if pieces.rules.byte_level else _EACH_BYTE
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
-        self._first = True
-        self._strip, self._strips_left = pieces.rules.strip
+        self._first = not verbatim
+        self._strip, self._strips_left = (" ", 0) if verbatim else pieces.rules.strip
 
     def push(self, token_id: int) -> str:
         if token_id in self._skip:

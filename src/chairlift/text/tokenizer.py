@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,7 @@ from chairlift.text.messages import checked_messages, plain_data
 from chairlift.text.spelled_tokens import SpelledTokens
 
 _PROBE = 16  # characters per token of the beginning that tells whether a long text can fit at all
+_MARK = re.compile(r"<[^<>]+>")
 
 
 class Tokenizer:
@@ -46,6 +48,8 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # Those, and marks such as <tool_call> that some models add as plain tokens. A grammar can name them.
+        self.mark_ids = self.special_ids | {id_ for id_, token in added.items() if _MARK.fullmatch(token.content)}
         self._prepend = self._bos_to_prepend() if add_bos else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
@@ -69,17 +73,28 @@ class Tokenizer:
         piece = self._pieces.piece(token_id) or b""
         return piece if isinstance(piece, bytes) else piece.encode()
 
+    @property
+    def has_token_bytes(self) -> bool:
+        """Whether `token_bytes` is all that a token adds to a text, whichever its neighbours are."""
+        return self._pieces is not None
+
     @cached_property
     def longest_token(self) -> int:
         """No token stands for more characters than this."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
-    def detokenizer(self, skip_special_tokens: bool = True, visible: Iterable[int] = ()) -> IncrementalDetokenizer:
-        """A new stream of text that takes one token at a time. `visible` are special tokens never to be skipped."""
+    def detokenizer(
+        self, skip_special_tokens: bool = True, visible: Iterable[int] = (), *, verbatim: bool = False
+    ) -> IncrementalDetokenizer:
+        """A new stream of text that takes one token at a time. `visible` are special tokens never to be skipped.
+
+        With `verbatim`, the first token keeps the space that some tokenizers take from the start of a text: the text
+        is then what `token_bytes` says.
+        """
         skip = self.special_ids.difference(visible) if skip_special_tokens else frozenset()
         if self._pieces is None:
             return WindowDetokenizer(self._backend, skip)
-        return PieceDetokenizer(self._pieces, skip)
+        return PieceDetokenizer(self._pieces, skip, verbatim=verbatim)
 
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)

@@ -1,0 +1,179 @@
+"""Structured output: every open request's place in its grammar, and the masks that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from chairlift.core.request import Ending, FinishReason, Request
+from chairlift.core.structure import Structure
+from chairlift.errors import InvalidParameter
+from chairlift.execution.grammar import GrammarCompiler, mask_words
+from chairlift.execution.grammar_source import BadStructure
+from chairlift.execution.sampler_edits import Bits, TokenMasks
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+BROKEN = "the text left the grammar, or the grammar became too complex to follow"
+
+
+class MaskJob:
+    """Masks that are being computed in another thread."""
+
+    def __init__(self, rows: list[int], filling: Future[Bits]) -> None:
+        self._rows = rows
+        self._filling = filling
+
+    def wait(self) -> TokenMasks:
+        return TokenMasks(self._rows, self._filling.result())
+
+
+class StructuredOutput:
+    """Shared by the engine, which opens, follows and closes requests, and the runner, which asks for masks.
+
+    A request's matcher depends on nothing but its output, so preemption does not touch it.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
+        self._compiler = compiler
+        self._vocab_size = vocab_size
+        self._num_words = mask_words(vocab_size)
+        self._compiling: dict[str, tuple[Structure, Future[LLMatcher]]] = {}  # by request id
+        self._places: dict[str, _Place] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._filling: Future[Bits] | None = None
+
+    # ---- compiling -----------------------------------------------------------------------------------------------
+
+    def compile(self, structure: Structure) -> None:
+        """Compile and wait for it; raise if it cannot be done."""
+        _outcome(structure, self._compiler.compile(structure))
+
+    def check(self, structure: Structure) -> None:
+        """Start to compile, without waiting; raise if it is already known that it cannot be done."""
+        future = self._compiler.compile(structure)
+        if future.done():
+            _outcome(structure, future)
+
+    def open(self, request: Request) -> None:
+        structure = request.params.structure
+        assert structure is not None
+        self._compiling[request.id] = structure, self._compiler.compile(structure)
+
+    def newly_compiled(self) -> list[tuple[str, Ending | None]]:
+        """The requests whose grammars were compiled since the last call; with an ending if that failed."""
+        found: list[tuple[str, Ending | None]] = []
+        for request_id, (structure, future) in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[request_id]
+            ending = None
+            try:
+                self._places[request_id] = _Place(_outcome(structure, future).deep_copy())
+            except InvalidParameter as error:
+                ending = Ending(FinishReason.ERROR, error.problem, error.parameter)
+            except Exception as error:  # the compiler itself failed: no processes left, say
+                ending = Ending(FinishReason.ERROR, f"the grammar could not be compiled: {error}")
+            found.append((request_id, ending))
+        return found
+
+    def wait_for_compiler(self, seconds: float) -> None:
+        """Rest for so long, or until a grammar is compiled. Does nothing if none is awaited."""
+        if self._compiling:
+            wait([future for _, future in self._compiling.values()], seconds, return_when="FIRST_COMPLETED")
+
+    def close(self, request_id: str) -> None:
+        """The request is over, whether or not it ever boarded."""
+        self._places.pop(request_id, None)
+        structure, _ = self._compiling.pop(request_id, (None, None))
+        if structure is not None and all(structure != other for other, _ in self._compiling.values()):
+            self._compiler.give_up(structure)
+
+    # ---- following -----------------------------------------------------------------------------------------------
+
+    def ending(self, request: Request) -> Ending | None:
+        """Follow a request to its last token; how it ends, if the grammar can go no further."""
+        place = self._places.get(request.id)
+        if place is None:
+            return None
+        place.follow(request)
+        if place.matcher.is_error():
+            return Ending(FinishReason.ERROR, BROKEN)
+        return Ending(FinishReason.STOP) if place.matcher.is_stopped() else None
+
+    # ---- masks ---------------------------------------------------------------------------------------------------
+
+    def begin_masks(self, requests: Sequence[Request]) -> MaskJob | None:
+        """Start to compute the masks of those among `requests`, one per row, that have a grammar."""
+        rows = [row for row, request in enumerate(requests) if request.id in self._places]
+        if not rows:
+            return None
+        if self._filling is not None:  # of a step that was interrupted: matchers are used by one thread at a time
+            wait([self._filling])
+        places = [self._places[requests[row].id] for row in rows]
+        for row, place in zip(rows, places, strict=True):
+            place.follow(requests[row])
+        held_back = [self._held_back(requests[row]) for row in rows]
+        self._filling = self._thread.submit(self._fill, [place.matcher for place in places], held_back)
+        return MaskJob(rows, self._filling)
+
+    def _held_back(self, request: Request) -> Bits | None:
+        """Tokens that would end the request, where the caller does not want it to end yet."""
+        params = request.params
+        early = request.num_output < params.min_tokens
+        ends = [*(request.eos_ids if early or params.ignore_eos else ()), *(params.stop_ids if early else ())]
+        if not ends:
+            return None
+        bits = np.zeros(self._num_words, np.uint32)
+        for token in ends:
+            if token < self._vocab_size:
+                bits[token // 32] |= np.uint32(1 << token % 32)
+        return bits
+
+    def _fill(self, matchers: list[LLMatcher], held_back: list[Bits | None]) -> Bits:
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        allowed = np.zeros((len(matchers), self._num_words), np.uint32)
+        targets = [(matcher, row) for row, matcher in enumerate(matchers)]
+        fill_next_token_bitmask_par(self._executor, targets, allowed.view(np.int32))
+        for row, (matcher, held) in enumerate(zip(matchers, held_back, strict=True)):
+            if matcher.is_error():
+                allowed[row] = 0
+            elif held is not None and (others := allowed[row] & ~held).any():
+                allowed[row] = others  # else there is nothing left to say: better to end than to break the grammar
+        return allowed
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        return LLExecutor()
+
+
+class _Place:
+    """Where in its grammar a request is."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self._num_tokens = 0
+
+    def follow(self, request: Request) -> None:
+        """Bring the matcher to the end of the request's output: forwards, or back if tokens were taken from it."""
+        ahead = self._num_tokens - request.num_output
+        if ahead > 0:
+            self.matcher.rollback(ahead)
+        elif ahead < 0:
+            self.matcher.consume_tokens(list(request.tokens[ahead:]))
+        self._num_tokens = request.num_output
+
+
+def _outcome(structure: Structure, future: Future[LLMatcher]) -> LLMatcher:
+    try:
+        return future.result()
+    except BadStructure as error:
+        raise InvalidParameter(structure.parameter, str(error)) from None

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from chairlift import __version__
+from chairlift.cli_batch import batch
 from chairlift.cli_bench import bench_app
 from chairlift.cli_chat import chat
 from chairlift.cli_console import show_error
@@ -101,6 +102,13 @@ app.command(
         "CHAIRLIFT_API_KEY=secret chairlift serve --host 0.0.0.0",
     )
 )(serve)
+app.command(
+    epilog=examples(
+        "chairlift batch requests.jsonl answers.jsonl",
+        "chairlift batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B --served-model-name gpt-4o-mini",
+        "chairlift batch requests.jsonl answers.jsonl --url http://localhost:8000 --concurrency 64",
+    )
+)(batch)
 app.command(epilog=examples("chairlift models", "chairlift models --json"))(models)
 app.add_typer(bench_app, name="bench")
 

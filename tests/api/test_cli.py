@@ -34,6 +34,7 @@ COMMANDS = [
     ["generate"],
     ["chat"],
     ["serve"],
+    ["batch"],
     ["models"],
     ["bench"],
     ["bench", "throughput"],

@@ -43,16 +43,9 @@ class ServerConfig:
 
 async def serve_forever(config: ServerConfig, on_ready: Callable[[Service], None] = lambda service: None) -> int:
     """Serve until told to stop. Returns the exit status: 0 after an orderly end, 1 if the engine failed for good."""
-    # The front end only needs the tokenizer; fetching the model here, once, shows its progress bar.
-    path = resolve_model(config.model, progress=not config.quiet)
+    resolve_model(config.model, progress=not config.quiet)  # whatever is wrong with it is said first
     listener = _listen(config.host, config.port)
-    tokenizer = make_tokenizer(open_checkpoint(path))
-    metrics = Metrics()
-    engine = EngineClient(
-        str(path), config.engine, metrics.take_in, metrics.note_restart, config.supervision, quiet=config.quiet
-    )
-    name = config.served_name or config.model
-    service = Service(name, tokenizer, engine, metrics, config.limits, config.tool_format)
+    service = make_service(config)
     app = make_app(service, config.api_keys)
     server = _Server(
         uvicorn.Config(
@@ -68,8 +61,21 @@ async def serve_forever(config: ServerConfig, on_ready: Callable[[Service], None
         return await _run(config, service, serving, stopping, on_ready)
     finally:
         server.should_exit = True
-        await engine.stop()
+        await service.engine.stop()
         await serving
+
+
+def make_service(config: ServerConfig) -> Service:
+    """All of the front end but HTTP. The engine is started with the application that serves it."""
+    # The front end only needs the tokenizer; fetching the model here, once, shows its progress bar.
+    path = resolve_model(config.model, progress=not config.quiet)
+    tokenizer = make_tokenizer(open_checkpoint(path))
+    metrics = Metrics()
+    engine = EngineClient(
+        str(path), config.engine, metrics.take_in, metrics.note_restart, config.supervision, quiet=config.quiet
+    )
+    name = config.served_name or config.model
+    return Service(name, tokenizer, engine, metrics, config.limits, config.tool_format)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -14,7 +14,7 @@ from chairlift.kernels.triton_sampling import sample
 def run(logits: Tensor, params: list[SamplingParams], uniforms: list[float], slots: list[int]) -> tuple[Tensor, Tensor]:
     device = logits.device
     tokens = torch.full((len(params),), -9, dtype=torch.int32, device=device)
-    last = torch.full((8,), -9, dtype=torch.int32, device=device)
+    last = torch.full((12,), -9, dtype=torch.int32, device=device)
 
     def floats(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
@@ -56,9 +56,9 @@ def test_draws_equal_the_hosts(options: dict[str, float], device: torch.device) 
     logits = torch.randn(12, 300, device=device) * 3
     params = [SamplingParams(**options)] * len(logits)  # type: ignore[arg-type]
     uniforms = torch.rand(len(logits)).tolist()
-    tokens, last = run(logits, params, uniforms, [i % 8 for i in range(12)])
+    tokens, last = run(logits, params, uniforms, list(reversed(range(12))))
     assert tokens.tolist() == expected(logits, params, uniforms).tolist()
-    assert last.tolist() == [*tokens.tolist()[8:], *tokens.tolist()[4:8]]
+    assert last.tolist() == tokens.tolist()[::-1]
 
 
 def test_greedy_rows_idle_rows_and_bad_rows(device: torch.device) -> None:
@@ -70,7 +70,7 @@ def test_greedy_rows_idle_rows_and_bad_rows(device: torch.device) -> None:
     params = [SamplingParams(temperature=0.0)] * 5
     tokens, last = run(logits, params, [0.5] * 5, [3, -1, 1, 2, 4])
     assert tokens.tolist() == [77, -9, -1, -1, -1]
-    assert last.tolist() == [-9, -1, -1, 77, -1, -9, -9, -9]
+    assert last.tolist() == [-9, -1, -1, 77, -1] + [-9] * 7
 
 
 def test_a_uniform_close_to_one_never_draws_a_token_without_weight(device: torch.device) -> None:

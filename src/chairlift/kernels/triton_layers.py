@@ -111,9 +111,12 @@ def _rotate_and_store_kernel(
     HAS_ROPE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    # What says where the row goes is asked for first: it takes two trips to memory.
     position = tl.load(positions_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
     if position < 0:
         return
+    block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
     head = tl.program_id(1) * H_TILE + tl.arange(0, H_TILE)
     i = tl.arange(0, HALF)
     # A head is read as two halves, which a rotation pairs number by number.
@@ -152,8 +155,6 @@ def _rotate_and_store_kernel(
     to_query = in_half & is_query
     tl.store(row_at + i[None, :], first.to(out), mask=to_query)
     tl.store(row_at + half + i[None, :], second.to(out), mask=to_query)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
     place = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
     kv_type = keys_ptr.dtype.element_ty
     key_at = keys_ptr + place + (head - HEADS)[:, None] * D

@@ -7,6 +7,9 @@ dozen passes over a row that stays in the cache.
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -58,11 +61,16 @@ def _sample_kernel(
     top_p_ptr,  # [rows] float32
     min_p_ptr,  # [rows] float32
     uniform_ptr,  # [rows] float32
+    best_ptr,  # [rows, SPLITS] float32: each part's highest logit, NaN if it holds one
+    best_token_ptr,  # [rows, SPLITS] int32
+    arrived_ptr,  # [rows] int32, all zero between steps
     vocab,
     logits_stride,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
+    split = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     if slot < 0:
         return
@@ -71,17 +79,34 @@ def _sample_kernel(
     high = tl.full([BLOCK], float("-inf"), tl.float32)
     where = tl.full([BLOCK], 0, tl.int32)
     broken = tl.zeros([BLOCK], tl.int32)
-    for at in range(0, vocab, BLOCK):
+    span = tl.cdiv(vocab, SPLITS * BLOCK) * BLOCK
+    end = tl.minimum((split + 1) * span, vocab)
+    for at in range(split * span, end, BLOCK):
         column = at + lane
-        logits = tl.load(row_ptr + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
+        logits = tl.load(row_ptr + column, mask=column < end, other=float("-inf")).to(tl.float32)
         broken |= (logits != logits).to(tl.int32)
         better = logits > high
         high = tl.where(better, logits, high)
         where = tl.where(better, column, where)
     highest = tl.max(high, 0)
     token = tl.min(tl.where(high == highest, where, vocab), 0)  # the lowest id where several tie
+    highest = tl.where(tl.max(broken, 0) > 0, float("nan"), highest)
+    # The last part of a row to finish goes on with all of them.
+    tl.store(best_ptr + row * SPLITS + split, highest)
+    tl.store(best_token_ptr + row * SPLITS + split, token)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+        return
+    tl.debug_barrier()
+    tl.store(arrived_ptr + row, 0)
+    parts = row * SPLITS + tl.arange(0, SPLITS)
+    bests = tl.load(best_ptr + parts, volatile=True)
+    candidates = tl.load(best_token_ptr + parts, volatile=True)
+    any_broken = tl.max((bests != bests).to(tl.int32), 0)
+    highest = tl.max(bests, 0)
+    token = tl.min(tl.where(bests == highest, candidates, vocab), 0)
     temperature = tl.load(temperature_ptr + row)
-    if (tl.max(broken, 0) > 0) | (highest == float("inf")) | (highest == float("-inf")):
+    if (any_broken > 0) | (highest == float("inf")) | (highest == float("-inf")):
         token = -1
     elif temperature > 0.0:
         inverse = 1.0 / temperature
@@ -115,6 +140,13 @@ def _sample_kernel(
     tl.store(last_token_ptr + slot, token)
 
 
+@cache
+def _scratch(rows: int, splits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps of one stream run one after the other, so they can share this."""
+    best = torch.empty(rows, splits, device=device)
+    return best, torch.empty_like(best, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32, device=device)
+
+
 def sample(
     logits: Tensor,
     *,
@@ -132,8 +164,10 @@ def sample(
     Rows whose slot is -1 are left alone; a row with NaN or infinite logits gets BAD_LOGITS.
     """
     rows, vocab = logits.shape
-    block = min(triton.next_power_of_2(vocab), 8192)
-    _sample_kernel[(rows,)](
+    block = min(triton.next_power_of_2(vocab), 4096)
+    splits = min(16, triton.next_power_of_2(triton.cdiv(vocab, block)))
+    best, best_token, arrived = _scratch(rows, splits, logits.device)
+    _sample_kernel[(rows, splits)](
         logits,
         tokens,
         last_token,
@@ -143,8 +177,12 @@ def sample(
         top_p,
         min_p,
         uniforms,
+        best,
+        best_token,
+        arrived,
         vocab,
         logits.stride(0),
+        SPLITS=splits,
         BLOCK=block,
-        num_warps=16 if block >= 4096 else 4,
+        num_warps=8 if block >= 4096 else 4,
     )

@@ -10,6 +10,9 @@ from torch import Tensor
 # layout chosen for 32 is within noise of the best one measured at 1, 8, 32 and 512 rows.
 EXPECTED_ROWS = 32
 
+# Up to so many rows our own kernel, which adds the product to the residual stream, beats a product and a sum apart.
+SKINNY_ROWS = 32
+
 
 class Linear:
     """`y = x Wᵀ + b`: made empty, filled from a checkpoint, then finalized.
@@ -48,6 +51,17 @@ class Linear:
             return x.new_empty(0, self.out_features)
         output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return output
+
+    def adds_in_place(self, x: Tensor) -> bool:
+        """Whether the product with `x` and its addition to something are one kernel."""
+        return x.is_cuda and len(x) <= SKINNY_ROWS and self.bias is None and x.dtype in (torch.bfloat16, torch.float16)
+
+    def add_to_(self, total: Tensor, x: Tensor) -> None:
+        """total [T, out_features] += x Wᵀ, where `adds_in_place` allows it."""
+        from chairlift.kernels.triton_skinny import skinny_linear
+
+        assert self.weight is not None
+        skinny_linear(x, self.weight, add_to=total)
 
 
 def can_pack(weight: Tensor) -> bool:

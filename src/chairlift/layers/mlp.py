@@ -58,5 +58,9 @@ class GatedMLP:
         self.gate_up.finalize()
         self.down.finalize()
 
+    def inner(self, x: Tensor) -> Tensor:
+        """All but the last product."""
+        return gated(self.gate_up(x), self._activation)
+
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.gate_up(x), self._activation))
+        return self.down(self.inner(x))

@@ -21,7 +21,8 @@ Targets = Iterator[tuple[str, Tensor]]  # the checkpoint's name of a tensor, and
 
 
 class SelfAttention:
-    """Projects to queries, keys and values in one product, rotates them, and leaves the rest to `attend`."""
+    """Projects to queries, keys and values in one product, rotates them, and leaves the rest to `attend`. The output
+    projection is the caller's to apply, because it may be one with the addition that follows."""
 
     def __init__(self, config: DecoderConfig, layer: AttentionLayer, dtype: torch.dtype, device: torch.device) -> None:
         self.layer = layer
@@ -64,7 +65,7 @@ class SelfAttention:
     def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         layer = self.layer
         if isinstance(attend, FusedAttend) and not self._norms_all_heads:
-            return self.output(self._fused(self.qkv(x), rotation, attend).flatten(1))
+            return self._fused(self.qkv(x), rotation, attend).flatten(1)
         heads = self.qkv(x).unflatten(-1, (-1, layer.head_dim))  # [T, heads + 2 * kv_heads, head_dim]
         qk, v = heads.split((layer.num_heads + layer.num_kv_heads, layer.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -72,7 +73,7 @@ class SelfAttention:
         if rotation is not None:
             rotate_(qk, rotation)  # queries and keys in one go
         q, k = qk.split((layer.num_heads, layer.num_kv_heads), dim=1)
-        return self.output(attend(layer, q, k, v).flatten(1))
+        return attend(layer, q, k, v).flatten(1)
 
     @property
     def _norms_all_heads(self) -> bool:
@@ -131,12 +132,15 @@ class DecoderLayer:
         yield from self.norms.values()
         yield self.mlp
 
-    def __call__(self, x: Tensor, delta: Tensor | None, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, delta: Tensor | None, rotation: Rotation | None, attend: Attend) -> Tensor | None:
         """Adds `delta`, the block before's output, and its own attention to the residual stream `x` in place; returns
-        what is to be added next. Adding late lets a sum and the norm of it be one pass over the data."""
+        what is left to be added. Adding late lets a sum and the norm of it be one pass over the data."""
         attended = self.attention(_add_(x, delta, self.before_attention), rotation, attend)
-        normed = _add_(x, _maybe(self.after_attention, attended), self.before_mlp)
-        return _maybe(self.after_mlp, self.mlp(normed))
+        delta = _project(self.attention.output, attended, x, self.after_attention)
+        normed = _add_(x, delta, self.before_mlp)
+        if isinstance(self.mlp, MixtureOfExperts):
+            return _maybe(self.after_mlp, self.mlp(normed))
+        return _project(self.mlp.down, self.mlp.inner(normed), x, self.after_mlp)
 
 
 class Decoder:
@@ -199,6 +203,14 @@ class Decoder:
 
     def num_weight_bytes(self) -> int:
         return self.embedding.nbytes + sum(part.num_bytes for part in self._parts())
+
+
+def _project(linear: Linear, y: Tensor, x: Tensor, norm: RMSNorm | None) -> Tensor | None:
+    """What `linear` makes of `y`, which is to be added to `x`; None if it has been added already."""
+    if norm is None and linear.adds_in_place(y):
+        linear.add_to_(x, y)
+        return None
+    return _maybe(norm, linear(y))
 
 
 def _add_(x: Tensor, delta: Tensor | None, norm: RMSNorm | None) -> Tensor:

@@ -8,13 +8,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from chairlift.cli_console import note
 from chairlift.cli_options import EngineOptions, with_option_groups
 from chairlift.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from chairlift.serving.service import Service
 
 _SERVER = "Server"
 
@@ -43,6 +46,17 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="Require one of the keys in this file, one per line.", rich_help_panel=_SERVER)
     ] = None,
+    isolate_keys: Annotated[
+        bool,
+        typer.Option("--isolate-keys", help="Never share cached prefixes between API keys.", rich_help_panel=_SERVER),
+    ] = False,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let web pages of this origin call the server; may be given several times, '*' is all.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     max_waiting: Annotated[
         int,
         typer.Option(help="Completions that may wait for a seat; more get 429.", min=0, rich_help_panel=_SERVER),
@@ -64,31 +78,56 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get at shutdown.", min=0, rich_help_panel=_SERVER)
     ] = 30.0,
+    step_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds in one step after which the engine counts as hung and is restarted.",
+            min=0.1,
+            rich_help_panel=_SERVER,
+        ),
+    ] = 300.0,
+    heartbeat_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds of silence after which the engine counts as dead and is restarted.",
+            min=1.0,
+            rich_help_panel=_SERVER,
+        ),
+    ] = 10.0,
 ) -> None:
     """Serve a model to OpenAI clients.
 
-    SIGTERM or Ctrl-C takes no new requests, lets running ones finish, and exits.
+    SIGTERM or Ctrl-C takes no new requests, lets running ones finish, and exits; a second one exits
+    at once.
     """
     from chairlift.serving.admission import Limits
     from chairlift.serving.engine_client import Supervision
     from chairlift.serving.server import ServerConfig, serve_forever
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    keys = _api_keys(api_key or [], api_key_file)
+    if isolate_keys and not keys:
+        raise InvalidParameter("isolate_keys", "needs API keys; give some with --api-key")
     config = ServerConfig(
         model=model_argument or engine.model,
         served_name=served_model_name,
         engine=engine.config(),
         host=host,
         port=port,
-        api_keys=_api_keys(api_key or [], api_key_file),
+        api_keys=keys,
+        isolate_keys=isolate_keys,
+        cors_origins=cors_origin or [],
         drain_timeout=drain_timeout,
         limits=Limits(max_waiting=max_waiting, default_timeout=request_timeout),
-        supervision=Supervision(),
+        supervision=Supervision(heartbeat_timeout=heartbeat_timeout, step_timeout=step_timeout),
         tool_format=tool_format,
         quiet=engine.quiet,
     )
-    address = f"http://{host}:{port}"
-    status = asyncio.run(serve_forever(config, lambda service: _greet(address, service.model_name, config.api_keys)))
+
+    def greet(service: Service, actual_port: int) -> None:
+        _greet(f"http://{host}:{actual_port}", service.model_name, config.api_keys)
+
+    status = asyncio.run(serve_forever(config, greet))
     if status:
         raise typer.Exit(status)
 

@@ -21,7 +21,7 @@ ENDLESS = {"model": NAME, "prompt": "a chairlift never stops", "max_tokens": 200
 
 @pytest.fixture
 def own_server(tiny_folder: Path, tmp_path: Path) -> RunningServer:
-    server = start_server(tiny_folder, tmp_path / "log", "--drain-timeout", "20")
+    server = start_server(tiny_folder, tmp_path / "log", "--drain-timeout", "60")
     yield server
     if server.process.poll() is None:
         server.process.kill()

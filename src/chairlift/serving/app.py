@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 import chairlift
@@ -26,10 +27,10 @@ from chairlift.serving.service import Service, check_ids
 from chairlift.text.tool_use import ToolUse
 
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 413, 429, 500, 503), _ERROR)
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 413, 415, 429, 431, 500, 503), _ERROR)
 
 
-def make_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
+def make_app(service: Service, api_keys: Iterable[str] = (), cors_origins: Sequence[str] = ()) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
@@ -39,6 +40,14 @@ def make_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
 
     app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guards, api_keys=list(api_keys), limits=service.limits)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_middleware(Outermost)
     _handle_errors(app)
     _add_generation(app, service)
@@ -63,8 +72,12 @@ def _handle_errors(app: FastAPI) -> None:
             return error.response()
         return APIError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
 
-    async def bad_body(_: Request, error: Exception) -> Response:
+    async def bad_body(http: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
+        kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if http.method == "POST" and kind != "application/json":  # then FastAPI did not even try to read it
+            problem = "send the body as JSON, with the header 'Content-Type: application/json'"
+            return APIError(415, problem, code="unsupported_media_type").response()
         return _validation_error(error).response()
 
     app.add_exception_handler(ChairliftError, shaped)

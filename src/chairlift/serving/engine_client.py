@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -22,6 +16,7 @@ import zmq.asyncio
 
 from chairlift.core.request import completion_ids
 from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.serving.engine_life import EngineLife, spawn
 from chairlift.serving.messages import (
     Cancel,
     FailedToLoad,
@@ -55,20 +50,11 @@ class Supervision:
     """How a sick engine is treated."""
 
     heartbeat_timeout: float = 10.0  # seconds of silence after which it is killed
+    loading_silence: float = 300.0  # the same while it loads: libraries and weights can make its heart stand still
+    step_timeout: float = 300.0  # seconds that one step may take; a big prefill on a slow CPU takes many
     max_restarts: int = 5  # in a row, without a minute of good health between them
     first_backoff: float = 0.25  # doubled at every restart
     healthy_after: float = 60.0
-
-
-@dataclass(slots=True)
-class _Incarnation:
-    """One life of the engine process, with sockets of its own so that no message outlives it."""
-
-    process: asyncio.subprocess.Process
-    commands: zmq.asyncio.Socket
-    reports: zmq.asyncio.Socket
-    close: Callable[[], None]  # the sockets, and the folder they are in
-    last_sign: float = field(default_factory=time.monotonic)
 
 
 class EngineClient:
@@ -94,7 +80,7 @@ class EngineClient:
         self._care = supervision or Supervision()
         self._context = zmq.asyncio.Context()
         self._streams: dict[str, Stream] = {}  # by completion id
-        self._life: _Incarnation | None = None
+        self._life: EngineLife | None = None
         self._changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -148,6 +134,7 @@ class EngineClient:
         """Stop the engine, by force if it does not listen, and wait until the process is gone."""
         listens = self.state is EngineState.READY  # while it loads, it does not
         self._become(EngineState.STOPPED)
+        self._fail_all(EngineDead("the server is shutting down"))
         if self._life is not None and listens:
             self._send(encode(Stop()))
             with suppress(TimeoutError):
@@ -171,20 +158,20 @@ class EngineClient:
 
     async def _supervise(self) -> None:
         while self.state is not EngineState.STOPPED:
-            began = time.monotonic()
+            healthy = False
             try:
-                await self._live()
+                healthy = await self._live()
             except (OSError, zmq.ZMQError) as error:  # out of file descriptors, or of memory: it may get better
                 log.error("the engine cannot be started: %s", error)
             finally:
                 self._fail_all(EngineDead(GONE))
             if self.state in (EngineState.STOPPED, EngineState.FAILED):
                 return
-            if time.monotonic() - began > self._care.healthy_after:
+            if healthy:
                 self.restarts = 0
             self.restarts += 1
             if self.restarts > self._care.max_restarts:
-                self.problem = f"it died {self.restarts} times in a row"
+                self.problem = f"it died {self.restarts} times in a row. {self.problem}".rstrip()
                 log.error("the engine is not started again: %s", self.problem)
                 self._become(EngineState.FAILED)
                 return
@@ -194,19 +181,21 @@ class EngineClient:
             await asyncio.sleep(pause)
             self._on_restart()
 
-    async def _live(self) -> None:
-        """Start the process and listen to it until it ends or falls silent."""
-        life = self._life = await self._spawn()
+    async def _live(self) -> bool:
+        """Start the process and listen to it until it ends or hangs. Returns whether it was well for a while."""
+        life = self._life = await spawn(self._context, self._model, self._options, quiet=self._quiet)
         listener = asyncio.create_task(self._listen(life))
         ended = asyncio.create_task(life.process.wait())
         try:
             while not ended.done():
-                await asyncio.wait([ended], timeout=min(1.0, self._care.heartbeat_timeout / 4))
-                if time.monotonic() - life.last_sign > self._care.heartbeat_timeout:
-                    log.error("the engine has been silent for %.0f s: killing it", self._care.heartbeat_timeout)
+                await self._watch(life, {ended, listener})
+                problem = "cannot be understood" if listener.done() else self._illness(life)
+                if problem:
+                    log.error("the engine %s: killing it", problem)
                     life.process.kill()
                     await ended
             await self._hear_last_words(listener)
+            return life.ready_at is not None and time.monotonic() - life.ready_at > self._care.healthy_after
         finally:
             listener.cancel()
             if life.process.returncode is None:
@@ -215,37 +204,25 @@ class EngineClient:
             self._life = None
             life.close()
 
+    async def _watch(self, life: EngineLife, tasks: set[asyncio.Task[Any]]) -> None:
+        tick, now = min(1.0, self._care.heartbeat_timeout / 4), time.monotonic()
+        await asyncio.wait(tasks, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
+        if time.monotonic() - now > 2 * tick:
+            life.last_sign = time.monotonic()  # it was this process that slept: signs of life may be waiting
+
+    def _illness(self, life: EngineLife) -> str | None:
+        patience = self._care.loading_silence if life.ready_at is None else self._care.heartbeat_timeout
+        if time.monotonic() - life.last_sign > patience:
+            return f"has been silent for {patience:g} s"
+        if life.turn_seconds > self._care.step_timeout:
+            return f"has been in one step for more than {self._care.step_timeout:g} s"
+        return None
+
     async def _hear_last_words(self, listener: asyncio.Task[None]) -> None:
         """Messages that the process sent before it ended may still be under way."""
         await asyncio.wait([listener], timeout=0.2)
 
-    async def _spawn(self) -> _Incarnation:
-        with ExitStack() as opened:  # closed again if the process cannot be started, or is stopped meanwhile
-            folder = Path(tempfile.mkdtemp(prefix="chairlift-"))  # only this user may enter it
-            opened.callback(shutil.rmtree, folder, ignore_errors=True)
-            commands, reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-            for socket, name in ((commands, "commands"), (reports, "reports")):
-                opened.callback(socket.close, linger=0)
-                socket.setsockopt(zmq.SNDHWM, 0)
-                socket.setsockopt(zmq.RCVHWM, 0)
-                socket.bind(f"ipc://{folder / name}")
-            process = await self._start_process(folder)
-            return _Incarnation(process, commands, reports, opened.pop_all().close)
-
-    async def _start_process(self, folder: Path) -> asyncio.subprocess.Process:
-        settings = {
-            "model": self._model,
-            "engine": self._options,
-            "quiet": self._quiet,
-            "parent": os.getpid(),
-            "commands": f"ipc://{folder / 'commands'}",
-            "reports": f"ipc://{folder / 'reports'}",
-        }
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "chairlift.serving.engine_process", json.dumps(settings)
-        )
-
-    async def _listen(self, life: _Incarnation) -> None:
+    async def _listen(self, life: EngineLife) -> None:
         while True:
             message = decode_from_engine(await life.reports.recv())
             life.last_sign = time.monotonic()
@@ -255,19 +232,20 @@ class EngineClient:
                     for update in message.updates:
                         self._deliver(update)
                 case Loaded():
-                    self.loaded = message
+                    self.loaded, life.ready_at = message, time.monotonic()
                     if self.state is not EngineState.STOPPED:
                         self._become(EngineState.READY)
                 case FailedToLoad():
                     self.problem = message.problem
-                    self._become(EngineState.FAILED)
+                    if self.loaded is None:  # a model that could be loaded before is worth another try
+                        self._become(EngineState.FAILED)
                 case Refused():
                     stream = self._streams.get(message.request_id)
                     if stream is not None:
                         # With it end the other prompts of the same HTTP request.
                         self._end(stream, "refused", InvalidParameter(message.parameter, message.problem))
                 case Heartbeat():
-                    pass
+                    life.turn_seconds = message.turn_seconds
 
     def _deliver(self, update: Update) -> None:
         stream = self._streams.get(update.request_id)

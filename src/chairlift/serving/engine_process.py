@@ -63,6 +63,7 @@ class EngineProcess:
         self.inbox.connect(settings["commands"])
         self.outbox.connect(settings["reports"])
         self.stopping = False
+        self.turn_began: float | None = None  # of the main loop; None while loading, which may take its time
 
     def main(self) -> int:
         """Load, then serve until stopped. The exit status is 1 only for a crash worth a restart."""
@@ -73,6 +74,7 @@ class EngineProcess:
             self._send(FailedToLoad(str(error)))
             return 0
         while not self.stopping and os.getppid() == self.parent:
+            self.turn_began = time.monotonic()
             self._take_messages(wait=not self.engine.has_work)
             if self.engine.has_work:
                 self._report(self.engine.step())
@@ -96,7 +98,8 @@ class EngineProcess:
         socket.connect(self.settings["reports"])
         while True:
             time.sleep(HEARTBEAT_SECONDS)
-            socket.send(encode(Heartbeat()))
+            began = self.turn_began
+            socket.send(encode(Heartbeat(0.0 if began is None else time.monotonic() - began)))
 
     def _take_messages(self, *, wait: bool) -> None:
         if wait and not self.inbox.poll(IDLE_POLL_MS):

@@ -82,6 +82,8 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Sent by a thread of its own, so that a long step does not look like a dead engine."""
 
+    turn_seconds: float  # how long the engine's loop has been at its present turn, which is at most one step
+
 
 ToEngine = Submit | Cancel | Stop
 FromEngine = Loaded | FailedToLoad | Refused | StepReport | Heartbeat

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import resource
 import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
@@ -20,10 +24,13 @@ from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.serving.admission import Limits
 from chairlift.serving.app import make_app
 from chairlift.serving.engine_client import EngineClient, EngineState, Supervision
+from chairlift.serving.http_protocol import GuardedProtocol
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.service import Service
 
 log = logging.getLogger("chairlift.server")
+
+MANY_FILES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,8 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Sequence[str] = ()
+    isolate_keys: bool = False  # requests with different keys never share cached prefixes
+    cors_origins: Sequence[str] = ()  # web pages of these may call the server from a browser
     drain_timeout: float = 30.0
     limits: Limits = field(default_factory=Limits)
     supervision: Supervision = field(default_factory=Supervision)
@@ -41,27 +50,27 @@ class ServerConfig:
     quiet: bool = False
 
 
-async def serve_forever(config: ServerConfig, on_ready: Callable[[Service], None] = lambda service: None) -> int:
-    """Serve until told to stop. Returns the exit status: 0 after an orderly end, 1 if the engine failed for good."""
+def _tell_nobody(service: Service, port: int) -> None:
+    pass
+
+
+async def serve_forever(config: ServerConfig, on_ready: Callable[[Service, int], None] = _tell_nobody) -> int:
+    """Serve until told to stop. Returns the exit status: 0 after an orderly end, 1 if the engine failed for good,
+    128 and the signal's number if a second signal cut the end short. `on_ready` learns the port."""
+    _allow_many_connections()
     resolve_model(config.model, progress=not config.quiet)  # whatever is wrong with it is said first
     listener = _listen(config.host, config.port)
     service = make_service(config)
-    app = make_app(service, config.api_keys)
-    server = _Server(
-        uvicorn.Config(
-            app, config.host, config.port, log_level="warning", access_log=False, timeout_graceful_shutdown=2
-        )
-    )
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, stopping.set)
+    app = make_app(service, config.api_keys, config.cors_origins)
+    server = _Server(uvicorn_config(app, config.limits))
+    signals = _Signals()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        return await _run(config, service, serving, stopping, on_ready)
+        address = listener.getsockname()
+        return await _run(config, service, server, serving, signals, lambda: on_ready(service, address[1]))
     finally:
+        await service.engine.stop()  # first: requests that are not finished by now end with an error of their own
         server.should_exit = True
-        await service.engine.stop()
         await serving
 
 
@@ -75,7 +84,23 @@ def make_service(config: ServerConfig) -> Service:
         str(path), config.engine, metrics.take_in, metrics.note_restart, config.supervision, quiet=config.quiet
     )
     name = config.served_name or config.model
-    return Service(name, tokenizer, engine, metrics, config.limits, config.tool_format)
+    return Service(
+        name, tokenizer, engine, metrics, config.limits, config.tool_format, isolate_keys=config.isolate_keys
+    )
+
+
+def uvicorn_config(app: FastAPI, limits: Limits) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=math.ceil(limits.keep_alive_seconds),
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -91,32 +116,56 @@ def _listen(host: str, port: int) -> socket.socket:
 async def _run(
     config: ServerConfig,
     service: Service,
+    server: _Server,
     serving: asyncio.Task[None],
-    stopping: asyncio.Event,
-    on_ready: Callable[[Service], None],
+    signals: _Signals,
+    on_ready: Callable[[], None],
 ) -> int:
-    told = asyncio.create_task(stopping.wait())
+    told = asyncio.create_task(signals.first.wait())
     settled = asyncio.create_task(service.engine.wait_until_settled())
     await asyncio.wait({told, settled, serving}, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         return 1
     if settled.done() and settled.result() is EngineState.READY:
-        on_ready(service)
+        on_ready()
     while not told.done() and not serving.done():
         if service.engine.state is EngineState.FAILED:
             log.error("the engine failed: %s", service.engine.problem)
             return 1
         await asyncio.wait({told, serving}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
-    await _drain(service, config.drain_timeout)
-    return 0
+    await _drain(service, server, config.drain_timeout, signals)
+    return 128 + signals.second if signals.second else 0
 
 
-async def _drain(service: Service, timeout: float) -> None:
-    """Take no more requests, and let those that run finish."""
+async def _drain(service: Service, server: _Server, timeout: float, signals: _Signals) -> None:
+    """Take no more requests, and let those that run finish and their clients read the answers."""
     service.admission.draining = True
     deadline = asyncio.get_running_loop().time() + timeout
-    while service.engine.num_open and asyncio.get_running_loop().time() < deadline:
+    while server.server_state.tasks and not signals.second and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)
+
+
+class _Signals:
+    """The first SIGTERM or Ctrl-C asks for an orderly end, the second one for a quick one."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = 0  # its number
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+
+    def _take(self, number: int) -> None:
+        if self.first.is_set():
+            self.second = number
+        self.first.set()
+
+
+def _allow_many_connections() -> None:
+    """Each takes a file descriptor, and many systems grant 1,024 of them unless asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Server(uvicorn.Server):

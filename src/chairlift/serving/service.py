@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from collections.abc import Callable
@@ -60,6 +61,8 @@ class Service:
         metrics: Metrics,
         limits: Limits,
         tool_format: str | None = None,
+        *,
+        isolate_keys: bool = False,
     ) -> None:
         self.model_name = model_name
         self.tokenizer = tokenizer
@@ -69,6 +72,7 @@ class Service:
         self.limits = limits
         self.admission = Admission(engine, metrics, limits)
         self.text = TextWork()
+        self._isolate_keys = isolate_keys
         self.created = int(time.time())
 
     # ---- the two endpoints ---------------------------------------------------------------------------------------
@@ -128,6 +132,14 @@ class Service:
             problem = f"the model {name[:200]!r} does not exist; this server has {self.model_name!r}"
             raise APIError(404, problem, param="model", code="model_not_found")
 
+    def _salt(self, http: HTTPRequest, body: Sampling) -> str:
+        """Whose cached prefixes this request may share: those with the same salt, and, if keys are isolated, the same
+        API key."""
+        given, key = body.cache_salt or "", http.state.key
+        if not self._isolate_keys or key is None:
+            return given
+        return hashlib.sha256(key + given.encode("utf-8", "surrogatepass")).hexdigest()
+
     async def answer(self, body: Sampling, http: HTTPRequest, job: Job) -> Response:
         """The way of every generation: checked and admitted first, so that no work is done for those turned away."""
         self.check_model(body.model)
@@ -139,7 +151,7 @@ class Service:
             answer_id = f"{job.id_prefix}{uuid.uuid4().hex}"
             timeout = self.limits.default_timeout if body.timeout is None else body.timeout
             requests = [
-                Submit(f"{answer_id}-{index}", prompt, prepared.params, timeout, body.cache_salt or "")
+                Submit(f"{answer_id}-{index}", prompt, prepared.params, timeout, self._salt(http, body))
                 for index, prompt in enumerate(prepared.prompts)
             ]
             stream = self.engine.submit(requests, RequestClock(self.metrics, http.state.arrived))

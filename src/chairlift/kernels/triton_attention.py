@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from chairlift.kernels.triton_launch import overlapping
+
 LOG2_E = 1.4426950408889634
 
 
@@ -63,6 +65,7 @@ def _decode_kernel(
     MIN_SPLIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -71,6 +74,9 @@ def _decode_kernel(
     count = tl.load(row_count_ptr + row)
     slot = tl.load(row_slot_ptr + row).to(tl.int64)
     length = tl.load(row_start_ptr + row) + 1
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if count != 1:
         return
     first = tl.maximum(length - window, 0)
@@ -177,11 +183,15 @@ def _prefill_kernel(
     N: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     # Later tiles of a prompt have more to do: start them first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head = tl.program_id(0)
     chunk = tl.load(tile_chunk_ptr + tile)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if chunk < 0:
         return
     offset = tl.load(tile_offset_ptr + tile)
@@ -304,6 +314,7 @@ def decode_attention(
         PRECISION=_precision(q.dtype),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **overlapping(q.device),
     )
 
 
@@ -383,6 +394,7 @@ def prefill_attention(
         PRECISION=_precision(q.dtype),
         num_warps=8 if half_precision and dim >= 128 else 4,
         num_stages=2 if half_precision else 1,
+        **overlapping(q.device),
     )
 
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from chairlift.kernels.triton_launch import overlapping
+
 
 @triton.jit
 def _add_norm_kernel(
@@ -18,10 +20,15 @@ def _add_norm_kernel(
     eps,
     HAS_DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         x += tl.load(delta_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
@@ -29,7 +36,6 @@ def _add_norm_kernel(
         tl.store(x_ptr + row * size + column, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -60,11 +66,15 @@ def _launch_norm(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, e
         HAS_DELTA=delta is not None,
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
+        **overlapping(x.device),
     )
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -80,7 +90,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     block = min(triton.next_power_of_2(size), 1024)
-    _silu_mul_kernel[(rows, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block)
+    _silu_mul_kernel[(rows, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, **overlapping(gate_up.device))
     return out
 
 
@@ -109,11 +119,15 @@ def _rotate_and_store_kernel(
     H_TILE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     # What says where the row goes is asked for first: it takes two trips to memory.
     position = tl.load(positions_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if position < 0:
         return
     block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
@@ -228,4 +242,5 @@ def rotate_and_store_(
         HAS_NORM=q_norm is not None,
         HAS_ROPE=cos is not None,
         num_warps=2,
+        **overlapping(qkv.device),
     )

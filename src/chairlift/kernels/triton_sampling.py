@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from chairlift.kernels.triton_launch import overlapping
+
 BAD_LOGITS = -1
 
 
@@ -68,7 +70,11 @@ def _sample_kernel(
     logits_stride,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     split = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
@@ -185,4 +191,5 @@ def sample(
         SPLITS=splits,
         BLOCK=block,
         num_warps=8 if block >= 4096 else 4,
+        **overlapping(logits.device),
     )

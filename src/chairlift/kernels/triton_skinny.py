@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from chairlift.kernels.triton_launch import overlapping
+
 PROGRAMS = 160  # about one for each multiprocessor of a Hopper chip
 
 
@@ -35,7 +37,11 @@ def _skinny_kernel(
     SPLITS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
     split = tl.program_id(1)
     m = tl.arange(0, BM)
@@ -111,5 +117,6 @@ def skinny_linear(x: Tensor, weight: Tensor, *, add_to: Tensor | None = None) ->
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=5 if x.dtype != torch.float32 else 2,
+        **overlapping(x.device),
     )
     return out

@@ -28,8 +28,9 @@ def test_decodes_come_first_and_prefill_fills_the_rest_in_chunks() -> None:
     scheduler.submit(make_request("long", 20), 0)
     assert shape(step(scheduler)) == [("a", 4, 1), ("long", 0, 9)]
     scheduler.submit(make_request("b", 5), 0)
-    assert shape(step(scheduler)) == [("a", 5, 1), ("long", 9, 9)]
-    assert shape(step(scheduler)) == [("a", 6, 1), ("long", 18, 2), ("b", 0, 5)]
+    # b is shorter than what is left of the long one: they share the room.
+    assert shape(step(scheduler)) == [("a", 5, 1), ("long", 9, 5), ("b", 0, 4)]
+    assert shape(step(scheduler)) == [("a", 6, 1), ("long", 14, 6), ("b", 4, 1)]
     assert shape(step(scheduler)) == [("long", 20, 1), ("b", 5, 1)]
 
 

@@ -17,22 +17,32 @@ class PlanDraft:
         self.prefill_room = min(limits.prefill_tokens, limits.tokens)
         self.seats = limits.seats
         self.memory_was_short = False
-        self.promised_blocks = 0  # what the requests on board will still take, counted when boarding begins
 
     def room_for(self, request: Request) -> int:
-        """How many of its missing tokens `request` may compute in this step."""
+        """How many more of its missing tokens `request` may compute in this step."""
         room = self.room if request.decoding else self.prefill_room
-        return min(request.num_behind, room)
+        return min(self.num_behind(request), room)
+
+    def num_behind(self, request: Request) -> int:
+        """Its known tokens that will not be computed even after this step."""
+        return request.num_behind - self.count(request)
+
+    def count(self, request: Request) -> int:
+        chunk = self.chunks.get(request.id)
+        return chunk.count if chunk is not None else 0
 
     def add(self, request: Request, count: int, kv: KVCache, copies: tuple[BlockCopy, ...]) -> None:
+        """`count` tokens for `request`, beyond those it may have in this step already."""
         self._spend(request, count)
+        before = self.chunks.get(request.id)
+        if before is not None:
+            count, copies = before.count + count, before.copies + copies
         start = request.num_planned
         samples = start + count == request.num_expected
         self.chunks[request.id] = Chunk(request, start, count, kv.table(request), samples, copies, request.generation)
 
     def drop(self, request: Request) -> None:
         """Take a preempted request out again, if it was in, and give its tokens back to the budget."""
-        self.memory_was_short = True
         chunk = self.chunks.pop(request.id, None)
         if chunk is not None:
             self._spend(request, -chunk.count)

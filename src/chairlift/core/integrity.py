@@ -26,14 +26,17 @@ def check_accounting(scheduler: Scheduler) -> None:
         assert len(table) == len(set(table)), f"{request_id} holds a block twice"
         request = scheduler.get(request_id)
         assert request is not None, f"{request_id} is gone but holds blocks"
-        assert request.status is Status.RUNNING or request.steps_in_flight, f"{request_id} waits but holds blocks"
+        on_board = request.status is Status.RUNNING or request in scheduler.idle
+        assert on_board or request.steps_in_flight, f"{request_id} waits but holds blocks"
         assert len(table) >= kv.blocks_for(request.num_planned), f"{request_id} lacks blocks for planned tokens"
     for request in scheduler.running:
         assert request.id in tables, f"{request.id} is on board without a table"
-    for name, queue in (("running", scheduler.running), ("waiting", scheduler.waiting)):
+    for name, queue in (("running", scheduler.running), ("waiting", list(scheduler.waiting))):
         orders = [request.order for request in queue]
         assert orders == sorted(set(orders)), f"{name} is out of order"
-    assert len(scheduler.running) <= scheduler.max_batch_requests
+    assert len(scheduler.running) + len(scheduler.idle) <= scheduler.max_batch_requests
+    assert scheduler.policy.keeps_seats or not scheduler.idle
+    assert scheduler.running or not scheduler.idle, "a batch is over, but its seats are not free"
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:

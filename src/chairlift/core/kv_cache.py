@@ -101,6 +101,10 @@ class KVCache:
         """Blocks that `request` does not hold yet but needs for the tokens it knows."""
         return max(0, self.blocks_for(request.num_expected) - len(self.table(request)))
 
+    def num_own(self, request: Request) -> int:
+        """Blocks that would be free without `request`."""
+        return sum(self.pool.references(block) == 1 for block in self.table(request))
+
     def commit(self, request: Request) -> None:
         """Index the blocks that `request` has filled by now."""
         if not self.prefix_caching:

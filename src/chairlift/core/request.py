@@ -53,6 +53,7 @@ class Request:
 
     __slots__ = (
         "_tokens",
+        "aged",
         "arrival",
         "block_digests",
         "deadline",
@@ -62,17 +63,21 @@ class Request:
         "id",
         "leader",
         "max_new_tokens",
+        "num_charged",
         "num_computed",
         "num_planned",
         "num_prompt",
         "num_unread",
         "order",
+        "overtaken",
         "params",
+        "priority",
         "ready",
         "salt",
         "seed",
         "status",
         "steps_in_flight",
+        "tenant",
     )
 
     def __init__(
@@ -88,6 +93,8 @@ class Request:
         deadline: float | None = None,
         salt: str = "",
         leader: Request | None = None,
+        priority: int = 0,
+        tenant: str = "",
     ) -> None:
         assert prompt, "an empty prompt is refused before a request is made"
         assert max_new_tokens >= 1
@@ -101,6 +108,8 @@ class Request:
         self.salt = salt  # requests with different salts never share cached blocks
         self.leader = leader  # the sibling (n > 1) whose prompt blocks this one will share
         self.ready = params.structure is None  # else once its grammar is compiled
+        self.priority = priority  # the lower, the sooner
+        self.tenant = tenant  # whose share of the lift it uses
         self.num_prompt = len(prompt)
         self.max_new_tokens = max_new_tokens
         self._tokens = list(prompt)
@@ -111,6 +120,9 @@ class Request:
         self.status = Status.WAITING
         self.ending: Ending | None = None
         self.steps_in_flight = 0  # planned steps whose results have not been applied yet
+        self.overtaken = 0  # boardings of others while this one was passed over
+        self.aged = False  # overtaken too often: nobody may board before it
+        self.num_charged = 0  # known tokens that its tenant has been charged for
         self.block_digests: list[bytes] = []  # prefix digests of the first full blocks, extended on demand
 
     @property
@@ -156,6 +168,14 @@ class Request:
         """Nothing is under way, and the first `num_computed` tokens are in the cache."""
         self.num_computed = self.num_planned = num_computed
         self.num_unread = 0
+
+    @property
+    def least_new_tokens(self) -> int:
+        """How many tokens it is certain to generate yet."""
+        params = self.params
+        may_stop = bool(params.stop_ids or params.stop_strings) or not params.ignore_eos
+        certain = params.min_tokens if may_stop else self.max_new_tokens
+        return max(1, certain - self.num_output)
 
     def append(self, token: int) -> None:
         self._tokens.append(token)

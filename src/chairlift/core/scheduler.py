@@ -7,27 +7,22 @@ from the queue while there are seats. All of it goes through the model as one ra
 
 from __future__ import annotations
 
-import heapq
-from bisect import insort
 from collections.abc import Callable
-from enum import StrEnum
 
+from chairlift.core import packing
+from chairlift.core.boarding import board_waiting
 from chairlift.core.budget import Load, StepLimits, TokenBudget
+from chairlift.core.deadlines import Deadlines, Forecast
 from chairlift.core.draft import PlanDraft
-from chairlift.core.events import (
-    BudgetDecided,
-    Event,
-    RequestBoarded,
-    RequestFinished,
-    RequestPreempted,
-    RequestQueued,
-    TokenProduced,
-)
+from chairlift.core.events import BudgetDecided, Event, RequestFinished, RequestQueued, TokenProduced
 from chairlift.core.kv_cache import KVCache
-from chairlift.core.plan import BAD_LOGITS, BlockCopy, StepPlan, StepResult
+from chairlift.core.lift import Lift
+from chairlift.core.ordering import Ordering
+from chairlift.core.plan import BAD_LOGITS, StepPlan, StepResult
 from chairlift.core.policy import Policy
-from chairlift.core.prefix import PrefixMatch
 from chairlift.core.request import Ending, FinishReason, Request, Status
+from chairlift.core.siblings import waits_for_sibling
+from chairlift.core.waiting import MAX_OVERTAKES, WaitingLine, WaitReason
 from chairlift.errors import InvalidParameter
 
 EndingCheck = Callable[[Request, int], Ending | None]
@@ -36,37 +31,47 @@ EndingCheck = Callable[[Request, int], Ending | None]
 NO_TOKEN = "no token could be chosen: the model's scores are not finite, or the grammar allows none"
 
 
-class WaitReason(StrEnum):
-    NEXT_STEP = "it has just arrived"
-    SEATS = "all seats are taken (max_batch_requests)"
-    TARGET = "with one more on board, the others' tokens would come later than target_tpot_ms"
-    BUDGET = "the step's token budget is used up (max_batch_tokens, max_prefill_tokens)"
-    MEMORY = "not enough free KV blocks for its tokens"
-    PREEMPTION = "memory ran out in this step; nobody boards until those on board fit"
-    SIBLING = "its sibling (n > 1) is still computing the prompt they share"
-    PREFIX = "a request on board is computing the prefix they share"
-    GRAMMAR = "the grammar of its structured output is being compiled"
-
-
 class Scheduler:
     """Owns every request from submission to its one ending. `now` is always an argument: no clock is read here."""
 
-    def __init__(self, kv: KVCache, budget: TokenBudget, policy: Policy, max_batch_requests: int) -> None:
-        if max_batch_requests < 1:
-            raise InvalidParameter("max_batch_requests", f"must be at least 1, got {max_batch_requests}")
+    def __init__(
+        self,
+        kv: KVCache,
+        budget: TokenBudget,
+        policy: Policy,
+        max_batch_requests: int,
+        *,
+        ordering: Ordering | None = None,
+        max_overtakes: int = MAX_OVERTAKES,
+        forecast: Forecast | None = None,
+    ) -> None:
         self.kv = kv
         self.budget = budget
         self.policy = policy
-        self.max_batch_requests = max_batch_requests
-        self.waiting: list[Request] = []  # both lists are in order of submission
-        self.running: list[Request] = []
-        self._requests: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, str]] = []  # ids only: finished requests need not live on in here
-        self._events: list[Event] = []
+        self.ordering = ordering or Ordering()
+        self.forecast = forecast
+        self.lift = Lift(kv, self.ordering, max_batch_requests, max_overtakes)
+        self._requests = self.lift.requests
+        self._deadlines = Deadlines(self._requests.get)
         self._num_submitted = 0
         self._num_steps = 0
-        self._queue_waits_for = WaitReason.NEXT_STEP
         self.limits: StepLimits | None = None  # of the step planned last
+
+    @property
+    def waiting(self) -> WaitingLine:
+        return self.lift.waiting
+
+    @property
+    def running(self) -> list[Request]:
+        return self.lift.running
+
+    @property
+    def idle(self) -> list[Request]:
+        return self.lift.idle
+
+    @property
+    def max_batch_requests(self) -> int:
+        return self.lift.max_batch_requests
 
     # ---- requests in and out ------------------------------------------------------------------------------------
 
@@ -77,10 +82,14 @@ class Scheduler:
         request.order = self._num_submitted
         self._num_submitted += 1
         self._requests[request.id] = request
-        self.waiting.append(request)
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.order, request.id))
-        self._events.append(RequestQueued(now, request.id, request.num_prompt))
+        self.waiting.add(request)
+        self.ordering.arrived(request)
+        self._deadlines.add(request)
+        self.lift.events.append(RequestQueued(now, request.id, request.num_prompt))
+
+    def expect_no_more(self) -> None:
+        """What waits now has all the company it will get: a batch need not be full to be released."""
+        self.waiting.expect_no_more()
 
     def check_fits(self, num_prompt: int, max_new_tokens: int) -> None:
         """Refuse what could never run: alone on the lift, a request must be able to reach its last token."""
@@ -119,7 +128,7 @@ class Scheduler:
 
     @property
     def has_events(self) -> bool:
-        return bool(self._events)
+        return bool(self.lift.events)
 
     def open_requests(self) -> list[str]:
         return [request.id for request in (*self.running, *self.waiting)]
@@ -131,22 +140,35 @@ class Scheduler:
             return None
         if not request.ready:
             return WaitReason.GRAMMAR
-        if self._waits_for_sibling(request):
+        if waits_for_sibling(request, self.running):
             return WaitReason.SIBLING
-        return WaitReason.PREFIX if self.kv.match(request).coming else self._queue_waits_for
+        return WaitReason.PREFIX if self.kv.match(request).coming else self.waiting.reason(request)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """When `schedule` has something to do if nothing else happens: at once, later, or (None) never."""
+        if not self.has_work:
+            return None
+        opens_at = None if self.running else self.policy.opens_at(self.waiting, self.max_batch_requests)
+        if opens_at is None:
+            return now
+        deadline = self._deadlines.next()
+        return max(now, opens_at if deadline is None else min(opens_at, deadline))
 
     def drain_events(self) -> list[Event]:
-        events, self._events = self._events, []
+        events, self.lift.events = self.lift.events, []
         return events
 
     # ---- planning a step ----------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
-        self._expire(now)
+        for request in self._deadlines.missed(now, self.forecast):
+            self._finish(request, Ending(FinishReason.DEADLINE), now)
         draft = PlanDraft(self._decide_limits(now))
-        self._continue_running(draft, now)
-        self._board_waiting(draft, now)
-        plan = StepPlan(self._num_steps, tuple(draft.chunks.values()))
+        packing.decode(self.lift, draft, now)
+        packing.advance_prompts(self.lift, draft, now)
+        board_waiting(self.lift, self.policy, draft, now)
+        packing.share_rest_among_prompts(self.lift, draft)
+        plan = StepPlan(self._num_steps, tuple(draft.chunks.values()), len(self.idle))
         self._num_steps += 1
         for chunk in plan.chunks:
             request = chunk.request
@@ -158,133 +180,9 @@ class Scheduler:
     def _decide_limits(self, now: float) -> StepLimits:
         limits = self.budget.limits(Load(self.running, self.waiting, now))
         if limits != self.limits:
-            self._events.append(BudgetDecided(now, limits))
+            self.lift.events.append(BudgetDecided(now, limits))
         self.limits = limits
         return limits
-
-    def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, order, request_id = heapq.heappop(self._deadlines)
-            request = self._requests.get(request_id)
-            if request is not None and request.order == order:  # else it is over, and the id perhaps used again
-                self.finish(request_id, Ending(FinishReason.DEADLINE), now)
-
-    def _continue_running(self, draft: PlanDraft, now: float) -> None:
-        decoding = [request for request in self.running if request.decoding]
-        prefilling = [request for request in self.running if not request.decoding]
-        for request in decoding + prefilling:
-            count = draft.room_for(request)
-            # An older request may have preempted this one meanwhile.
-            if count and request.status is Status.RUNNING:
-                copies = self._reserve_or_preempt(request, count, draft, now)
-                if copies is not None:
-                    draft.add(request, count, self.kv, copies)
-
-    def _reserve_or_preempt(
-        self, request: Request, count: int, draft: PlanDraft, now: float
-    ) -> tuple[BlockCopy, ...] | None:
-        """Room for `count` tokens, taken from others if need be; None if `request` itself had to give way."""
-        while (copies := self.kv.reserve(request, count)) is None:
-            victim = self.policy.victim(self.running)
-            draft.drop(victim)
-            self._preempt(victim, now)
-            if victim is request:
-                return None
-        return copies
-
-    def _preempt(self, victim: Request, now: float) -> None:
-        """Take a request's blocks and seat. Its tokens stay known, and are computed again when it is back on board
-        (often found in the prefix cache by then)."""
-        self._events.append(RequestPreempted(now, victim.id, victim.num_computed))
-        self.kv.release(victim)
-        self.running.remove(victim)
-        victim.start_from(0)
-        victim.generation += 1
-        victim.status = Status.WAITING
-        insort(self.waiting, victim, key=_order)
-
-    def _board_waiting(self, draft: PlanDraft, now: float) -> None:
-        if draft.memory_was_short:
-            self._queue_waits_for = WaitReason.PREEMPTION
-            return
-        self._queue_waits_for = WaitReason.NEXT_STEP
-        draft.promised_blocks = sum(self._blocks_to_come(request) for request in self.running)
-        for request in list(self.policy.boarding_order(self.waiting)):
-            obstacle = self._board(request, draft, now)
-            if obstacle in (WaitReason.GRAMMAR, WaitReason.SIBLING, WaitReason.PREFIX):
-                continue  # it does not wait for room: those behind it may pass
-            if obstacle is not None:
-                self._queue_waits_for = obstacle
-                return
-
-    def _board(self, request: Request, draft: PlanDraft, now: float) -> WaitReason | None:
-        """Give `request` a seat and its first tokens, or say what stands in the way (and change nothing)."""
-        if not request.ready:
-            return WaitReason.GRAMMAR
-        if len(self.running) >= self.max_batch_requests:
-            return WaitReason.SEATS
-        if len(self.running) >= draft.seats:
-            return WaitReason.TARGET
-        if not draft.prefill_room:
-            return WaitReason.BUDGET
-        if self._waits_for_sibling(request):
-            return WaitReason.SIBLING
-        match = self.kv.match(request)
-        if match.coming and self._sibling_to_fork(request) is None:
-            return WaitReason.PREFIX
-        self._begin_table(request, match)
-        count = draft.room_for(request)
-        copies = self.kv.reserve(request, count) if self._fits_whole(request, draft) else None
-        if copies is None:
-            self.kv.release(request)
-            request.start_from(0)
-            return WaitReason.MEMORY
-        self._seat(request, match, now)
-        draft.add(request, count, self.kv, copies)
-        draft.promised_blocks += self._blocks_to_come(request)
-        return None
-
-    def _begin_table(self, request: Request, match: PrefixMatch) -> None:
-        """Start from blocks that exist already: a sibling's prompt (n > 1), or a prefix in the cache."""
-        sibling = self._sibling_to_fork(request)
-        if sibling is not None:
-            self.kv.fork(sibling, request, num_tokens=request.num_prompt - 1)
-        else:
-            self.kv.attach(request, match)
-
-    def _siblings_on_board(self, request: Request) -> list[Request]:
-        """Other completions of the same prompt, as long as `request` has nothing but that prompt itself."""
-        leader = request.leader
-        if leader is None or request.num_output:
-            return []
-        return [other for other in self.running if other is leader or other.leader is leader]
-
-    def _sibling_to_fork(self, request: Request) -> Request | None:
-        """One whose blocks of the whole prompt are there to share, the partly filled last one included."""
-        siblings = self._siblings_on_board(request)
-        return next((other for other in siblings if other.num_computed >= other.num_prompt), None)
-
-    def _waits_for_sibling(self, request: Request) -> bool:
-        """A sibling boards once another has computed the prompt, so that they hold the prompt's blocks once."""
-        leader = request.leader
-        if leader is None or request.num_output or self._sibling_to_fork(request) is not None:
-            return False
-        return leader.status is Status.WAITING or bool(self._siblings_on_board(request))
-
-    def _seat(self, request: Request, match: PrefixMatch, now: float) -> None:
-        self.waiting.remove(request)
-        insort(self.running, request, key=_order)
-        request.status = Status.RUNNING
-        self._events.append(RequestBoarded(now, request.id, request.num_computed, match.miss))
-
-    def _fits_whole(self, request: Request, draft: PlanDraft) -> bool:
-        """Whether all known tokens of `request` fit beside what those on board still need: boarding someone only to
-        throw him out again is work done twice."""
-        return self.kv.num_missing(request) + draft.promised_blocks <= self.kv.num_free
-
-    def _blocks_to_come(self, request: Request) -> int:
-        """Blocks that one on board still needs for the tokens it knows, and a spare one for those to come."""
-        return self.kv.num_missing(request) + 1
 
     # ---- applying its result ------------------------------------------------------------------------------------
 
@@ -296,7 +194,7 @@ class Scheduler:
             sample = next(samples) if chunk.samples else None
             request.steps_in_flight -= 1
             if request.status is Status.FINISHED:  # ended while the step was under way: its blocks are free now
-                self._leave(request)
+                self.lift.let_go(request)
                 continue
             if chunk.generation != request.generation:  # preempted meanwhile: it computes those tokens again
                 continue
@@ -310,7 +208,8 @@ class Scheduler:
                 self._finish(request, Ending(FinishReason.ERROR, NO_TOKEN), now)
                 continue
             request.append(token)
-            self._events.append(TokenProduced(now, request.id, token, logprobs))
+            self.ordering.grew(request)
+            self.lift.events.append(TokenProduced(now, request.id, token, logprobs))
             ending = (ends(request, token) if ends else None) or request.ending_after(token)
             if ending is not None:
                 self._finish(request, ending, now)
@@ -323,26 +222,21 @@ class Scheduler:
                 continue
             request.steps_in_flight -= 1
             if request.status is Status.FINISHED:
-                self._leave(request)
+                self.lift.let_go(request)
             elif request.status is Status.RUNNING:
-                self._preempt(request, now)
+                self.lift.preempt(request, now)
 
     def _finish(self, request: Request, ending: Ending, now: float) -> None:
         """The one place where a request ends."""
         assert request.ending is None
-        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        was_on_board = request.status is Status.RUNNING
+        (self.running if was_on_board else self.waiting).remove(request)
         request.ending = ending
         request.status = Status.FINISHED
-        self._events.append(RequestFinished(now, request.id, ending))
-        # A step under way may still write to its blocks: then apply() lets it leave.
-        if request.steps_in_flight == 0:
-            self._leave(request)
-
-    def _leave(self, request: Request) -> None:
-        if request.steps_in_flight == 0:
-            self.kv.release(request)
-            del self._requests[request.id]
-
-
-def _order(request: Request) -> int:
-    return request.order
+        self.ordering.finished(request)
+        self.lift.events.append(RequestFinished(now, request.id, ending))
+        if was_on_board and self.policy.keeps_seats:
+            self.idle.append(request)
+        else:
+            self.lift.let_go(request)
+        self.lift.end_batch_if_over()

@@ -1,0 +1,83 @@
+"""Who is on board, who waits, and how one changes into the other. Shared by all parts of the scheduler."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from chairlift.core.draft import PlanDraft
+from chairlift.core.events import Event, RequestBoarded, RequestPreempted
+from chairlift.core.kv_cache import KVCache
+from chairlift.core.ordering import Ordering
+from chairlift.core.prefix import Miss
+from chairlift.core.request import Request, Status
+from chairlift.core.waiting import WaitingLine
+from chairlift.errors import InvalidParameter
+
+Urgency = tuple[bool, float, int]
+
+
+class Lift:
+    def __init__(self, kv: KVCache, ordering: Ordering, max_batch_requests: int, max_overtakes: int) -> None:
+        if max_batch_requests < 1:
+            raise InvalidParameter("max_batch_requests", f"must be at least 1, got {max_batch_requests}")
+        self.kv = kv
+        self.ordering = ordering
+        self.max_batch_requests = max_batch_requests
+        self.waiting = WaitingLine(ordering, max_overtakes)
+        self.running: list[Request] = []  # in order of submission, as `waiting` is
+        self.idle: list[Request] = []  # finished, but their batch is not: they keep their seats (and their blocks)
+        self.requests: dict[str, Request] = {}  # by id: all that are open, or still hold blocks
+        self.events: list[Event] = []
+
+    def seat(self, request: Request, miss: Miss | None, now: float) -> None:
+        self.waiting.remove(request)
+        insort(self.running, request, key=lambda request: request.order)
+        request.status = Status.RUNNING
+        self.ordering.boarded(request)
+        self.events.append(RequestBoarded(now, request.id, request.num_computed, miss))
+
+    def preempt(self, victim: Request, now: float, draft: PlanDraft | None = None) -> None:
+        """Take a request's blocks and seat, and its part of the step in the making. Its tokens stay known, and are
+        computed again when it is back on board (often found in the prefix cache by then)."""
+        if draft is not None:
+            draft.drop(victim)
+        self.events.append(RequestPreempted(now, victim.id, victim.num_computed))
+        self.kv.release(victim)
+        self.running.remove(victim)
+        victim.start_from(0)
+        victim.generation += 1
+        victim.status = Status.WAITING
+        self.waiting.add(victim)
+        self.end_batch_if_over()
+
+    def end_batch_if_over(self) -> None:
+        """With the last of a batch gone, what its finished requests kept is free at last."""
+        if self.idle and not self.running:
+            idle, self.idle = self.idle, []
+            for request in idle:
+                self.let_go(request)
+
+    def let_go(self, request: Request) -> None:
+        """Give back what a finished request holds, unless a step under way may still write to its blocks (then this
+        is called again when that step is done) or its batch is not over."""
+        if request.steps_in_flight == 0 and request not in self.idle:
+            self.kv.release(request)
+            del self.requests[request.id]
+
+    def take_idle_blocks(self) -> bool:
+        """Before anyone who is still running gives way, the finished requests of a batch do; False if none can."""
+        for request in self.idle:
+            if self.kv.table(request) and request.steps_in_flight == 0:
+                self.kv.release(request)
+                return True
+        return False
+
+    def unserved_prompts(self, draft: PlanDraft) -> list[Request]:
+        """Those on board whose known tokens will not all be computed with this step."""
+        return [request for request in self.running if not request.decoding and draft.num_behind(request)]
+
+    def urgency(self, request: Request, draft: PlanDraft) -> Urgency:
+        """Who gets what is left of the prefill budget: as the order says, but among equal claims whoever has the
+        fewest tokens left to compute."""
+        not_aged, claim, _ = self.ordering.rank(request)
+        return not_aged, claim, draft.num_behind(request)

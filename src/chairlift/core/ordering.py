@@ -1,0 +1,164 @@
+"""Who comes first: one small object for each rule, combinable with every policy.
+
+A rule gives each request a *claim*, a number: the lower, the sooner. Among equal claims, first come, first served.
+Before all others come the *aged*: requests that were overtaken so often that nobody may overtake them any more (see
+`waiting.py`). Whoever comes last by this order is also the first to give way when memory runs out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from chairlift.core.request import Request
+from chairlift.errors import InvalidParameter
+
+Rank = tuple[bool, float, int]
+
+
+class Ordering:
+    """First come, first served; the base of the others."""
+
+    name = "fcfs"
+
+    def claim(self, request: Request) -> float:
+        return 0.0
+
+    def rank(self, request: Request) -> Rank:
+        """The whole order: the aged, then by claim, then by submission. No two requests have the same rank."""
+        return (not request.aged, 0.0 if request.aged else self.claim(request), request.order)
+
+    def arrange(self, waiting: Sequence[Request]) -> Iterable[Request]:
+        """`waiting` (in order of submission) in the order of boarding."""
+        return list(waiting)
+
+    def victim(self, running: Sequence[Request]) -> Request:
+        """The one who gives way when memory runs out."""
+        return max(running, key=self.rank)
+
+    def seat_to_take(self, request: Request, running: Sequence[Request]) -> Request | None:
+        """Someone on board whose seat belongs to `request` by rights; by most rules nobody's does."""
+        return None
+
+    # What happens to requests; most rules need not know.
+
+    def arrived(self, request: Request) -> None: ...
+    def boarded(self, request: Request) -> None: ...
+    def grew(self, request: Request) -> None:
+        """A token was appended."""
+
+    def finished(self, request: Request) -> None: ...
+
+
+class PriorityOrdering(Ordering):
+    """By `Request.priority`; the lower, the sooner."""
+
+    name = "priority"
+
+    def claim(self, request: Request) -> float:
+        return float(request.priority)
+
+    def arrange(self, waiting: Sequence[Request]) -> Iterable[Request]:
+        return sorted(waiting, key=self.rank)
+
+
+class ShortestOrdering(PriorityOrdering):
+    """The least remaining work first: tokens still to compute, and those it may generate at most."""
+
+    name = "shortest"
+
+    def claim(self, request: Request) -> float:
+        return float(request.num_behind + request.max_new_tokens - request.num_output)
+
+
+class FairOrdering(Ordering):
+    """Tenants share the lift by weight, measured in tokens.
+
+    Every tenant has a counter of the tokens it was served, divided by its weight; the lowest counter is next. The
+    prompt is charged when it boards (so that one tenant cannot take every free seat of a step), output as it comes,
+    and nothing twice: tokens from the prefix cache and those computed again after a preemption are free. A tenant
+    that comes back is lifted to the lowest counter of those who were active: nobody saves up credit while away.
+
+    Seats are shared too. A tenant with few takes one from the tenant with the most, if that brings the two closer
+    together; so a crowd on board does not keep others waiting until one of its long requests ends.
+    """
+
+    name = "fair"
+    REMEMBERED_TENANTS = 4096
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self.weights = dict(weights or {})
+        for tenant, weight in self.weights.items():
+            if not weight > 0 or weight == float("inf"):
+                raise InvalidParameter("tenant_weights", f"{tenant!r} must have a weight above 0, got {weight}")
+        self._served: dict[str, float] = {}  # by tenant; tokens / weight
+        self._open: dict[str, int] = {}  # requests waiting or on board, of the tenants that have any
+
+    def weight(self, tenant: str) -> float:
+        return self.weights.get(tenant, 1.0)
+
+    def claim(self, request: Request) -> float:
+        return self._served.get(request.tenant, 0.0)
+
+    def arrange(self, waiting: Sequence[Request]) -> Iterable[Request]:
+        """Each tenant's own in order of submission. Counters move while others board, so this looks at each turn."""
+        queues: dict[str, deque[Request]] = {}
+        for request in waiting:
+            queues.setdefault(request.tenant, deque()).append(request)
+        while queues:
+            tenant = min(queues, key=lambda name: (self._served.get(name, 0.0), queues[name][0].order))
+            yield queues[tenant].popleft()
+            if not queues[tenant]:
+                del queues[tenant]
+
+    def seat_to_take(self, request: Request, running: Sequence[Request]) -> Request | None:
+        seats: dict[str, int] = {}
+        for other in running:
+            seats[other.tenant] = seats.get(other.tenant, 0) + 1
+        load = {tenant: count / self.weight(tenant) for tenant, count in seats.items()}
+        load_with_one_more = (seats.get(request.tenant, 0) + 1) / self.weight(request.tenant)
+        candidates = [other for other in running if not other.aged and load[other.tenant] > load_with_one_more]
+        return max(candidates, key=lambda other: (load[other.tenant], other.order), default=None)
+
+    def arrived(self, request: Request) -> None:
+        tenant = request.tenant
+        if tenant not in self._open:
+            level = min((self._served[other] for other in self._open), default=0.0)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), level)
+            self._forget_debts_paid(level)
+        self._open[tenant] = self._open.get(tenant, 0) + 1
+
+    def boarded(self, request: Request) -> None:
+        self._charge(request, request.num_known - max(request.num_computed, request.num_charged))
+        request.num_charged = request.num_known
+
+    def grew(self, request: Request) -> None:
+        self._charge(request, 1)
+        request.num_charged = request.num_known
+
+    def finished(self, request: Request) -> None:
+        self._open[request.tenant] -= 1
+        if not self._open[request.tenant]:
+            del self._open[request.tenant]
+
+    def _charge(self, request: Request, tokens: int) -> None:
+        self._served[request.tenant] += max(0, tokens) / self.weight(request.tenant)
+
+    def _forget_debts_paid(self, level: float) -> None:
+        """A tenant that is away and not ahead of the others would be lifted anyway: no need to remember it."""
+        if len(self._served) > self.REMEMBERED_TENANTS:
+            for tenant in [name for name, served in self._served.items() if served <= level]:
+                if tenant not in self._open:
+                    del self._served[tenant]
+
+
+def make_ordering(name: str, tenant_weights: Mapping[str, float] | None = None) -> Ordering:
+    if tenant_weights and name != FairOrdering.name:
+        raise InvalidParameter("tenant_weights", f"only go with order {FairOrdering.name!r}, not {name!r}")
+    orderings: dict[str, Callable[[], Ordering]] = {
+        kind.name: kind for kind in (Ordering, PriorityOrdering, ShortestOrdering)
+    }
+    orderings[FairOrdering.name] = lambda: FairOrdering(tenant_weights)
+    if name not in orderings:
+        raise InvalidParameter("order", f"unknown order {name!r}; choose from {', '.join(orderings)}")
+    return orderings[name]()

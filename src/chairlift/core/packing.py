@@ -1,0 +1,52 @@
+"""The tokens of those on board: every decode, then prompts."""
+
+from __future__ import annotations
+
+from chairlift.core.draft import PlanDraft
+from chairlift.core.lift import Lift, Urgency
+from chairlift.core.request import Request, Status
+
+
+def decode(lift: Lift, draft: PlanDraft, now: float) -> None:
+    """One token for everyone who is one behind: running requests never wait for a new prompt."""
+    for request in [request for request in lift.running if request.decoding]:
+        _compute(request, draft.room_for(request), lift, draft, now)
+
+
+def advance_prompts(lift: Lift, draft: PlanDraft, now: float) -> None:
+    """Half of the room (or all of it, with nobody to share it) goes by the order; the rest will go to the shortest
+    first, newcomers included. So a long prompt does not hold up those behind it, nor is it ever held up itself."""
+    prompts = sorted((request for request in lift.running if not request.decoding), key=lift.ordering.rank)
+    shared = draft.prefill_room // 2 if len(prompts) > 1 or lift.waiting else 0
+    for request in prompts:
+        _compute(request, min(draft.room_for(request), draft.prefill_room - shared), lift, draft, now)
+
+
+def share_rest_among_prompts(lift: Lift, draft: PlanDraft, before: Urgency | None = None) -> None:
+    """What is left of the room for prompts, to the most urgent first; if `before` is given, only to those who are
+    more urgent than that."""
+    if not draft.prefill_room:
+        return
+    unserved = [(lift.urgency(request, draft), request.order, request) for request in lift.unserved_prompts(draft)]
+    for urgency, _, request in sorted(unserved, key=lambda entry: entry[:2]):
+        count = draft.room_for(request)
+        if not count or (before is not None and urgency >= before):
+            return
+        copies = lift.kv.reserve(request, draft.count(request) + count)
+        if copies is not None:
+            draft.add(request, count, lift.kv, copies)
+
+
+def _compute(request: Request, count: int, lift: Lift, draft: PlanDraft, now: float) -> None:
+    """Plan `count` tokens of one on board; at the expense of others if memory is short."""
+    if count <= 0 or request.status is not Status.RUNNING:  # someone ahead may have preempted it meanwhile
+        return
+    while (copies := lift.kv.reserve(request, count)) is None:
+        draft.memory_was_short = True
+        if lift.take_idle_blocks():
+            continue
+        victim = lift.ordering.victim(lift.running)
+        lift.preempt(victim, now, draft)
+        if victim is request:
+            return
+    draft.add(request, count, lift.kv, copies)

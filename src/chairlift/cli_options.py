@@ -109,6 +109,45 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = True
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="When requests board: continuous (at every step), static or dynamic (in batches).",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "continuous"
+    max_delay_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="How long a static or dynamic batch waits to be filled.",
+            rich_help_panel=_ENGINE,
+            show_default="dynamic 50, static 10000",
+        ),
+    ] = None
+    order: Annotated[
+        str,
+        typer.Option(
+            help="Who boards first: fcfs (first come), priority, shortest (least work) or fair (between tenants).",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "fcfs"
+    tenant_weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tenant-weight",
+            metavar="NAME=WEIGHT",
+            help="A tenant's share with --order fair, such as alice=2; may be given several times.",
+            rich_help_panel=_ENGINE,
+            show_default="1 each",
+        ),
+    ] = None
+    max_overtakes: Annotated[
+        int,
+        typer.Option(
+            help="How often a waiting request may be overtaken before nobody boards ahead of it.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = 16
     attention: Annotated[
         str, typer.Option(help="Attention backend: auto, or one by name.", rich_help_panel=_ENGINE)
     ] = "auto"

@@ -39,7 +39,7 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="Require this key; may be given several times. Also read from CHAIRLIFT_API_KEY.",
+            help="Require this key, or 'NAME KEY'; may be given several times. Also read from CHAIRLIFT_API_KEY.",
             rich_help_panel=_SERVER,
         ),
     ] = None,

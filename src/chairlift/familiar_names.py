@@ -24,12 +24,19 @@ OPTIONS = (
     "kv_memory",
     "memory_share",
     "prefix_caching",
+    "policy",
+    "max_delay_ms",
+    "order",
+    "tenant_weights",
+    "max_overtakes",
     "attention",
     "seed",
 )
 
 SAME_THING = {
     "max_num_seqs": "max_batch_requests",
+    "max_batch_size": "max_batch_requests",
+    "scheduling_policy": "order",
     "max_num_batched_tokens": "max_batch_tokens",
     "enable_prefix_caching": "prefix_caching",
     "kv_cache_memory_bytes": "kv_memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
+
+_OPTIONS = ("cache_salt", "priority", "tenant")  # what a prompt may bring besides its text
 
 
 class LLM:
@@ -66,7 +69,8 @@ class LLM:
         """Complete every prompt; results come in the order of the prompts.
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and optionally
-        "cache_salt". `use_tqdm` shows a progress bar. `timeout` (seconds) ends what is not finished by then.
+        "cache_salt", "priority" (lower is sooner) and "tenant". `use_tqdm` shows a progress bar. `timeout` (seconds)
+        ends what is not finished by then.
         """
         from chairlift.progress import generation_progress
 
@@ -134,7 +138,7 @@ class LLM:
 
     def _check(self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None) -> None:
         for item, one in zip(inputs, params, strict=True):
-            self.engine.check(item.token_ids, one, timeout)
+            self.engine.check(item.token_ids, one, timeout, item.options.get("priority", 0))
             if one.structure is not None:
                 self.engine.compile(one.structure)  # here, so that a bad one is known before anything is queued
 
@@ -148,8 +152,9 @@ class LLM:
         self._batches.append(batch)
         try:
             for item, one in zip(inputs, params, strict=True):
-                ids = self.engine.submit(item.token_ids, one, timeout=timeout, cache_salt=item.cache_salt)
+                ids = self.engine.submit(item.token_ids, one, timeout=timeout, **item.options)
                 batch.add(ids, item, one, self.engine.now())
+            self.engine.expect_no_more()
             yield batch
         finally:
             self._batches.remove(batch)
@@ -166,6 +171,7 @@ class LLM:
                 yield from batch.pieces()
 
     def _step(self) -> None:
+        time.sleep(min(self.engine.pause(), 1.0))
         self.engine.step()  # every open batch hears of it as a listener
         self.engine.check_alive()
 
@@ -173,10 +179,10 @@ class LLM:
 class _Input:
     """A prompt in whatever form it was given, as token ids."""
 
-    def __init__(self, text: str | None, token_ids: list[int], cache_salt: str) -> None:
+    def __init__(self, text: str | None, token_ids: list[int], options: Mapping[str, Any]) -> None:
         self.text = text
         self.token_ids = token_ids
-        self.cache_salt = cache_salt
+        self.options = options  # of Engine.submit
 
     @classmethod
     def parse(cls, prompt: Any, tokenizer: Tokenizer) -> _Input:
@@ -185,18 +191,21 @@ class _Input:
             fields["prompt"] = prompt
         elif not isinstance(prompt, Mapping):
             fields["prompt_token_ids"] = prompt
-        text, token_ids, salt = (fields.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
+        text, token_ids = fields.pop("prompt", None), fields.pop("prompt_token_ids", None)
+        options = {name: fields.pop(name) for name in _OPTIONS if fields.get(name) is not None}
         if fields:
-            raise InvalidParameter("prompt", f"unknown keys {sorted(fields)}; use prompt, prompt_token_ids, cache_salt")
-        if salt is not None and not isinstance(salt, str):
-            raise InvalidParameter("cache_salt", f"must be a string, got {type(salt).__name__}")
+            known = ", ".join(("prompt", "prompt_token_ids", *_OPTIONS))
+            raise InvalidParameter("prompt", f"unknown keys {sorted(fields)}; use {known}")
+        for name in ("cache_salt", "tenant"):
+            if not isinstance(options.get(name, ""), str):
+                raise InvalidParameter(name, f"must be a string, got {type(options[name]).__name__}")
         if token_ids is None:
             if not isinstance(text, str):
                 raise InvalidParameter("prompt", f"must be a string or token ids, got {type(text).__name__}")
             token_ids = tokenizer.encode(text)
         elif isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
             raise InvalidParameter("prompt", f"token ids must be a list, got {type(token_ids).__name__}")
-        return cls(text, list(token_ids), salt or "")
+        return cls(text, list(token_ids), options)
 
 
 class _Batch:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from chairlift.core.budget import FixedBudget
 from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
 from chairlift.core.kv_cache import KVCache
+from chairlift.core.ordering import make_ordering
 from chairlift.core.plan import StepPlan, StepResult
-from chairlift.core.policy import ContinuousPolicy
+from chairlift.core.policy import make_policy
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.waiting import MAX_OVERTAKES
 
 NextToken = Callable[[Request], int]
 
@@ -26,9 +28,20 @@ def make_scheduler(
     max_batch_requests: int = 8,
     prefix_caching: bool = True,
     kv_class: type[KVCache] = KVCache,
+    policy: str = "continuous",
+    max_delay: float | None = None,
+    order: str = "fcfs",
+    weights: Mapping[str, float] | None = None,
+    max_overtakes: int = MAX_OVERTAKES,
 ) -> Scheduler:
-    kv = kv_class(num_blocks, block_size, prefix_caching=prefix_caching)
-    return Scheduler(kv, FixedBudget(max_batch_tokens, max_prefill_tokens), ContinuousPolicy(), max_batch_requests)
+    return Scheduler(
+        kv_class(num_blocks, block_size, prefix_caching=prefix_caching),
+        FixedBudget(max_batch_tokens, max_prefill_tokens),
+        make_policy(policy, None if max_delay is None else 1000 * max_delay),
+        max_batch_requests,
+        ordering=make_ordering(order, weights),
+        max_overtakes=max_overtakes,
+    )
 
 
 def make_request(request_id: str, prompt: int | Sequence[int], new: int = 4, **options: object) -> Request:
@@ -37,7 +50,8 @@ def make_request(request_id: str, prompt: int | Sequence[int], new: int = 4, **o
         base = 1000 + 1000 * (hash_name(request_id) % 4_000_000)
         prompt = range(base, base + prompt)
     params = options.pop("params", SamplingParams(max_tokens=new))
-    return Request(request_id, list(prompt), params, max_new_tokens=new, arrival=0.0, **options)  # type: ignore[arg-type]
+    options.setdefault("arrival", 0.0)
+    return Request(request_id, list(prompt), params, max_new_tokens=new, **options)  # type: ignore[arg-type]
 
 
 def hash_name(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,8 +18,6 @@ from chairlift.errors import EngineDead, InvalidParameter
 
 if TYPE_CHECKING:
     from chairlift.execution.engine import Engine
-
-NOTHING_TO_DO = 0.001  # seconds between two looks at an engine that waits for more requests to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,10 @@ class _Turn:
     answer: list[int]
     token_times: list[float]
 
+    @property
+    def is_last(self) -> bool:
+        return self.index + 1 == len(self.session.turns)
+
 
 class _Run:
     def __init__(self, engine: Engine, sessions: Sequence[Session], arrivals: Sequence[float]) -> None:
@@ -85,14 +88,9 @@ class _Run:
         self._begun = self._engine.now()
         while self._coming or self._open:
             self._let_in()
-            if not self._open:
-                time.sleep(max(0.0, self._coming[0][0] - self._now()))
-                continue
-            events = self._engine.step()
+            time.sleep(self._pause())
+            self._take_in(self._engine.step())
             self._engine.check_alive()
-            self._take_in(events)
-            if not any(isinstance(event, StepDone) for event in events) and self._open:
-                time.sleep(NOTHING_TO_DO)
             advance(sum(len(turn.answer) for turn in self._turns))
         turns = self._turns
         return Measurement(
@@ -110,6 +108,14 @@ class _Run:
         while self._coming and self._coming[0][0] <= self._now():
             came, session = self._coming.popleft()
             self._submit(session, 0, [], came)
+
+        if not self._coming and all(turn.is_last for turn in self._open.values()):
+            self._engine.expect_no_more()
+
+    def _pause(self) -> float:
+        """Seconds in which there is nothing to compute, and nobody comes."""
+        until_next = self._coming[0][0] - self._now() if self._coming else math.inf
+        return max(0.0, min(self._engine.pause(), until_next))
 
     def _submit(self, session: Session, index: int, said: Sequence[int], came: float) -> None:
         turn = session.turns[index]
@@ -131,7 +137,7 @@ class _Run:
                 if event.ending.reason is not FinishReason.LENGTH:
                     raise EngineDead(f"a request ended early: {event.ending.reason} {event.ending.detail or ''}")
                 turn = self._open.pop(event.request_id)
-                if turn.index + 1 < len(turn.session.turns):
+                if not turn.is_last:
                     said = turn.prompt + turn.answer
                     self._submit(turn.session, turn.index + 1, said, event.time - self._begun)
 

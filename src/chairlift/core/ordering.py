@@ -62,13 +62,16 @@ class PriorityOrdering(Ordering):
         return sorted(waiting, key=self.rank)
 
 
-class ShortestOrdering(PriorityOrdering):
+class ShortestOrdering(Ordering):
     """The least remaining work first: tokens still to compute, and those it may generate at most."""
 
     name = "shortest"
 
     def claim(self, request: Request) -> float:
         return float(request.num_behind + request.max_new_tokens - request.num_output)
+
+    def arrange(self, waiting: Sequence[Request]) -> Iterable[Request]:
+        return sorted(waiting, key=self.rank)
 
 
 class FairOrdering(Ordering):
@@ -88,9 +91,6 @@ class FairOrdering(Ordering):
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self.weights = dict(weights or {})
-        for tenant, weight in self.weights.items():
-            if not weight > 0 or weight == float("inf"):
-                raise InvalidParameter("tenant_weights", f"{tenant!r} must have a weight above 0, got {weight}")
         self._served: dict[str, float] = {}  # by tenant; tokens / weight
         self._open: dict[str, int] = {}  # requests waiting or on board, of the tenants that have any
 
@@ -150,6 +150,33 @@ class FairOrdering(Ordering):
             for tenant in [name for name, served in self._served.items() if served <= level]:
                 if tenant not in self._open:
                     del self._served[tenant]
+
+
+def parse_weights(given: Mapping[str, float] | Sequence[str] | None) -> dict[str, float]:
+    """{"name": 2}, or the same as texts ["name=2"]."""
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    elif given is None:
+        pairs = []
+    elif isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
+        raise InvalidParameter("tenant_weights", f"must map names to numbers, got {given!r}")
+    else:
+        pairs = [_parse_weight(text) for text in given]
+    weights = dict(pairs)
+    if len(weights) < len(pairs):
+        raise InvalidParameter("tenant_weights", "name a tenant twice")
+    for tenant, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
+            raise InvalidParameter("tenant_weights", f"{tenant!r} must have a weight above 0, got {weight!r}")
+    return weights
+
+
+def _parse_weight(text: str) -> tuple[str, float]:
+    name, found, number = text.rpartition("=")
+    try:
+        return name, float(number if found else "")
+    except ValueError:
+        raise InvalidParameter("tenant_weights", f"must look like name=2, got {text!r}") from None
 
 
 def make_ordering(name: str, tenant_weights: Mapping[str, float] | None = None) -> Ordering:

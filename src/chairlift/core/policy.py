@@ -114,6 +114,6 @@ def make_policy(name: str, max_delay_ms: float | None = None) -> Policy:
         return ContinuousPolicy()
     if max_delay_ms is None:
         return BatchPolicy(name, DYNAMIC_DELAY if name == "dynamic" else STATIC_DELAY)
-    if not 0 <= max_delay_ms < float("inf"):
-        raise InvalidParameter("max_delay_ms", f"must be at least 0, got {max_delay_ms}")
+    if not isinstance(max_delay_ms, (int, float)) or not 0 <= max_delay_ms < float("inf"):
+        raise InvalidParameter("max_delay_ms", f"must be a number of at least 0, got {max_delay_ms!r}")
     return BatchPolicy(name, max_delay_ms / 1000)

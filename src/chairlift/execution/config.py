@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 
 from chairlift.attention import BACKENDS
 from chairlift.core.adaptive_budget import check_budget
+from chairlift.core.ordering import Ordering, make_ordering, parse_weights
+from chairlift.core.policy import Policy, make_policy
+from chairlift.core.waiting import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
 from chairlift.execution.memory import parse_bytes
 
@@ -34,6 +38,11 @@ class EngineConfig:
     kv_memory: int | str | None = None  # bytes, or "2GiB"
     memory_share: float | None = None  # without kv_memory: this share of the memory that is free after loading
     prefix_caching: bool = True
+    policy: str = "continuous"  # when requests board: continuous, static, dynamic
+    max_delay_ms: float | None = None  # how long a static or dynamic batch waits to be filled
+    order: str = "fcfs"  # who boards first: fcfs, priority, shortest, fair
+    tenant_weights: Mapping[str, float] | Sequence[str] | None = None  # for order fair: {"name": 2} or ["name=2"]
+    max_overtakes: int = MAX_OVERTAKES  # how often a waiting request may be overtaken before nobody boards ahead of it
     attention: str = "auto"
     cuda_graphs: bool = True  # on a GPU: capture steps and replay them
     load_format: str = "auto"  # dummy: random weights for a config.json
@@ -44,6 +53,9 @@ class EngineConfig:
             _positive(name, getattr(self, name), optional=True)
         _positive("block_size", self.block_size)
         check_budget(self.budget, self.target_tpot_ms, self.target_ttft_ms)
+        _positive("max_overtakes", self.max_overtakes)
+        self.make_policy()
+        self.make_ordering()
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise InvalidParameter("dtype", f"unknown type {self.dtype!r}; choose from auto, {', '.join(DTYPES)}")
         if self.attention != "auto" and self.attention not in BACKENDS:
@@ -67,6 +79,12 @@ class EngineConfig:
             if self.kv_memory is not None:
                 raise InvalidParameter("memory_share", "was given together with kv_memory; give one")
         self.torch_device()
+
+    def make_policy(self) -> Policy:
+        return make_policy(self.policy, self.max_delay_ms)
+
+    def make_ordering(self) -> Ordering:
+        return make_ordering(self.order, parse_weights(self.tenant_weights))
 
     def torch_device(self) -> torch.device:
         if self.device == "auto":

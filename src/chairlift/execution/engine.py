@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced
+from chairlift.core.ordering import PriorityOrdering
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.randomness import child_seed
 from chairlift.core.request import Ending, FinishReason, Request, completion_ids
@@ -125,15 +127,18 @@ class Engine:
         request_id: str | None = None,
         timeout: float | None = None,
         cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
     ) -> list[str]:
         """Queue a prompt. Returns one id for each of the `params.n` completions, the first one `request_id`.
 
-        `timeout` is in seconds from now. Requests with different `cache_salt`s never share cached prefixes.
+        `timeout` is in seconds from now. Requests with different `cache_salt`s never share cached prefixes. With the
+        order "priority", a lower `priority` boards sooner; with "fair", tenants get equal (or weighted) shares.
         Whatever is wrong with a request raises here, before anything is queued; only a structure that cannot be
         compiled may show later, as an ending that names the parameter.
         """
         self.check_alive()
-        max_new_tokens = self.check(prompt, params, timeout)
+        max_new_tokens = self.check(prompt, params, timeout, priority)
         now = self._clock()
         seed = self._seeds.randrange(MAX_SEED) if params.seed is None else params.seed
         first_id = request_id or f"request-{self._num_submitted}"
@@ -153,6 +158,8 @@ class Engine:
                 deadline=None if timeout is None else now + timeout,
                 salt=cache_salt,
                 leader=leader,
+                priority=priority,
+                tenant=tenant,
             )
             self.scheduler.submit(request, now)
             self._unreported.add(one_id)
@@ -167,7 +174,9 @@ class Engine:
         if self.fatal is not None:
             raise EngineDead(f"the engine stopped after an error: {self.fatal}") from self.fatal
 
-    def check(self, prompt: Sequence[int], params: SamplingParams, timeout: float | None = None) -> int:
+    def check(
+        self, prompt: Sequence[int], params: SamplingParams, timeout: float | None = None, priority: int = 0
+    ) -> int:
         """Raise if this could not be served; return how many tokens it may generate at most."""
         if not len(prompt):
             raise InvalidParameter("prompt", "is empty; give at least one token")
@@ -178,6 +187,7 @@ class Engine:
             self._structures(params.structure).check(params.structure)
         if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
             raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
+        self._check_priority(priority)
         room = self.max_model_len - len(prompt)
         if room < 1:
             problem = f"has {len(prompt)} tokens, but at most {self.max_model_len - 1} leave room for an answer"
@@ -208,11 +218,31 @@ class Engine:
             bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise InvalidParameter(parameter, f"token id {bad} is outside the vocabulary of {self.vocab_size}")
 
+    def _check_priority(self, priority: int) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+            raise InvalidParameter("priority", f"must be an integer, got {priority!r:.40}")
+        ordering = self.scheduler.ordering
+        if priority and not isinstance(ordering, PriorityOrdering):
+            raise InvalidParameter("priority", f"has no effect in the order {ordering.name!r}; start with 'priority'")
+
     def _check_unused(self, request_ids: Sequence[str]) -> None:
         """An id stays in use until its ending is published: an event must not be about two requests."""
         for request_id in request_ids:
-            if request_id in self._unreported:
+            if request_id in self._unreported or self.scheduler.get(request_id) is not None:
                 raise InvalidParameter("request_id", f"{request_id!r} is already in use")
+
+    def expect_no_more(self) -> None:
+        """Nothing is submitted soon: a static or dynamic batch need not be full to start."""
+        self.scheduler.expect_no_more()
+
+    def pause(self) -> float:
+        """Seconds until a step has something to do, unless something happens before: 0 with work at hand, without end
+        if there is none, and in between if a static or dynamic batch waits to be filled."""
+        if self._under_way or self.scheduler.has_events:
+            return 0.0
+        now = self._clock()
+        wakeup = self.scheduler.next_wakeup(now)
+        return math.inf if wakeup is None else wakeup - now
 
     def now(self) -> float:
         """The time on the engine's clock, which all events carry."""

@@ -13,7 +13,6 @@ from chairlift.attention import AttentionBackend, KVStorage, PagedGPUAttention, 
 from chairlift.core.adaptive_budget import make_budget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.kv_cache import KVCache
-from chairlift.core.policy import ContinuousPolicy
 from chairlift.core.scheduler import Scheduler
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.execution.config import EngineConfig
@@ -118,8 +117,10 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
             target_tpot_ms=config.target_tpot_ms,
             target_ttft_ms=config.target_ttft_ms,
         ),
-        ContinuousPolicy(),
+        config.make_policy(),
         config.seats(),
+        ordering=config.make_ordering(),
+        max_overtakes=config.max_overtakes,
     )
     engine = Engine(
         scheduler,

@@ -38,7 +38,8 @@ class StreamOptions(Strict):
 
 class Sampling(Strict):
     """What every endpoint that generates shares. Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens,
-    ignore_eos, stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt."""
+    ignore_eos, stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt,
+    priority (lower is sooner)."""
 
     model: str
     stream: bool | None = None
@@ -59,7 +60,9 @@ class Sampling(Strict):
     skip_special_tokens: bool | None = None
     timeout: float | None = None
     cache_salt: Annotated[str | None, Field(max_length=256)] = None
-    user: str | None = None  # the caller's own label; it changes nothing about the answer
+    priority: Integer | None = None
+    # The caller's own label; it changes nothing about the answer, but tenants may be served in fair shares.
+    user: Annotated[str | None, Field(max_length=256)] = None
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """As the engine takes them; what was not given keeps the engine's default."""
@@ -72,6 +75,7 @@ class Sampling(Strict):
             )
             if getattr(self, name) is not None
         }
+        _check_unicode("user", [self.user or ""])
         _check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
         return SamplingParams(**given, logit_bias=_bias(self.logit_bias), **more)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -75,7 +76,7 @@ class EngineProcess:
             return 0
         while not self.stopping and os.getppid() == self.parent:
             self.turn_began = time.monotonic()
-            self._take_messages(wait=not self.engine.has_work)
+            self._take_messages(min(1000 * self.engine.pause(), IDLE_POLL_MS))
             if self.engine.has_work:
                 self._report(self.engine.step())
             if self.engine.fatal is not None:
@@ -101,8 +102,8 @@ class EngineProcess:
             began = self.turn_began
             socket.send(encode(Heartbeat(0.0 if began is None else time.monotonic() - began)))
 
-    def _take_messages(self, *, wait: bool) -> None:
-        if wait and not self.inbox.poll(IDLE_POLL_MS):
+    def _take_messages(self, wait_ms: float) -> None:
+        if wait_ms > 0 and not self.inbox.poll(math.ceil(wait_ms)):
             return
         while True:
             try:
@@ -129,6 +130,8 @@ class EngineProcess:
                 request_id=request.request_id,
                 timeout=request.timeout,
                 cache_salt=request.cache_salt,
+                priority=request.priority,
+                tenant=request.tenant,
             )
         except InvalidParameter as error:
             self._send(Refused(request.request_id, error.parameter, error.problem))

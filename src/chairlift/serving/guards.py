@@ -12,7 +12,7 @@ import logging
 import time
 import traceback
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -59,7 +59,7 @@ class Outermost:
 class Guards:
     def __init__(self, app: ASGIApp, *, api_keys: Iterable[str], limits: Limits) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._tenants = dict(_named(api_keys))
         self._limits = limits
         self._held = _Held(limits.max_held_bytes)
 
@@ -70,6 +70,7 @@ class Guards:
         state = scope.setdefault("state", {})
         state["arrived"] = time.monotonic()
         state["key"] = self._key(scope)
+        state["tenant"] = self._tenants.get(state["key"])
         refusal = self._refusal(scope)
         if refusal is not None:
             await refusal.response()(scope, receive, send)
@@ -85,7 +86,7 @@ class Guards:
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         # Every key is compared, in constant time, whatever the first of them says.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        matches = [hmac.compare_digest(digest, known) for known in self._tenants]
         return digest if scheme.lower() == b"bearer" and any(matches) else None
 
     def _refusal(self, scope: Scope) -> APIError | None:
@@ -95,13 +96,20 @@ class Guards:
         if len(headers) > self._limits.max_headers or size > self._limits.max_header_bytes:
             problem = f"more than {self._limits.max_headers} headers or {self._limits.max_header_bytes} bytes of them"
             return APIError(431, problem, code="headers_too_large")
-        if self._digests and scope["state"]["key"] is None and scope["path"] not in OPEN_PATHS:
+        if self._tenants and scope["state"]["key"] is None and scope["path"] not in OPEN_PATHS:
             problem = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
             return APIError(401, problem, type_="authentication_error", code="invalid_api_key")
         length = dict(headers).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limits.max_body_bytes:
             return _too_large(self._limits.max_body_bytes)
         return None
+
+
+def _named(api_keys: Iterable[str]) -> Iterator[tuple[bytes, str]]:
+    """The digest of each key, and what its owner is called: "alice KEY" gives the name; else it is the n-th key."""
+    for number, text in enumerate(api_keys, start=1):
+        name, _, key = text.strip().rpartition(" ")
+        yield hashlib.sha256(key.encode()).digest(), name.strip() or f"key-{number}"
 
 
 class _Held:

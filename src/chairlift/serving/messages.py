@@ -18,6 +18,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     params: SamplingParams
     timeout: float | None
     cache_salt: str
+    priority: int = 0
+    tenant: str = ""
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):

@@ -151,7 +151,16 @@ class Service:
             answer_id = f"{job.id_prefix}{uuid.uuid4().hex}"
             timeout = self.limits.default_timeout if body.timeout is None else body.timeout
             requests = [
-                Submit(f"{answer_id}-{index}", prompt, prepared.params, timeout, self._salt(http, body))
+                Submit(
+                    request_id=f"{answer_id}-{index}",
+                    prompt=prompt,
+                    params=prepared.params,
+                    timeout=timeout,
+                    cache_salt=self._salt(http, body),
+                    priority=body.priority or 0,
+                    # Who has a key of his own cannot get a larger share by calling himself otherwise.
+                    tenant=http.state.tenant or body.user or "",
+                )
                 for index, prompt in enumerate(prepared.prompts)
             ]
             stream = self.engine.submit(requests, RequestClock(self.metrics, http.state.arrived))

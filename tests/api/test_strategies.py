@@ -1,0 +1,148 @@
+"""Every policy and every ordering on a real (tiny) model: other schedules, the same tokens."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift import LLM
+from chairlift.core.events import StepDone, TokenProduced
+from chairlift.core.integrity import check_accounting, check_quiescent
+from chairlift.core.sampling import SamplingParams
+from chairlift.errors import InvalidParameter
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.startup import LoadedModel, load_model, start_engine
+from tests.tiny import write_tiny_checkpoint
+
+POLICIES = ("continuous", "static", "dynamic")
+ORDERS = ("fcfs", "priority", "shortest", "fair")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("strategies") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> LoadedModel:
+    return load_model(str(folder), EngineConfig(device="cpu", dtype="float32"), progress=False)
+
+
+def generate(tiny: LoadedModel, **options: Any) -> tuple[list[list[int]], list[StepDone]]:
+    """Prompts of uneven lengths and outputs, submitted while others run."""
+    order = options.get("order", "fcfs")
+    engine = start_engine(tiny, EngineConfig(device="cpu", dtype="float32", block_size=4, **options)).engine
+    work = [([3 + (7 * i + j) % 300 for j in range(1 + 11 * i % 37)], 1 + 5 * i % 12) for i in range(12)]
+    outputs: dict[str, list[int]] = {}
+    steps = []
+
+    def step() -> None:
+        for event in engine.step():
+            if isinstance(event, TokenProduced):
+                outputs[event.request_id].append(event.token)
+            elif isinstance(event, StepDone):
+                steps.append(event)
+        check_accounting(engine.scheduler)
+
+    for index, (prompt, count) in enumerate(work):
+        params = GREEDY.clone(max_tokens=count)
+        priority = index % 3 if order == "priority" else 0
+        (request_id,) = engine.submit(prompt, params, priority=priority, tenant="abc"[index % 3])
+        outputs[request_id] = []
+        step()
+    engine.expect_no_more()
+    while engine.has_work:
+        step()
+    assert engine.fatal is None
+    check_quiescent(engine.scheduler)
+    assert [len(tokens) for tokens in outputs.values()] == [count for _, count in work]
+    return list(outputs.values()), steps
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: LoadedModel) -> list[list[int]]:
+    return generate(tiny, max_batch_requests=1, kv_memory="1MiB", attention="bursted")[0]
+
+
+@pytest.mark.parametrize(("policy", "order"), list(product(POLICIES, ORDERS)))
+def test_the_tokens_are_the_same_in_every_policy_and_order(
+    tiny: LoadedModel, expected: list[list[int]], policy: str, order: str
+) -> None:
+    for options in (
+        {"kv_memory": "1MiB", "max_batch_requests": 4, "max_batch_tokens": 24},
+        {"kv_memory": 20 * 4 * 512, "max_batch_requests": 5, "prefix_caching": False},  # 20 blocks: preemptions
+        {"kv_memory": "1MiB", "max_batch_requests": 4, "attention": "padded"},
+    ):
+        outputs, steps = generate(tiny, policy=policy, order=order, **options)
+        assert outputs == expected
+        if policy == "continuous" and options.get("attention") != "padded":
+            assert not any(step.padding_tokens for step in steps)
+        elif policy != "continuous":
+            assert any(step.padding_tokens for step in steps)
+
+
+def test_a_list_of_prompts_does_not_wait_for_a_full_batch(folder: Path) -> None:
+    """With a clock that would have to pass an hour."""
+    llm = LLM(str(folder), policy="static", max_delay_ms=3_600_000, max_batch_size=8, kv_memory="1MiB")
+    results = llm.generate(["a chair", "a lift", "a batch"], GREEDY, use_tqdm=False)
+    assert [len(result.outputs[0].token_ids) for result in results] == [8, 8, 8]
+    assert len(list(llm.stream("a chair", GREEDY))) > 0
+
+
+def test_a_waiting_batch_tells_how_long_to_pause(folder: Path) -> None:
+    llm = LLM(str(folder), policy="dynamic", max_delay_ms=50, max_batch_size=8, kv_memory="1MiB")
+    engine = llm.engine
+    assert engine.pause() == float("inf")
+    (request_id,) = engine.submit([5, 6, 7], GREEDY)
+    assert engine.pause() == 0.0  # there is an event to tell
+    engine.step()
+    assert 0.0 <= engine.pause() <= 0.05
+    while engine.scheduler.get(request_id) is not None:
+        engine.step()
+    engine.step()
+    assert engine.pause() == float("inf")
+
+
+def test_prompts_bring_their_priority_and_tenant(folder: Path) -> None:
+    llm = LLM(str(folder), order="priority", max_batch_size=1, kv_memory="1MiB")
+    prompts = [{"prompt": "one", "priority": 2, "tenant": "x"}, {"prompt": "two", "priority": 1}, "three"]
+    results = llm.generate(prompts, GREEDY, use_tqdm=False)
+    boarded = [result.metrics.boarded for result in results]
+    assert sorted(boarded, reverse=True) == boarded  # the last comes first
+    with pytest.raises(InvalidParameter, match="tenant: must be a string"):
+        llm.generate({"prompt": "x", "tenant": 3}, GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidParameter, match="priority: must be an integer"):
+        llm.generate({"prompt": "x", "priority": "high"}, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"),
+    [
+        ({"policy": "magic"}, "policy"),
+        ({"order": "alphabetical"}, "order"),
+        ({"max_delay_ms": 5}, "max_delay_ms"),
+        ({"policy": "dynamic", "max_delay_ms": -1}, "max_delay_ms"),
+        ({"policy": "dynamic", "max_delay_ms": "soon"}, "max_delay_ms"),
+        ({"tenant_weights": {"a": 2}}, "tenant_weights"),
+        ({"order": "fair", "tenant_weights": {"a": 0}}, "tenant_weights"),
+        ({"order": "fair", "tenant_weights": ["a"]}, "tenant_weights"),
+        ({"order": "fair", "tenant_weights": ["a=1", "a=2"]}, "tenant_weights"),
+        ({"order": "fair", "tenant_weights": "a=1"}, "tenant_weights"),
+        ({"order": "fair", "tenant_weights": 3}, "tenant_weights"),
+        ({"max_overtakes": 0}, "max_overtakes"),
+    ],
+)
+def test_bad_strategies_are_named(options: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(InvalidParameter) as refusal:
+        EngineConfig(device="cpu", **options)
+    assert refusal.value.parameter == parameter
+
+
+def test_a_priority_without_effect_is_refused(tiny: LoadedModel) -> None:
+    engine = start_engine(tiny, EngineConfig(device="cpu", kv_memory="1MiB")).engine
+    with pytest.raises(InvalidParameter, match="priority: has no effect"):
+        engine.submit([5, 6], GREEDY, priority=1)

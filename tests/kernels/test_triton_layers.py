@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton_layers import add_rms_norm_, rms_norm, rotate_and_store_, silu_mul
+from chairlift.kernels.triton_layers import add_rms_norm_, begin_step, rms_norm, rotate_and_store_, rotation, silu_mul
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -88,3 +88,25 @@ def test_rotate_and_store(
     used = positions >= 0
     found = qkv.double().view(rows, total, dim)[:, :heads]
     torch.testing.assert_close(found[used], q[used], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pairs", [4, 48])
+def test_rotation(pairs: int, device: torch.device) -> None:
+    """Angles of long contexts too: they are many turns."""
+    positions = torch.tensor([0, 1, 77, 4095, 131_071], dtype=torch.int32, device=device)
+    inv_freq = 10_000.0 ** -(torch.arange(pairs, device=device) / pairs)
+    cos, sin = rotation(positions, inv_freq, 1.5, torch.float32)
+    angles = (positions.float()[:, None] * inv_freq).double()  # rounded to float32, as in training
+    torch.testing.assert_close(cos[:, 0].double(), angles.cos() * 1.5, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sin[:, 0].double(), angles.sin() * 1.5, rtol=0, atol=1e-5)
+
+
+def test_a_step_begins_with_its_tokens_and_tables(device: torch.device) -> None:
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    tables = torch.zeros(3, 4, dtype=torch.int32, device=device)
+    last = ints(9, -1, 5)
+    found = begin_step(ints(3, -1, 10, -1), ints(0, 2, 0, 1), last, ints(1, 6, 11), ints(7, 8, 9), tables)
+    assert found.tolist() == [3, 5, 10, 0]
+    assert tables.tolist() == [[0, 7, 0, 0], [0, 0, 8, 0], [0, 0, 0, 9]]

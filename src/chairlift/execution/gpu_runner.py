@@ -110,12 +110,13 @@ class GPURunner:
 
     def _forward(self, shape: BatchShape) -> tuple[Tensor, Tensor]:
         """The whole step as kernels, reading nothing but device memory: what a graph captures."""
+        from chairlift.kernels.triton_layers import begin_step
         from chairlift.kernels.triton_sampling import sample
 
         view = shape.device_views(self._inputs)
-        self.tables.view(-1)[view["update_cell"]] = view["update_block"]
-        last = self.last_token[view["slot"]]
-        tokens = torch.where(view["token"] < 0, last, view["token"])
+        tokens = begin_step(
+            view["token"], view["slot"], self.last_token, view["update_cell"], view["update_block"], self.tables
+        )
         batch = PagedBatch(
             slots=view["slot"],
             positions=view["position"],

@@ -330,7 +330,7 @@ def _decode_tiling(rows: int, num_kv_heads: int, dtype: torch.dtype) -> DecodeTi
     if dtype == torch.float32:
         return DecodeTiling(32, 64, 4, 3)
     if rows * num_kv_heads >= PROGRAMS:
-        return DecodeTiling(64, 256, 4, 4)
+        return DecodeTiling(32, 256, 1, 4)
     return DecodeTiling(128, 512, 4 if rows * num_kv_heads <= 128 else 8, 3)
 
 

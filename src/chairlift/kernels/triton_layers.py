@@ -71,6 +71,85 @@ def _launch_norm(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, e
 
 
 @triton.jit
+def _rotation_kernel(
+    positions_ptr,
+    inv_freq_ptr,
+    cos_ptr,
+    sin_ptr,
+    scale,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    inside = pair < PAIRS
+    inv_freq = tl.load(inv_freq_ptr + pair, mask=inside, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    angle = tl.load(positions_ptr + row).to(tl.float32) * inv_freq
+    at = row.to(tl.int64) * PAIRS + pair
+    tl.store(cos_ptr + at, (tl.cos(angle) * scale).to(cos_ptr.dtype.element_ty), mask=inside)
+    tl.store(sin_ptr + at, (tl.sin(angle) * scale).to(sin_ptr.dtype.element_ty), mask=inside)
+
+
+def rotation(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * inv_freq, both [T, 1, pairs] in `dtype`."""
+    pairs = len(inv_freq)
+    cos = torch.empty(len(positions), 1, pairs, dtype=dtype, device=positions.device)
+    sin = torch.empty_like(cos)
+    _rotation_kernel[(len(positions),)](
+        positions,
+        inv_freq,
+        cos,
+        sin,
+        scale,
+        PAIRS=pairs,
+        BLOCK=triton.next_power_of_2(pairs),
+        num_warps=1,
+        **overlapping(positions.device),
+    )
+    return cos, sin
+
+
+@triton.jit
+def _begin_step_kernel(
+    tokens_ptr,  # [T] int32: a token, or -1: the last one sampled in the row's slot
+    slots_ptr,  # [T] int32
+    last_token_ptr,  # [slots] int32
+    resolved_ptr,  # [T] int32: the result
+    cells_ptr,  # [updates] int32
+    blocks_ptr,  # [updates] int32
+    tables_ptr,  # int32: cells are places in it
+    num_tokens,
+    num_updates,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_tokens
+    token = tl.load(tokens_ptr + at, mask=inside, other=0)
+    last = tl.load(last_token_ptr + tl.load(slots_ptr + at, mask=inside, other=0), mask=inside, other=0)
+    # After bad logits there is no last token; the request is over, and what its row computes is nobody's.
+    tl.store(resolved_ptr + at, tl.where(token < 0, tl.maximum(last, 0), token), mask=inside)
+    changed = at < num_updates
+    cell = tl.load(cells_ptr + at, mask=changed, other=0)
+    tl.store(tables_ptr + cell, tl.load(blocks_ptr + at, mask=changed, other=0), mask=changed)
+
+
+def begin_step(
+    tokens: Tensor, slots: Tensor, last_token: Tensor, cells: Tensor, blocks: Tensor, tables: Tensor
+) -> Tensor:
+    """Brings the block tables up to date, and returns the step's tokens with those that only the device knows."""
+    resolved = torch.empty_like(tokens)
+    count = max(len(tokens), len(cells))
+    _begin_step_kernel[(triton.cdiv(count, 128),)](
+        tokens, slots, last_token, resolved, cells, blocks, tables, len(tokens), len(cells), BLOCK=128, num_warps=4
+    )
+    return resolved
+
+
+@triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

@@ -96,7 +96,7 @@ def skinny_linear(x: Tensor, weight: Tensor, *, add_to: Tensor | None = None) ->
     rows, depth = x.shape
     columns = len(weight)
     out = add_to if add_to is not None else torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    height, width = max(16, triton.next_power_of_2(rows)), 32
+    height, width = max(16, triton.next_power_of_2(rows)), 32 if columns <= 4096 else 64
     programs = triton.cdiv(columns, width)
     splits = max(1, min(8, triton.next_power_of_2(PROGRAMS // programs), depth // 512))
     partial, arrived = _scratch(programs * splits * height * width if splits > 1 else 1, programs, x.device)
@@ -116,7 +116,7 @@ def skinny_linear(x: Tensor, weight: Tensor, *, add_to: Tensor | None = None) ->
         RESIDUAL=add_to is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
-        num_stages=5 if x.dtype != torch.float32 else 2,
+        num_stages=4 if x.dtype != torch.float32 else 2,
         **overlapping(x.device),
     )
     return out

@@ -37,6 +37,10 @@ class RotaryEmbedding:
         self._dtype = dtype
 
     def __call__(self, positions: Tensor) -> Rotation:
+        if positions.is_cuda:
+            from chairlift.kernels.triton_layers import rotation
+
+            return Rotation(*rotation(positions, self._inv_freq, self._scale, self._dtype))
         angles = (positions.float()[:, None] * self._inv_freq)[:, None, :]
         return Rotation((angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype))
 

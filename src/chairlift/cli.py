@@ -93,6 +93,7 @@ app.command(
         "chairlift chat",
         'chairlift chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."',
         'echo "What is a chairlift?" | chairlift chat --quiet --temperature 0',
+        "chairlift chat --url http://localhost:8000",
     )
 )(chat)
 app.command(

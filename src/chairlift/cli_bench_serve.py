@@ -13,7 +13,7 @@ from chairlift.bench.load_client import WORDS
 from chairlift.bench.load_figures import load_row
 from chairlift.bench.load_plot import draw_load
 from chairlift.bench.measure import add_speedups
-from chairlift.bench.serve import OwnServer, Plan, Target, local_model_facts, measure_server, served_model
+from chairlift.bench.serve import OwnServer, Plan, Target, local_model_facts, measure_server
 from chairlift.bench.traces import TraceEntry
 from chairlift.bench.workload import LengthRange
 from chairlift.cli_bench_output import ReportOptions
@@ -22,6 +22,7 @@ from chairlift.cli_load_options import JudgeOptions, LoadOptions, ServerOptions,
 from chairlift.cli_load_report import show_rows, watch_load
 from chairlift.cli_options import EngineOptions, given, refuse_given, with_option_groups
 from chairlift.client.address import Address
+from chairlift.client.blocking import BlockingClient
 from chairlift.errors import InvalidParameter
 
 
@@ -147,7 +148,7 @@ class _Bench:
         drawn_from = words or range(ids.low, ids.high + 1)
         if model_given:
             return self._engine.model, drawn_from, None
-        found = served_model(self._address, self._server.api_key)
+        found = BlockingClient(self._address, api_key=self._server.api_key).served_model()
         told = found.get("max_model_len")
         return str(found["id"]), drawn_from, told if isinstance(told, int) else None
 

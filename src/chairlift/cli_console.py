@@ -80,17 +80,31 @@ class AnswerMeter:
             raise ChairliftError(f"generating failed: {self._ending.detail}")
 
     def summary(self) -> str:
-        prompt = f"prompt of {self._prompt_tokens} tokens, {self._cached_tokens} of them cached"
-        if not self._token_times:
-            return f"no tokens · {prompt}"
-        first, last = self._token_times[0], self._token_times[-1]
-        count = "1 token" if len(self._token_times) == 1 else f"{len(self._token_times)} tokens"
-        if last > first:
-            count += f" at {(len(self._token_times) - 1) / (last - first):.1f} tokens/s"
-        line = f"{count} · first after {first - self._arrival:.2f} s · {prompt}"
-        if self._ending is not None and self._ending.reason is FinishReason.LENGTH:
-            line += " · cut off at --max-tokens or the end of the context"
-        return line
+        cut_off = self._ending is not None and self._ending.reason is FinishReason.LENGTH
+        times = self._token_times
+        return answer_summary(
+            self._arrival, times, len(times), self._prompt_tokens, self._cached_tokens, cut_off=cut_off
+        )
+
+
+def answer_summary(
+    begun: float,
+    times: Sequence[float],
+    num_tokens: int,
+    prompt_tokens: int | None,
+    cached_tokens: int,
+    *,
+    cut_off: bool,
+) -> str:
+    """The figures of an answer in a line, given when its pieces came. `prompt_tokens` may be unknown."""
+    prompt = f" · prompt of {prompt_tokens} tokens, {cached_tokens} of them cached" if prompt_tokens is not None else ""
+    if not times:
+        return f"no tokens{prompt}"
+    count = "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
+    if times[-1] > times[0]:
+        count += f" at {(num_tokens - 1) / (times[-1] - times[0]):.1f} tokens/s"
+    end = " · cut off at --max-tokens or the end of the context" if cut_off else ""
+    return f"{count} · first after {times[0] - begun:.2f} s{prompt}{end}"
 
 
 class StopKey:

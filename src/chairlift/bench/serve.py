@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from chairlift.bench.local_server import MODEL_NAME, local_server
 from chairlift.bench.offline_worker import run_offline
 from chairlift.bench.workload import BenchRequest, Workload, text_like_ids
 from chairlift.client.address import Address
-from chairlift.client.http import BadResponse, HttpClient
+from chairlift.client.http import HttpClient
 from chairlift.errors import ChairliftError
 
 SHOW_SECONDS = 0.25
@@ -80,28 +79,6 @@ async def _show(load: Load, client: LoadClient, advance: Advance) -> None:
     while True:
         advance(len(load.records) - load.num_open, load.num_open, client.num_pieces)
         await asyncio.sleep(SHOW_SECONDS)
-
-
-def served_model(address: Address, api_key: str | None) -> dict[str, Any]:
-    """The first model that a server lists, as it describes it."""
-    return asyncio.run(_served_model(address, api_key))
-
-
-async def _served_model(address: Address, api_key: str | None) -> dict[str, Any]:
-    http, parts = HttpClient(address, api_key=api_key), list[bytes]()
-    try:
-        async with asyncio.timeout(30):
-            response = await http.get("/v1/models", parts.append)
-        if response.status != 200:
-            raise ChairliftError(f"{address}/v1/models answers with status {response.status}; name the --model")
-        model: dict[str, Any] = json.loads(b"".join(parts))["data"][0]
-        return model
-    except (OSError, BadResponse) as error:
-        raise ChairliftError(f"no server at {address}: {error or type(error).__name__}") from None
-    except (ValueError, LookupError, TypeError):
-        raise ChairliftError(f"{address}/v1/models does not list models; name the --model") from None
-    finally:
-        http.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,3 +41,10 @@ class Address:
 
     def __str__(self) -> str:
         return f"{'https' if self.tls else 'http'}://{self.host_header}{self.root}"
+
+
+def bearer(api_key: str) -> str:
+    """An API key as the value of the Authorization header."""
+    if not api_key.isascii() or not api_key.isprintable() or not api_key.strip():
+        raise InvalidParameter("api_key", "must be printable ASCII")
+    return f"Bearer {api_key}"

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from chairlift.client.address import Address
+from chairlift.client.address import Address, bearer
 from chairlift.client.response import BadResponse, ResponseReader
 
 
@@ -28,25 +28,14 @@ class HttpClient:
         self.address = address
         self._tls = ssl.create_default_context() if address.tls else None
         self._idle: list[_Connection] = []
-        key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._shared_head = f"Host: {address.host_header}\r\nUser-Agent: chairlift\r\n{key}"
+        key = f"Authorization: {bearer(api_key)}\r\n" if api_key else ""
+        host = f"Host: {address.host_header}\r\nUser-Agent: chairlift\r\n"
+        self._shared_head = f"{host}Content-Type: application/json\r\n{key}"
 
     async def post(self, path: str, body: bytes, on_body: Callable[[bytes], None]) -> Response:
         """Send JSON; the body of the response goes to `on_body` as it arrives."""
-        head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        return await self._exchange("POST", path, head, body, on_body)
-
-    async def get(self, path: str, on_body: Callable[[bytes], None]) -> Response:
-        return await self._exchange("GET", path, "", b"", on_body)
-
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
-
-    async def _exchange(
-        self, method: str, path: str, head: str, body: bytes, on_body: Callable[[bytes], None]
-    ) -> Response:
-        message = f"{method} {self.address.root}{path} HTTP/1.1\r\n{self._shared_head}{head}\r\n".encode() + body
+        head = f"POST {self.address.root}{path} HTTP/1.1\r\n{self._shared_head}Content-Length: {len(body)}\r\n\r\n"
+        message = head.encode() + body
         while self._idle:
             connection = self._idle.pop()
             try:
@@ -54,6 +43,10 @@ class HttpClient:
             except _Stale:
                 continue  # closed by the server while it was idle, as it may; the request was never read
         return await self._use(await self._connect(), message, on_body)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()

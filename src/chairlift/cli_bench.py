@@ -20,6 +20,8 @@ from chairlift.bench.report import check_writable, machine, machine_line, write_
 from chairlift.bench.throughput import ENGINES, Comparison, parse_engines
 from chairlift.bench.workload import LengthRange, Workload, load_workload, make_workload
 from chairlift.cli_bench_attention import bench_attention
+from chairlift.cli_bench_claims import bench_claims
+from chairlift.cli_bench_policies import bench_policies
 from chairlift.cli_bench_prefix import bench_prefix
 from chairlift.cli_bench_serve import bench_serve
 from chairlift.cli_console import show_log
@@ -190,3 +192,14 @@ bench_app.command(
         "chairlift bench serve --trace azure_2023_conversation.csv --trace-speed 0.2 --duration 120",
     ),
 )(bench_serve)
+bench_app.command(
+    "policies",
+    epilog=examples(
+        "chairlift bench policies",
+        "chairlift bench policies --strategies continuous,continuous/padded,static/padded --arrivals at-once",
+    ),
+)(bench_policies)
+bench_app.command(
+    "claims",
+    epilog=examples("chairlift bench claims", "chairlift bench claims --claims tiling,cache --plot claims.png"),
+)(bench_claims)

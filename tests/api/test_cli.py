@@ -41,6 +41,8 @@ COMMANDS = [
     ["bench", "attention"],
     ["bench", "prefix"],
     ["bench", "serve"],
+    ["bench", "policies"],
+    ["bench", "claims"],
 ]
 FAST = ["--device", "cpu", "--kv-memory", "4MiB"]
 

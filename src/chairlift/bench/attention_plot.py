@@ -17,6 +17,11 @@ STYLES = (":", "--", "-")  # the more the lengths vary, the more solid
 
 
 def plot_attention(path: Path, results: AttentionResults, footnote: str) -> None:
+    save_panels(path, "Attention", footnote, attention_panels(results))
+
+
+def attention_panels(results: AttentionResults) -> list[Draw]:
+    """One for each figure that was measured."""
     panels: list[Draw] = []
     for kind in dict.fromkeys(point.kind for point in results.modes):
         points = [point for point in results.modes if point.kind == kind]
@@ -27,7 +32,7 @@ def plot_attention(path: Path, results: AttentionResults, footnote: str) -> None
         panels.append(lambda axes: _sharing(axes, results.sharing))
     if results.cache:
         panels.append(lambda axes: _cache(axes, results.cache))
-    save_panels(path, "Attention", footnote, panels)
+    return panels
 
 
 def _modes(axes: Any, points: Sequence[ModesPoint]) -> None:

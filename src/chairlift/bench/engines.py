@@ -44,6 +44,17 @@ class EngineMaker:
         special = self.loaded.tokenizer.special_ids
         return [token for token in range(self.loaded.model.vocab_size) if token not in special]
 
+    def num_parameters(self) -> int:
+        from chairlift.loading.checkpoint import open_checkpoint
+        from chairlift.loading.store import resolve_model
+        from chairlift.models import describe
+        from chairlift.models.dummy import DummyCheckpoint
+
+        config = self.config()
+        if config.load_format == "dummy":
+            return describe(DummyCheckpoint(self.loaded.name, config.torch_device()).config).num_parameters
+        return describe(open_checkpoint(resolve_model(self.loaded.name)).config).num_parameters
+
     def settings(self) -> dict[str, Any]:
         """What all of its engines have in common, for a report."""
         import torch

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from chairlift.models import build_model
 from chairlift.models.base import CausalLM
+from chairlift.models.dummy import dummy_tensors, dummy_tokenizer
+
+if TYPE_CHECKING:
+    from chairlift.execution.startup import LoadedModel
 
 SMALL_LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -24,18 +29,13 @@ SMALL_LLAMA: dict[str, Any] = {
 }
 
 
-def random_llama(device: torch.device, dtype: torch.dtype, *, seed: int = 0, **changes: Any) -> CausalLM:
-    """`SMALL_LLAMA` with `changes`; the same arguments give the same weights."""
-    from chairlift.models.decoder import Decoder
-    from chairlift.models.read_config import decoder_config
-
-    generator = torch.Generator().manual_seed(seed)
+def random_llama(device: torch.device, dtype: torch.dtype) -> CausalLM:
     with torch.inference_mode():
-        model = Decoder(decoder_config(SMALL_LLAMA | changes, None), dtype=dtype, device=device)
-        for _, weight in model.targets():
-            if weight.ndim == 1:
-                weight.fill_(1.0)
-            else:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5)
-        model.finalize()
-    return model
+        return build_model(SMALL_LLAMA, dummy_tensors(SMALL_LLAMA, device), dtype=dtype, device=device)
+
+
+def random_loaded_model(device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """The same, ready for an engine."""
+    from chairlift.execution.startup import LoadedModel
+
+    return LoadedModel("a small random model", random_llama(device, dtype), dummy_tokenizer(), frozenset())

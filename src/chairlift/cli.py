@@ -31,16 +31,17 @@ class _Commands(TyperGroup):
         except ChairliftError as error:
             if os.environ.get("CHAIRLIFT_DEBUG") == "1":
                 raise
-            show_error(self._explain(error))
+            show_error(_explain(error, self.commands[ctx.invoked_subcommand]))
             raise typer.Exit(2) from error
 
-    def _explain(self, error: ChairliftError) -> str:
-        """The error's text, with the option that it is about spelled as it was typed."""
-        if isinstance(error, InvalidParameter):
-            option = f"--{error.parameter.replace('_', '-')}"
-            if option in _options(self):
-                return f"{option}: {error.problem}"
-        return str(error)
+
+def _explain(error: ChairliftError, command: Any) -> str:
+    """The error's text, with the option that it is about spelled as it was typed."""
+    if isinstance(error, InvalidParameter):
+        option = f"--{error.parameter.replace('_', '-')}"
+        if option in _options(command):
+            return f"{option}: {error.problem}"
+    return str(error)
 
 
 def _options(command: Any) -> set[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +208,14 @@ def test_no_process_and_no_file_is_left_behind() -> None:
     for count in range(20_000, 20_003):  # each of them costs its process its life
         assert compiler.compile(Structure.regex("(a|b*)" * count)).exception() is not None
     assert compiler.compile(Structure.choice(["a"])).exception() is None
+    slow = compiler.compile(Structure.regex("(a|b*)" * 20_004))
+    while not slow.running():
+        time.sleep(0.01)
+    compiler.shut_down()
+    assert slow.exception() is not None
     compiler._workers.shutdown()
-    del compiler
+    del compiler, slow
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= files
     assert len(children.read_text().split()) <= len(before)
 

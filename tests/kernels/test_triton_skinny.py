@@ -8,7 +8,7 @@ import torch
 from chairlift.kernels.triton_skinny import skinny_linear
 
 
-@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 64, 300), (3, 40, 1024), (17, 33, 2100)])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 64, 300), (3, 40, 1024), (17, 33, 2100), (2, 70, 8200)])
 @pytest.mark.parametrize("residual", [False, True])
 def test_skinny_linear(rows: int, columns: int, depth: int, residual: bool, device: torch.device) -> None:
     x, weight = torch.randn(rows, depth, device=device), torch.randn(columns, depth, device=device)

@@ -114,3 +114,12 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
     running = start_server(folder, tmp_path_factory.mktemp("tool_server") / "log")
     yield running
     assert running.stop() == 0, running.tail()
+
+
+@pytest.fixture(scope="session")
+def described_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Its template has no place for tools, and there is room for a description of them."""
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("described") / "tiny", positions=4096)
+    running = start_server(folder, tmp_path_factory.mktemp("described_server") / "log")
+    yield running
+    assert running.stop() == 0, running.tail()

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from chairlift.core.structure import StructureKind
+from chairlift.core.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import ArgumentsDelta, CallBegun, PlainParser
 from chairlift.text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "get_time"}}
 USER = {"role": "user", "content": "What is the weather?"}
-CALLED = {
+CALLED: dict[str, Any] = {
     "role": "assistant",
     "content": None,
     "tool_calls": [
@@ -183,6 +183,19 @@ def test_mistral_templates_want_ids_of_nine_characters() -> None:
     assert all(len(call_id) == 9 and call_id.isalnum() for call_id in results)
 
 
+def test_llama_templates_want_one_call_at_a_time() -> None:
+    template = (
+        "{{ tools }}<|python_tag|>{% for m in messages %}{% if 'tool_calls' in m %}"
+        "{% if m.tool_calls | length != 1 %}{{ raise_exception('single calls only') }}{% endif %}"
+        "{{ m.tool_calls[0].function.name }} {% else %}{{ m.content }} {% endif %}{% endfor %}"
+    )
+    swapped = [RESULTS[1], RESULTS[0], {"role": "tool", "tool_call_id": "other", "content": "stray"}]
+    text = prompt(template, [USER, CALLED, *swapped, {"role": "user", "content": "Thanks"}])
+    assert text.endswith("What is the weather? get_time noon get_weather snow stray Thanks ")
+    single = {**CALLED, "tool_calls": CALLED["tool_calls"][:1]}
+    assert prompt(template, [USER, single, RESULTS[0]]).endswith("get_time noon ")
+
+
 def test_templates_without_a_place_for_tools() -> None:
     text = prompt(CHATML, [{"role": "system", "content": "Be brief."}, USER, CALLED, *RESULTS])
     system, user, assistant, results, last = text.split("<|im_start|>")[1:]
@@ -290,6 +303,35 @@ def test_forced_calls_are_valid_whatever_the_model(kind: str, choice: Any, paral
         if choice == NAMED:
             assert names == ["get_weather"]
     assert counts == {1} if choice == NAMED or parallel is False else max(counts) > 1
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_calls_or_json_as_the_caller_wants(kind: str) -> None:
+    from llguidance import LLMatcher, LLTokenizer
+
+    template, added = TEMPLATES[kind]
+    of_template, request = tokenizer(template, *added), use(template)
+    schema = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}}
+    wanted = Structure.json(schema | {"required": ["name", "n"]}, "response_format")
+    structure = request.structure(of_template, wanted)
+    assert structure is not None
+    assert structure.parameter == "response_format"
+    vocabulary = LLTokenizer(of_template._backend.to_str(), eos_token=of_template.token_id("<|im_end|>"))
+    calls = request.format.write([("get_weather", '{"city": "Oslo", "days": 4}'), ("get_time", "{}")])
+    alike = '{"name": "get_weather", "n": 5}'  # an answer that begins like a call of Llama's
+    for text, fits in [(calls, True), (alike, True), ('{"name": "x"}', False), ("x", False)]:
+        matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(structure.text))
+        ids = of_template.encode(text, add_special_tokens=False)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, text
+
+
+def test_only_json_goes_with_tools() -> None:
+    assert use(HERMES).structure(tokenizer(HERMES), Structure.json_object()) is not None
+    with pytest.raises(InvalidParameter, match="regex: cannot be combined with tools"):
+        use(HERMES).structure(tokenizer(HERMES), Structure.regex("a+", "regex"))
+    forced = use(HERMES, choice="required").structure(tokenizer(HERMES), Structure.regex("a+", "regex"))
+    assert forced is not None
+    assert forced.parameter == "tools"
 
 
 def test_what_cannot_be_enforced_is_left_out_unless_strict() -> None:

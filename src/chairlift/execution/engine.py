@@ -286,6 +286,11 @@ class Engine:
         pending = executor.launch(plan) if isinstance(executor, PipelinedExecutor) else _Done(executor.run(plan))
         self._under_way.append(_StepUnderWay(plan, pending, begun, schedule_seconds, used_blocks))
 
+    def shut_down(self) -> None:
+        """Stop what works beside the engine, which takes no more steps. Otherwise an exit would wait for it."""
+        if self._structured is not None:
+            self._structured.shut_down()
+
     def _take_in_grammars(self, now: float) -> None:
         for request_id, ending in self._structured.newly_compiled() if self._structured else ():
             if ending is None:

@@ -150,7 +150,8 @@ class GPURunner:
 
     def _pack(self, plan: StepPlan, staging: _Staging) -> _Packed:
         """Write the step into the staging buffer: single tokens first, then the longer chunks."""
-        singles = [chunk for chunk in plan.chunks if chunk.count == 1]
+        # Longest contexts first: when the device runs out of rows, only short ones are left to wait for.
+        singles = sorted((chunk for chunk in plan.chunks if chunk.count == 1), key=_start, reverse=True)
         chunks = singles + [chunk for chunk in plan.chunks if chunk.count > 1]
         slots = [self.slots.of(chunk) for chunk in chunks]
         cells: list[int] = []
@@ -322,6 +323,10 @@ class GPURunner:
         copies = plan.copies
         if copies:
             self.storage.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
+
+
+def _start(chunk: Chunk) -> int:
+    return chunk.start
 
 
 def needs_host(params: SamplingParams) -> bool:

@@ -57,7 +57,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[Structure, Future[LLMatcher]] = OrderedDict()
         self._workers = ThreadPoolExecutor(limits.workers, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._of_thread = threading.local()
+        self._trials: dict[int, Trial] = {}  # by thread
 
     def compile(self, structure: Structure) -> Future[LLMatcher]:
         """A matcher at the start of the grammar, to be copied, or BadStructure."""
@@ -75,6 +75,13 @@ class GrammarCompiler:
         future = self._cache.get(structure)
         if future is not None and future.cancel():
             del self._cache[structure]
+
+    def shut_down(self) -> None:
+        """Stop compiling, without waiting for what is under way."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for trial in self._trials.values():
+                trial.kill()
 
     @cached_property
     def _obstacle(self) -> str | None:
@@ -110,11 +117,11 @@ class GrammarCompiler:
 
     def _trial(self) -> Trial:
         """Each thread has a process of its own, so that a slow grammar does not hold up all others."""
-        if not hasattr(self._of_thread, "trial"):
-            with self._lock:
-                self._of_thread.trial = Trial(self._vocabulary, self._limits.seconds)
-        trial: Trial = self._of_thread.trial
-        return trial
+        with self._lock:
+            thread = threading.get_ident()
+            if thread not in self._trials:
+                self._trials[thread] = Trial(self._vocabulary, self._limits.seconds)
+            return self._trials[thread]
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -12,7 +12,7 @@ MAX_DEPTH = 64  # of the JSON of a schema
 
 # Between two tokens of JSON: nothing, a space, or a line break with its indentation. Unbounded, white space would be
 # where a small model loses itself.
-_JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ \t]{0,80}", "coerce_one_of": True}
+_JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,20}", "coerce_one_of": True}
 
 # Without this, text that the grammar leaves no choice about would be forced to its canonical tokens, which takes
 # longer the more of it there is: seconds per token for a{100000}. Written last, so that nothing overrides it.

@@ -90,6 +90,12 @@ class Trial:
             return f"takes more than {self._seconds:g} s to compile: simplify it"
         return "is too complex to compile"
 
+    def kill(self) -> None:
+        """From any thread: the grammar that is being tried, if any, is taken for bad."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _start(self) -> subprocess.Popen[str]:
         process = self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],

@@ -94,6 +94,9 @@ class StructuredOutput:
         if structure is not None and all(structure != other for other, _ in self._compiling.values()):
             self._compiler.give_up(structure)
 
+    def shut_down(self) -> None:
+        self._compiler.shut_down()
+
     # ---- following -----------------------------------------------------------------------------------------------
 
     def ending(self, request: Request) -> Ending | None:

@@ -67,8 +67,8 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    row = tl.program_id(1)
     split = tl.program_id(2)
     # All three are under way at once: each waits for memory as long as a tile of keys does.
     count = tl.load(row_count_ptr + row)
@@ -125,7 +125,7 @@ def _decode_kernel(
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
         return
     if SPLITS > 1:
-        num_heads = tl.num_programs(1)
+        num_heads = tl.num_programs(0)
         place = (row * num_heads + head) * SPLITS
         tl.store(partial_ptr + ((place + split) * GROUP + m[:, None]) * D + d[None, :], acc / total[:, None], mask=keep)
         tl.store(lse_ptr + (place + split) * GROUP + m, best + tl.log2(total), mask=in_group)
@@ -283,7 +283,8 @@ def decode_attention(
     splits = splits or decode_splits(rows, kv_heads)
     group = num_heads // kv_heads
     tiling = _decode_tiling(rows, kv_heads, q.dtype)
-    _decode_kernel[(rows, kv_heads, splits)](
+    # Heads of one row run side by side, since their keys lie side by side.
+    _decode_kernel[(kv_heads, rows, splits)](
         q,
         keys,
         values,

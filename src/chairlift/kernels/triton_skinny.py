@@ -10,6 +10,7 @@ adds the parts up, always in the same order.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from chairlift.kernels.triton_launch import overlapping
 
+SMALL_WEIGHTS = 8 * 2**20
 PROGRAMS = 160  # about one for each multiprocessor of a Hopper chip
 
 
@@ -91,14 +93,33 @@ def _scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Te
     return torch.empty(size, device=device), torch.zeros(programs, dtype=torch.int32, device=device)
 
 
+class Tiling(NamedTuple):
+    width: int  # columns of the result that a program computes
+    depth: int  # of the sum that it loads at once
+    splits: int  # programs that share the sum of one column
+    stages: int
+
+
+@cache
+def _tiling(columns: int, depth: int) -> Tiling:
+    """The best found on an H200: small weights want one program for each of its multiprocessors, large ones two."""
+    small = columns * depth <= SMALL_WEIGHTS
+    width = 64 if (small and columns > 4096) or depth > 8192 else 32
+    programs = triton.cdiv(columns, width)
+    wanted = (PROGRAMS if small else 2 * PROGRAMS) // programs
+    splits = 2 ** max(0, wanted.bit_length() - 1)
+    return Tiling(width, 128 if depth <= 8192 else 64, min(splits, 8, max(1, depth // 512)), 4 if depth <= 8192 else 6)
+
+
 def skinny_linear(x: Tensor, weight: Tensor, *, add_to: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed; with `add_to` [M, N] it is added to that in place."""
     rows, depth = x.shape
     columns = len(weight)
     out = add_to if add_to is not None else torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    height, width = max(16, triton.next_power_of_2(rows)), 32 if columns <= 4096 else 64
+    height = max(16, triton.next_power_of_2(rows))
+    tiling = _tiling(columns, depth)
+    width, splits = tiling.width, tiling.splits
     programs = triton.cdiv(columns, width)
-    splits = max(1, min(8, triton.next_power_of_2(PROGRAMS // programs), depth // 512))
     partial, arrived = _scratch(programs * splits * height * width if splits > 1 else 1, programs, x.device)
     _skinny_kernel[(programs, splits)](
         x,
@@ -111,12 +132,12 @@ def skinny_linear(x: Tensor, weight: Tensor, *, add_to: Tensor | None = None) ->
         depth,
         BM=height,
         BN=width,
-        BK=128,
+        BK=tiling.depth,
         SPLITS=splits,
         RESIDUAL=add_to is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
-        num_stages=4 if x.dtype != torch.float32 else 2,
+        num_stages=tiling.stages if x.dtype != torch.float32 else 2,
         **overlapping(x.device),
     )
     return out

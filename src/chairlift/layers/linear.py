@@ -14,6 +14,8 @@ EXPECTED_ROWS = 32
 # weights keep the chip busy long enough, and cuBLAS reads those faster.
 SKINNY_ROWS = 32
 SKINNY_WEIGHTS = 8 * 2**20
+FEWEST_ROWS = 8
+LARGE_SKINNY_WEIGHTS = 64 * 2**20
 
 
 class Linear:
@@ -62,7 +64,8 @@ class Linear:
         """Whether our own kernel does the product with `x`, so that adding it to something costs nothing more."""
         if not x.is_cuda or len(x) > SKINNY_ROWS or self.bias is not None or self.weight is None:
             return False
-        return x.dtype in (torch.bfloat16, torch.float16) and self.weight.numel() <= SKINNY_WEIGHTS
+        most_weights = SKINNY_WEIGHTS if len(x) > FEWEST_ROWS else LARGE_SKINNY_WEIGHTS
+        return x.dtype in (torch.bfloat16, torch.float16) and self.weight.numel() <= most_weights
 
     def add_to_(self, total: Tensor, x: Tensor) -> None:
         """total [T, out_features] += x Wᵀ, where `adds_in_place` allows it."""

@@ -5,30 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from chairlift.core.sampling import SamplingParams
+from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter
+from chairlift.serving.strict import Strict
+from chairlift.serving.structure_types import ResponseFormat, Schema, StructuredOutputs, as_structure
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
-MAX_PARAMETERS = 256
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as wide as a message to the engine can say
 TokenIds = Annotated[list[Integer], Field(fail_fast=True)]  # of a million bad ids, one error is enough
-
-
-class Strict(BaseModel):
-    # Strict types: "3" is not 3, and a typo is not ignored.
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_parameters(cls, data: Any) -> Any:
-        """Each unknown parameter is an error of its own; half a million of them take seconds to write down."""
-        if isinstance(data, dict) and len(data) > MAX_PARAMETERS:
-            raise ValueError(f"has {len(data)} parameters; the limit is {MAX_PARAMETERS}")
-        return data
 
 
 class StreamOptions(Strict):
@@ -39,7 +28,8 @@ class StreamOptions(Strict):
 class Sampling(Strict):
     """What every endpoint that generates shares. Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens,
     ignore_eos, stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt,
-    priority (lower is sooner)."""
+    priority (lower is sooner), and what shape the answer must have: guided_json, guided_regex, guided_choice,
+    guided_grammar, structured_outputs."""
 
     model: str
     stream: bool | None = None
@@ -63,6 +53,30 @@ class Sampling(Strict):
     priority: Integer | None = None
     # The caller's own label; it changes nothing about the answer, but tenants may be served in fair shares.
     user: Annotated[str | None, Field(max_length=256)] = None
+    guided_json: str | Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def structure(self) -> Structure | None:
+        """What shape the answer must have, in whichever way that was said."""
+        found = self.structures()
+        if len(found) > 1:
+            first, second = (structure.parameter for structure in found[:2])
+            raise InvalidParameter(second, f"was given together with {first}; give one")
+        for structure in found:
+            _check_unicode(structure.parameter, [structure.text])
+        return found[0] if found else None
+
+    def structures(self) -> list[Structure]:
+        return [
+            *as_structure(Structure.json, self.guided_json, "guided_json"),
+            *as_structure(Structure.regex, self.guided_regex, "guided_regex"),
+            *as_structure(Structure.choice, self.guided_choice, "guided_choice"),
+            *as_structure(Structure.grammar, self.guided_grammar, "guided_grammar"),
+            *([self.structured_outputs.structure()] if self.structured_outputs else []),
+        ]
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """As the engine takes them; what was not given keeps the engine's default."""
@@ -77,7 +91,7 @@ class Sampling(Strict):
         }
         _check_unicode("user", [self.user or ""])
         _check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
-        return SamplingParams(**given, logit_bias=_bias(self.logit_bias), **more)
+        return SamplingParams(**given, logit_bias=_bias(self.logit_bias), structure=self.structure(), **more)
 
 
 class Completing(Sampling):
@@ -85,6 +99,11 @@ class Completing(Sampling):
 
     n: int | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    def structures(self) -> list[Structure]:
+        asked = self.response_format.structure() if self.response_format else None
+        return [*([asked] if asked else []), *super().structures()]
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         return super().sampling_params(n=1 if self.n is None else self.n, **more)
@@ -140,7 +159,6 @@ class ChatRequest(Completing):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -149,8 +167,6 @@ class ChatRequest(Completing):
 
     def params(self) -> SamplingParams:
         self.check_stream_options()
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            raise InvalidParameter("response_format", "only {'type': 'text'} is supported in this version")
         for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
             if getattr(self, old) is not None:
                 raise InvalidParameter(old, f"is not supported: it has given way to {new}")

@@ -74,6 +74,12 @@ class EngineProcess:
         except ChairliftError as error:
             self._send(FailedToLoad(str(error)))
             return 0
+        try:
+            return self._serve()
+        finally:
+            self.engine.shut_down()
+
+    def _serve(self) -> int:
         while not self.stopping and os.getppid() == self.parent:
             self.turn_began = time.monotonic()
             self._take_messages(min(1000 * self.engine.pause(), IDLE_POLL_MS))

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from chairlift.errors import InvalidParameter
-from chairlift.serving.api_types import Strict
+from chairlift.serving.strict import Strict
 
 _REFUSED_PARTS = {
     "input_image": "this server reads text only",

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from chairlift.errors import InvalidParameter
-from chairlift.serving.api_types import MAX_MESSAGES, ChatRequest, Sampling, Strict
+from chairlift.serving.api_types import MAX_MESSAGES, ChatRequest, Sampling
+from chairlift.serving.strict import Strict
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -111,7 +112,7 @@ class ResponsesRequest(Sampling):
             raise InvalidParameter(str(first["loc"][0]), str(first["msg"])) from error
 
 
-def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
+def _response_format(given: dict[str, Any]) -> Any:
     """{type, name, schema, strict} here is {type, json_schema: {name, schema, strict}} there."""
     if given == {"type": "text"}:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from chairlift.text.messages import checked_messages
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats import ToolFormat
 from chairlift.text.tool_formats.described import as_plain_messages, describe, in_system_message, in_user_message
-from chairlift.text.tool_formats.grammar import literal
+from chairlift.text.tool_formats.grammar import calls_or_json, literal
 from chairlift.text.tools import Calling, Tool, ToolChoice, checked_choice, checked_tools
 
 
@@ -61,23 +62,28 @@ class ToolUse:
         """The request's sampling parameters, with what its tools ask for."""
         if not self.tools:
             return params
+        return params.clone(
+            visible_special_ids=self.visible_special_ids(tokenizer),
+            structure=self.structure(tokenizer, params.structure),
+        )
+
+    def structure(self, tokenizer: Tokenizer, wanted: Structure | None = None) -> Structure | None:
+        """What the answer is held to: calls if they are forced, else calls or what the caller wants of an answer."""
         if self.forced:
-            raise InvalidParameter("tool_choice", "only 'auto' and 'none' are supported in this version")
-        return params.clone(visible_special_ids=self.visible_special_ids(tokenizer))
-
-    def structure(self, tokenizer: Tokenizer) -> Structure | None:
-        """The grammar that a forced call must follow."""
-        if not self.forced:
+            return Structure.grammar(self._calls(tokenizer), "tools")
+        if wanted is None:
             return None
+        grammar = calls_or_json(self._calls(tokenizer), _wanted_schema(wanted))
+        return Structure.grammar(grammar, wanted.parameter)
 
+    def _calls(self, tokenizer: Tokenizer) -> str:
         def marker(mark: str) -> str:
             token = tokenizer.added_token_id(mark)
-            return literal(mark) if token is None else f"<[{token}]>"
+            return f"<[{token}]>" if token in tokenizer.mark_ids else literal(mark)
 
         named = self.choice.function
         tools = [tool for tool in self.tools if named is None or tool.name == named]
-        grammar = self.format.grammar(tools, parallel=self.parallel and named is None, marker=marker)
-        return Structure(StructureKind.GRAMMAR, grammar)
+        return self.format.grammar(tools, parallel=self.parallel and named is None, marker=marker)
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """The prompt. `options` are those of `Tokenizer.encode_chat`."""
@@ -93,3 +99,12 @@ class ToolUse:
             return tokenizer.encode_chat(in_system_message(history, description), **options)[1]
         except RefusedByTemplate:  # perhaps because it knows no system messages
             return tokenizer.encode_chat(in_user_message(history, description), **options)[1]
+
+
+def _wanted_schema(wanted: Structure) -> dict[str, Any]:
+    if wanted.kind is StructureKind.JSON_OBJECT:
+        return {"type": "object"}
+    schema = json.loads(wanted.text) if wanted.kind is StructureKind.JSON_SCHEMA else None
+    if not isinstance(schema, dict):
+        raise InvalidParameter(wanted.parameter, "cannot be combined with tools unless it is a JSON schema")
+    return schema

@@ -11,7 +11,7 @@ from chairlift.text.tools import Tool
 Marker = Callable[[str], str]  # how a grammar names a mark such as <tool_call>: a token of its own, or its letters
 
 # Written as chat templates write JSON. Free white space would let a weak model write nothing but line ends.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 
 
 def call_object(name: str, arguments: str, arguments_key: str) -> str:
@@ -31,12 +31,18 @@ def one_of(rules: Iterable[str]) -> str:
     return " | ".join(rules)
 
 
+def calls_or_json(calls: str, schema: dict[str, Any]) -> str:
+    """A grammar of calls, or else an answer in JSON."""
+    return f"start: calls | answer\nanswer: {json_value(schema, strict=True)}\n" + calls.replace("start:", "calls:", 1)
+
+
 def call_objects(tools: Sequence[Tool], arguments_key: str) -> list[str]:
     """The rule `object` for {"name": …, "arguments": …}, and what it needs."""
 
     def call(index: int, name: str) -> str:
-        head = call_object(name, "", arguments_key).removesuffix("}")
-        return f"{literal(head)} arguments_{index} {literal('}')}"
+        # In the pieces that JSON has, so that a call may begin like other JSON that is allowed too.
+        pieces = ["{", '"name"', ": ", json.dumps(name), ", ", json.dumps(arguments_key), ": "]
+        return " ".join([*map(literal, pieces), f"arguments_{index}", literal("}")])
 
     calls = [call(index, tool.name) for index, tool in enumerate(tools)]
     return [f"object: {one_of(calls)}", *arguments_rules(tools)]
@@ -49,4 +55,4 @@ def arguments_rules(tools: Sequence[Tool]) -> list[str]:
 
 def json_value(schema: dict[str, Any], strict: bool) -> str:
     """What is not strict leaves out what the grammar engine cannot enforce, instead of being refused."""
-    return "%json " + json.dumps({**schema, "x-guidance": {**_SPACING, "lenient": not strict}})
+    return "%json " + json.dumps({**schema, "x-guidance": {**_OPTIONS, "lenient": not strict}})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
-from chairlift.text.tool_formats.base import Call, ToolFormat
+from chairlift.text.tool_formats.base import Call, Message, ToolFormat
 from chairlift.text.tool_formats.grammar import Marker, call_object, call_objects, literal, repeated
 from chairlift.text.tool_formats.parser import CallParser
 from chairlift.text.tool_formats.reader import SPACES, Reading
@@ -72,8 +73,31 @@ class LlamaFormat(ToolFormat):
         start = f"start: {repeated('object', literal('; '), parallel)}"
         return "\n".join([start, *call_objects(tools, "parameters")])
 
+    def history(self, messages: list[Message]) -> list[Message]:
+        return _one_call_at_a_time(messages)  # these templates refuse more
+
     def write(self, calls: Sequence[Call]) -> str:
         return "; ".join(call_object(*call, "parameters") for call in calls)
+
+
+def _one_call_at_a_time(messages: list[Message]) -> list[Message]:
+    """An answer with several calls becomes a call and its result, the next call and its result, and so on."""
+    told: list[Message] = []
+    for are_results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if are_results and told and len(told[-1].get("tool_calls", [])) > 1:
+            told += _paired(told.pop(), list(group))
+        else:
+            told += group
+    return told
+
+
+def _paired(message: Message, results: list[Message]) -> list[Message]:
+    pairs: list[Message] = []
+    for call in message["tool_calls"]:
+        content = None if pairs else message["content"]
+        its_results = [result for result in results if result.get("tool_call_id") == call.get("id")]
+        pairs += [{**message, "content": content, "tool_calls": [call]}, *its_results]
+    return pairs + [result for result in results if result not in pairs]
 
 
 class JSONFormat(ToolFormat):

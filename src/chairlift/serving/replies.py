@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Protocol
 
 import msgspec
@@ -13,6 +12,7 @@ import msgspec
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.serving.errors import APIError
 from chairlift.serving.messages import Update
+from chairlift.serving.token_scores import TextScores, scored_tokens
 from chairlift.text.tokenizer import Tokenizer
 
 json_encoder = msgspec.json.Encoder()
@@ -74,7 +74,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     started: bool = False  # whether a streamed chunk of it has been sent
-    scored: int = 0  # characters of the tokens whose logprobs have been told
+    scores: TextScores = field(default_factory=TextScores)
 
     @property
     def text(self) -> str:
@@ -86,16 +86,6 @@ class Choice:
         self.logprobs += [found for found in update.logprobs if found is not None]
         self.finish_reason = update.finish_reason
         self.stop_reason = update.stop_reason
-
-
-def scored_tokens(found: list[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    return [
-        {**entry(item.token_id, item.logprob), "top_logprobs": [entry(*pair) for pair in item.top]} for item in found
-    ]
 
 
 class Shape(Protocol):
@@ -133,6 +123,7 @@ class ChatShape:
                 "delta": delta,
                 "logprobs": self.logprobs(update.logprobs, tokenizer),
                 "finish_reason": update.finish_reason,
+                "stop_reason": update.stop_reason,
             }
         ]
 
@@ -164,22 +155,9 @@ class TextShape:
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": self._logprobs(choice, found, tokenizer) if self.with_logprobs else None,
+            "logprobs": choice.scores.take(found, tokenizer) if self.with_logprobs else None,
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
-        }
-
-    def _logprobs(self, choice: Choice, found: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
-        def text_of(token: int) -> str:
-            return tokenizer.decode([token], skip_special_tokens=False)
-
-        tokens = [text_of(item.token_id) for item in found]
-        *offsets, choice.scored = accumulate(map(len, tokens), initial=choice.scored)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [item.logprob for item in found],
-            "top_logprobs": [{text_of(token): value for token, value in item.top} for item in found],
-            "text_offset": offsets,
         }
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from chairlift.serving.errors import APIError
 from chairlift.serving.messages import Update
-from chairlift.serving.replies import Usage, json_encoder, scored_tokens
+from chairlift.serving.replies import Usage, json_encoder
 from chairlift.serving.responses_types import ResponsesRequest
+from chairlift.serving.token_scores import scored_tokens
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantParser, AssistantPart, CallBegun, ContentDelta
 from chairlift.text.tokenizer import Tokenizer
 

@@ -48,11 +48,12 @@ class ToolShape(ChatShape):
         if told:
             told[0]["logprobs"] = self.logprobs(update.logprobs, tokenizer)
             told[-1]["finish_reason"] = self._use.finish_reason(update.finish_reason, choice.index in self._called)
+            told[-1]["stop_reason"] = update.stop_reason
         return told
 
     @staticmethod
     def _told(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
 def joined(parts: list[AssistantPart]) -> tuple[str, list[dict[str, Any]]]:

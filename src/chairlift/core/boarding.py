@@ -43,10 +43,9 @@ class _Boarding:
             if obstacle is None:
                 waiting.count_overtaking(request, passed_over)
                 continue
-            if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX):
-                waiting.note(request, WaitReason.NEXT_STEP)
-                continue  # it waits for another request, not for room, and perhaps no longer when it is asked why
             waiting.note(request, obstacle)
+            if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX):
+                continue  # it waits for another request, not for room
             passed_over.append(request)
             no_seat = obstacle in (WaitReason.SEATS, WaitReason.TARGET)
             if no_seat or not self.draft.prefill_room or len(passed_over) >= MAX_PASSED_OVER:

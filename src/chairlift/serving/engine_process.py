@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -146,10 +147,13 @@ class EngineProcess:
         for event in events:
             if isinstance(event, RequestFinished) and event.ending.parameter is not None:
                 self._send(Refused(event.request_id, event.ending.parameter, str(event.ending.detail)))
-        pool, waiting = self.engine.scheduler.kv.pool, len(self.engine.scheduler.waiting)
+        scheduler = self.engine.scheduler
+        pool = scheduler.kv.pool
         report = StepReport(
             updates=collect_updates(events),
-            waiting=waiting,
+            waiting=len(scheduler.waiting),
+            wait_reasons={reason.name.lower(): count for reason, count in scheduler.waiting.reasons().items()},
+            lookups=_lookups(events),
             used_blocks=pool.num_used,
             total_blocks=pool.num_blocks,
             preemptions=sum(isinstance(event, RequestPreempted) for event in events),
@@ -162,6 +166,7 @@ class EngineProcess:
                     prefill_tokens=done.prefill_tokens,
                     requests=done.requests,
                     seconds=done.seconds,
+                    part_seconds=_parts(done),
                     predicted_seconds=done.predicted_seconds,
                 )
             elif isinstance(done, BudgetDecided):
@@ -171,6 +176,23 @@ class EngineProcess:
 
     def _send(self, message: FromEngine) -> None:
         self.outbox.send(encode(message))
+
+
+def _parts(done: StepDone) -> dict[str, float]:
+    timing = done.timing
+    return {
+        "schedule": done.schedule_seconds,
+        "build": timing.build,
+        "forward": timing.forward,
+        "sample": timing.sample,
+        "apply": done.apply_seconds,
+    }
+
+
+def _lookups(events: Sequence[Event]) -> dict[str, int]:
+    """What became of the searches for cached prefixes: all was found, or why no more of it."""
+    boarded = [event for event in events if isinstance(event, RequestBoarded)]
+    return dict(Counter(event.miss.name.lower() if event.miss else "all_found" for event in boarded))
 
 
 def collect_updates(events: Sequence[Event]) -> list[Update]:

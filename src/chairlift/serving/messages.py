@@ -76,6 +76,9 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     decode_tokens: int = 0
     prefill_tokens: int = 0
     seconds: float = 0.0
+    part_seconds: dict[str, float] = {}  # where they went; parts of steps that overlap may be more than the whole
+    wait_reasons: dict[str, int] = {}  # how many wait for what
+    lookups: dict[str, int] = {}  # in the prefix cache, by what ended them
     predicted_seconds: float | None = None
     prefill_limit: int | None = None  # prompt tokens that the budget allows, when that changes ...
     limit_reason: str = ""  # ... and why

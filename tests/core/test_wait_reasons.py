@@ -1,0 +1,45 @@
+"""How many wait for what, as the metrics show it."""
+
+from __future__ import annotations
+
+from chairlift.core.waiting import WaitReason
+from tests.core.driving import make_request, make_scheduler, step
+
+
+def test_those_without_a_seat_and_those_who_wait_for_others_are_told_apart() -> None:
+    scheduler = make_scheduler(block_size=4, max_batch_tokens=4, max_batch_requests=3)
+    scheduler.submit(make_request("a", range(20)), 0)
+    scheduler.submit(make_request("same", range(20)), 0)
+    leader = make_request("n", range(100, 108))
+    for request in (leader, make_request("n#1", range(100, 108), leader=leader)):
+        scheduler.submit(request, 0)
+    assert scheduler.waiting.reasons() == {WaitReason.NEXT_STEP: 4}
+    step(scheduler)
+    counts = scheduler.waiting.reasons()
+    assert counts.total() == len(scheduler.waiting) == 3
+    assert counts[WaitReason.BUDGET] == 3  # the first prompt took the whole step
+    step(scheduler)
+    for name in ("b", "c", "d"):
+        scheduler.submit(make_request(name, 9), 1)
+    assert scheduler.waiting.reasons()[WaitReason.NEXT_STEP] == 3
+
+
+def test_a_prefix_and_a_sibling_that_are_being_computed() -> None:
+    scheduler = make_scheduler(num_blocks=64, block_size=4, max_batch_tokens=64)
+    scheduler.submit(make_request("a", range(100)), 0)
+    step(scheduler)
+    scheduler.submit(make_request("same", range(100)), 0)
+    leader = make_request("n", range(200, 208))
+    for request in (leader, make_request("n#1", range(200, 208), leader=leader)):
+        scheduler.submit(request, 0)
+    step(scheduler)
+    assert scheduler.waiting.reasons() == {WaitReason.PREFIX: 1, WaitReason.SIBLING: 1}
+    assert scheduler.why_waiting("same") is WaitReason.PREFIX
+
+
+def test_seats() -> None:
+    scheduler = make_scheduler(max_batch_requests=1)
+    for name in "abc":
+        scheduler.submit(make_request(name, 3), 0)
+    step(scheduler)
+    assert scheduler.waiting.reasons() == {WaitReason.SEATS: 2}

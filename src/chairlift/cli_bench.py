@@ -24,6 +24,7 @@ from chairlift.cli_bench_claims import bench_claims
 from chairlift.cli_bench_policies import bench_policies
 from chairlift.cli_bench_prefix import bench_prefix
 from chairlift.cli_bench_serve import bench_serve
+from chairlift.cli_bench_shapes import bench_shapes
 from chairlift.cli_console import show_log
 from chairlift.cli_options import EngineOptions, examples, refuse_given, with_option_groups
 from chairlift.errors import InvalidParameter
@@ -182,6 +183,14 @@ bench_app.command(
 bench_app.command(
     "prefix", epilog=examples("chairlift bench prefix", "chairlift bench prefix --scenarios agents --tools 1000 -q")
 )(bench_prefix)
+bench_app.command(
+    "shapes",
+    epilog=examples(
+        "chairlift bench shapes qwen3-0.6b",
+        "chairlift bench shapes llama3-8b --cases decode-1,load-256 --json result.json",
+        "chairlift bench shapes path/to/config.json --device cpu --cases decode-2 --scale 16",
+    ),
+)(bench_shapes)
 bench_app.command(
     "serve",
     epilog=examples(

@@ -1,0 +1,218 @@
+"""How fast a model of some shape runs, with random weights: alone, in batches, under load, and on prompts only."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from chairlift.bench.floor import Ceilings, ModelCost, floor_seconds
+from chairlift.bench.plots import save_panels
+from chairlift.bench.timing import Note
+from chairlift.core.events import StepDone, TokenProduced
+from chairlift.core.sampling import SamplingParams
+from chairlift.errors import InvalidParameter
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.engine import Engine
+from chairlift.execution.gpu_runner import GPURunner
+from chairlift.execution.memory import bytes_per_token
+from chairlift.execution.startup import StartedEngine, load_engine
+from chairlift.models.decoder import Decoder
+
+# Public models, by what their config.json says of their shape.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    },
+    "llama3-8b": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    prompts: list[list[int]]
+    outputs: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    name: str
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    floor_seconds: float
+    steps: int
+    device_seconds: float  # in which the device was at work, by its own clock
+    host_seconds: float  # in which we planned, packed and applied
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+    @property
+    def share_of_floor(self) -> float:
+        return self.floor_seconds / self.seconds
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second, "share_of_floor": self.share_of_floor}
+
+
+def plot_shapes(path: Path, title: str, results: Sequence[CaseResult], footnote: str) -> None:
+    def share(axes: Any) -> None:
+        axes.set_title("Share of the floor reached")
+        axes.set_ylabel("%")
+        bars = axes.bar([result.name for result in results], [100 * result.share_of_floor for result in results])
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+        axes.set_ylim(0, 100)
+        axes.tick_params(axis="x", rotation=30)
+
+    def per_step(axes: Any) -> None:
+        axes.set_title("Milliseconds per step")
+        names = [result.name for result in results]
+        for label, shift, pick in (("measured", -0.2, "seconds"), ("floor", 0.2, "floor_seconds")):
+            values = [1e3 * getattr(result, pick) / result.steps for result in results]
+            places = [index + shift for index in range(len(names))]
+            axes.bar_label(axes.bar(places, values, 0.4, label=label), fmt="%.3g", fontsize=8)
+        axes.set_xticks(range(len(names)), names, rotation=30)
+        axes.set_yscale("log")
+        axes.legend(fontsize=8)
+
+    save_panels(path, title, footnote, [share, per_step])
+
+
+def make_cases(names: Sequence[str], vocab: int, scale: int = 1) -> list[Case]:
+    """decode-N: N requests of 128 + 256 tokens. load-N: N requests of 100 to 1,024 tokens each way, all at once.
+    prefill-N: N prompts of 2,048 tokens, one token out of each. `scale` divides all lengths."""
+    return [_make_case(name, vocab, scale) for name in names]
+
+
+def _make_case(name: str, vocab: int, scale: int) -> Case:
+    kind, _, number = name.partition("-")
+    if kind not in ("decode", "load", "prefill") or not number.isdigit() or int(number) < 1:
+        raise InvalidParameter("cases", f"unknown case {name!r}; choose from decode-N, load-N, prefill-N")
+    count, rng = int(number), random.Random(name)
+    spans = {"decode": ((128, 128), (256, 256)), "load": ((100, 1024), (100, 1024)), "prefill": ((2048, 2048), (1, 1))}
+    (low_in, high_in), (low_out, high_out) = (tuple(max(1, limit // scale) for limit in span) for span in spans[kind])
+    lengths = [rng.randint(low_in, high_in) for _ in range(count)]
+    prompts = [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
+    return Case(name, prompts, [rng.randint(low_out, high_out) for _ in range(count)])
+
+
+def run_shape(
+    shape: str, config: EngineConfig, cases: Sequence[str], note: Note, *, scale: int = 1
+) -> tuple[list[CaseResult], Ceilings, float]:
+    """Returns the results, the device's ceilings, and the seconds until the first token."""
+    begun = time.perf_counter()
+    note("starting")
+    with _config_file(shape) as path:
+        started = load_engine(path, config, progress=False)
+    model = started.runner.model
+    run_case(started.engine, Case("first", [[1]], [1]), None, None)
+    ready = time.perf_counter() - begun
+    if isinstance(started.runner, GPURunner):
+        note("capturing graphs")
+        started.runner.capture_decodes()
+    note("measuring what the device can do")
+    ceilings = Ceilings.measure(model.device, model.dtype)
+    cost = model_cost(started)
+    results = []
+    for case in make_cases(cases, min(10_000, model.vocab_size), scale):
+        # What is compiled or captured on first use is no part of the figures.
+        run_case(started.engine, Case("warm-up", [[1]] * len(case.prompts), [4] * len(case.prompts)), None, None)
+        note(f"{case.name}: {len(case.prompts)} requests")
+        results.append(run_case(started.engine, case, cost, ceilings))
+    return results, ceilings, ready
+
+
+@contextmanager
+def _config_file(shape: str) -> Iterator[str]:
+    """A shape by name as a file, or a path as it is."""
+    if shape not in SHAPES:
+        if not Path(shape).exists():
+            raise InvalidParameter("shape", f"{shape!r} is no file; name one of {', '.join(SHAPES)}")
+        yield shape
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(SHAPES[shape]))
+        yield str(path)
+
+
+def model_cost(started: StartedEngine) -> ModelCost:
+    model = started.runner.model
+    weights = model.num_weight_bytes()
+    embedding = model.embedding.nbytes if isinstance(model, Decoder) and not model.config.tied_head else 0
+    # Looking up an embedding reads one row of it; a head that shares it reads all of it.
+    read = weights - embedding
+    head = model.vocab_size * model.config.hidden_size if isinstance(model, Decoder) else 0
+    itemsize = model.dtype.itemsize
+    return ModelCost(
+        step_bytes=read,
+        token_flops=2 * (read // itemsize - head),
+        kv_bytes=bytes_per_token(model.attention_layers, model.dtype),
+    )
+
+
+def run_case(engine: Engine, case: Case, cost: ModelCost | None, ceilings: Ceilings | None) -> CaseResult:
+    for prompt, count in zip(case.prompts, case.outputs, strict=True):
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count, detokenize=False)
+        engine.submit(prompt, params)
+    begun = time.perf_counter()
+    tokens = steps = 0
+    on_device = on_host = 0.0
+    for event in _events(engine):
+        if isinstance(event, TokenProduced):
+            tokens += 1
+        elif isinstance(event, StepDone):
+            steps += 1
+            on_device += event.timing.forward + event.timing.sample
+            on_host += event.schedule_seconds + event.apply_seconds + event.timing.build
+    seconds = time.perf_counter() - begun
+    engine.check_alive()
+    lengths = [len(prompt) for prompt in case.prompts]
+    least = floor_seconds(lengths, case.outputs, cost, ceilings) if cost and ceilings else 0.0
+    return CaseResult(case.name, len(case.prompts), sum(lengths), tokens, seconds, least, steps, on_device, on_host)
+
+
+def _events(engine: Engine) -> Iterator[object]:
+    while engine.has_work:
+        yield from engine.step()

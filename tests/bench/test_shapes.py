@@ -1,0 +1,50 @@
+"""Speed of a shape: the floor's arithmetic, and a run on a tiny one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from chairlift.bench.floor import Ceilings, ModelCost, floor_seconds
+from chairlift.bench.shapes import make_cases
+from chairlift.cli import app
+from chairlift.errors import InvalidParameter
+from tests.kernels.tiny_config import CONFIG
+
+
+def test_floor_counts_weights_cache_and_prompts() -> None:
+    cost = ModelCost(step_bytes=1000, token_flops=50, kv_bytes=10)
+    ceilings = Ceilings(bytes_per_second=100.0, flops_per_second=25.0)
+    # Three steps; the second token sees 5 tokens and the third 6, themselves included; 4 prompt tokens are computed.
+    expected = (3 * 1000 + (5 + 6) * 10) / 100 + 4 * 50 / 25
+    assert floor_seconds([4], [3], cost, ceilings) == pytest.approx(expected)
+
+
+def test_cases_have_the_lengths_that_their_names_say() -> None:
+    decode, load, prefill = make_cases(["decode-3", "load-5", "prefill-2"], vocab=50)
+    assert [len(prompt) for prompt in decode.prompts] == [128] * 3
+    assert decode.outputs == [256] * 3
+    assert all(100 <= len(prompt) <= 1024 for prompt in load.prompts)
+    assert (len(prefill.prompts[1]), prefill.outputs) == (2048, [1, 1])
+    assert make_cases(["load-5"], vocab=50) == [load]
+    with pytest.raises(InvalidParameter, match="cases"):
+        make_cases(["decode"], vocab=50)
+
+
+def test_a_tiny_shape_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    result = tmp_path / "result.json"
+    plot = tmp_path / "plot.png"
+    command = (
+        f"bench shapes {tmp_path} --device cpu --cases decode-2,prefill-1 --scale 32 --json {result} --plot {plot}"
+    )
+    outcome = CliRunner().invoke(app, command.split())
+    assert outcome.exit_code == 0, outcome.output
+    rows = {row["name"]: row for row in json.loads(result.read_text())["rows"]}
+    assert rows["decode-2"]["output_tokens"] == 2 * 256 // 32
+    assert rows["prefill-1"]["prompt_tokens"] == 2048 // 32
+    assert 0 < rows["decode-2"]["share_of_floor"] < 1
+    assert plot.stat().st_size > 1000

@@ -34,7 +34,7 @@ def test_a_prefix_and_a_sibling_that_are_being_computed() -> None:
         scheduler.submit(request, 0)
     step(scheduler)
     assert scheduler.waiting.reasons() == {WaitReason.PREFIX: 1, WaitReason.SIBLING: 1}
-    assert scheduler.why_waiting("same") is WaitReason.PREFIX
+    assert scheduler.why_waiting("same") is WaitReason.NEXT_STEP  # by now it is computed
 
 
 def test_seats() -> None:

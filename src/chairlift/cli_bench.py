@@ -20,6 +20,7 @@ from chairlift.bench.report import check_writable, machine, machine_line, write_
 from chairlift.bench.throughput import ENGINES, Comparison, parse_engines
 from chairlift.bench.workload import LengthRange, Workload, load_workload, make_workload
 from chairlift.cli_bench_attention import bench_attention
+from chairlift.cli_bench_chunking import bench_chunking
 from chairlift.cli_bench_claims import bench_claims
 from chairlift.cli_bench_policies import bench_policies
 from chairlift.cli_bench_prefix import bench_prefix
@@ -212,3 +213,7 @@ bench_app.command(
     "claims",
     epilog=examples("chairlift bench claims", "chairlift bench claims --claims tiling,cache --plot claims.png"),
 )(bench_claims)
+bench_app.command(
+    "chunking",
+    epilog=examples("chairlift bench chunking", "chairlift bench chunking --targets-ms 100,200 --plot chunking.png"),
+)(bench_chunking)

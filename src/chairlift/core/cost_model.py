@@ -30,7 +30,7 @@ _OUTLIER = 3.0  # a step this many typical errors off counts less, in proportion
 _SMALLEST_ERROR = 0.02  # errors below this are never outliers
 _TAIL = 0.95
 _PACE_GAIN, _PACE_STEP = 0.1, 0.3  # of the last step's error, so much corrects the pace; never more than so much of it
-_SETTLED = 20  # steps after which an error says more about the machine's pace than about the coefficients
+_SETTLED = 20  # steps after which an error says more about the machine than about the coefficients
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,8 @@ class CostModel:
         trust = min(1.0, _OUTLIER * max(self.error, _SMALLEST_ERROR) / error) if error else 1.0
         # Quantiles are followed by small multiplicative steps, so that one outlier counts once whatever its size.
         self.error = max(1e-4, self.error * (1.05 if error > self.error else 1 / 1.05))
-        self.tail = max(1.0, self.tail * (1 + 0.04 * (_TAIL if ratio > self.tail else _TAIL - 1)))
         if self.num_observed >= _SETTLED:
+            self.tail = max(1.0, self.tail * (1 + 0.04 * (_TAIL if ratio > self.tail else _TAIL - 1)))
             self._pace *= math.exp(_PACE_GAIN * max(-_PACE_STEP, min(math.log(ratio), _PACE_STEP)))
         return trust
 

@@ -33,10 +33,10 @@ def bench_policies(
         str,
         typer.Option(help="How much output lengths vary: standard deviation / mean.", rich_help_panel=_WORKLOAD),
     ] = "0.2,0.6,1.2",
-    requests: Annotated[int, typer.Option(help="How many.", rich_help_panel=_WORKLOAD)] = 48,
-    prompt: Annotated[int, typer.Option(help="Mean prompt tokens.", rich_help_panel=_WORKLOAD)] = 32,
-    output: Annotated[int, typer.Option(help="Mean output tokens.", rich_help_panel=_WORKLOAD)] = 32,
-    concurrency: Annotated[int, typer.Option(help="Requests per step.", rich_help_panel=_WORKLOAD)] = 16,
+    requests: Annotated[int, typer.Option(help="How many.", rich_help_panel=_WORKLOAD)] = 32,
+    prompt: Annotated[int, typer.Option(help="Mean prompt tokens.", rich_help_panel=_WORKLOAD)] = 24,
+    output: Annotated[int, typer.Option(help="Mean output tokens.", rich_help_panel=_WORKLOAD)] = 20,
+    concurrency: Annotated[int, typer.Option(help="Requests per step.", rich_help_panel=_WORKLOAD)] = 8,
     load: Annotated[
         float,
         typer.Option(

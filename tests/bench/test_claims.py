@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from chairlift.bench import claims_batching, claims_memory
+from chairlift.bench import claims_batching, claims_chunking, claims_memory
 from chairlift.bench.attention import AttentionSettings
 from chairlift.bench.attention_kernels import SharingPoint, TilingPoint
 from chairlift.bench.attention_modes import ModesPoint
@@ -21,6 +22,7 @@ from chairlift.bench.kv_accounting import KVWaste, SharedPrefix
 from chairlift.bench.kv_recompute import RecomputePoint
 from chairlift.bench.measure import EngineFigures, Measurement
 from chairlift.bench.policies import AT_ONCE, POISSON, PoliciesSettings, PolicyPoint, Strategy
+from chairlift.bench.prompt_stall import StallPoint
 from chairlift.cli import app
 from chairlift.errors import InvalidParameter
 from tests.tiny import write_tiny_checkpoint
@@ -50,6 +52,8 @@ SMALL = ClaimsSettings(
         sharing_batch=1,
         cache_sizes=(2, 4),
     ),
+    chunks=(8, 16),
+    chunked_prompt=64,
     waste_requests=1,
     shared_prefix=64,
 )
@@ -100,6 +104,20 @@ def test_strategies() -> None:
     assert claims_batching.judge_useful_tokens(points).holds is Holds.YES
     slower = [point("continuous", AT_ONCE, 1.0, 11.0, 1.0), *points[1:]]
     assert claims_batching.judge_continuous_vs_static(slower).holds is Holds.NO
+
+
+def test_chunking() -> None:
+    whole, large, small = (
+        StallPoint(None, 5.0, 0.1, 5.0),
+        StallPoint(4096, 2.0, 0.1, 6.0),
+        StallPoint(128, 0.1, 0.1, 9.0),
+    )
+    found = claims_chunking.judge_chunking([whole, large, small], 10_000)
+    assert found.holds is Holds.YES
+    assert "50x less" in found.measured
+    hasty = claims_chunking.judge_chunking([whole, large, replace(small, first_token=4.0)], 10_000)
+    assert hasty.holds is Holds.PARTLY
+    assert claims_chunking.judge_chunking([whole, large, replace(small, worst_gap=4.0)], 10_000).holds is Holds.NO
 
 
 def test_counted_claims() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from chairlift.bench.attention_plot import attention_panels
 from chairlift.bench.batching import SeatsPoint
+from chairlift.bench.claims_chunking import chunking_panel
 from chairlift.bench.claims_run import ClaimsResults
 from chairlift.bench.plots import Draw, save_panels
 from chairlift.bench.policies_plot import policy_panels
@@ -19,6 +20,8 @@ def plot_claims(path: Path, results: ClaimsResults, footnote: str) -> None:
         panels.append(lambda axes: _seats(axes, results.seats))
     if results.policies:
         panels += policy_panels(results.policies)
+    if results.stalls:
+        panels.append(chunking_panel(results.stalls, results.settings.chunked_prompt))
     panels += attention_panels(results.attention)
     if panels:
         save_panels(path, "The field's claims, measured", footnote, panels, columns=3)

@@ -10,17 +10,16 @@ from chairlift.bench import claims_memory as memory
 from chairlift.bench.attention import AttentionResults, AttentionSettings, run_attention
 from chairlift.bench.batching import SeatsPoint, compare_seats, measure_compute_share
 from chairlift.bench.claims import Outcome
+from chairlift.bench.claims_chunking import judge_chunking
 from chairlift.bench.engines import EngineMaker
 from chairlift.bench.kv_accounting import measure_joining_padding, measure_kv_waste, measure_shared_prefix
 from chairlift.bench.policies import PoliciesSettings, PolicyPoint, Strategy, compare_policies
-from chairlift.bench.random_model import random_loaded_model
+from chairlift.bench.prompt_stall import StallPoint, measure_stalls, random_maker
 from chairlift.bench.timing import Note
 from chairlift.errors import InvalidParameter
 
 POLICIES = PoliciesSettings(
     strategies=tuple(Strategy.parse(text) for text in ("continuous", "dynamic", "static", "static/padded")),
-    requests=32,
-    output=24,
 )
 ATTENTION = AttentionSettings(batches=(4, 16, 64), variations=(0.0, 1.0))
 
@@ -32,6 +31,8 @@ class ClaimsSettings:
     seats: Sequence[int] = (1, 4, 16, 64)
     policies: PoliciesSettings = POLICIES
     attention: AttentionSettings = ATTENTION
+    chunks: Sequence[int] = (128, 256, 512, 1024, 2048, 4096)
+    chunked_prompt: int = 10_000
     joining_prompt: int = 100
     joining_batch: int = 8
     waste_requests: int = 32
@@ -42,9 +43,11 @@ class ClaimsSettings:
 class ClaimsResults:
     """The verdicts, and what of their figures can be drawn."""
 
+    settings: ClaimsSettings
     outcomes: list[Outcome] = field(default_factory=list)
     seats: list[SeatsPoint] = field(default_factory=list)
     policies: list[PolicyPoint] = field(default_factory=list)
+    stalls: list[StallPoint] = field(default_factory=list)
     attention: AttentionResults = field(default_factory=AttentionResults)
 
 
@@ -55,7 +58,7 @@ class _Claims:
         self._maker = maker
         self._settings = settings
         self._note = note
-        self.results = ClaimsResults()
+        self.results = ClaimsResults(settings)
 
     def compute(self) -> list[Outcome]:
         return [batching.judge_compute_share(measure_compute_share(self._maker, note=self._note))]
@@ -81,6 +84,13 @@ class _Claims:
             for mode in ("padded", "ragged", "bursted")
         }
         return [batching.judge_joining_padding(found, prompt, batch)]
+
+    def chunking(self) -> list[Outcome]:
+        prompt = self._settings.chunked_prompt
+        points = self.results.stalls = measure_stalls(
+            self._small(), prompt_len=prompt, chunks=self._settings.chunks, note=self._note
+        )
+        return [judge_chunking(points, prompt)]
 
     def prefix(self) -> list[Outcome]:
         self._note("a prefix that requests share")
@@ -119,8 +129,7 @@ class _Claims:
     def _small(self) -> EngineMaker:
         """For what is counted and not timed, a model that takes no time."""
         config = self._maker.config()
-        model = random_loaded_model(config.torch_device(), config.torch_dtype())
-        return EngineMaker(model, {"device": config.device, "dtype": config.dtype, "block_size": config.block_size})
+        return random_maker(config.device, config.dtype)
 
 
 GROUPS: dict[str, Callable[[_Claims], list[Outcome]]] = {
@@ -128,6 +137,7 @@ GROUPS: dict[str, Callable[[_Claims], list[Outcome]]] = {
     "batching": _Claims.batching,
     "policies": _Claims.policies,
     "padding": _Claims.padding,
+    "chunking": _Claims.chunking,
     "prefix": _Claims.prefix,
     "heads": _Claims.heads,
     "waste": _Claims.waste,

@@ -54,10 +54,10 @@ class PoliciesSettings:
     strategies: Sequence[Strategy] = (CONTINUOUS, Strategy("dynamic"), Strategy("static"))
     arrivals: Sequence[str] = ARRIVALS
     variations: Sequence[float] = (0.2, 0.6, 1.2)  # of the output lengths: standard deviation / mean
-    requests: int = 48
-    prompt: int = 32  # mean tokens
-    output: int = 32
-    seats: int = 16
+    requests: int = 32
+    prompt: int = 24  # mean tokens
+    output: int = 20
+    seats: int = 8
     load: float = 0.8  # Poisson: requests per second, as a share of what continuous batching gets done at once
     max_delay_ms: float | None = None  # of dynamic batches
     seed: int = 0

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from chairlift.models import build_model
 from chairlift.models.base import CausalLM
-from chairlift.models.dummy import dummy_tensors, dummy_tokenizer
-
-if TYPE_CHECKING:
-    from chairlift.execution.startup import LoadedModel
+from chairlift.models.dummy import dummy_tensors
 
 SMALL_LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -32,10 +29,3 @@ SMALL_LLAMA: dict[str, Any] = {
 def random_llama(device: torch.device, dtype: torch.dtype) -> CausalLM:
     with torch.inference_mode():
         return build_model(SMALL_LLAMA, dummy_tensors(SMALL_LLAMA, device), dtype=dtype, device=device)
-
-
-def random_loaded_model(device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """The same, ready for an engine."""
-    from chairlift.execution.startup import LoadedModel
-
-    return LoadedModel("a small random model", random_llama(device, dtype), dummy_tokenizer(), frozenset())

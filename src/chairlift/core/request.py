@@ -180,6 +180,9 @@ class Request:
     def append(self, token: int) -> None:
         self._tokens.append(token)
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._tokens.extend(tokens)
+
     def ending_after(self, token: int) -> Ending | None:
         """The ending that `token`, just appended, brings by itself (stop strings are the text layer's)."""
         if token in self.params.stop_ids:

@@ -47,14 +47,14 @@ def installed() -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(server: RunningServer) -> dict[str, Any]:
+def found(tool_server: RunningServer) -> dict[str, Any]:
     """What every scenario of clients.mjs came to."""
     folder = installed()
     # Beside the packages, because that is where Node looks for them; under a name of its own, for runs at once.
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".mjs") as script:
         script.write((HERE / "clients.mjs").read_bytes())
         script.flush()
-        command = ["node", script.name, server.url, NAME]
+        command = ["node", script.name, tool_server.url, NAME]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     scenarios: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -62,9 +62,9 @@ def found(server: RunningServer) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(server: RunningServer) -> str:
+def expected(tool_server: RunningServer) -> str:
     talk = [{"role": "user", "content": QUESTION}]
-    answer = server.client().chat.completions.create(model=NAME, messages=talk, max_tokens=12, temperature=0)
+    answer = tool_server.client().chat.completions.create(model=NAME, messages=talk, max_tokens=12, temperature=0)
     return str(answer.choices[0].message.content)
 
 
@@ -91,6 +91,44 @@ def test_how_it_ended(found: dict[str, Any]) -> None:
 def test_both_ways_to_talk_on_are_the_same(found: dict[str, Any]) -> None:
     assert found["compatibleTurns"]["text"], found["compatibleTurns"]
     assert found["responsesTurns"] == found["compatibleTurns"]
+
+
+def is_lift(value: Any) -> bool:
+    return isinstance(value, dict) and value["side"] in ("north", "south") and isinstance(value["open"], bool)
+
+
+def test_objects(found: dict[str, Any]) -> None:
+    made = [found["officialParsed"].get("chat"), found["officialParsed"].get("response")]
+    for scenario in ("compatibleObject", "compatibleObjectStream", "responsesObject", "responsesObjectStream"):
+        assert is_lift(found[scenario].get("object")), found[scenario]
+        made.append(found[scenario]["object"])
+    assert all(map(is_lift, made)), made
+    assert made[0] == made[1]
+    for provider in ("compatible", "responses"):
+        assert found[f"{provider}Object"]["object"] == found[f"{provider}ObjectStream"]["object"]
+        assert found[f"{provider}ObjectStream"]["pieces"] > 1
+
+
+def test_tools_of_the_official_client(found: dict[str, Any]) -> None:
+    assert found["officialTools"].get("name") == "lift", found["officialTools"]
+    assert is_lift(found["officialTools"]["input"])
+    assert found["officialTools"]["text"]
+
+
+@pytest.mark.parametrize(
+    "scenario", ["compatibleTools", "compatibleToolsStream", "responsesTools", "responsesToolsStream"]
+)
+def test_tools_of_the_ai_sdk(found: dict[str, Any], scenario: str) -> None:
+    told = found[scenario]
+    assert len(told.get("calls", [])) == 2, told
+    for calls, results, reason in zip(told["calls"], told["results"], told["finishReasons"], strict=True):
+        assert calls
+        assert all(map(is_lift, calls))
+        assert results == [{"heard": call["side"], "open": call["open"]} for call in calls]
+        assert reason == "tool-calls"
+    first, second = told["inputTokens"]
+    assert second > first
+    assert told.get("inputDeltas", 2) > 1
 
 
 def test_refusals_have_a_name(found: dict[str, Any]) -> None:

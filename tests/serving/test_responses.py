@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from chairlift.serving.responses_types import ResponsesRequest
 from tests.serving.conftest import NAME, RunningServer, wait_for
@@ -30,6 +30,13 @@ MESSAGE_EVENTS = [
     "response.output_item.done",
     "response.incomplete",
 ]
+
+
+class Lift(BaseModel):
+    """Short enough for a model without any sense to come to an end."""
+
+    side: Literal["north", "south"]
+    open: bool
 
 
 def sse(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -171,6 +178,36 @@ def test_logprobs(server: RunningServer, ask: dict[str, Any]) -> None:
     assert [entry.logprob for entry in told] == [entry.logprob for entry in scores]
     plain = client.responses.create(input=QUESTION, max_output_tokens=6, **GREEDY)
     assert plain.output[0].content[0].logprobs == []
+
+
+def test_parsed_answers(server: RunningServer) -> None:
+    client = server.client()
+    answer = client.responses.parse(input=QUESTION, text_format=Lift, model=NAME, temperature=0)
+    assert answer.status == "completed"
+    assert isinstance(answer.output_parsed, Lift)
+    with client.responses.stream(input=QUESTION, text_format=Lift, model=NAME, temperature=0) as stream:
+        done = [event.parsed for event in stream if event.type == "response.output_text.done"]
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+    assert done == [answer.output_parsed]
+    # What the client made of an answer goes back with it, and the model sees the text.
+    again = client.responses.create(input=[*answer.output, {"role": "user", "content": "?"}], model=NAME, top_p=0.5)
+    assert again.usage.input_tokens > answer.usage.output_tokens
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_the_same_structures_as_in_a_chat(server: RunningServer, kind: str) -> None:
+    named = {"name": "lift", "schema": Lift.model_json_schema(), "strict": True, "description": "a lift"}
+    there, here = ({"json_schema": named}, named) if kind == "json_schema" else ({}, {})
+    asked: dict[str, Any] = {"model": NAME, "temperature": 0}
+    most = 16 if kind == "json_object" else None  # anything may be in an object; this model would go on and on
+    talk = [{"role": "user", "content": QUESTION}]
+    structured = {"messages": talk, "max_tokens": most, "response_format": {"type": kind, **there}}
+    chat = server.post("/v1/chat/completions", asked | structured).json()
+    structured = {"input": QUESTION, "max_output_tokens": most, "text": {"format": {"type": kind, **here}}}
+    answer = server.post(PATH, asked | structured).json()
+    (item,) = answer["output"]
+    assert item["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert answer["text"]["format"] == {"type": kind, **here}
 
 
 def test_an_answer_without_words_is_a_message(server: RunningServer) -> None:

@@ -80,7 +80,7 @@ class ResponsesRequest(Sampling):
 
     @property
     def text_format(self) -> dict[str, Any]:
-        return (self.text and self.text.format) or {"type": "text"}
+        return {"type": "text"} if self.text is None or self.text.format is None else self.text.format
 
     def check(self) -> None:
         """Refuse what cannot be honoured here, or not together."""

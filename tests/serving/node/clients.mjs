@@ -5,12 +5,13 @@ import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
 import OpenAI from "openai";
+import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
 
 const [url, model] = process.argv.slice(2);
 const question = "when does the lift stop?";
 const schema = z.object({ side: z.enum(["north", "south"]), open: z.boolean() });
-const options = { temperature: 0, maxOutputTokens: 60, maxRetries: 0 };
+const options = { temperature: 0, maxOutputTokens: 200, maxRetries: 0 };
 
 const official = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
 const providers = {
@@ -27,6 +28,15 @@ const lift = tool({
   inputSchema: schema,
   execute: async ({ side, open }) => ({ heard: side, open }),
 });
+
+function summary({ steps }) {
+  return {
+    calls: steps.map((step) => step.toolCalls.map((call) => call.input)),
+    results: steps.map((step) => step.toolResults.map((result) => result.output)),
+    finishReasons: steps.map((step) => step.finishReason),
+    inputTokens: steps.map((step) => step.usage.inputTokens),
+  };
+}
 
 const scenarios = {
   async officialChat() {
@@ -58,6 +68,26 @@ const scenarios = {
     }
     return { text, final: last.output[0].content[0].text, tokens: last.usage.output_tokens };
   },
+  async officialParsed() {
+    const answer = await official.chat.completions.parse({
+      model, messages: [{ role: "user", content: question }], temperature: 0,
+      response_format: zodResponseFormat(schema, "lift"),
+    });
+    const response = await official.responses.parse({
+      model, input: question, temperature: 0, text: { format: zodTextFormat(schema, "lift") },
+    });
+    return { chat: answer.choices[0].message.parsed, response: response.output_parsed };
+  },
+  async officialTools() {
+    const tools = [{ type: "function", name: "lift", parameters: z.toJSONSchema(schema), strict: true }];
+    const input = [{ role: "user", content: question }];
+    const asked = { model, temperature: 0, tools, parallel_tool_calls: false };
+    const first = await official.responses.create({ ...asked, input, tool_choice: "required" });
+    const [call] = first.output;
+    input.push(...first.output, { type: "function_call_output", call_id: call.call_id, output: "it runs" });
+    const last = await official.responses.create({ ...asked, input, tool_choice: "none", max_output_tokens: 4 });
+    return { name: call.name, input: JSON.parse(call.arguments), text: last.output_text };
+  },
   async officialRefusal() {
     try {
       await official.responses.create({ model, input: question, previous_response_id: "resp_1" });
@@ -80,6 +110,32 @@ for (const [name, provider] of Object.entries(providers)) {
     let text = "", pieces = 0;
     for await (const piece of result.textStream) [text, pieces] = [text + piece, pieces + 1];
     return { text, pieces, tokens: (await result.usage).outputTokens, finishReason: await result.finishReason };
+  };
+  scenarios[`${name}Object`] = async () => {
+    const { object, finishReason } = await generateObject({ ...asked, prompt: question, schema });
+    return { object, finishReason };
+  };
+  scenarios[`${name}ObjectStream`] = async () => {
+    const result = streamObject({ ...asked, prompt: question, schema, onError: () => {} });
+    let pieces = 0;
+    for await (const _ of result.partialObjectStream) pieces += 1;
+    return { object: await result.object, pieces };
+  };
+  // The first step calls the tool, the SDK runs it, the second step sees what came of it and must call again.
+  const oneCall = { openai: { store: false, parallelToolCalls: false }, chairlift: { parallel_tool_calls: false } };
+  const agent = {
+    ...asked, prompt: question, tools: { lift }, toolChoice: "required", stopWhen: stepCountIs(2),
+    providerOptions: oneCall,
+  };
+  scenarios[`${name}Tools`] = async () => summary(await generateText(agent));
+  scenarios[`${name}ToolsStream`] = async () => {
+    const result = streamText({ ...agent, onError: () => {} });
+    let inputDeltas = 0;
+    for await (const part of result.fullStream) {
+      if (part.type === "error") throw part.error;
+      if (part.type === "tool-input-delta") inputDeltas += 1;
+    }
+    return { ...summary({ steps: await result.steps }), inputDeltas };
   };
   scenarios[`${name}Turns`] = async () => {
     const messages = [{ role: "system", content: "be brief" }, { role: "user", content: question }];

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from chairlift.core.sampling import SamplingParams
 from chairlift.core.scheduler import WaitReason
 from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter
+from chairlift.execution import sampler_edits
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.engine import Engine
 from chairlift.execution.startup import LoadedModel, StartedEngine, load_model, start_engine
@@ -376,3 +378,16 @@ def test_a_failed_step_ends_those_that_wait_for_a_grammar_too(loaded: LoadedMode
     take_in(outcomes, engine.step())
     assert {outcome.ending.reason for outcome in outcomes.values() if outcome.ending} == {FinishReason.ERROR}
     assert all(outcome.ending for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("restrict", [sampler_edits.allow_only, sampler_edits._allow_only_batched])
+def test_masks_leave_what_they_allow_and_the_other_rows_alone(restrict: Callable[..., None]) -> None:
+    """Both ways to do it: by row, for the CPU, and batched, for a GPU. Bits beyond the vocabulary mean nothing."""
+    allowed = np.random.default_rng(0).integers(0, 2**32, (2, 10), dtype=np.uint32)
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    expected = logits.clone()
+    bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, :300].astype(bool)
+    for row, allows in zip((3, 1), bits, strict=True):
+        expected[row][torch.from_numpy(~allows)] = -torch.inf
+    restrict(logits, sampler_edits.TokenMasks([3, 1], allowed))
+    assert torch.equal(logits, expected)

@@ -166,21 +166,28 @@ def _on_a_small_stack(tokenizer: LLTokenizer, grammar: str) -> str | None:
 def _try_out(tokenizer: LLTokenizer, grammar: str) -> str | None:
     """Compile it and follow it for some tokens, whichever they are: masks can be too much work too."""
     matcher = make_matcher(tokenizer, grammar)
-    choose = random.Random(0).choice
+    rng = random.Random(0)
     for _ in range(TOKENS):
         if matcher.is_error():
             error: str = matcher.get_error()
             return error
         if matcher.is_stopped():
             break
-        allowed = _set_bits(matcher.compute_bitmask())
-        if allowed:
-            matcher.consume_token(choose(allowed))
+        token = _some_set_bit(matcher.compute_bitmask(), rng)
+        if token is not None:
+            matcher.consume_token(token)
     return None
 
 
-def _set_bits(mask: bytes) -> list[int]:
-    return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+def _some_set_bit(mask: bytes, rng: random.Random) -> int | None:
+    """A bit of the first byte with one, from a random byte on: vocabularies are too large to list all of them."""
+    start = rng.randrange(len(mask))
+    turned = mask[start:] + mask[:start]
+    found = turned.lstrip(b"\0")
+    if not found:
+        return None
+    place = (start + len(turned) - len(found)) % len(mask)
+    return 8 * place + rng.choice([bit for bit in range(8) if found[0] >> bit & 1])
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from chairlift.cli_generate import generate
 from chairlift.cli_models import models
 from chairlift.cli_options import examples
 from chairlift.cli_serve import serve
+from chairlift.cli_simulate import plan, simulate
 from chairlift.errors import ChairliftError, InvalidParameter
 
 
@@ -104,6 +105,20 @@ app.command(
         "CHAIRLIFT_API_KEY=secret chairlift serve --host 0.0.0.0",
     )
 )(serve)
+app.command(
+    epilog=examples(
+        "chairlift simulate --model llama3-8b --device h200 --rate 20 --target-ttft-ms 500 --target-tpot-ms 30",
+        "chairlift simulate --trace traffic.csv --replicas 8 --router least-loaded --plot simulation.png",
+        "chairlift simulate --policy static --requests 200",
+    )
+)(simulate)
+app.command(
+    epilog=examples(
+        "chairlift plan --model llama3-8b --device h200 --rate 50 --target-ttft-ms 500 --target-tpot-ms 30",
+        "chairlift plan --model path/to/config.json --device l4 --dtype int8 --plot plan.png",
+        "chairlift plan --device custom --bandwidth 900 --tflops 180 --memory 48",
+    )
+)(plan)
 app.command(
     epilog=examples(
         "chairlift batch requests.jsonl answers.jsonl",

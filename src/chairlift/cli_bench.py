@@ -24,6 +24,7 @@ from chairlift.cli_bench_chunking import bench_chunking
 from chairlift.cli_bench_claims import bench_claims
 from chairlift.cli_bench_policies import bench_policies
 from chairlift.cli_bench_prefix import bench_prefix
+from chairlift.cli_bench_profile import bench_profile
 from chairlift.cli_bench_serve import bench_serve
 from chairlift.cli_bench_shapes import bench_shapes
 from chairlift.cli_console import show_log
@@ -184,6 +185,10 @@ bench_app.command(
 bench_app.command(
     "prefix", epilog=examples("chairlift bench prefix", "chairlift bench prefix --scenarios agents --tools 1000 -q")
 )(bench_prefix)
+bench_app.command(
+    "profile",
+    epilog=examples("chairlift bench profile --out profile.json", "chairlift simulate --profile profile.json --rate 1"),
+)(bench_profile)
 bench_app.command(
     "shapes",
     epilog=examples(

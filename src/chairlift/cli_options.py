@@ -151,6 +151,12 @@ class EngineOptions:
     attention: Annotated[
         str, typer.Option(help="Attention backend: auto, or one by name.", rich_help_panel=_ENGINE)
     ] = "auto"
+    cuda_graphs: Annotated[
+        bool, typer.Option(help="On a GPU: capture steps and replay them.", rich_help_panel=_ENGINE)
+    ] = True
+    load_format: Annotated[
+        str, typer.Option(help="auto, or dummy: random weights for a config.json.", rich_help_panel=_MODEL)
+    ] = "auto"
     quiet: Annotated[
         bool,
         typer.Option(

@@ -1,0 +1,140 @@
+"""`chairlift simulate` and `chairlift plan`: traffic, replicas, and the search for the most that they carry."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from chairlift.bench.arrivals import Arrivals
+from chairlift.bench.traces import HASHED_TOKENS, TraceEntry
+from chairlift.bench.workload import LengthRange
+from chairlift.core.budget import FixedBudget
+from chairlift.core.cost_model import CostModel
+from chairlift.core.kv_cache import KVCache
+from chairlift.core.ordering import make_ordering
+from chairlift.core.policy import make_policy
+from chairlift.core.scheduler import Scheduler
+from chairlift.errors import InvalidParameter
+from chairlift.simulate.devices import Device
+from chairlift.simulate.figures import Targets, percentile
+from chairlift.simulate.replica import Replica
+from chairlift.simulate.roofline import ModelShape, StepCost
+from chairlift.simulate.router import make_router
+from chairlift.simulate.run import Arrival, simulate
+
+SHARE_OF_MEMORY = 0.9  # what is left free is for the step's own tensors
+HIGHEST_RATE = 1e5
+OWN_TOKENS = 2**31  # from here on, tokens that no other request has
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    num_blocks: int
+    block_size: int = 16
+    seats: int = 256
+    max_batch_tokens: int = 8192
+    policy: str = "continuous"
+    order: str = "fcfs"
+    prefix_caching: bool = False
+
+    def make(self, cost: StepCost) -> Replica:
+        scheduler = Scheduler(
+            KVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching),
+            FixedBudget(self.max_batch_tokens),
+            make_policy(self.policy),
+            self.seats,
+            ordering=make_ordering(self.order),
+        )
+        return Replica(scheduler, cost)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Where a device's memory goes."""
+
+    weight_bytes: float
+    kv_bytes: float
+    num_blocks: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, model: ModelShape, device: Device, block_size: int = 16) -> MemoryBudget:
+        left = device.memory_bytes * SHARE_OF_MEMORY - model.weight_bytes
+        blocks = int(left // (model.kv_bytes_per_token * block_size))
+        if blocks < 1:
+            problem = f"{device.memory_bytes / 1e9:.0f} GB leave no room beside {model.weight_bytes / 1e9:.1f} GB"
+            raise InvalidParameter("device", f"{problem} of weights; choose a larger one, or a smaller type of weights")
+        return cls(model.weight_bytes, left, blocks, blocks * block_size)
+
+
+def load_profile(path: Path) -> CostModel:
+    """A cost model that `chairlift bench profile` saved."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return CostModel(saved["coefficients"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidParameter("profile", f"cannot read {str(path)!r} ({error})") from None
+
+
+def random_arrivals(
+    arrivals: Arrivals, n_in: LengthRange, n_out: LengthRange, count: int, seed: int
+) -> Iterator[Arrival]:
+    rng = random.Random(f"simulation {seed}")
+    for index, at in enumerate(islice(arrivals.times(seed), count)):
+        length = n_in.draw(rng)
+        yield Arrival(at, [index] * length, n_out.draw(rng))
+
+
+def trace_arrivals(entries: list[TraceEntry]) -> Iterator[Arrival]:
+    """Prompts whose equal blocks are equal tokens."""
+    for index, entry in enumerate(entries):
+        prompt: list[int] = []
+        for block in entry.blocks:
+            prompt.extend([block] * HASHED_TOKENS)
+        prompt.extend([OWN_TOKENS + index] * (entry.n_in - len(prompt)))
+        yield Arrival(entry.at, prompt[: entry.n_in], entry.n_out)
+
+
+def highest_rate(
+    settings: ReplicaSettings,
+    cost: StepCost,
+    n_in: LengthRange,
+    n_out: LengthRange,
+    targets: Targets,
+    *,
+    count: int = 400,
+    seed: int = 0,
+) -> float:
+    """Requests per second that one replica carries while 95% of requests keep each target; 0 if not even alone."""
+
+    def keeps(rate: float) -> bool:
+        coming = random_arrivals(Arrivals(rate, 1.0), n_in, n_out, count, seed)
+        outcome = simulate(coming, [settings.make(cost)], make_router("round-robin"))
+        for limit, values in (
+            (targets.ttft, [record.ttft for record in outcome.records]),
+            (targets.tpot, [record.tpot for record in outcome.records if record.tpot is not None]),
+            (targets.e2e, [record.e2e for record in outcome.records]),
+        ):
+            if limit is not None and values and percentile(values, 95) > limit:
+                return False
+        return outcome.seconds < 1.5 * count / rate + max(record.e2e for record in outcome.records[: count // 4])
+
+    low, high = 0.0, 1 / max(1e-6, _alone(settings, cost, n_in, n_out))
+    if not keeps(high * 1e-3):
+        return 0.0
+    while keeps(high) and high < HIGHEST_RATE:
+        low, high = high, 2 * high
+    for _ in range(7):
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low
+
+
+def _alone(settings: ReplicaSettings, cost: StepCost, n_in: LengthRange, n_out: LengthRange) -> float:
+    """Seconds that a typical request takes by itself."""
+    arrival = next(random_arrivals(Arrivals(1.0, 1.0), n_in, n_out, 1, 0))
+    return simulate([arrival], [settings.make(cost)], make_router("round-robin")).seconds

@@ -1,0 +1,272 @@
+"""`chairlift simulate` and `chairlift plan`: what would happen, without a model."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chairlift.cli_bench_output import ReportOptions, show_table, watch
+from chairlift.cli_options import with_option_groups
+from chairlift.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from chairlift.bench.simulation import MemoryBudget
+    from chairlift.simulate.devices import Device
+    from chairlift.simulate.figures import Targets
+    from chairlift.simulate.roofline import ModelShape
+
+_MACHINE, _TRAFFIC, _TARGETS = "Model and device", "Traffic", "Targets"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineOptions:
+    model: Annotated[
+        str,
+        typer.Option(
+            help="config.json, a folder with one, a GGUF file, or a name: qwen3-0.6b, llama3-8b, smollm2-135m.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = "llama3-8b"
+    device: Annotated[str, typer.Option(help="h200, h100, a100, l4, cpu or custom.", rich_help_panel=_MACHINE)] = "h200"
+    dtype: Annotated[
+        str, typer.Option(help="Of the weights: bfloat16, float16, float32, int8, int4.", rich_help_panel=_MACHINE)
+    ] = "bfloat16"
+    kv_dtype: Annotated[
+        str, typer.Option(help="Of the cache: bfloat16, float16, float32, int8.", rich_help_panel=_MACHINE)
+    ] = "bfloat16"
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s of the device instead of what is known.", rich_help_panel=_MACHINE)
+    ] = None
+    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of the device instead.", rich_help_panel=_MACHINE)] = (
+        None
+    )
+    memory: Annotated[float | None, typer.Option(help="GB of the device instead.", rich_help_panel=_MACHINE)] = None
+
+    def resolve(self) -> tuple[ModelShape, Device, MemoryBudget]:
+        from chairlift.bench.model_shape import BYTES_PER_WEIGHT, model_shape, read_config
+        from chairlift.bench.simulation import MemoryBudget
+        from chairlift.simulate.devices import device_named
+
+        if self.kv_dtype not in BYTES_PER_WEIGHT:
+            choices = ", ".join(BYTES_PER_WEIGHT)
+            raise InvalidParameter("kv_dtype", f"unknown type {self.kv_dtype!r}; choose from {choices}")
+        model, _ = model_shape(read_config(self.model), self.dtype, BYTES_PER_WEIGHT[self.kv_dtype])
+        device = device_named(
+            self.device,
+            bytes_per_second=_times(self.bandwidth, 1e9),
+            flops_per_second=_times(self.tflops, 1e12),
+            memory_bytes=_times(self.memory, 1e9),
+        )
+        return model, device, MemoryBudget.of(model, device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    target_ttft_ms: Annotated[float | None, typer.Option(help="Time to first token.", rich_help_panel=_TARGETS)] = None
+    target_tpot_ms: Annotated[
+        float | None, typer.Option(help="Time per output token after the first.", rich_help_panel=_TARGETS)
+    ] = None
+    target_e2e_ms: Annotated[float | None, typer.Option(help="Whole answer.", rich_help_panel=_TARGETS)] = None
+
+    def resolve(self) -> Targets:
+        from chairlift.simulate.figures import Targets
+
+        for name in ("target_ttft_ms", "target_tpot_ms", "target_e2e_ms"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidParameter(name, f"must be above 0, got {value}")
+        seconds = (_times(value, 1e-3) for value in (self.target_ttft_ms, self.target_tpot_ms, self.target_e2e_ms))
+        return Targets(*seconds)
+
+
+@with_option_groups
+def simulate(
+    machine: MachineOptions,
+    targets: TargetOptions,
+    report: ReportOptions,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Step times as `chairlift bench profile` measured them, instead of a prediction.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
+    kv_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the KV cache, instead of what fits.", rich_help_panel=_MACHINE)
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Requests per second.", rich_help_panel=_TRAFFIC)] = 4.0,
+    arrivals: Annotated[str, typer.Option(help="poisson, bursty or uniform.", rich_help_panel=_TRAFFIC)] = "poisson",
+    requests: Annotated[int, typer.Option(help="How many.", rich_help_panel=_TRAFFIC)] = 1000,
+    prompt_len: Annotated[
+        str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_TRAFFIC)
+    ] = "16:512",
+    output_len: Annotated[
+        str, typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform.", rich_help_panel=_TRAFFIC)
+    ] = "16:256",
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Recorded traffic instead (CSV or JSON lines, as bench serve).", rich_help_panel=_TRAFFIC),
+    ] = None,
+    trace_speed: Annotated[float, typer.Option(help="Play it so many times faster.", rich_help_panel=_TRAFFIC)] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same traffic.", rich_help_panel=_TRAFFIC)] = 0,
+    replicas: Annotated[int, typer.Option(help="Engines side by side.")] = 1,
+    router: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affine.")] = "least-loaded",
+    policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
+    order: Annotated[str, typer.Option(help="fcfs, priority, shortest or fair.")] = "fcfs",
+    max_batch_requests: Annotated[int, typer.Option(help="Seats of an engine.")] = 256,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 8192,
+    prefix_caching: Annotated[bool, typer.Option(help="Share equal beginnings of prompts.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Run the engine's own scheduler on a virtual clock.
+
+    Every step takes as long as a roofline of the model and the device
+    predicts, or as a profile of a real machine says.
+    """
+    from chairlift.bench.arrivals import Arrivals
+    from chairlift.bench.simulation import ReplicaSettings, load_profile, random_arrivals, trace_arrivals
+    from chairlift.bench.simulation_plot import plot_outcome
+    from chairlift.bench.traces import load_trace
+    from chairlift.bench.workload import LengthRange
+    from chairlift.simulate.figures import figures
+    from chairlift.simulate.roofline import Roofline, StepCost
+    from chairlift.simulate.router import make_router
+    from chairlift.simulate.run import simulate as run
+
+    for name, number in (("replicas", replicas), ("requests", requests)):
+        if number < 1:
+            raise InvalidParameter(name, f"must be at least 1, got {number}")
+    report.check()
+    model, device, memory = machine.resolve()
+    goal = targets.resolve()
+    cost: StepCost = Roofline(model, device) if profile is None else load_profile(profile)
+    settings = ReplicaSettings(
+        num_blocks=kv_blocks or memory.num_blocks,
+        seats=max_batch_requests,
+        max_batch_tokens=max_batch_tokens,
+        policy=policy,
+        order=order,
+        prefix_caching=prefix_caching,
+    )
+    engines = [settings.make(cost) for _ in range(replicas)]
+    if trace is not None:
+        entries = [entry.scaled(1.0, trace_speed) for entry in load_trace(trace)[:requests]]
+        coming = trace_arrivals(entries)
+    else:
+        lengths = (LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len))
+        coming = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests, seed)
+    begun = time.perf_counter()
+    with watch(enabled=not quiet) as note:
+        outcome = run(coming, engines, make_router(router), progress=lambda done: note(f"{done:,} requests"))
+    wall = time.perf_counter() - begun
+    row = figures(outcome, replicas, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
+    _show_figures(row, replicas)
+    asked = {"model": machine.model, "device": device.name, "replicas": replicas, "router": router, "policy": policy}
+    asked |= {"order": order, "rate": rate, "trace": str(trace) if trace else None, "requests": requests, "seed": seed}
+    report.write("simulate", asked, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
+
+
+def _show_figures(row: dict[str, Any], replicas: int) -> None:
+    def latency(name: str) -> list[str]:
+        values = (row[f"{name}_p{share}_ms"] for share in (50, 95, 99))
+        return [name.upper(), *("-" if value is None else f"{value:,.1f}" for value in values)]
+
+    show_table("Latency, ms", ["", "p50", "p95", "p99"], [latency(name) for name in ("ttft", "tpot", "itl", "e2e")])
+    show_table(
+        "Service",
+        ["", ""],
+        [
+            ["Requests per second", f"{row['requests_per_s']:.3g}"],
+            ["Output tokens per second", f"{row['output_tokens_per_s']:,.0f}"],
+            ["Within the targets", f"{row['good_share']:.1%}"],
+            [f"Busy, of {replicas} replica{'s' if replicas > 1 else ''}", f"{row['utilisation']:.1%}"],
+            ["Preemptions", f"{row['preemptions']:,}"],
+            ["Virtual time", f"{row['seconds']:,.1f} s in {row['steps']:,} steps"],
+            ["Real time", f"{row['wall_seconds']:.1f} s, {row['steps_per_wall_second']:,.0f} steps per second"],
+        ],
+    )
+
+
+@with_option_groups
+def plan(
+    machine: MachineOptions,
+    targets: TargetOptions,
+    report: ReportOptions,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second to be carried.", rich_help_panel=_TRAFFIC)
+    ] = None,
+    prompt_len: Annotated[
+        str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_TRAFFIC)
+    ] = "128:2048",
+    output_len: Annotated[
+        str, typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform.", rich_help_panel=_TRAFFIC)
+    ] = "64:512",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """What a model needs on a device, what it will do there, and how many devices a load takes.
+
+    No weights are read, and nothing is run but the scheduler.
+    """
+    from chairlift.bench.simulation import ReplicaSettings, highest_rate
+    from chairlift.bench.simulation_plot import decode_curve, plot_plan
+    from chairlift.bench.workload import LengthRange
+    from chairlift.simulate.roofline import Roofline
+
+    if rate is not None and not rate > 0:
+        raise InvalidParameter("rate", f"must be above 0, got {rate}")
+    report.check()
+    model, device, memory = machine.resolve()
+    goal, cost = targets.resolve(), Roofline(model, device)
+    n_in, n_out = LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len)
+    longest = n_in.high + n_out.high
+    middle = round(math.sqrt(n_in.low * n_in.high) + math.sqrt(n_out.low * n_out.high) / 2)
+    largest = max(1, memory.num_tokens // middle)
+    curve = decode_curve(cost, middle, largest)
+    with watch(enabled=not quiet) as note:
+        note("searching for the highest rate")
+        settings = ReplicaSettings(num_blocks=memory.num_blocks, seats=min(largest, 1024))
+        best = highest_rate(settings, cost, n_in, n_out, goal)
+    fitting = [point for point in curve if goal.tpot is None or point.seconds <= goal.tpot]
+    rows = [
+        ["Weights", f"{model.weight_bytes / 1e9:.2f} GB, {model.num_parameters:,} of them"],
+        ["KV cache per token", f"{model.kv_bytes_per_token:,} bytes"],
+        ["KV cache", f"{memory.kv_bytes / 1e9:.1f} GB = {memory.num_blocks:,} blocks = {memory.num_tokens:,} tokens"],
+        [f"Requests at {middle:,} tokens each", f"{largest:,}"],
+        [f"Requests at {longest:,} tokens each", f"{memory.num_tokens // longest:,}"],
+        ["One request alone", f"{1 / curve[0].seconds:,.0f} tokens/s"],
+        ["All of them, decoding", f"{curve[-1].batch / curve[-1].seconds:,.0f} tokens/s"],
+    ]
+    if goal.tpot is not None:
+        most = fitting[-1].batch if fitting else 0
+        rows.append([f"Requests inside {goal.tpot * 1e3:g} ms per token", f"{most:,}"])
+    rows.append(["Highest rate inside the targets", f"{best:.3g} requests/s" if best else "none: not even one request"])
+    replicas = None
+    if rate is not None:
+        replicas = math.ceil(rate / best) if best else None
+        rows.append([f"Replicas for {rate:g} requests/s", f"{replicas:,}" if replicas else "cannot be reached"])
+    show_table(f"{machine.model} on {device.name}", ["", ""], rows, "Predicted by a roofline; nothing was run")
+    asked: dict[str, Any] = {"model": machine.model, "device": device.name}
+    asked |= {"dtype": machine.dtype, "kv_dtype": machine.kv_dtype}
+    asked |= {"prompt_len": str(n_in), "output_len": str(n_out), "rate": rate}
+    found = {
+        "name": machine.model,
+        "weight_bytes": model.weight_bytes,
+        "kv_bytes_per_token": model.kv_bytes_per_token,
+        "kv_blocks": memory.num_blocks,
+        "largest_batch": largest,
+        "tokens_per_s_alone": 1 / curve[0].seconds,
+        "tokens_per_s_full": curve[-1].batch / curve[-1].seconds,
+        "highest_rate": best,
+        "replicas": replicas,
+    }
+    title = f"{machine.model} on {device.name}"
+    report.write("plan", asked, [found], lambda path, here: plot_plan(path, title, curve, goal.tpot, here))
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

@@ -70,6 +70,6 @@ def show_claims(outcomes: Sequence[Outcome]) -> None:
         table.add_column(heading, ratio=ratio)
     for outcome in outcomes:
         colour = _COLOURS[outcome.holds]
-        measured = f"{outcome.measured}\n[dim]{outcome.why}[/dim]"
-        table.add_row(outcome.claim, outcome.source, measured, f"[{colour}]{outcome.holds}[/{colour}]")
+        why = "" if outcome.holds == "yes" else f"\n[dim]{outcome.why}[/dim]"
+        table.add_row(outcome.claim, outcome.source, outcome.measured + why, f"[{colour}]{outcome.holds}[/{colour}]")
     Console().print(table)

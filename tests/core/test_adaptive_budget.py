@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from chairlift.core.adaptive_budget import (
     BUDGETS,
-    Forecast,
     KneeBudget,
     LatencyBudget,
+    StepForecast,
     chunk_sizes,
     make_budget,
     tokens_per_second_needed,
@@ -83,7 +83,7 @@ def serve(noise: Noise = steady, truth: Truth = cpu_like, prompts: int = 10, **o
 def test_the_chunk_is_the_largest_that_fits(target: float, computed: int) -> None:
     cost, seen = knowing(), load(computed=computed)
     limits = LatencyBudget(cost, MOST, target, None).limits(seen)
-    forecast, sizes = Forecast(cost, seen), chunk_sizes(512)
+    forecast, sizes = StepForecast(cost, seen), chunk_sizes(512)
     assert forecast.seconds(limits.prefill_tokens) <= target
     assert forecast.seconds(sizes[sizes.index(limits.prefill_tokens) + 1]) > target
     assert limits.reason is LimitReason.TPOT
@@ -228,7 +228,7 @@ def test_the_rate_that_first_tokens_need() -> None:
 def test_the_chunk_is_the_smallest_that_makes_the_first_token_in_time(target: float) -> None:
     cost, seen = knowing(), load(computed=0)
     limits = LatencyBudget(cost, MOST, None, target).limits(seen)
-    forecast, sizes = Forecast(cost, seen), chunk_sizes(512)
+    forecast, sizes = StepForecast(cost, seen), chunk_sizes(512)
     smaller = sizes[sizes.index(limits.prefill_tokens) - 1]
     assert 1500 / limits.prefill_tokens * forecast.seconds(limits.prefill_tokens) <= target
     assert 1500 / smaller * forecast.seconds(smaller) > target

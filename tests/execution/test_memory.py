@@ -75,3 +75,12 @@ def test_a_container_limit_counts_but_not_the_file_pages_that_can_be_dropped(
     assert memory.free_memory(CPU) == 100
     (tmp_path / "memory.stat").write_text("anon 200\nfile 500\ninactive_file 400\nactive_file 100\n")
     assert memory.free_memory(CPU) == 500
+
+
+def test_there_are_no_more_seats_than_short_sequences_that_fit() -> None:
+    whole = plan("2GiB")
+    assert whole.seats(64) == 64
+    small = plan(whole.bytes_per_token * whole.block_size * 20)
+    assert small.num_tokens == 320
+    assert small.seats(64) == 5
+    assert plan(whole.bytes_per_token * whole.block_size).seats(64) == 1

@@ -61,7 +61,7 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-class Forecast:
+class StepForecast:
     """The time of the next step as a function of its prompt tokens, all decodes included."""
 
     def __init__(self, cost: CostModel, load: Load) -> None:
@@ -107,7 +107,7 @@ class _AdaptiveBudget:
         known = max(_FIRST_CHUNK, 2 * self._cost.largest_prefill)
         return self._sizes[: max(1, bisect_right(self._sizes, known))]
 
-    def _chosen(self, forecast: Forecast, chunk: int, reason: LimitReason) -> StepLimits:
+    def _chosen(self, forecast: StepForecast, chunk: int, reason: LimitReason) -> StepLimits:
         seconds = forecast.seconds(chunk) or None
         return replace(self._most, prefill_tokens=chunk, reason=reason, predicted_seconds=seconds)
 
@@ -116,7 +116,7 @@ class KneeBudget(_AdaptiveBudget):
     """The smallest step that comes close to the highest throughput: beyond it, those on board wait for nothing."""
 
     def _decide(self, load: Load) -> StepLimits:
-        forecast, known = Forecast(self._cost, load), self._known_sizes()[-1]
+        forecast, known = StepForecast(self._cost, load), self._known_sizes()[-1]
         if not forecast.decodes:
             return self._chosen(forecast, self._most.prefill_tokens, LimitReason.ALONE)
         chunk = knee(forecast, self._sizes)
@@ -141,14 +141,14 @@ class LatencyBudget(_AdaptiveBudget):
         self._ttft = target_ttft
 
     def _decide(self, load: Load) -> StepLimits:
-        forecast = Forecast(self._cost, load)
+        forecast = StepForecast(self._cost, load)
         limits = self._choose(forecast, load)
         if self._tpot is None:
             return replace(limits, target_seconds=None)
         seats = self._seats(forecast, load, self._tpot * self._caution())
         return replace(limits, seats=seats, target_seconds=self._tpot)
 
-    def _choose(self, forecast: Forecast, load: Load) -> StepLimits:
+    def _choose(self, forecast: StepForecast, load: Load) -> StepLimits:
         if not forecast.decodes:
             return self._chosen(forecast, self._most.prefill_tokens, LimitReason.ALONE)
         fits, why = self._largest_that_fits(forecast)
@@ -159,7 +159,7 @@ class LatencyBudget(_AdaptiveBudget):
             needed = max(needed, knee(forecast, self._sizes))
         return self._chosen(forecast, *min((needed, why_needed), (fits, why), key=lambda choice: choice[0]))
 
-    def _largest_that_fits(self, forecast: Forecast) -> tuple[int, LimitReason]:
+    def _largest_that_fits(self, forecast: StepForecast) -> tuple[int, LimitReason]:
         sizes = self._known_sizes()
         beyond = LimitReason.LEARNING if sizes[-1] < self._sizes[-1] else LimitReason.FIXED
         if self._tpot is None:
@@ -177,7 +177,7 @@ class LatencyBudget(_AdaptiveBudget):
         """The share of the target to plan for: less than all of it where steps often take longer than predicted."""
         return max(_MOST_CAUTION, min(1.0, _TAIL_ALLOWANCE / self._cost.tail))
 
-    def _smallest_in_time(self, forecast: Forecast, load: Load) -> tuple[int, LimitReason]:
+    def _smallest_in_time(self, forecast: StepForecast, load: Load) -> tuple[int, LimitReason]:
         assert self._ttft is not None
         needed = tokens_per_second_needed((*load.prefilling, *load.waiting[:_LOOK_AHEAD]), load.now, self._ttft)
         sizes = self._known_sizes()
@@ -187,7 +187,7 @@ class LatencyBudget(_AdaptiveBudget):
                 return size, LimitReason.TTFT
         return sizes[speeds.index(max(speeds))], LimitReason.LATE
 
-    def _seats(self, forecast: Forecast, load: Load, target: float) -> int:
+    def _seats(self, forecast: StepForecast, load: Load, target: float) -> int:
         """How many may be on board so that all of them decoding, beside a little of a prompt, keep the target."""
         everyone = (*load.running, *load.waiting[:1])
         context = sum(request.num_expected for request in everyone) // len(everyone)
@@ -203,7 +203,7 @@ class LatencyBudget(_AdaptiveBudget):
         return max(1, modelled, min(proportional, known))
 
 
-def knee(forecast: Forecast, sizes: Sequence[int]) -> int:
+def knee(forecast: StepForecast, sizes: Sequence[int]) -> int:
     """The smallest of `sizes` that comes close to the highest throughput that any of them is predicted to have."""
     # Tokens rise in a line and seconds in a line that only bends upwards: throughput has one peak.
     peak = max((*sizes[::8], sizes[-1]), key=forecast.tokens_per_second)

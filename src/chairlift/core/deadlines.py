@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from chairlift.core.request import Request
+
+FORECAST_EVERY = 0.1  # seconds: looking at everybody in every step would cost more than it saves
 
 
 class Forecast(Protocol):
@@ -19,6 +22,7 @@ class Deadlines:
     def __init__(self, find: Callable[[str], Request | None]) -> None:
         self._find = find
         self._heap: list[tuple[float, int, str]] = []  # ids only: finished requests need not live on in here
+        self._last_forecast = -math.inf
 
     def add(self, request: Request) -> None:
         if request.deadline is not None:
@@ -37,7 +41,8 @@ class Deadlines:
             request = self._request(heapq.heappop(self._heap))
             assert request is not None
             found.append(request)
-        if forecast is not None:
+        if forecast is not None and now - self._last_forecast >= FORECAST_EVERY:
+            self._last_forecast = now
             late = [request for request in self._open() if now + _least_seconds(request, forecast) > _time_of(request)]
             found += late
         return found

@@ -14,6 +14,7 @@ from chairlift.attention import AttentionLayer, KVStorage
 from chairlift.errors import InvalidParameter
 
 SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.9}
+SHORT_SEQUENCE = 64  # tokens, prompt and output: hardly anybody asks for less
 CGROUP = Path("/sys/fs/cgroup")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -34,6 +35,11 @@ class MemoryPlan:
     @property
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
+
+    def seats(self, most: int) -> int:
+        """`most`, or fewer where that many sequences would not even get a few tokens each: a seat without memory is no
+        use. How many are really taken depends on their lengths, and is decided when they board."""
+        return max(1, min(most, self.num_tokens // SHORT_SEQUENCE))
 
     def lines(self) -> list[str]:
         """The arithmetic, for the start-up log."""

@@ -14,6 +14,7 @@ from chairlift.core.adaptive_budget import make_budget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.work_forecast import WorkForecast
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.engine import Engine
@@ -102,25 +103,29 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
     attention = choose_backend(config.attention, layers, device, dtype)
     compiler = GrammarCompiler(loaded.tokenizer, model.vocab_size, loaded.eos_ids)
     structured = StructuredOutput(compiler, model.vocab_size)
+    seats = config.max_batch_requests or memory.seats(config.seats())
     runner = _make_runner(
-        model, attention, allocate_storage(layers, memory, dtype, device), config, max_model_len, structured
+        model, attention, allocate_storage(layers, memory, dtype, device), config, seats, max_model_len, structured
     )
     runner.warm_up()
     cost_model = CostModel()
+    tokens = config.batch_tokens()
+    prompts = min(config.max_prefill_tokens or tokens, tokens)
     scheduler = Scheduler(
         KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
         make_budget(
             config.budget,
             cost_model,
-            max_batch_tokens=config.batch_tokens(),
-            max_prefill_tokens=config.max_prefill_tokens,
+            max_batch_tokens=tokens,
+            max_prefill_tokens=prompts,
             target_tpot_ms=config.target_tpot_ms,
             target_ttft_ms=config.target_ttft_ms,
         ),
         config.make_policy(),
-        config.seats(),
+        seats,
         ordering=config.make_ordering(),
         max_overtakes=config.max_overtakes,
+        forecast=WorkForecast(cost_model, prompts),
     )
     engine = Engine(
         scheduler,
@@ -133,12 +138,19 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         cost_model=cost_model,
         structured=structured,
     )
-    tokens = config.batch_tokens()
-    prompts = min(config.max_prefill_tokens or tokens, tokens)
-    step = f"up to {tokens} tokens ({prompts} of prompts) of {config.seats()} requests"
+    step = f"up to {tokens} tokens ({prompts} of prompts) of {seats} requests{_targets(config)}"
     for line in (*memory.lines(), f"step       {step}, {attention.name} attention"):
         log.info(line)
     return StartedEngine(engine, runner, memory)
+
+
+def _targets(config: EngineConfig) -> str:
+    """What else decides over a step, for the start-up log."""
+    targets = {"per output token": config.target_tpot_ms, "to the first token": config.target_ttft_ms}
+    words = [f"{target:g} ms {what}" for what, target in targets.items() if target is not None]
+    if words:
+        return f", at most {' and '.join(words)}"
+    return ", at the throughput knee" if config.budget == "knee" else ""
 
 
 def _make_runner(
@@ -146,6 +158,7 @@ def _make_runner(
     attention: AttentionBackend,
     storage: KVStorage,
     config: EngineConfig,
+    seats: int,
     max_model_len: int,
     structured: StructuredOutput,
 ) -> ModelRunner | GPURunner:
@@ -155,7 +168,7 @@ def _make_runner(
         model,
         attention,
         storage,
-        seats=config.seats(),
+        seats=seats,
         max_batch_tokens=config.batch_tokens(),
         max_model_len=max_model_len,
         graphs=config.cuda_graphs,

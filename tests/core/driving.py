@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from chairlift.core.budget import FixedBudget
+from chairlift.core.deadlines import Forecast
 from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
 from chairlift.core.kv_cache import KVCache
@@ -33,6 +34,7 @@ def make_scheduler(
     order: str = "fcfs",
     weights: Mapping[str, float] | None = None,
     max_overtakes: int = MAX_OVERTAKES,
+    forecast: Forecast | None = None,
 ) -> Scheduler:
     return Scheduler(
         kv_class(num_blocks, block_size, prefix_caching=prefix_caching),
@@ -41,6 +43,7 @@ def make_scheduler(
         max_batch_requests,
         ordering=make_ordering(order, weights),
         max_overtakes=max_overtakes,
+        forecast=forecast,
     )
 
 

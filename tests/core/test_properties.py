@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from chairlift.core.events import RequestBoarded, RequestPreempted
 from chairlift.core.integrity import check_accounting, check_plan, check_quiescent, check_shared_prefixes
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.plan import BlockCopy, StepPlan
-from chairlift.core.request import Ending, FinishReason, Request
+from chairlift.core.request import Ending, FinishReason, Request, Status
+from chairlift.core.waiting import WaitReason
 from tests.core.driving import deterministic_token, make_request, make_scheduler, run_plan, shape
+
+STRATEGIES = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
+        "order": st.sampled_from(["fcfs", "priority", "shortest", "fair"]),
+        "max_overtakes": st.sampled_from([1, 3, 16]),
+    }
+)
 
 
 class FlakyKVCache(KVCache):
@@ -35,12 +46,21 @@ class Workload(RuleBasedStateMachine):
         prefill=st.none() | st.integers(1, 20),
         seats=st.integers(1, 6),
         caching=st.booleans(),
+        strategy=STRATEGIES,
     )
     def start(
-        self, num_blocks: int, block_size: int, tokens: int, prefill: int | None, seats: int, caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        tokens: int,
+        prefill: int | None,
+        seats: int,
+        caching: bool,
+        strategy: dict[str, Any],
     ) -> None:
-        self.make = lambda: make_scheduler(num_blocks, block_size, tokens, prefill, seats, caching, FlakyKVCache)
-        self.scheduler = self.make()
+        self.scheduler = make_scheduler(
+            num_blocks, block_size, tokens, prefill, seats, caching, FlakyKVCache, **strategy
+        )
         self.kv = self.scheduler.kv
         assert isinstance(self.kv, FlakyKVCache)
         self.kv.failures = random.Random(1)
@@ -57,8 +77,20 @@ class Workload(RuleBasedStateMachine):
         salt=st.sampled_from(["", "x"]),
         siblings=st.integers(0, 2),
         patience=st.none() | st.integers(5, 60),
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from("abc"),
     )
-    def submit(self, length: int, new: int, family: int, salt: str, siblings: int, patience: int | None) -> None:
+    def submit(
+        self,
+        length: int,
+        new: int,
+        family: int,
+        salt: str,
+        siblings: int,
+        patience: int | None,
+        priority: int,
+        tenant: str,
+    ) -> None:
         new = min(new, self.capacity - 1)
         length = min(length, self.capacity - new + 1)
         prompt = [family * 1000 + i // 3 for i in range(length)]  # prompts of a family share prefixes
@@ -67,6 +99,7 @@ class Workload(RuleBasedStateMachine):
         for _ in range(1 + siblings):
             name = f"r{len(self.requests)}"
             request = make_request(name, prompt, new, salt=salt, deadline=deadline, leader=leader)
+            request.arrival, request.priority, request.tenant = self.now, priority, tenant
             self.scheduler.submit(request, self.now)
             self.requests.append(request)
             leader = leader or request
@@ -76,9 +109,25 @@ class Workload(RuleBasedStateMachine):
     def schedule(self, flaky: bool) -> None:
         self.now += 1.0
         self.kv.failing = flaky
+        aged = [request for request in self.scheduler.waiting if request.aged]
+        self.scheduler.drain_events()
         self.in_flight = self.scheduler.schedule(self.now)
         self.kv.failing = False
         check_plan(self.scheduler, self.in_flight)
+        self.check_turns(aged)
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            assert request.deadline is None or request.deadline > self.now, f"{request} is past its deadline"
+            waits = request.status is Status.WAITING
+            assert waits == (self.scheduler.why_waiting(request.id) is not None)
+
+    def check_turns(self, aged: list[Request]) -> None:
+        """Nobody boards ahead of those who were overtaken often enough, unless they wait for another request."""
+        boarded = {event.request_id for event in self.scheduler.drain_events() if isinstance(event, RequestBoarded)}
+        others_boarded = any(request.id in boarded and not request.aged for request in self.scheduler.running)
+        for request in aged:
+            if others_boarded:
+                reason = self.scheduler.why_waiting(request.id)
+                assert reason not in (WaitReason.SEATS, WaitReason.BUDGET, WaitReason.MEMORY)
 
     @precondition(lambda self: self.in_flight is not None)
     @rule()
@@ -115,7 +164,11 @@ class Workload(RuleBasedStateMachine):
             if not self.scheduler.has_work:
                 break
             self.schedule(flaky=False)
-            assert self.in_flight or not self.scheduler.has_work, "there is work, but the step is empty"
+            wakeup = self.scheduler.next_wakeup(self.now)
+            stuck = not self.in_flight and wakeup is not None and wakeup <= self.now
+            assert not stuck, "there is work, but the step is empty"
+            if not self.in_flight and wakeup is not None:
+                self.now = wakeup
             self.apply()
             self.books_balance()
         check_quiescent(self.scheduler)
@@ -154,3 +207,41 @@ def test_replaying_a_workload_gives_the_same_schedule() -> None:
                 scheduler.apply(run_plan(plan, deterministic_token), float(number))
             histories.append((history, scheduler.drain_events()))
         assert histories[0] == histories[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["fcfs", "priority", "shortest", "fair"]),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8), st.integers(-2, 2), st.sampled_from("abc")), max_size=80),
+)
+def test_nobody_waits_longer_than_the_bound(
+    order: str, seats: int, max_overtakes: int, work: list[tuple[int, int, int, str]]
+) -> None:
+    """With q older requests in line, a request is on board after at most (max_overtakes + 1) * (q + 1) boardings."""
+    scheduler = make_scheduler(
+        num_blocks=2000, max_batch_requests=seats, order=order, max_overtakes=max_overtakes, prefix_caching=False
+    )
+    boardings = 0
+    latest: dict[str, int] = {}
+
+    def step() -> None:
+        nonlocal boardings
+        plan = scheduler.schedule(0.0)
+        scheduler.apply(run_plan(plan), 0.0)
+        for event in scheduler.drain_events():
+            if isinstance(event, RequestBoarded):
+                boardings += 1
+                assert boardings <= latest.pop(event.request_id, boardings)
+            elif isinstance(event, RequestPreempted):  # by fair sharing: back in line
+                latest[event.request_id] = boardings + (max_overtakes + 1) * (len(scheduler.waiting) + 1)
+
+    for number, (prompt, new, priority, tenant) in enumerate(work):
+        latest[f"r{number}"] = boardings + (max_overtakes + 1) * (len(scheduler.waiting) + 1)
+        scheduler.submit(make_request(f"r{number}", prompt, new, priority=priority, tenant=tenant), 0.0)
+        if number % 2:
+            step()
+    while scheduler.has_work:
+        step()
+    assert not latest

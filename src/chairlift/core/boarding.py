@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from chairlift.core.draft import PlanDraft
 from chairlift.core.lift import Lift
 from chairlift.core.packing import share_rest_among_prompts
-from chairlift.core.policy import Policy
+from chairlift.core.policy import Admission, Policy
 from chairlift.core.request import Request
 from chairlift.core.siblings import sibling_to_fork, waits_for_sibling
 from chairlift.core.waiting import WaitReason
@@ -19,10 +19,12 @@ def board_waiting(lift: Lift, policy: Policy, draft: PlanDraft, now: float) -> N
     lift.waiting.begin_boarding()
     if draft.memory_was_short:
         lift.waiting.note_rest(WaitReason.PREEMPTION)
-    elif lift.waiting:
+        return
+    boarding = _Boarding(lift, draft, now)
+    while lift.waiting:
         admission = policy.admit(lift.waiting, lift.running, lift.max_batch_requests, now)
-        lift.waiting.note_rest(admission.reason_of_others)
-        _Boarding(lift, draft, now).offer_seats(admission.candidates)
+        if boarding.offer_seats(admission):
+            return
 
 
 class _Boarding:
@@ -35,25 +37,44 @@ class _Boarding:
         self.now = now
         # What those on board will still take of the free blocks.
         self.promised_blocks = sum(self._blocks_to_come(request) for request in lift.running)
+        self._newcomers: set[int] = set()
 
-    def offer_seats(self, candidates: Iterable[Request]) -> None:
+    def offer_seats(self, admission: Admission) -> bool:
+        """False if the order has changed on the way: someone was overtaken once too often."""
         waiting, passed_over = self.lift.waiting, list[Request]()
+        if admission.reason_of_others is not None:
+            waiting.note_rest(admission.reason_of_others)
+        elif self._full(self.lift.running) and not self.lift.ordering.takes_seats:
+            waiting.note_rest(self._why_full(self.lift.running))  # no need to ask a long queue
+            return True
+        candidates = iter(admission.candidates)
         for request in candidates:
             obstacle = self._board(request)
             if obstacle is None:
-                waiting.count_overtaking(request, passed_over)
+                if waiting.count_overtaking(request, passed_over):
+                    return False
                 continue
             waiting.note(request, obstacle)
             if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX):
                 continue  # it waits for another request, not for room
             passed_over.append(request)
-            no_seat = obstacle in (WaitReason.SEATS, WaitReason.TARGET)
-            if no_seat or not self.draft.prefill_room or len(passed_over) >= MAX_PASSED_OVER:
-                waiting.note_rest(obstacle)
-                return
-            if request.aged:
-                waiting.note_rest(WaitReason.TURN)
-                return
+            reason_of_rest = self._why_stop_after(request, obstacle, len(passed_over))
+            if reason_of_rest is None:
+                continue
+            if admission.reason_of_others is None:
+                waiting.note_rest(reason_of_rest)
+            else:
+                for other in candidates:
+                    waiting.note(other, reason_of_rest)
+            return True
+        return True
+
+    def _why_stop_after(self, request: Request, obstacle: WaitReason, num_passed_over: int) -> WaitReason | None:
+        """Why nobody behind `request`, who met this obstacle, can board; None if someone might."""
+        no_seat = obstacle in (WaitReason.SEATS, WaitReason.TARGET)
+        if no_seat or not self.draft.prefill_room or num_passed_over >= MAX_PASSED_OVER:
+            return obstacle
+        return WaitReason.TURN if request.aged else None
 
     def _board(self, request: Request) -> WaitReason | None:
         """Give `request` a seat and its first tokens, or say what stands in the way (and change nothing)."""
@@ -77,6 +98,7 @@ class _Boarding:
             request.start_from(0)
             return obstacle
         self.lift.seat(request, match.miss, self.now)
+        self._newcomers.add(request.order)
         self.promised_blocks += self._blocks_to_come(request)
         return None
 
@@ -108,7 +130,7 @@ class _Boarding:
         spare = self.kv.num_free - self.promised_blocks - self.kv.num_missing(request)
         while self._full(staying) or spare < 0:
             victim = self.lift.ordering.seat_to_take(request, staying)
-            if victim is None:
+            if victim is None or victim.order in self._newcomers:
                 return self._why_full(staying) if self._full(staying) else WaitReason.MEMORY
             staying = [other for other in staying if other is not victim]
             leaving.append(victim)

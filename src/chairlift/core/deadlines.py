@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
-from chairlift.core.request import Request
+from chairlift.core.kv_cache import KVCache
+from chairlift.core.request import Request, Status
 
 FORECAST_EVERY = 0.1  # seconds: looking at everybody in every step would cost more than it saves
 
@@ -33,25 +34,25 @@ class Deadlines:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def missed(self, now: float, forecast: Forecast | None = None) -> list[Request]:
-        """Those whose time is over, and with a forecast those who would not finish in time even if nobody else were
-        there. What cannot be known is taken in their favour: that a text may end at its next token, for one."""
+    def passed(self, now: float) -> list[Request]:
+        """Those whose time is over."""
         found = []
         while (deadline := self.next()) is not None and deadline <= now:
             request = self._request(heapq.heappop(self._heap))
             assert request is not None
             found.append(request)
-        if forecast is not None and now - self._last_forecast >= FORECAST_EVERY:
-            self._last_forecast = now
-            late = [request for request in self._open() if now + _least_seconds(request, forecast) > _time_of(request)]
-            found += late
         return found
 
-    def _open(self) -> Iterator[Request]:
-        for entry in self._heap:
-            request = self._request(entry)
-            if request is not None:
-                yield request
+    def hopeless(self, now: float, forecast: Forecast, kv: KVCache) -> list[Request]:
+        """Those who would be too late even if nobody else were there: what is spent on them is lost to others.
+
+        What cannot be known counts in their favour: that the text may end with its next token, for one.
+        """
+        if now - self._last_forecast < FORECAST_EVERY:
+            return []
+        self._last_forecast = now
+        open_requests = (self._request(entry) for entry in self._heap)
+        return [request for request in open_requests if request is not None and _too_late(request, now, forecast, kv)]
 
     def _request(self, entry: tuple[float, int, str]) -> Request | None:
         request = self._find(entry[2])
@@ -59,10 +60,12 @@ class Deadlines:
         return request if request is not None and request.order == entry[1] and request.ending is None else None
 
 
-def _least_seconds(request: Request, forecast: Forecast) -> float:
-    return forecast.least_seconds(request.num_behind, request.least_new_tokens)
-
-
-def _time_of(request: Request) -> float:
+def _too_late(request: Request, now: float, forecast: Forecast, kv: KVCache) -> bool:
     assert request.deadline is not None
-    return request.deadline
+    time_left = request.deadline - now
+    if forecast.least_seconds(request.num_behind, request.least_new_tokens) <= time_left:
+        return False
+    if request.status is not Status.WAITING:
+        return True
+    cached = len(kv.match(request).blocks) * kv.block_size  # looked up only now: a hit may save it
+    return forecast.least_seconds(request.num_behind - cached, request.least_new_tokens) > time_left

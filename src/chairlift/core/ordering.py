@@ -20,6 +20,8 @@ class Ordering:
     """First come, first served; the base of the others."""
 
     name = "fcfs"
+    has_claims = False  # whether some requests have better claims than others
+    takes_seats = False  # whether someone who waits may be given the seat of someone on board
 
     def claim(self, request: Request) -> float:
         return 0.0
@@ -30,7 +32,7 @@ class Ordering:
 
     def arrange(self, waiting: Sequence[Request]) -> Iterable[Request]:
         """`waiting` (in order of submission) in the order of boarding."""
-        return list(waiting)
+        return waiting
 
     def victim(self, running: Sequence[Request]) -> Request:
         """The one who gives way when memory runs out."""
@@ -54,6 +56,7 @@ class PriorityOrdering(Ordering):
     """By `Request.priority`; the lower, the sooner."""
 
     name = "priority"
+    has_claims = True
 
     def claim(self, request: Request) -> float:
         return float(request.priority)
@@ -66,6 +69,7 @@ class ShortestOrdering(Ordering):
     """The least remaining work first: tokens still to compute, and those it may generate at most."""
 
     name = "shortest"
+    has_claims = True
 
     def claim(self, request: Request) -> float:
         return float(request.num_behind + request.max_new_tokens - request.num_output)
@@ -80,13 +84,17 @@ class FairOrdering(Ordering):
     Every tenant has a counter of the tokens it was served, divided by its weight; the lowest counter is next. The
     prompt is charged when it boards (so that one tenant cannot take every free seat of a step), output as it comes,
     and nothing twice: tokens from the prefix cache and those computed again after a preemption are free. A tenant
-    that comes back is lifted to the lowest counter of those who were active: nobody saves up credit while away.
+    that comes back is lifted to the lowest counter of those who were active, less `BURST`: time away earns some
+    credit, so that an occasional request is served as on an idle machine, but never more than that.
 
-    Seats are shared too. A tenant with few takes one from the tenant with the most, if that brings the two closer
-    together; so a crowd on board does not keep others waiting until one of its long requests ends.
+    Seats are shared too. Who is next and finds none takes one from the tenant with the most, if that brings the two
+    closer together; so a crowd on board does not keep others waiting until one of its long requests ends.
     """
 
     name = "fair"
+    has_claims = True
+    takes_seats = True
+    BURST = 2048.0
     REMEMBERED_TENANTS = 4096
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
@@ -98,7 +106,7 @@ class FairOrdering(Ordering):
         return self.weights.get(tenant, 1.0)
 
     def claim(self, request: Request) -> float:
-        return self._served.get(request.tenant, 0.0)
+        return self._served[request.tenant]
 
     def arrange(self, waiting: Sequence[Request]) -> Iterable[Request]:
         """Each tenant's own in order of submission. Counters move while others board, so this looks at each turn."""
@@ -106,7 +114,8 @@ class FairOrdering(Ordering):
         for request in waiting:
             queues.setdefault(request.tenant, deque()).append(request)
         while queues:
-            tenant = min(queues, key=lambda name: (self._served.get(name, 0.0), queues[name][0].order))
+            # Of two who were served alike, the one with fewer requests.
+            tenant = min(queues, key=lambda name: (self._served[name], self._open[name], queues[name][0].order))
             yield queues[tenant].popleft()
             if not queues[tenant]:
                 del queues[tenant]
@@ -117,13 +126,14 @@ class FairOrdering(Ordering):
             seats[other.tenant] = seats.get(other.tenant, 0) + 1
         load = {tenant: count / self.weight(tenant) for tenant, count in seats.items()}
         load_with_one_more = (seats.get(request.tenant, 0) + 1) / self.weight(request.tenant)
-        candidates = [other for other in running if not other.aged and load[other.tenant] > load_with_one_more]
+        crowds = {name for name, count in seats.items() if count > 1 and load[name] > load_with_one_more}
+        candidates = [other for other in running if other.tenant in crowds and not other.aged]
         return max(candidates, key=lambda other: (load[other.tenant], other.order), default=None)
 
     def arrived(self, request: Request) -> None:
         tenant = request.tenant
         if tenant not in self._open:
-            level = min((self._served[other] for other in self._open), default=0.0)
+            level = min((self._served[other] for other in self._open), default=self.BURST) - self.BURST
             self._served[tenant] = max(self._served.get(tenant, 0.0), level)
             self._forget_debts_paid(level)
         self._open[tenant] = self._open.get(tenant, 0) + 1
@@ -140,6 +150,8 @@ class FairOrdering(Ordering):
         self._open[request.tenant] -= 1
         if not self._open[request.tenant]:
             del self._open[request.tenant]
+        if not self._open:
+            self._served.clear()  # nobody was kept waiting by what was served before: all begin anew
 
     def _charge(self, request: Request, tokens: int) -> None:
         self._served[request.tenant] += max(0, tokens) / self.weight(request.tenant)
@@ -147,7 +159,7 @@ class FairOrdering(Ordering):
     def _forget_debts_paid(self, level: float) -> None:
         """A tenant that is away and not ahead of the others would be lifted anyway: no need to remember it."""
         if len(self._served) > self.REMEMBERED_TENANTS:
-            for tenant in [name for name, served in self._served.items() if served <= level]:
+            for tenant in [name for name, served in self._served.items() if served <= max(0.0, level)]:
                 if tenant not in self._open:
                     del self._served[tenant]
 

@@ -17,8 +17,13 @@ def advance_prompts(lift: Lift, draft: PlanDraft, now: float) -> None:
     """Half of the room (or all of it, with nobody to share it) goes by the order; the rest will go to the shortest
     first, newcomers included. So a long prompt does not hold up those behind it, nor is it ever held up itself."""
     prompts = sorted((request for request in lift.running if not request.decoding), key=lift.ordering.rank)
+    if not prompts:
+        return
     shared = draft.prefill_room // 2 if len(prompts) > 1 or lift.waiting else 0
+    best_waiting = lift.waiting.best_claim()
     for request in prompts:
+        if best_waiting is not None and best_waiting < lift.ordering.rank(request)[:2]:
+            return  # whoever boards with a better claim is served first
         _compute(request, min(draft.room_for(request), draft.prefill_room - shared), lift, draft, now)
 
 
@@ -42,9 +47,9 @@ def _compute(request: Request, count: int, lift: Lift, draft: PlanDraft, now: fl
     if count <= 0 or request.status is not Status.RUNNING:  # someone ahead may have preempted it meanwhile
         return
     while (copies := lift.kv.reserve(request, count)) is None:
-        draft.memory_was_short = True
         if lift.take_idle_blocks():
             continue
+        draft.memory_was_short = True
         victim = lift.ordering.victim(lift.running)
         lift.preempt(victim, now, draft)
         if victim is request:

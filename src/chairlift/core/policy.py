@@ -11,11 +11,12 @@ dynamic      seats are free when its last one ends    bbb····|.....    ··�
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
-from chairlift.core.request import Request
+from chairlift.core.request import Request, Status
 from chairlift.core.waiting import WaitingLine, WaitReason
 from chairlift.errors import InvalidParameter
 
@@ -27,8 +28,8 @@ STATIC_DELAY = 10.0
 class Admission:
     """Who may board now, best first, and what everybody else waits for."""
 
-    candidates: Iterable[Request]
-    reason_of_others: WaitReason = WaitReason.NEXT_STEP
+    candidates: Sequence[Request] | Iterator[Request]  # the queue may be long: an iterator looks no further than asked
+    reason_of_others: WaitReason | None = None  # None: there are none, all may board
 
 
 class Policy(Protocol):
@@ -75,29 +76,25 @@ class BatchPolicy:
     def __init__(self, name: str, max_delay: float) -> None:
         self.name = name
         self.max_delay = max_delay
-        self._batch: frozenset[int] = frozenset()  # the order numbers of all that were released together
+        self._batch: list[Request] = []  # all that were released together
 
     def admit(self, waiting: WaitingLine, running: Sequence[Request], seats: int, now: float) -> Admission:
         if not running:
             opens_at = self.opens_at(waiting, seats)
             if opens_at is not None and now < opens_at:
                 return Admission((), WaitReason.BATCH_FILLING)
-            first = zip(range(seats), waiting.in_boarding_order(), strict=False)
-            self._batch = frozenset(request.order for _, request in first)
-        elif not self._left_behind(waiting):
-            return Admission((), WaitReason.BATCH_RUNNING)
-        members = [request for request in waiting.in_boarding_order() if request.order in self._batch]
-        return Admission(members, WaitReason.BATCH_RUNNING)
+            self._batch = list(islice(waiting.in_boarding_order(), seats))
+        return Admission(sorted(self._left_behind(), key=waiting.ordering.rank), WaitReason.BATCH_RUNNING)
 
     def opens_at(self, waiting: WaitingLine, seats: int) -> float | None:
         full = len(waiting) >= seats
-        if full or self._left_behind(waiting) or not waiting.waits_for_company:
+        if full or self._left_behind() or not waiting.waits_for_company:
             return None
         return waiting.oldest.arrival + self.max_delay
 
-    def _left_behind(self, waiting: WaitingLine) -> bool:
-        """Whether someone of the last batch has no seat (yet, or any more)."""
-        return any(request.order in self._batch for request in waiting)
+    def _left_behind(self) -> list[Request]:
+        """Those of the last batch who have no seat (yet, or any more)."""
+        return [request for request in self._batch if request.status is Status.WAITING]
 
 
 POLICIES = ("continuous", "static", "dynamic")

@@ -28,6 +28,7 @@ from chairlift.errors import InvalidParameter
 EndingCheck = Callable[[Request, int], Ending | None]
 """Looks at a token just appended to a request and returns the ending that its text or grammar calls for, if any."""
 
+HOPELESS = "by the measured speed it could not have been finished in time"
 NO_TOKEN = "no token could be chosen: the model's scores are not finite, or the grammar allows none"
 
 
@@ -161,8 +162,7 @@ class Scheduler:
     # ---- planning a step ----------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
-        for request in self._deadlines.missed(now, self.forecast):
-            self._finish(request, Ending(FinishReason.DEADLINE), now)
+        self._drop_late(now)
         draft = PlanDraft(self._decide_limits(now))
         packing.decode(self.lift, draft, now)
         packing.advance_prompts(self.lift, draft, now)
@@ -176,6 +176,13 @@ class Scheduler:
             request.num_planned = chunk.end
             request.num_unread += chunk.samples
         return plan
+
+    def _drop_late(self, now: float) -> None:
+        for request in self._deadlines.passed(now):
+            self._finish(request, Ending(FinishReason.DEADLINE), now)
+        if self.forecast is not None:
+            for request in self._deadlines.hopeless(now, self.forecast, self.kv):
+                self._finish(request, Ending(FinishReason.DEADLINE, HOPELESS), now)
 
     def _decide_limits(self, now: float) -> StepLimits:
         limits = self.budget.limits(Load(self.running, self.waiting, now))

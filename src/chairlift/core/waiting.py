@@ -91,16 +91,26 @@ class WaitingLine(Sequence[Request]):
         yield from [request for request in self._aged if request.ready]
         yield from self.ordering.arrange([request for request in self._requests if request.ready and not request.aged])
 
-    def count_overtaking(self, boarded: Request, passed_over: list[Request]) -> None:
-        """`boarded` has left the line for a seat, ahead of those in `passed_over` and of whoever is older."""
+    def best_claim(self) -> tuple[bool, float] | None:
+        """The claim of whoever is next, as in `Ordering.rank`; None if nobody is."""
+        if not self.ordering.has_claims and not self._aged:
+            return (True, 0.0) if self._requests else None
+        first = next(self.in_boarding_order(), None)
+        return None if first is None else self.ordering.rank(first)[:2]
+
+    def count_overtaking(self, boarded: Request, passed_over: list[Request]) -> bool:
+        """`boarded` has left the line for a seat, ahead of those in `passed_over` and of whoever is older. True if one
+        of them may not be overtaken any more."""
         overtaken = {request.id: request for request in passed_over}
         if self._requests and self.oldest.order < boarded.order:
             overtaken[self.oldest.id] = self.oldest
+        newly_aged = False
         for request in overtaken.values():
             request.overtaken += 1
             if request.overtaken >= self.max_overtakes and not request.aged:
-                request.aged = True
+                request.aged = newly_aged = True
                 insort(self._aged, request, key=_order)
+        return newly_aged
 
     # ---- why each of them waits ---------------------------------------------------------------------------------
 

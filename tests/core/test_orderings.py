@@ -1,0 +1,329 @@
+"""Who boards first, who gives way, and how often one may be overtaken."""
+
+from __future__ import annotations
+
+import pytest
+
+from chairlift.core.events import RequestBoarded, RequestPreempted
+from chairlift.core.integrity import check_quiescent
+from chairlift.core.ordering import FairOrdering, make_ordering, parse_weights
+from chairlift.core.scheduler import Scheduler
+from chairlift.core.waiting import WaitReason
+from chairlift.errors import InvalidParameter
+from tests.core.driving import events_of, make_request, make_scheduler, run_to_end, shape, step
+
+
+def submit(scheduler: Scheduler, name: str, prompt: int = 3, new: int = 2, **options: object) -> None:
+    scheduler.submit(make_request(name, prompt, new, **options), 0.0)
+
+
+def boarding_order(scheduler: Scheduler) -> list[str]:
+    run_to_end(scheduler)
+    check_quiescent(scheduler)
+    return [event.request_id for event in events_of(scheduler, RequestBoarded)]
+
+
+def on_board(scheduler: Scheduler) -> list[str]:
+    return [request.id for request in scheduler.running]
+
+
+# ---- claims ---------------------------------------------------------------------------------------------------------
+
+
+def test_first_come_first_served() -> None:
+    scheduler = make_scheduler(max_batch_requests=1)
+    for name, priority in (("a", 9), ("b", -1), ("c", 0)):
+        submit(scheduler, name, priority=priority)
+    assert boarding_order(scheduler) == ["a", "b", "c"]
+
+
+def test_a_lower_priority_boards_sooner_and_equals_in_turn() -> None:
+    scheduler = make_scheduler(max_batch_requests=1, order="priority")
+    for name, priority in (("a", 1), ("b", 0), ("c", -3), ("d", 0)):
+        submit(scheduler, name, priority=priority)
+    assert boarding_order(scheduler) == ["c", "b", "d", "a"]
+
+
+def test_the_shortest_work_boards_first_prompt_and_output_together() -> None:
+    scheduler = make_scheduler(max_batch_requests=1, order="shortest")
+    for name, prompt, new in (("a", 10, 10), ("b", 17, 2), ("c", 2, 17), ("d", 5, 5)):
+        submit(scheduler, name, prompt, new)
+    assert boarding_order(scheduler) == ["d", "b", "c", "a"]
+
+
+@pytest.mark.parametrize(("order", "victim"), [("fcfs", "c"), ("priority", "b"), ("shortest", "a"), ("fair", "b")])
+def test_whoever_comes_last_by_the_order_gives_way(order: str, victim: str) -> None:
+    scheduler = make_scheduler(num_blocks=6, block_size=4, order=order, prefix_caching=False)
+    # b's tenant is served as many tokens as the two others together... and more: a's is charged least.
+    submit(scheduler, "a", prompt=4, new=19, priority=0, tenant="x")
+    submit(scheduler, "b", prompt=8, new=12, priority=7, tenant="y")
+    submit(scheduler, "c", prompt=4, new=15, priority=3, tenant="z")
+    preempted: list[str] = []
+    while not preempted:
+        step(scheduler)
+        preempted = [event.request_id for event in events_of(scheduler, RequestPreempted)]
+    assert preempted == [victim]
+    run_to_end(scheduler)
+    check_quiescent(scheduler)
+
+
+# ---- overtaking -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["priority", "shortest"])
+def test_nobody_is_overtaken_more_often_than_allowed(order: str) -> None:
+    """A stream of requests with better claims, one at a time, would keep it waiting for ever."""
+    scheduler = make_scheduler(max_batch_requests=1, order=order, max_overtakes=5)
+    submit(scheduler, "first", new=1, priority=9)
+    submit(scheduler, "patient", prompt=20, new=9, priority=9)
+    for index in range(40):
+        submit(scheduler, f"pushy{index}", prompt=2, new=1, priority=-1)
+    # Each of the two was overtaken five times while it was the oldest.
+    order_of_boarding = boarding_order(scheduler)
+    assert order_of_boarding.index("first") == 5
+    assert order_of_boarding.index("patient") == 11
+
+
+def test_under_fair_sharing_many_tenants_cannot_keep_one_waiting() -> None:
+    scheduler = make_scheduler(max_batch_requests=1, order="fair", max_overtakes=5)
+    submit(scheduler, "glutton", prompt=20, new=4, tenant="old")
+    step(scheduler)
+    submit(scheduler, "patient", prompt=20, new=4, tenant="old")
+    for index in range(40):
+        submit(scheduler, f"new{index}", prompt=2, new=1, tenant=f"tenant {index}")
+    # Each newcomer has been served less than the old tenant: without the bound, all 40 would go first.
+    assert boarding_order(scheduler).index("patient") <= 7
+
+
+def test_an_aged_request_is_no_victim_of_younger_ones_with_better_claims() -> None:
+    scheduler = make_scheduler(num_blocks=5, block_size=4, order="priority", max_overtakes=1, prefix_caching=False)
+    aged = make_request("aged", 4, new=12, priority=5)
+    aged.aged = True
+    scheduler.submit(aged, 0.0)
+    step(scheduler)
+    submit(scheduler, "urgent", prompt=4, new=12, priority=0)
+    run_to_end(scheduler)
+    assert {event.request_id for event in events_of(scheduler, RequestPreempted)} == {"urgent"}
+
+
+def test_whoever_lacks_memory_is_passed_but_not_for_ever() -> None:
+    scheduler = make_scheduler(num_blocks=12, block_size=4, max_overtakes=3, prefix_caching=False)
+    submit(scheduler, "holder", prompt=16, new=12)
+    step(scheduler)
+    submit(scheduler, "large", prompt=30, new=2)
+    for index in range(6):
+        submit(scheduler, f"small{index}", prompt=3, new=1)
+    assert [name for name, _, _ in shape(step(scheduler))] == ["holder", "small0", "small1", "small2"]
+    # Three have passed. From now on nobody does until it fits.
+    assert scheduler.why_waiting("large") is WaitReason.MEMORY
+    assert scheduler.why_waiting("small3") is WaitReason.TURN
+    assert shape(step(scheduler)) == [("holder", 17, 1)]
+    assert boarding_order(scheduler)[-4:] == ["large", "small3", "small4", "small5"]
+
+
+def test_with_first_come_first_served_a_smaller_request_still_passes_one_that_lacks_memory() -> None:
+    scheduler = make_scheduler(num_blocks=8, block_size=4)
+    submit(scheduler, "holder", prompt=12, new=8)
+    step(scheduler)
+    submit(scheduler, "large", prompt=20, new=2)
+    submit(scheduler, "small", prompt=3, new=2)
+    assert shape(step(scheduler)) == [("holder", 12, 1), ("small", 0, 3)]
+    assert scheduler.why_waiting("large") is WaitReason.MEMORY
+
+
+# ---- reasons --------------------------------------------------------------------------------------------------------
+
+
+def test_every_waiting_request_has_a_reason_of_its_own() -> None:
+    scheduler = make_scheduler(num_blocks=12, block_size=4, max_batch_tokens=10, max_batch_requests=3)
+    submit(scheduler, "a", prompt=8, new=20)
+    step(scheduler)
+    submit(scheduler, "large", prompt=33, new=2)
+    submit(scheduler, "b", prompt=3, new=20)
+    submit(scheduler, "c", prompt=7, new=2)
+    submit(scheduler, "d", prompt=3, new=2)
+    assert {name: scheduler.why_waiting(name) for name in ("large", "d")} == {
+        "large": WaitReason.NEXT_STEP,
+        "d": WaitReason.NEXT_STEP,
+    }
+    assert shape(step(scheduler)) == [("a", 8, 1), ("b", 0, 3), ("c", 0, 6)]
+    assert scheduler.why_waiting("large") is WaitReason.MEMORY
+    assert scheduler.why_waiting("b") is None
+    assert scheduler.why_waiting("d") is WaitReason.SEATS
+    submit(scheduler, "late", prompt=3)
+    assert scheduler.why_waiting("late") is WaitReason.NEXT_STEP
+
+
+# ---- sharing the prefill budget -------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_alone_gets_the_whole_budget() -> None:
+    scheduler = make_scheduler(max_batch_tokens=16)
+    submit(scheduler, "long", prompt=40)
+    assert [shape(step(scheduler)) for _ in range(3)] == [[("long", 0, 16)], [("long", 16, 16)], [("long", 32, 8)]]
+
+
+def test_short_prompts_get_in_while_a_long_one_keeps_half() -> None:
+    scheduler = make_scheduler(num_blocks=200, max_batch_tokens=16)
+    submit(scheduler, "long", prompt=100, new=1)
+    step(scheduler)
+    for index in range(3):
+        submit(scheduler, f"s{index}", prompt=6, new=1)
+    assert shape(step(scheduler)) == [("long", 16, 8), ("s0", 0, 6), ("s1", 0, 2)]
+    # s1 is the shortest now; what it does not need goes to the next.
+    assert shape(step(scheduler)) == [("long", 24, 8), ("s1", 2, 4), ("s2", 0, 4)]
+    assert shape(step(scheduler)) == [("long", 32, 14), ("s2", 4, 2)]
+
+
+def test_prompts_of_equal_length_are_computed_one_after_the_other() -> None:
+    """Sharing equally would make all of them late."""
+    scheduler = make_scheduler(max_batch_tokens=8)
+    for name in "abc":
+        submit(scheduler, name, prompt=12, new=1)
+    shapes = [shape(step(scheduler)) for _ in range(4)]
+    assert shapes == [[("a", 0, 8)], [("a", 8, 4), ("b", 0, 4)], [("b", 4, 8)], [("c", 0, 8)]]
+
+
+def test_two_long_prompts_share() -> None:
+    scheduler = make_scheduler(num_blocks=200, max_batch_tokens=16)
+    submit(scheduler, "x", prompt=100, new=1)
+    step(scheduler)
+    submit(scheduler, "y", prompt=60, new=1)
+    assert shape(step(scheduler)) == [("x", 16, 8), ("y", 0, 8)]
+    assert shape(step(scheduler)) == [("x", 24, 8), ("y", 8, 8)]
+
+
+def test_a_better_claim_gets_the_whole_budget() -> None:
+    scheduler = make_scheduler(num_blocks=200, max_batch_tokens=16, order="priority")
+    submit(scheduler, "batch", prompt=20, new=1, priority=1)
+    step(scheduler)
+    submit(scheduler, "urgent", prompt=40, new=1, priority=0)
+    # Though it is longer than what is left of the other.
+    assert [shape(step(scheduler)) for _ in range(3)] == [
+        [("urgent", 0, 16)],
+        [("urgent", 16, 16)],
+        [("urgent", 32, 8), ("batch", 16, 4)],
+    ]
+
+
+# ---- fair sharing ---------------------------------------------------------------------------------------------------
+
+
+def test_tenants_take_turns() -> None:
+    scheduler = make_scheduler(max_batch_requests=1, order="fair")
+    for index in range(4):
+        submit(scheduler, f"a{index}", tenant="a")
+    for index in range(2):
+        submit(scheduler, f"b{index}", tenant="b")
+    assert boarding_order(scheduler) == ["b0", "a0", "b1", "a1", "a2", "a3"]
+
+
+def test_a_tenant_of_twice_the_weight_gets_twice_the_turns() -> None:
+    scheduler = make_scheduler(max_batch_requests=1, order="fair", weights={"a": 2})
+    for tenant in "ab":
+        for index in range(6):
+            submit(scheduler, f"{tenant}{index}", tenant=tenant)
+    order = boarding_order(scheduler)
+    assert sum(name.startswith("a") for name in order[:9]) == 6
+
+
+def test_one_tenant_does_not_take_all_free_seats_of_a_step() -> None:
+    scheduler = make_scheduler(max_batch_requests=4, order="fair")
+    for index in range(4):
+        submit(scheduler, f"a{index}", tenant="a")
+    for index in range(4):
+        submit(scheduler, f"b{index}", tenant="b")
+    step(scheduler)
+    assert sorted(on_board(scheduler)) == ["a0", "a1", "b0", "b1"]
+
+
+def test_a_tenant_without_a_seat_takes_one_from_the_crowd() -> None:
+    scheduler = make_scheduler(max_batch_requests=4, order="fair")
+    for index in range(6):
+        submit(scheduler, f"a{index}", new=30, tenant="a")
+    step(scheduler)
+    assert on_board(scheduler) == ["a0", "a1", "a2", "a3"]
+    submit(scheduler, "b0", new=30, tenant="b")
+    step(scheduler)
+    assert on_board(scheduler) == ["a0", "a1", "a2", "b0"]
+    for index in range(1, 4):
+        submit(scheduler, f"b{index}", new=30, tenant="b")
+    while on_board(scheduler) == ["a0", "a1", "a2", "b0"]:
+        step(scheduler)  # until b has been served less than a again
+    assert on_board(scheduler) == ["a0", "a1", "b0", "b1"]  # two each: nobody has a claim to more
+    for _ in range(5):
+        step(scheduler)
+    assert on_board(scheduler) == ["a0", "a1", "b0", "b1"]
+    run_to_end(scheduler)
+    check_quiescent(scheduler)
+
+
+def test_memory_is_taken_from_the_crowd_only_if_that_is_enough() -> None:
+    scheduler = make_scheduler(num_blocks=12, block_size=4, order="fair", prefix_caching=False)
+    for index in range(3):
+        submit(scheduler, f"a{index}", prompt=8, new=20, tenant="a")
+    step(scheduler)
+    assert len(on_board(scheduler)) == 3
+    submit(scheduler, "too large yet", prompt=40, new=2, tenant="b")
+    step(scheduler)
+    # Taking two of three seats would not make room for it: nobody is thrown out in vain.
+    assert on_board(scheduler) == ["a0", "a1", "a2"]
+    submit(scheduler, "fits", prompt=12, new=2, tenant="c")
+    step(scheduler)
+    assert "fits" in on_board(scheduler)
+    run_to_end(scheduler)
+    check_quiescent(scheduler)
+
+
+@pytest.mark.parametrize(("burst", "in_a_row"), [(0.0, 0), (100.0, 5)])
+def test_time_away_earns_a_limited_credit(monkeypatch: pytest.MonkeyPatch, burst: float, in_a_row: int) -> None:
+    monkeypatch.setattr(FairOrdering, "BURST", burst)
+    scheduler = make_scheduler(max_batch_requests=1, order="fair")
+    for index in range(30):
+        submit(scheduler, f"a{index}", prompt=20, tenant="a")
+    for _ in range(40):
+        step(scheduler)
+    events_of(scheduler, RequestBoarded)
+    for index in range(10):
+        submit(scheduler, f"b{index}", prompt=20, tenant="b")
+    tenants = "".join(name[0] for name in boarding_order(scheduler))
+    assert tenants.startswith("b" * in_a_row + "ab"), "22 tokens each, so long as the credit lasts"
+
+
+def test_cached_and_repeated_tokens_are_not_charged() -> None:
+    fair = FairOrdering()
+    request = make_request("r", 20, tenant="t")
+    fair.arrived(request)
+    request.start_from(12)  # a prefix hit
+    fair.boarded(request)
+    assert fair.claim(request) == 8
+    request.append(5)
+    fair.grew(request)
+    assert fair.claim(request) == 9
+    request.start_from(0)  # preempted: all of it is computed again
+    fair.boarded(request)
+    assert fair.claim(request) == 9
+
+
+def test_tenants_that_are_gone_and_owe_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FairOrdering, "REMEMBERED_TENANTS", 10)
+    fair = FairOrdering()
+    steady = make_request("steady", 3, tenant="steady")
+    fair.arrived(steady)
+    for index in range(100):
+        fair.grew(steady)
+        request = make_request(f"r{index}", 3, tenant=f"tenant {index}")
+        fair.arrived(request)
+        fair.finished(request)
+    assert len(fair._served) <= 12
+
+
+def test_names_and_weights_are_checked() -> None:
+    with pytest.raises(InvalidParameter, match="fcfs, priority, shortest, fair"):
+        make_ordering("random")
+    with pytest.raises(InvalidParameter, match="tenant_weights: only go with"):
+        make_ordering("fcfs", {"a": 2})
+    assert parse_weights(["a=2", "b=c=0.5"]) == {"a": 2.0, "b=c": 0.5}
+    for bad in (["a"], ["a="], ["a=x"], ["a=-1"], ["a=nan"], {"a": True}, {"a": float("inf")}):
+        with pytest.raises(InvalidParameter, match="tenant_weights"):
+            parse_weights(bad)

@@ -55,7 +55,7 @@ def found(tool_server: RunningServer) -> dict[str, Any]:
         script.write((HERE / "clients.mjs").read_bytes())
         script.flush()
         command = ["node", script.name, tool_server.url, NAME]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     scenarios: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return scenarios
@@ -94,7 +94,7 @@ def test_both_ways_to_talk_on_are_the_same(found: dict[str, Any]) -> None:
 
 
 def is_lift(value: Any) -> bool:
-    return isinstance(value, dict) and value["side"] in ("north", "south") and isinstance(value["open"], bool)
+    return isinstance(value, dict) and value.keys() == {"open"} and isinstance(value["open"], bool)
 
 
 def test_objects(found: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ def test_tools_of_the_ai_sdk(found: dict[str, Any], scenario: str) -> None:
     for calls, results, reason in zip(told["calls"], told["results"], told["finishReasons"], strict=True):
         assert calls
         assert all(map(is_lift, calls))
-        assert results == [{"heard": call["side"], "open": call["open"]} for call in calls]
+        assert results == [{"heard": call["open"]} for call in calls]
         assert reason == "tool-calls"
     first, second = told["inputTokens"]
     assert second > first

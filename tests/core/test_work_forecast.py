@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from chairlift.core.cost_model import FEATURES, CostModel, StepShape, chunk_kv
 from chairlift.core.request import Ending, FinishReason
+from chairlift.core.scheduler import HOPELESS
 from chairlift.core.work_forecast import WorkForecast
 from tests.core.driving import make_request
 from tests.core.timed import cpu_like, jitter, ride, timed_scheduler
@@ -72,5 +73,5 @@ def test_one_who_can_no_longer_make_it_is_given_up_before_he_costs_anything() ->
     scheduler.submit(hopeless, 50.0)
     scheduler.submit(in_time, 50.0)
     plan = scheduler.schedule(50.0)
-    assert hopeless.ending == Ending(FinishReason.DEADLINE)
+    assert hopeless.ending == Ending(FinishReason.DEADLINE, HOPELESS)
     assert [chunk.request for chunk in plan.chunks] == [in_time]

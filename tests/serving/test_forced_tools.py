@@ -46,15 +46,15 @@ def assembled(chunks: Iterable[Any], n: int = 1) -> list[dict[str, Any]]:
     return choices
 
 
-def end_bias(server: RunningServer) -> dict[str, float]:
-    """Makes the end of the answer likely wherever the grammar allows it."""
-    (end,) = server.post("/tokenize", {"prompt": "<|im_end|>", "add_special_tokens": False}).json()["tokens"]
-    return {str(end): 8.0}
+def towards(server: RunningServer, token: str) -> dict[str, float]:
+    """A bias that makes a token likely wherever the grammar allows it."""
+    (wanted,) = server.post("/tokenize", {"prompt": token, "add_special_tokens": False}).json()["tokens"]
+    return {str(wanted): 9.0}
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_whole_answers(tool_server: RunningServer, choice: Any) -> None:
-    bias = end_bias(tool_server)
+    bias = towards(tool_server, "<|im_end|>")
     answer = tool_server.client().chat.completions.create(**ASKED, tool_choice=choice, seed=1, n=4, logit_bias=bias)
     for told in answer.choices:
         assert told.message.content is None
@@ -72,7 +72,7 @@ def test_whole_answers(tool_server: RunningServer, choice: Any) -> None:
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_streams_add_up_to_whole_answers(tool_server: RunningServer, choice: Any) -> None:
     client = tool_server.client()
-    asked = ASKED | {"tool_choice": choice, "seed": 7, "n": 2, "logit_bias": end_bias(tool_server)}
+    asked = ASKED | {"tool_choice": choice, "seed": 7, "n": 2, "logit_bias": towards(tool_server, "<|im_end|>")}
     whole = client.chat.completions.create(**asked)
     streamed = assembled(client.chat.completions.create(**asked, stream=True), n=2)
     for told, choice_told in zip(whole.choices, streamed, strict=True):
@@ -91,7 +91,7 @@ def test_streams_add_up_to_whole_answers(tool_server: RunningServer, choice: Any
 def test_several_calls_or_one(tool_server: RunningServer) -> None:
     client = tool_server.client()
     asked = ASKED | {"tool_choice": "required", "seed": 1, "n": 4}
-    many = client.chat.completions.create(**(asked | {"max_tokens": 150}))
+    many = client.chat.completions.create(**(asked | {"max_tokens": 120}))
     assert max(len(told.message.tool_calls or []) for told in many.choices) > 1
     for told in many.choices:
         calls = told.message.tool_calls or []
@@ -124,7 +124,8 @@ def test_the_round_trip(tool_server: RunningServer) -> None:
     (call,) = first.tool_calls or []
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "snow"}'}
     for called in (first, first.model_dump()):
-        asked = ASKED | {"messages": [*ASK, called, result], "max_tokens": 4}
+        asked = ASKED | {"messages": [*ASK, called, result], "max_tokens": 8, "seed": 1}
+        asked["extra_body"] = {"ignore_eos": True}
         answer = client.chat.completions.create(**asked, tool_choice="none").choices[0].message
         assert answer.tool_calls is None
         assert answer.content
@@ -164,6 +165,20 @@ def test_the_helpers_of_the_client(tool_server: RunningServer) -> None:
     assert "tool_calls.function.arguments.done" in events
 
 
+def test_calls_or_an_answer_in_json(tool_server: RunningServer) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema, "strict": True}}
+    asked = ASKED | {"response_format": wanted, "seed": 1, "parallel_tool_calls": False}
+    client = tool_server.client()
+    call = client.chat.completions.create(**asked, logit_bias=towards(tool_server, "<tool_call>")).choices[0]
+    check((call.message.tool_calls or [])[0].function)
+    assert (call.message.content, call.finish_reason) == (None, "tool_calls")
+    answer = client.chat.completions.create(**asked, logit_bias=towards(tool_server, "{")).choices[0]
+    jsonschema_rs.validate(schema, json.loads(answer.message.content or ""))
+    assert (answer.message.tool_calls, answer.finish_reason) == (None, "stop")
+
+
 REFUSED = [
     {"type": "object", "properties": {"a": {"type": "text"}}},
     {"type": "object", "properties": {"a": {"type": "string", "format": "unheard-of"}}},
@@ -187,8 +202,8 @@ def test_models_whose_template_knows_no_tools(described_server: RunningServer) -
     (call,) = told.message.tool_calls or []
     check(call.function)
     answered = [*ASK, told.message, {"role": "tool", "tool_call_id": call.id, "content": "snow"}]
-    answer = client.chat.completions.create(**(ASKED | {"messages": answered, "max_tokens": 4}))
-    assert answer.choices[0].message.content
+    extra = {"messages": answered, "max_tokens": 8, "seed": 1, "extra_body": {"ignore_eos": True}}
+    assert client.chat.completions.create(**(ASKED | extra)).choices[0].message.content
 
 
 def test_afterwards_nothing_is_left(tool_server: RunningServer) -> None:

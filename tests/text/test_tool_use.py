@@ -13,9 +13,11 @@ from tokenizers import Tokenizer as Backend
 
 from chairlift.core.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
-from chairlift.text.assistant_parts import ArgumentsDelta, CallBegun, PlainParser
+from chairlift.text.assistant_parts import ArgumentsDelta, CallBegun, ContentDelta, PlainParser
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats import FORMATS, choose_format
+from chairlift.text.tool_formats.grammar import MAX_CALLS
+from chairlift.text.tool_formats.hermes import HermesFormat
 from chairlift.text.tool_use import ToolUse
 from chairlift.text.tools import MAX_TOOLS, Calling, checked_choice, checked_tools
 from tests.tiny import CHATML, byte_level_tokenizer
@@ -325,10 +327,34 @@ def test_calls_or_json_as_the_caller_wants(kind: str) -> None:
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, text
 
 
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_model_cannot_call_forever(kind: str) -> None:
+    from llguidance import LLMatcher, LLTokenizer
+
+    template, added = TEMPLATES[kind]
+    of_template, request = tokenizer(template, *added), use(template, choice="required")
+    structure = request.structure(of_template)
+    assert structure is not None
+    vocabulary = LLTokenizer(of_template._backend.to_str(), eos_token=of_template.token_id("<|im_end|>"))
+    for count in (1, MAX_CALLS, MAX_CALLS + 1):
+        matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(structure.text))
+        ids = of_template.encode(request.format.write([("get_time", "{}")] * count), add_special_tokens=False)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) == (count <= MAX_CALLS)
+
+
+def test_a_forced_call_that_is_cut_off_is_no_content() -> None:
+    text = HermesFormat("").write([("get_time", "{}"), ("get_weather", "{}")])
+    for end in range(len(text)):
+        reader = use(HERMES, choice="required").parser()
+        assert not any(isinstance(part, ContentDelta) for part in reader.push(text[:end]) + reader.close())
+
+
 def test_only_json_goes_with_tools() -> None:
     assert use(HERMES).structure(tokenizer(HERMES), Structure.json_object()) is not None
     with pytest.raises(InvalidParameter, match="regex: cannot be combined with tools"):
         use(HERMES).structure(tokenizer(HERMES), Structure.regex("a+", "regex"))
+    with pytest.raises(InvalidParameter, match="json: must be a JSON schema"):
+        use(HERMES).structure(tokenizer(HERMES), Structure.json("{", "json"))
     forced = use(HERMES, choice="required").structure(tokenizer(HERMES), Structure.regex("a+", "regex"))
     assert forced is not None
     assert forced.parameter == "tools"

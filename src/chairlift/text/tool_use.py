@@ -47,7 +47,8 @@ class ToolUse:
         """A new reader for one completion's text."""
         if not self.tools:
             return PlainParser()
-        return self.format.parser({tool.name for tool in self.tools}, max_calls=None if self.parallel else 1)
+        names = {tool.name for tool in self.tools}
+        return self.format.parser(names, max_calls=None if self.parallel else 1, forced=self.forced)
 
     def finish_reason(self, reason: str | None, called: bool) -> str | None:
         """As OpenAI words it: "tool_calls" if the model decided to stop for a call, "stop" if it had no choice."""
@@ -104,7 +105,10 @@ class ToolUse:
 def _wanted_schema(wanted: Structure) -> dict[str, Any]:
     if wanted.kind is StructureKind.JSON_OBJECT:
         return {"type": "object"}
-    schema = json.loads(wanted.text) if wanted.kind is StructureKind.JSON_SCHEMA else None
-    if not isinstance(schema, dict):
-        raise InvalidParameter(wanted.parameter, "cannot be combined with tools unless it is a JSON schema")
-    return schema
+    if wanted.kind is not StructureKind.JSON_SCHEMA:
+        raise InvalidParameter(wanted.parameter, "cannot be combined with tools; only a JSON schema can")
+    try:
+        schema = json.loads(wanted.text)
+    except (ValueError, RecursionError):
+        raise InvalidParameter(wanted.parameter, "must be a JSON schema") from None
+    return schema if isinstance(schema, dict) else {}

@@ -10,6 +10,8 @@ from chairlift.text.tools import Tool
 
 Marker = Callable[[str], str]  # how a grammar names a mark such as <tool_call>: a token of its own, or its letters
 
+MAX_CALLS = 16  # in one answer: a weak model would make the same call again and again until its context is full
+
 # Written as chat templates write JSON. Free white space would let a weak model write nothing but line ends.
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 
@@ -24,7 +26,7 @@ def literal(text: str) -> str:
 
 def repeated(call: str, separator: str, parallel: bool) -> str:
     """One call, or several where that is allowed."""
-    return f"{call} ({separator} {call})*" if parallel else call
+    return f"{call} ({separator} {call}){{0,{MAX_CALLS - 1}}}" if parallel else call
 
 
 def one_of(rules: Iterable[str]) -> str:

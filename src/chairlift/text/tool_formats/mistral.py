@@ -9,6 +9,7 @@ from typing import Any
 
 from chairlift.text.tool_formats.base import Call, Message, ToolFormat
 from chairlift.text.tool_formats.grammar import (
+    MAX_CALLS,
     Marker,
     arguments_rules,
     call_object,
@@ -79,7 +80,8 @@ class MistralFormat(ToolFormat):
     def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> str:
         if self._names_first:
             calls = [f"{literal(tool.name)} {marker(ARGS)} arguments_{i}" for i, tool in enumerate(tools)]
-            rules = [f"start: call{'+' if parallel else ''}", f"call: {marker(CALLS)} name", f"name: {one_of(calls)}"]
+            start = f"start: call{{1,{MAX_CALLS if parallel else 1}}}"
+            rules = [start, f"call: {marker(CALLS)} name", f"name: {one_of(calls)}"]
             return "\n".join([*rules, *arguments_rules(tools)])
         calls_in_list = repeated("object", literal(", "), parallel)
         start = f"start: {marker(CALLS)} {literal(' ')}? {literal('[')} {calls_in_list} {literal(']')}"

@@ -35,10 +35,16 @@ class CallParser(ABC):
     arguments_optional: ClassVar[bool] = True
 
     def __init__(
-        self, names: Collection[str], *, max_calls: int | None = None, new_id: Callable[[], str] = new_call_id
+        self,
+        names: Collection[str],
+        *,
+        max_calls: int | None = None,
+        forced: bool = False,
+        new_id: Callable[[], str] = new_call_id,
     ) -> None:
         self._names = names
         self._max_calls = max_calls  # what comes after so many is dropped
+        self._forced = forced  # there is nothing but calls; what is left over is one that was cut off
         self._new_id = new_id
         self._calls = 0
         self._spaces = ""  # content if more content follows, nothing if a call does
@@ -114,6 +120,8 @@ class CallParser(ABC):
                 self.reader.take()
 
     def _say(self, text: str) -> None:
+        if self._forced:
+            return
         words = text.rstrip()
         if words:
             self._parts.append(ContentDelta(self._spaces + words))

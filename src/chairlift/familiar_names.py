@@ -30,6 +30,8 @@ OPTIONS = (
     "tenant_weights",
     "max_overtakes",
     "attention",
+    "cuda_graphs",
+    "load_format",
     "seed",
 )
 
@@ -43,6 +45,8 @@ SAME_THING = {
     "gpu_memory_utilization": "memory_share",
 }
 
+OPPOSITE = {"enforce_eager": "cuda_graphs"}
+
 # What these ask for with the values listed is always so; any other value is refused with the reason.
 ALWAYS_SO: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code that comes with a model is never run"),
@@ -51,7 +55,6 @@ ALWAYS_SO: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_chunked_prefill": ((True, None), "prompts are always chunked to the step's budget"),
     "quantization": ((None,), "weights are computed in `dtype`"),
     "tokenizer_mode": (("auto",), "the tokenizer is the model's own"),
-    "enforce_eager": ((True, False), "steps run eagerly, which False permits too"),
 }
 
 
@@ -64,6 +67,10 @@ def translate_options(options: Mapping[str, Any]) -> dict[str, Any]:
             if value not in allowed:
                 raise InvalidParameter(name, f"{value!r} is not supported: {reason}")
             continue
+        if name in OPPOSITE:
+            if not isinstance(value, bool):
+                raise InvalidParameter(name, f"must be true or false, got {value!r}")
+            name, value = OPPOSITE[name], not value
         own = SAME_THING.get(name, name)
         if own not in OPTIONS:
             raise InvalidParameter(name, f"is not an option; choose from {', '.join(OPTIONS)}")

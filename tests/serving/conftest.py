@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +22,9 @@ from tests.tiny import write_tiny_checkpoint
 
 NAME = "tiny"
 
+# One for all: each would read the list of certificates anew. It keeps no connection, so that tests can count them.
+HTTP = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+
 
 @dataclass
 class RunningServer:
@@ -33,16 +36,27 @@ class RunningServer:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)  # type: ignore[arg-type]
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+        return HTTP.get(self.url + path)
 
     def post(self, path: str, body: object) -> httpx.Response:
         # Escaped, so that even half a character can be sent.
         headers = {"Content-Type": "application/json"}
-        return httpx.post(self.url + path, content=json.dumps(body), headers=headers, timeout=60)
+        return HTTP.post(self.url + path, content=json.dumps(body), headers=headers)
 
     def metric(self, name: str) -> float:
         lines = self.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+    def metric_of(self, name: str, **labels: str) -> float:
+        """The value under exactly these labels."""
+        key = name + "{" + ",".join(f'{label}="{value}"' for label, value in labels.items()) + "}"
+        lines = [line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines()]
+        return sum(float(value) for found, value in lines if found == key)
+
+    def address(self) -> str:
+        """Where it says that it listens; empty while it does not."""
+        found = re.search(r" at (http://[\d.]+:\d+)\. Try:", self.log.read_text())
+        return found[1] if found else ""
 
     def engine_pid(self) -> int:
         pid = self.process.pid
@@ -73,23 +87,22 @@ def wait_for(condition: object, seconds: float, what: str) -> None:
 
 def _status(url: str) -> int | None:
     try:
-        return httpx.get(url, timeout=5).status_code
+        return HTTP.get(url, timeout=5).status_code
     except httpx.TransportError:
         return None
 
 
-def start_server(folder: Path, log: Path, *options: str, ready_path: str = "/ready") -> RunningServer:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "chairlift", "serve", str(folder), "--served-model-name", NAME]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a tiny model gains nothing from threads
+def start_server(folder: Path, log: Path, *options: str, **environment: str) -> RunningServer:
+    command = [sys.executable, "-m", "chairlift", "serve", str(folder), "--served-model-name", NAME, "--port", "0"]
+    threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # nothing for threads to gain
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, "--port", str(port), "--kv-memory", "2MiB", *options], stdout=out, stderr=out, env=environment
+            [*command, "--kv-memory", "2MiB", *options], stdout=out, stderr=out, env=os.environ | threads | environment
         )
-    server = RunningServer(process, f"http://127.0.0.1:{port}", log)
-    server.wait_until(ready_path, 200)
+    server = RunningServer(process, "", log)
+    wait_for(lambda: process.poll() is not None or server.address(), 120, f"the server to start\n{server.tail()}")
+    assert process.poll() is None, server.tail()
+    server.url = server.address()
     return server
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving.conftest import NAME, RunningServer
+from tests.serving.conftest import HTTP, NAME, RunningServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -152,7 +152,7 @@ def test_prompts(server: RunningServer, change: dict[str, Any], param: str) -> N
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000])
 def test_bodies_that_are_no_request(server: RunningServer, body: bytes) -> None:
     for path in (CHAT, TEXT):
-        response = httpx.post(server.url + path, content=body, headers={"Content-Type": "application/json"})
+        response = HTTP.post(server.url + path, content=body, headers={"Content-Type": "application/json"})
         assert response.status_code == 400, response.text
         assert response.json()["error"]["type"] == "invalid_request_error"
     assert server.get("/health").status_code == 200
@@ -164,9 +164,9 @@ def test_transport(server: RunningServer) -> None:
     expect(server, server.post(CHAT, {"model": "other", "messages": HELLO}), 404, "model")
     big = b'{"prompt": "' + b"x" * (9 * 2**20) + b'"}'
     headers = {"Content-Type": "application/json"}
-    assert httpx.post(server.url + TEXT, content=big, headers=headers, timeout=60).status_code == 413
+    assert HTTP.post(server.url + TEXT, content=big, headers=headers, timeout=60).status_code == 413
     pieces = (big[i : i + 2**16] for i in range(0, len(big), 2**16))  # no Content-Length this time
-    assert httpx.post(server.url + TEXT, content=pieces, headers=headers, timeout=60).status_code == 413
+    assert HTTP.post(server.url + TEXT, content=pieces, headers=headers, timeout=60).status_code == 413
     assert server.get("/health").status_code == 200
 
 

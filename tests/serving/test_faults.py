@@ -1,162 +1,187 @@
-"""Clients that vanish, engines that die, and an orderly end."""
+"""Engines that die or stand still under load, an orderly end under load, keys, and starts that fail."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 
-from tests.serving.conftest import NAME, RunningServer, start_server, wait_for
+from tests.serving.conftest import HTTP, NAME, RunningServer, start_server, wait_for
+from tests.serving.raw_client import Answer, RawClient, ask
 
+PATH = "/v1/completions"
 ENDLESS = {"model": NAME, "prompt": "a chairlift never stops", "max_tokens": 200, "ignore_eos": True}
+CROWD = 40
 
 
-@pytest.fixture
-def own_server(tiny_folder: Path, tmp_path: Path) -> RunningServer:
-    server = start_server(tiny_folder, tmp_path / "log", "--drain-timeout", "60")
+@pytest.fixture(scope="module")
+def mortal(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    options = ("--drain-timeout", "300", "--heartbeat-timeout", "6")
+    server = start_server(tiny_folder, tmp_path_factory.mktemp("mortal") / "log", *options)
     yield server
     if server.process.poll() is None:
-        server.process.kill()
-        server.process.wait()
+        assert server.stop() == 0, server.tail()
+
+
+def song(index: int) -> dict[str, Any]:
+    return {**ENDLESS, "prompt": f"song number {index}", "temperature": 0, "stream": True}
+
+
+async def crowd(server: RunningServer) -> list[asyncio.Task[Answer]]:
+    """Many clients whose streams are under way, none of them finished."""
+    told, engine = server.metric("chairlift_output_tokens_total"), server.engine_pid()
+    os.kill(engine, signal.SIGSTOP)  # until all are there
+    clients = [await RawClient.post(server.url + PATH, song(index)) for index in range(CROWD)]
+    answers = [asyncio.create_task(client.answer()) for client in clients]
+    while server.metric("chairlift_requests_open") < CROWD:
+        await asyncio.sleep(0.01)
+    os.kill(engine, signal.SIGCONT)
+    while server.metric("chairlift_output_tokens_total") < told + CROWD:
+        await asyncio.sleep(0)
+    assert server.metric("chairlift_requests_open") == CROWD
+    return answers
+
+
+def descendants(pid: int) -> list[int]:
+    children = [
+        int(child)
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+        for child in (thread / "children").read_text().split()
+    ]
+    return children + [deeper for child in children for deeper in descendants(child)]
 
 
 def open_files(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def test_clients_that_vanish_are_aborted(own_server: RunningServer) -> None:
-    own_server.post("/v1/completions", {**ENDLESS, "max_tokens": 4})
-    before = open_files(own_server.process.pid)
-    chance = random.Random(0)
-
-    async def one(client: httpx.AsyncClient, index: int) -> None:
-        body = {**ENDLESS, "prompt": f"client {index}", "n": 1 + index % 3, "stream": index % 2 == 0}
-        try:
-            async with asyncio.timeout(chance.uniform(0.005, 0.4)):
-                async with client.stream("POST", own_server.url + "/v1/completions", json=body) as response:
-                    async for _ in response.aiter_raw():
-                        pass
-        except (TimeoutError, httpx.TransportError):
-            pass
-
-    async def crowd() -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(limits=limits, timeout=60) as client:
-            for _ in range(5):
-                await asyncio.gather(*(one(client, index) for index in range(60)))
-
-    asyncio.run(crowd())
-    own_server.wait_idle()
-    assert own_server.post("/v1/completions", {**ENDLESS, "max_tokens": 4}).status_code == 200
-    wait_for(lambda: open_files(own_server.process.pid) <= before + 2, 20, "the sockets to be closed")
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_engine_ends_its_requests_and_is_started_again(own_server: RunningServer, how: signal.Signals) -> None:
-    answers: list[str] = []
+def test_an_engine_that_dies_under_load_ends_all_streams_and_is_started_again(
+    mortal: RunningServer, how: signal.Signals
+) -> None:
+    engine, files = mortal.engine_pid(), open_files(mortal.process.pid)
 
-    def stream() -> None:
-        with httpx.stream(
-            "POST", own_server.url + "/v1/completions", json={**ENDLESS, "stream": True}, timeout=60
-        ) as r:
-            answers.append("".join(r.iter_text()))
+    async def check() -> list[Answer]:
+        answers = await crowd(mortal)
+        os.kill(engine, how)
+        async with asyncio.timeout(120):
+            return await asyncio.gather(*answers)
 
-    def whole() -> None:
-        answers.append(own_server.post("/v1/completions", {**ENDLESS, "n": 8}).text)
-
-    engine = own_server.engine_pid()
-    os.kill(engine, signal.SIGSTOP)  # so that nothing can finish first
-    threads = [threading.Thread(target=target) for target in (stream, whole)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: own_server.get("/version").status_code == 200, 10, "the front end")
-    if how is signal.SIGKILL:
-        os.kill(engine, signal.SIGKILL)
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a client hangs on a dead engine"
-    assert len(answers) == 2
-    assert all("service_unavailable" in answer for answer in answers), answers
-    own_server.wait_until("/health", 200)
-    assert own_server.engine_pid() != engine
-    assert own_server.post("/v1/completions", {**ENDLESS, "max_tokens": 4}).status_code == 200
+    cut_off = asyncio.run(check())
+    mortal.wait_until("/health", 200)
+    assert mortal.engine_pid() != engine
+    assert mortal.metric("chairlift_engine_restarts_total") >= 1
+    whole = asyncio.run(all_songs(mortal))
+    for answer, full in zip(cut_off, whole, strict=True):
+        assert answer.status in (200, 503)  # the latter if it had got no word yet
+        assert answer.error is not None
+        assert answer.error["type"] == "service_unavailable"
+        assert full.text.startswith(answer.text), "it got the words of another"
+        assert full.complete
+    mortal.wait_idle()
+    assert mortal.metric("chairlift_requests_open") == 0
+    wait_for(lambda: open_files(mortal.process.pid) <= files, 30, "the front end's files to be closed")
 
 
-def test_sigterm_drains(own_server: RunningServer) -> None:
-    results: list[httpx.Response] = []
-    body = {**ENDLESS, "max_tokens": 150}
-    engine = own_server.engine_pid()
-    os.kill(engine, signal.SIGSTOP)  # so that none is finished too early
-    threads = [
-        threading.Thread(target=lambda: results.append(own_server.post("/v1/completions", body))) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: own_server.metric("chairlift_requests_open") == 8, 8, "the requests to be taken in")
-    own_server.process.send_signal(signal.SIGTERM)
-    own_server.wait_until("/ready", 503)
-    assert own_server.post("/v1/completions", body).status_code == 503
-    os.kill(engine, signal.SIGCONT)
-    assert own_server.process.wait(60) == 0, own_server.tail()
-    for thread in threads:
-        thread.join(10)
-    assert [r.json()["usage"]["completion_tokens"] for r in results] == [150] * 8
-    wait_for(lambda: not Path(f"/proc/{engine}").exists(), 10, "the engine process to be gone")
+async def all_songs(server: RunningServer) -> list[Answer]:
+    return await asyncio.gather(*(ask(server.url + PATH, song(index)) for index in range(CROWD)))
 
 
-def test_a_full_queue_says_when_to_come_back(tiny_folder: Path, tmp_path: Path) -> None:
-    server = start_server(tiny_folder, tmp_path / "log", "--max-batch-requests", "1", "--max-waiting", "1")
-    try:
-        os.kill(server.engine_pid(), signal.SIGSTOP)
-        threads = [threading.Thread(target=server.post, args=("/v1/completions", ENDLESS)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        # Only then, or the request that is to be refused could take the place of one of the others.
-        wait_for(lambda: server.metric("chairlift_requests_open") == 2, 8, "both requests to be taken in")
-        refused = server.post("/v1/completions", ENDLESS)
-        assert refused.status_code == 429
+def test_sigterm_under_load_lets_all_finish_and_leaves_no_child(mortal: RunningServer) -> None:
+    """The last with this server: it ends it."""
+    expected = asyncio.run(all_songs(mortal))
+    children = descendants(mortal.process.pid)
+    assert children
+
+    async def check() -> list[Answer]:
+        answers = await crowd(mortal)
+        os.kill(mortal.engine_pid(), signal.SIGSTOP)  # for a moment, so that the question comes in time
+        mortal.process.send_signal(signal.SIGTERM)
+        while mortal.get("/ready").status_code != 503:
+            await asyncio.sleep(0.01)
+        refused = mortal.post(PATH, ENDLESS)
+        assert refused.status_code == 503
         assert refused.headers["retry-after"]
-        os.kill(server.engine_pid(), signal.SIGCONT)
-        for thread in threads:
-            thread.join(60)
-    finally:
-        server.process.kill()
-        server.process.wait()
+        assert mortal.get("/health").status_code == 200
+        os.kill(mortal.engine_pid(), signal.SIGCONT)
+        async with asyncio.timeout(240):
+            return await asyncio.gather(*answers)
+
+    finished = asyncio.run(check())
+    assert mortal.process.wait(60) == 0, mortal.tail()
+    assert [answer.text for answer in finished] == [answer.text for answer in expected]
+    assert all(answer.complete for answer in finished)
+    for child in children:
+        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 30, "the children to be gone")
 
 
-def test_api_keys(tiny_folder: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("second\n")
-    log = tmp_path / "log"
-    options = ("--api-key", "first", "--api-key-file", str(keys))
-    server = start_server(tiny_folder, log, *options, ready_path="/health")
-    try:
-        for headers, status in (
-            ({}, 401),
-            ({"Authorization": "Bearer wrong"}, 401),
-            ({"Authorization": "first"}, 401),
-            ({"Authorization": "Basic first"}, 401),
-            ({"Authorization": "Bearer first"}, 200),
-            ({"Authorization": "bearer second"}, 200),
-        ):
-            for path in ("/v1/models", "/metrics", "/version", "/ready"):
-                assert httpx.get(server.url + path, headers=headers).status_code == status
-            unknown = httpx.get(server.url + "/nothing", headers=headers).status_code
-            assert unknown == (404 if status == 200 else 401)
-        assert httpx.get(server.url + "/health").status_code == 200
-        assert server.stop() == 0
-        assert "first" not in log.read_text()
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
+@pytest.fixture(scope="module")
+def locked(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("locked")
+    (folder / "keys").write_text("second-key\n\n  third-key  \n")
+    options = ("--api-key", "first-key", "--api-key-file", str(folder / "keys"), "--isolate-keys")
+    server = start_server(tiny_folder, folder / "log", *options, CHAIRLIFT_API_KEY="fourth-key")
+    yield server
+    assert server.stop() == 0
+    log = server.log.read_text()
+    for secret in ("first-key", "second-key", "third-key", "fourth-key", "my private prompt"):
+        assert secret not in log
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_every_route_but_health_needs_a_key(locked: RunningServer) -> None:
+    good = [bearer(f"{name}-key") for name in ("first", "second", "third", "fourth")]
+    bad = [{}, bearer("wrong"), {"Authorization": "Bearer"}, bearer("first-key2"), {"Authorization": "first-key"}]
+    bad += [{"Authorization": "Basic first-key"}, bearer("FIRST-KEY"), {"X-Api-Key": "first-key"}]
+    for path in ("/v1/models", "/metrics", "/version", "/ready", "/openapi.json", "/nothing"):
+        known = 404 if path == "/nothing" else 200
+        assert [HTTP.get(locked.url + path, headers=headers).status_code for headers in good] == [known] * len(good)
+        for headers in bad:
+            refused = HTTP.get(locked.url + path, headers=headers)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert refused.headers["x-request-id"]
+    for path in (PATH, "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        assert HTTP.post(locked.url + path, json={}).status_code == 401
+    assert HTTP.get(locked.url + "/health").status_code == 200
+    assert HTTP.get(locked.url + "/health/", headers=bearer("wrong")).status_code == 401
+    lower = {"authorization": "bearer second-key"}
+    assert HTTP.get(locked.url + "/version", headers=lower).status_code == 200
+
+
+def test_keys_do_not_share_cached_prefixes(locked: RunningServer) -> None:
+    prompt = "my private prompt, which nobody else should be able to find in the cache by its time"
+
+    def cached(key: str, salt: str | None = None) -> int:
+        body = {"model": NAME, "prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+        usage = HTTP.post(locked.url + PATH, json=body, headers=bearer(key)).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("first-key") == 0
+    assert cached("second-key") == 0
+    assert cached("first-key") > 0
+    assert cached("second-key") > 0
+    assert cached("first-key", "salt") == 0  # the client's own salt counts too
+    assert cached("second-key", "salt") == 0
+    assert cached("first-key", "salt") > 0
+
+
+def test_isolation_needs_keys(tiny_folder: Path) -> None:
+    command = [sys.executable, "-m", "chairlift", "serve", str(tiny_folder), "--port", "0", "--isolate-keys"]
+    environment = {name: value for name, value in os.environ.items() if name != "CHAIRLIFT_API_KEY"}
+    done = subprocess.run(command, capture_output=True, timeout=120, env=environment)
+    assert done.returncode in (1, 2)
+    assert b"--api-key" in done.stderr
 
 
 def test_a_timeout_is_an_error(server: RunningServer) -> None:

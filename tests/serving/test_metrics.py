@@ -6,12 +6,11 @@ import re
 import time
 from pathlib import Path
 
-import httpx
 import msgspec
 
 from chairlift.serving.messages import Cancel, StepReport, Submit, ToEngine, Update
 from chairlift.serving.metrics import Metrics
-from tests.serving.conftest import NAME, RunningServer, wait_for
+from tests.serving.conftest import HTTP, NAME, RunningServer, wait_for
 from tests.serving.front_end import NAME as SCRIPTED
 from tests.serving.front_end import ScriptedEngine, front_end
 
@@ -102,7 +101,7 @@ def test_the_numbers_of_a_real_engine_add_up(server: RunningServer) -> None:
 def test_latency_does_not_depend_on_when_the_client_reads() -> None:
     with front_end() as front:
         asked = {"model": SCRIPTED, "prompt": "hello", "stream": True}
-        with httpx.stream("POST", front.url + "/v1/completions", json=asked) as answer:
+        with HTTP.stream("POST", front.url + "/v1/completions", json=asked) as answer:
             wait_for(lambda: front.metric("end_to_end_seconds_count") == 1, 20, "the engine's answer")
             arrived = front.metric("end_to_end_seconds_sum")
             time.sleep(0.3)
@@ -122,7 +121,7 @@ def refuse_to_end(engine: ScriptedEngine, message: ToEngine) -> None:
 def test_completions_whose_client_goes_away_are_counted_once() -> None:
     with front_end(refuse_to_end) as front:
         asked = {"model": SCRIPTED, "prompt": "hello", "n": 3, "stream": True}
-        with httpx.stream("POST", front.url + "/v1/completions", json=asked) as answer:
+        with HTTP.stream("POST", front.url + "/v1/completions", json=asked) as answer:
             next(answer.iter_lines())
         wait_for(lambda: front.metric("requests_total", reason="cancelled") == 3, 20, "the cancelled ones to count")
         assert front.metric("requests_total", reason="length") == 0

@@ -9,12 +9,11 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from chairlift.serving.admission import Limits
 from chairlift.serving.messages import Cancel, Submit, ToEngine, Update
-from tests.serving.conftest import wait_for
+from tests.serving.conftest import HTTP, wait_for
 from tests.serving.front_end import NAME, FrontEnd, ScriptedEngine, front_end, stay_silent
 
 TEXT = "/v1/completions"
@@ -71,7 +70,7 @@ def statuses(found: bytes) -> list[int]:
 
 
 def expect_well(front: FrontEnd) -> None:
-    answer = httpx.post(front.url + TEXT, content=BODY, headers={"Content-Type": "application/json"})
+    answer = HTTP.post(front.url + TEXT, content=BODY, headers={"Content-Type": "application/json"})
     assert answer.json()["choices"][0]["text"] == "ok"
 
 
@@ -173,43 +172,43 @@ def test_a_client_that_goes_away_with_a_request_behind_its_first_is_noticed() ->
 
 def test_methods(front: FrontEnd) -> None:
     for method, path in (("GET", TEXT), ("BREW", TEXT), ("DELETE", "/health"), ("OPTIONS", TEXT), ("PUT", "/metrics")):
-        refused = httpx.request(method, front.url + path)
+        refused = HTTP.request(method, front.url + path)
         assert refused.status_code == 405
         assert refused.headers["allow"] in ("GET", "POST")
         assert refused.headers["x-request-id"]
         assert refused.json()["error"]["type"] == "invalid_request_error"
     for path in ("/health", "/ready", "/v1/models", "/metrics"):
-        head = httpx.head(front.url + path)
+        head = HTTP.head(front.url + path)
         assert head.status_code == 200
         assert head.content == b""
         assert int(head.headers["content-length"]) > 0
-    assert httpx.head(front.url + "/nothing").status_code == 404
+    assert HTTP.head(front.url + "/nothing").status_code == 404
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "nonsense"])
 def test_only_json_is_taken(front: FrontEnd, kind: str | None) -> None:
     """Not only for clarity: a browser asks before it sends JSON to another origin, and sends forms without asking."""
     for path in (TEXT, "/v1/chat/completions", "/tokenize"):
-        refused = httpx.post(front.url + path, content=BODY, headers={"Content-Type": kind} if kind else {})
+        refused = HTTP.post(front.url + path, content=BODY, headers={"Content-Type": kind} if kind else {})
         assert refused.status_code == 415
         assert "application/json" in refused.json()["error"]["message"]
-    taken = httpx.post(front.url + TEXT, content=BODY, headers={"Content-Type": "application/json; charset=utf-8"})
+    taken = HTTP.post(front.url + TEXT, content=BODY, headers={"Content-Type": "application/json; charset=utf-8"})
     assert taken.status_code == 200
 
 
 def test_web_pages_of_other_origins() -> None:
     asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     with front_end() as front:
-        assert "access-control-allow-origin" not in httpx.get(front.url + "/health", headers=asks).headers
+        assert "access-control-allow-origin" not in HTTP.get(front.url + "/health", headers=asks).headers
     with front_end(cors_origins=["https://a.example"], api_keys=["secret"]) as front:
-        asked = httpx.options(front.url + TEXT, headers=asks)  # browsers send no key with this question
+        asked = HTTP.options(front.url + TEXT, headers=asks)  # browsers send no key with this question
         assert asked.status_code == 200
         assert asked.headers["access-control-allow-origin"] == "https://a.example"
         assert asked.headers["x-request-id"]
-        refused = httpx.post(front.url + TEXT, content=BODY, headers=asks)
+        refused = HTTP.post(front.url + TEXT, content=BODY, headers=asks)
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://a.example"
-        other = httpx.post(front.url + TEXT, content=BODY, headers=asks | {"Origin": "https://b.example"})
+        other = HTTP.post(front.url + TEXT, content=BODY, headers=asks | {"Origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
 
 
@@ -249,7 +248,7 @@ def test_an_internal_error_has_an_id_and_says_and_logs_nothing_of_the_request(
 
     with front_end() as front:
         monkeypatch.setattr(front.service.tokenizer, "encode", fail)
-        answer = httpx.post(front.url + TEXT, json={"model": NAME, "prompt": "my secret prompt"})
+        answer = HTTP.post(front.url + TEXT, json={"model": NAME, "prompt": "my secret prompt"})
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"
         assert answer.headers["x-request-id"] in caplog.text
@@ -260,7 +259,7 @@ def test_an_internal_error_has_an_id_and_says_and_logs_nothing_of_the_request(
 def test_a_silent_stream_shows_that_it_is_alive() -> None:
     with front_end(stay_silent, limits=Limits(ping_seconds=0.05)) as front:
         body = {"model": NAME, "prompt": "hello", "stream": True}
-        with httpx.stream("POST", front.url + TEXT, json=body, timeout=30) as answer:
+        with HTTP.stream("POST", front.url + TEXT, json=body, timeout=30) as answer:
             lines = answer.iter_lines()
             assert next(lines) == ": waiting"
             (submitted,) = front.engine.heard

@@ -69,7 +69,8 @@ async def serve_forever(config: ServerConfig, on_ready: Callable[[Service, int],
         address = listener.getsockname()
         return await _run(config, service, server, serving, signals, lambda: on_ready(service, address[1]))
     finally:
-        await service.engine.stop()  # first: requests that are not finished by now end with an error of their own
+        # First: requests that are not finished by now end with an error of their own.
+        await service.engine.stop(timeout=0.0 if signals.second else 5.0)
         server.should_exit = True
         await serving
 

@@ -31,7 +31,6 @@ from chairlift.core.events import (
     TextProduced,
     TokenProduced,
 )
-from chairlift.core.logprobs import TokenLogprobs
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.serving.messages import (
     Cancel,
@@ -48,6 +47,7 @@ from chairlift.serving.messages import (
     encode,
 )
 
+TOLD = (TokenProduced, TextProduced, RequestBoarded, RequestFinished)  # events that a client hears of
 IDLE_POLL_MS = 200
 HEARTBEAT_SECONDS = 0.5
 
@@ -196,28 +196,27 @@ def _lookups(events: Sequence[Event]) -> dict[str, int]:
 
 
 def collect_updates(events: Sequence[Event]) -> list[Update]:
-    """The events of one step, gathered by completion."""
-    drafts: dict[str, dict[str, Any]] = {}
+    """The events of one step, gathered by completion. The engine waits meanwhile, so this is kept short."""
+    updates: dict[str, Update] = {}
     for event in events:
+        if not isinstance(event, TOLD):
+            continue
+        update = updates.get(event.request_id)
+        if update is None:
+            update = updates[event.request_id] = Update(event.request_id)
         match event:
             case TokenProduced():
-                draft = drafts.setdefault(event.request_id, {})
-                draft.setdefault("tokens", []).append(event.token)
-                logprobs: list[TokenLogprobs | None] = draft.setdefault("logprobs", [])
-                logprobs.append(event.logprobs)
+                update.tokens.append(event.token)
+                if event.logprobs is not None:
+                    update.logprobs.append(event.logprobs)
             case TextProduced():
-                draft = drafts.setdefault(event.request_id, {})
-                draft["text"] = draft.get("text", "") + event.text
+                update.text += event.text
             case RequestBoarded():
-                drafts.setdefault(event.request_id, {}).setdefault("cached_tokens", event.cached_tokens)
+                if update.cached_tokens is None:
+                    update.cached_tokens = event.cached_tokens
             case RequestFinished():
-                ending = event.ending
-                drafts.setdefault(event.request_id, {}).update(
-                    finish_reason=ending.reason.value, stop_reason=ending.detail
-                )
-            case _:
-                pass
-    return [Update(request_id, **draft) for request_id, draft in drafts.items()]
+                update.finish_reason, update.stop_reason = event.ending.reason.value, event.ending.detail
+    return list(updates.values())
 
 
 def main() -> None:

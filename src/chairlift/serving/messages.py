@@ -52,13 +52,13 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     problem: str
 
 
-class Update(msgspec.Struct, frozen=True):
+class Update(msgspec.Struct):
     """What one step added to one completion."""
 
     request_id: str
     text: str = ""
     tokens: list[int] = []
-    logprobs: list[TokenLogprobs | None] = []
+    logprobs: list[TokenLogprobs] = []  # of the tokens, if they were asked for
     cached_tokens: int | None = None  # said whenever it boards: again after a preemption
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,7 +83,7 @@ class Choice:
     def add(self, update: Update) -> None:
         """Keep an update for the whole answer; a stream passes it on instead."""
         self.parts.append(update.text)
-        self.logprobs += [found for found in update.logprobs if found is not None]
+        self.logprobs += update.logprobs
         self.finish_reason = update.finish_reason
         self.stop_reason = update.stop_reason
 
@@ -127,10 +127,10 @@ class ChatShape:
             }
         ]
 
-    def logprobs(self, given: Sequence[TokenLogprobs | None], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    def logprobs(self, given: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
-        return {"content": scored_tokens([item for item in given if item is not None], tokenizer)}
+        return {"content": scored_tokens(given, tokenizer)}
 
 
 @dataclass(slots=True)
@@ -146,8 +146,7 @@ class TextShape:
 
     def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         text = update.text if choice.started else self.echoes[choice.index] + update.text
-        found = [item for item in update.logprobs if item is not None]
-        return [self._body(choice, text, found, update, tokenizer)]
+        return [self._body(choice, text, update.logprobs, update, tokenizer)]
 
     def _body(
         self, choice: Choice, text: str, found: list[TokenLogprobs], end: Choice | Update, tokenizer: Tokenizer

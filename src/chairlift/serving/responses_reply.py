@@ -137,8 +137,7 @@ class ResponseAnswer:
 
     def _happenings(self, update: Update) -> Iterator[Event]:
         if self._with_logprobs:
-            found = [item for item in update.logprobs if item is not None]
-            self._unspoken += scored_tokens(found, self._tokenizer)
+            self._unspoken += scored_tokens(update.logprobs, self._tokenizer)
         for part in self._parser.push(update.text):
             yield from self._say(part)
         if update.finish_reason is not None:

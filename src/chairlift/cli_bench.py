@@ -187,7 +187,11 @@ bench_app.command(
 )(bench_prefix)
 bench_app.command(
     "profile",
-    epilog=examples("chairlift bench profile --out profile.json", "chairlift simulate --profile profile.json --rate 1"),
+    epilog=examples(
+        "chairlift bench profile --out profile.json",
+        "chairlift bench profile --model path/to/model --out profile.json",
+        "chairlift simulate --profile profile.json --rate 1",
+    ),
 )(bench_profile)
 bench_app.command(
     "shapes",

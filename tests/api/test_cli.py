@@ -34,15 +34,20 @@ COMMANDS = [
     ["generate"],
     ["chat"],
     ["serve"],
+    ["simulate"],
+    ["plan"],
     ["batch"],
     ["models"],
     ["bench"],
     ["bench", "throughput"],
     ["bench", "attention"],
     ["bench", "prefix"],
+    ["bench", "profile"],
+    ["bench", "shapes"],
     ["bench", "serve"],
     ["bench", "policies"],
     ["bench", "claims"],
+    ["bench", "chunking"],
 ]
 FAST = ["--device", "cpu", "--kv-memory", "4MiB"]
 

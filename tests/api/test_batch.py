@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from typer.testing import CliRunner
 
 from chairlift.bench.local_server import MODEL_NAME, local_server
 from chairlift.cli import app
+from chairlift.client.http import Response
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.serving import batch_input
 from chairlift.serving.batch import Answer, BatchRun
 from chairlift.serving.batch_input import BatchLine, Marks, read_lines, scan
 from chairlift.serving.batch_output import BatchOutput
+from chairlift.serving.batch_send import server_elsewhere
 from tests.tiny import write_tiny_checkpoint
 
 
@@ -359,6 +362,33 @@ def test_a_batch_can_go_to_a_server(tiny: str, tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["batch", str(source), str(target), "--url", "localhost:1", "--model", "a"])
     assert refused.exit_code == 2
     assert "--model: is for an engine of ours" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "body", [b'{\n  "id": "a",\r\n  "usage": null\n}\n', b"<h1>Bad\nGateway</h1>", b"[1]", b"\xff", b""]
+)
+def test_whatever_a_server_elsewhere_sends_is_one_line(tmp_path: Path, body: bytes) -> None:
+    class Strange:
+        address = "localhost:1"
+
+        async def post(self, path: str, body_: bytes, on_body: Callable[[bytes], None]) -> Response:
+            on_body(body)
+            return Response(200, {})
+
+        def close(self) -> None:
+            pass
+
+    async def check() -> None:
+        async with server_elsewhere(Strange()) as send:  # type: ignore[arg-type]
+            await BatchRun(source, target, concurrency=1).run(send, lambda _: None)
+
+    source, target = write(tmp_path / "in.jsonl", [request("a"), request("b")]), tmp_path / "out.jsonl"
+    asyncio.run(check())
+    found = [line["response"]["body"] for line in answers(target)]
+    assert found == [{"id": "a", "usage": None}] * 2 if body[:1] == b"{" else all("error" in one for one in found)
+    again = BatchRun(source, target, concurrency=1)
+    again.output.close()
+    assert again.is_complete
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_batch_at_once(tiny: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -87,7 +88,9 @@ async def server_elsewhere(http: HttpClient) -> AsyncIterator[Send]:
             try:
                 response = await http.post(path, body, parts.append)
                 if response.status != 503:
-                    return Answer(response.status, response.headers.get("x-request-id", ""), b"".join(parts))
+                    return Answer(
+                        response.status, response.headers.get("x-request-id", ""), _in_one_line(b"".join(parts))
+                    )
                 problem = "it answers with status 503"
             except (OSError, BadResponse) as error:
                 problem = str(error)
@@ -99,3 +102,17 @@ async def server_elsewhere(http: HttpClient) -> AsyncIterator[Send]:
         yield send
     finally:
         http.close()
+
+
+def _in_one_line(body: bytes) -> bytes:
+    """A body as JSON in one line, which is what an output file is made of. Other servers may send it in several, and
+    proxies on the way answer with pages for people: those become an error that quotes them."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        fields = {"error": {"message": body[:1000].decode(errors="replace"), "type": "not_json"}}
+    elif b"\n" not in body and b"\r" not in body:
+        return body
+    return json.dumps(fields).encode()

@@ -94,6 +94,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"max_tokens": 1}}, "chat_template_kwargs"),
     ({"messages": [{"role": "user", "content": "x" * 10**6}]}, "messages"),
     ({"chat_template_kwargs": {"\ud800": 1}}, "?"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "hello", "deep": nested(600)}]}, f"messages[0].deep{'[0]' * 32}"),
     ({"messages": [called("[" * 5000)]}, "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [called("3")]}, "messages[0].tool_calls[0].function.arguments"),

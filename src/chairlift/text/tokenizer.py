@@ -146,7 +146,7 @@ class Tokenizer:
         text, ids = "", list[int]()
         for piece, is_text in spelled.pieces(rendered):
             text += piece
-            ids += _encoded(self._text_only_backend if is_text else self._backend, [piece], False)[0]
+            ids += _encoded(self._text_only_backend if is_text else self._backend, [piece], False, "messages")[0]
         return text, ids
 
     def _refuse_far_too_long(self, parameter: str, text: str, max_tokens: int | None) -> None:
@@ -155,7 +155,7 @@ class Tokenizer:
         too_long = len(text) > self.longest_token * max_tokens
         if not too_long:
             # Cutting a text changes its tokens around the cut at most, so twice the limit leaves no doubt.
-            too_long = len(_encoded(self._backend, [text[: _PROBE * max_tokens]], False)[0]) > 2 * max_tokens
+            too_long = len(_encoded(self._backend, [text[: _PROBE * max_tokens]], False, parameter)[0]) > 2 * max_tokens
         if too_long:
             problem = f"has {len(text)} characters, far more than {max_tokens} tokens could stand for"
             raise InvalidParameter(parameter, problem)
@@ -201,13 +201,15 @@ class Tokenizer:
         return [self._prepend, *ids]
 
 
-def _encoded(backend: Backend, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+def _encoded(
+    backend: Backend, texts: Sequence[str], add_special_tokens: bool, parameter: str = "prompt"
+) -> list[list[int]]:
     if not all(isinstance(text, str) for text in texts):
-        raise InvalidParameter("prompt", "must be a string of valid Unicode")
+        raise InvalidParameter(parameter, "must be a string of valid Unicode")
     try:
         # The fast way leaves out what nobody asks for here, and only a batch lets other threads run meanwhile.
         return [one.ids for one in backend.encode_batch_fast([*texts], add_special_tokens=add_special_tokens)]
     except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
-        raise InvalidParameter("prompt", "must be a string of valid Unicode") from error
+        raise InvalidParameter(parameter, "must be a string of valid Unicode") from error
     except Exception as error:  # the library has no type of its own, for a vocabulary without an unknown token say
         raise UnsupportedModel(f"the model's tokenizer failed on this text: {error}") from error

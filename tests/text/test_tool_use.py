@@ -134,6 +134,8 @@ def test_choices() -> None:
     named = checked_choice({"type": "function", "function": {"name": "get_time"}}, tools)
     assert (named.calling, named.function) == (Calling.NAMED, "get_time")
     unknown: list[Any] = ["always", 3, {}, {"type": "function"}, {"type": "function", "function": {"name": "x"}}]
+    unknown += [{"type": "function", "function": {"name": "get_time", "colour": "red"}}]
+    unknown += [{"type": "function", "function": {"name": "get_time"}, "colour": "red"}]
     for choice in unknown:
         with pytest.raises(InvalidParameter) as refused:
             checked_choice(choice, tools)

@@ -126,7 +126,7 @@ def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         return ToolChoice(Calling.REQUIRED)
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    if not isinstance(name, str) or choice != {"type": "function", "function": {"name": name}}:
         shape = '{"type": "function", "function": {"name": …}}'
         raise InvalidParameter("tool_choice", f"must be 'none', 'auto', 'required' or {shape}")
     if name not in [tool.name for tool in tools]:

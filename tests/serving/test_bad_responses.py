@@ -114,6 +114,8 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text.format"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "fish"}}}}, "text.format"),
     ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
+    # Told back with the answer, which cannot say half a character.
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {}, "description": "\ud800"}}}, "text.format"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"metadata": {"a": 1}}, "metadata"),
     ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),

@@ -10,14 +10,15 @@ from pydantic import Field
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter
-from chairlift.serving.strict import Strict
-from chairlift.serving.structure_types import ResponseFormat, Schema, StructuredOutputs, as_structure
+from chairlift.serving.strict import Strict, at_most
+from chairlift.serving.structure_types import Choices, ResponseFormat, Schema, StructuredOutputs, as_structure
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as wide as a message to the engine can say
 TokenIds = Annotated[list[Integer], Field(fail_fast=True)]  # of a million bad ids, one error is enough
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class StreamOptions(Strict):
@@ -40,7 +41,7 @@ class Sampling(Strict):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, Field(max_length=1024)] = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=1024), at_most(1024)] = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=64)] | None = None
     stop_token_ids: Annotated[list[Integer] | None, Field(max_length=256)] = None
@@ -55,7 +56,7 @@ class Sampling(Strict):
     user: Annotated[str | None, Field(max_length=256)] = None
     guided_json: str | Schema | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -159,7 +160,7 @@ class ChatRequest(Completing):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     functions: Any = None
@@ -182,7 +183,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_MESSAGES)] = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
 
 

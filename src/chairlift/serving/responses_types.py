@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from chairlift.errors import InvalidParameter
-from chairlift.serving.api_types import MAX_MESSAGES, ChatRequest, Sampling
-from chairlift.serving.strict import Strict
+from chairlift.serving.api_types import MAX_MESSAGES, ChatRequest, Sampling, Tools
+from chairlift.serving.strict import Strict, at_most
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -41,6 +41,7 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 Label = Annotated[str | None, Field(max_length=512)]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
@@ -49,10 +50,10 @@ class ResponsesRequest(Sampling):
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -64,7 +65,7 @@ class ResponsesRequest(Sampling):
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     # Labels of the caller's, told back. Prefixes are shared by content, so prompt_cache_key has nothing to decide.
-    metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA)] = None
+    metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA), at_most(MAX_METADATA)] = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
     # Known and refused with a reason, instead of as unknown.

@@ -7,17 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from chairlift.core.structure import Structure
+from chairlift.core.structure import MAX_STRUCTURE_LENGTH, Structure
 from chairlift.errors import InvalidParameter
 from chairlift.serving.strict import Strict
 
 Schema = dict[str, Any] | bool
+Choices = Annotated[list[str], Field(fail_fast=True)]
 
 
 class JSONSchema(Strict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     schema_: Annotated[Schema, Field(alias="schema")]
-    description: str | None = None  # for people; the model sees what is in the messages
+    # For people; the model sees what is in the messages.
+    description: Annotated[str | None, Field(max_length=MAX_STRUCTURE_LENGTH)] = None
     strict: bool | None = None  # the schema is enforced in any case
 
 
@@ -51,7 +53,7 @@ class StructuredOutputs(Strict):
 
     json_: Annotated[str | Schema | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
 

@@ -27,7 +27,10 @@ from chairlift.serving.service import Service, check_ids
 from chairlift.text.tool_use import ToolUse
 
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 413, 415, 429, 431, 500, 503), _ERROR)
+# "default" also keeps FastAPI from promising its own answer to a bad body, which is never given here.
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
+    ("default", 400, 401, 404, 408, 413, 415, 429, 431, 500, 503), _ERROR
+)
 
 
 def make_app(service: Service, api_keys: Iterable[str] = (), cors_origins: Sequence[str] = ()) -> FastAPI:

@@ -134,7 +134,7 @@ def serve(
 
 def _api_keys(given: list[str], file: Path | None) -> list[str]:
     keys = [*given]
-    if os.environ.get("CHAIRLIFT_API_KEY"):
+    if "CHAIRLIFT_API_KEY" in os.environ:  # an empty one is a mistake, not a wish for an open server
         keys.append(os.environ["CHAIRLIFT_API_KEY"])
     if file is not None:
         try:

@@ -357,9 +357,11 @@ def test_only_json_goes_with_tools() -> None:
         use(HERMES).structure(tokenizer(HERMES), Structure.regex("a+", "regex"))
     with pytest.raises(InvalidParameter, match="json: must be a JSON schema"):
         use(HERMES).structure(tokenizer(HERMES), Structure.json("{", "json"))
-    forced = use(HERMES, choice="required").structure(tokenizer(HERMES), Structure.regex("a+", "regex"))
-    assert forced is not None
-    assert forced.parameter == "tools"
+    forced = use(HERMES, choice="required")
+    words = Structure.json({"type": "object"}, "response_format")  # there will be none
+    assert forced.structure(tokenizer(HERMES), words) == forced.structure(tokenizer(HERMES))
+    with pytest.raises(InvalidParameter, match="guided_regex: does not go with a tool_choice"):
+        forced.structure(tokenizer(HERMES), Structure.regex("a+", "guided_regex"))
 
 
 def test_what_cannot_be_enforced_is_left_out_unless_strict() -> None:

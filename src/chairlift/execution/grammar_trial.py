@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from chairlift.errors import ChairliftError
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
@@ -107,7 +109,10 @@ class Trial:
         )
         self._end = weakref.finalize(self, _end, process)
         tokens = [token.decode("latin-1") for token in self._vocabulary.tokens]
-        _ask(process, asdict(self._vocabulary) | {"tokens": tokens})
+        if not _ask(process, asdict(self._vocabulary) | {"tokens": tokens}):
+            self._process = None
+            self._end()
+            raise ChairliftError("the process that tries grammars could not be started")
         return process
 
 

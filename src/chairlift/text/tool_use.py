@@ -71,6 +71,9 @@ class ToolUse:
     def structure(self, tokenizer: Tokenizer, wanted: Structure | None = None) -> Structure | None:
         """What the answer is held to: calls if they are forced, else calls or what the caller wants of an answer."""
         if self.forced:
+            # A response_format is about the words of an answer, and there will be none; the others are about all of it.
+            if wanted is not None and wanted.parameter not in ("response_format", "text.format"):
+                raise InvalidParameter(wanted.parameter, "does not go with a tool_choice that forces a call")
             return Structure.grammar(self._calls(tokenizer), "tools")
         if wanted is None:
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from typing import Any
 
 import httpx
@@ -25,6 +27,8 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": 1e9}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": float("inf")}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": -2}, "top_k"),
@@ -122,15 +126,25 @@ BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def expect(server: RunningServer, response: httpx.Response, status: int, param: str | None) -> None:
+def expect(
+    server: RunningServer,
+    response: httpx.Response,
+    status: int,
+    param: str | None,
+    type_: str = "invalid_request_error",
+) -> None:
+    """This error, in OpenAI's shape, and afterwards a server that is well and holds no block."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["param"] == param, error
+    assert error["type"] == type_, error
     assert response.headers["x-request-id"]
     for leak in ("Traceback", "site-packages", ".py", "Error("):
         assert leak not in error["message"]
     assert server.get("/health").status_code == 200
+    server.wait_idle()
+    assert server.metric("chairlift_requests_open") == 0
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -150,25 +164,64 @@ def test_prompts(server: RunningServer, change: dict[str, Any], param: str) -> N
     expect(server, server.post(TEXT, {"model": NAME, "prompt": "hello", **change}), 400, param)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000])
-def test_bodies_that_are_no_request(server: RunningServer, body: bytes) -> None:
-    for path in (CHAT, TEXT):
-        response = HTTP.post(server.url + path, content=body, headers={"Content-Type": "application/json"})
-        assert response.status_code == 400, response.text
-        assert response.json()["error"]["type"] == "invalid_request_error"
-    assert server.get("/health").status_code == 200
+JSON = {"Content-Type": "application/json"}
+GOOD = json.dumps({"model": NAME, "prompt": "hello"}).encode()
+BIG = b'{"prompt": "' + b"x" * (9 * 2**20) + b'"}'
+
+# What is wrong with the message before its parameters are looked at: method, path, headers, body, status.
+BAD_MESSAGES: dict[str, tuple[str, str, dict[str, str], bytes, int]] = {
+    "no body": ("POST", TEXT, JSON, b"", 400),
+    "half an object": ("POST", TEXT, JSON, b"{", 400),
+    "a list": ("POST", TEXT, JSON, b"[]", 400),
+    "null": ("POST", CHAT, JSON, b"null", 400),
+    "a string": ("POST", CHAT, JSON, b'"text"', 400),
+    "a number": ("POST", CHAT, JSON, b"3", 400),
+    "not UTF-8": ("POST", TEXT, JSON, b"\xff\xfe", 400),
+    "two bodies": ("POST", TEXT, JSON, GOOD + GOOD, 400),
+    "too deep": ("POST", TEXT, JSON, b"[" * 100_000, 400),
+    "too deep, and closed": ("POST", CHAT, JSON, b'{"messages":' + b"[" * 9999 + b"]" * 9999 + b"}", 400),
+    "packed": ("POST", TEXT, JSON | {"Content-Encoding": "gzip"}, gzip.compress(GOOD), 400),
+    "a form": ("POST", TEXT, {"Content-Type": "application/x-www-form-urlencoded"}, b"model=tiny", 415),
+    "plain text": ("POST", CHAT, {"Content-Type": "text/plain"}, GOOD, 415),
+    "no type": ("POST", TEXT, {}, GOOD, 415),
+    "multipart": ("POST", CHAT, {"Content-Type": "multipart/form-data; boundary=x"}, b"--x--", 415),
+    "too large": ("POST", TEXT, JSON, BIG, 413),
+    "too many headers": ("POST", TEXT, JSON | {f"x-{index}": "y" for index in range(140)}, GOOD, 431),
+    "headers too large": ("GET", "/v1/models", {f"x-{index}": "y" * 1000 for index in range(40)}, b"", 431),
+    "path too large": ("GET", "/v1/models/" + "x" * 33_000, {}, b"", 431),
+    "no such path": ("GET", "/v1/nothing", {}, b"", 404),
+    "no such path to post to": ("POST", "/v2/completions", JSON, GOOD, 404),
+    "up and out": ("GET", "/v1/models/../../etc/passwd%00", {}, b"", 404),
+    "GET for POST": ("GET", CHAT, {}, b"", 405),
+    "POST for GET": ("POST", "/v1/models", JSON, GOOD, 405),
+    "PUT": ("PUT", TEXT, JSON, GOOD, 405),
+    "DELETE": ("DELETE", "/health", {}, b"", 405),
+    "an unknown method": ("BREW", CHAT, JSON, GOOD, 405),
+    "OPTIONS": ("OPTIONS", CHAT, {}, b"", 405),
+}
 
 
-def test_transport(server: RunningServer) -> None:
-    expect(server, server.get("/v1/nothing"), 404, None)
-    assert server.get(CHAT).status_code == 405
+@pytest.mark.parametrize("what", BAD_MESSAGES)
+def test_messages(server: RunningServer, what: str) -> None:
+    method, path, headers, body, status = BAD_MESSAGES[what]
+    expect(server, HTTP.request(method, server.url + path, headers=headers, content=body), status, None)
+
+
+def test_a_large_body_that_does_not_say_its_length(server: RunningServer) -> None:
+    pieces = (BIG[i : i + 2**16] for i in range(0, len(BIG), 2**16))
+    expect(server, HTTP.post(server.url + TEXT, content=pieces, headers=JSON), 413, None)
+
+
+def test_a_model_that_is_not_there(server: RunningServer) -> None:
     expect(server, server.post(CHAT, {"model": "other", "messages": HELLO}), 404, "model")
-    big = b'{"prompt": "' + b"x" * (9 * 2**20) + b'"}'
-    headers = {"Content-Type": "application/json"}
-    assert HTTP.post(server.url + TEXT, content=big, headers=headers, timeout=60).status_code == 413
-    pieces = (big[i : i + 2**16] for i in range(0, len(big), 2**16))  # no Content-Length this time
-    assert HTTP.post(server.url + TEXT, content=pieces, headers=headers, timeout=60).status_code == 413
-    assert server.get("/health").status_code == 200
+    expect(server, server.post(TEXT, {"model": "other", "prompt": "hello", "stream": True}), 404, "model")
+    expect(server, server.get("/v1/models/other"), 404, "model")
+    expect(server, server.post("/tokenize", {"model": "other", "prompt": "hello"}), 404, "model")
+
+
+def test_a_bad_stream_has_a_status_of_its_own(server: RunningServer) -> None:
+    expect(server, server.post(TEXT, {"model": NAME, "prompt": "hello", "stream": True, "top_p": 9}), 400, "top_p")
+    expect(server, server.post(TEXT, {"model": NAME, "prompt": [1, 10**6], "stream": True}), 400, "prompt")
 
 
 def test_nulls_mean_absent(server: RunningServer) -> None:

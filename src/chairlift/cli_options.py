@@ -141,6 +141,21 @@ class EngineOptions:
             show_default="1 each",
         ),
     ] = None
+    preemption: Annotated[
+        str,
+        typer.Option(
+            help="When memory runs out: recompute, swap to host memory, or auto (the cheaper by measured figures).",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "recompute"
+    swap_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory for --preemption swap, such as 4GiB.",
+            rich_help_panel=_ENGINE,
+            show_default="as much as the KV cache",
+        ),
+    ] = None
     max_overtakes: Annotated[
         int,
         typer.Option(

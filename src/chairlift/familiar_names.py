@@ -28,6 +28,8 @@ OPTIONS = (
     "max_delay_ms",
     "order",
     "tenant_weights",
+    "preemption",
+    "swap_memory",
     "max_overtakes",
     "attention",
     "cuda_graphs",

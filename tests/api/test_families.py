@@ -30,7 +30,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "together": {},
     "chunks of 1": {"max_prefill_tokens": 1, "prefix_caching": False},
     "chunks of 7": {"max_prefill_tokens": 7, "block_size": 4},
-    "preempted": {"num_blocks": 13, "block_size": 4, "max_batch_tokens": 16, "prefix_caching": False},
+    "preempted": {
+        "num_blocks": 13,
+        "block_size": 4,
+        "max_batch_tokens": 16,
+        "max_batch_requests": 6,
+        "prefix_caching": False,
+    },
+    "swapped": {
+        "num_blocks": 13,
+        "block_size": 4,
+        "max_batch_tokens": 16,
+        "max_batch_requests": 6,
+        "preemption": "swap",
+        "swap_memory": "1MiB",
+    },
     "bursted": {"attention": "bursted"},
     "padded": {"attention": "padded", "block_size": 4},
 }
@@ -51,7 +65,7 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
                 note = compare(hf, prompt, wanted, actual)
                 if note:
                     print(f"{setting}, round {round_number}: {note}")
-            if setting == "preempted":
+            if setting in ("preempted", "swapped"):
                 assert run.num_preemptions > 0
         if setting == "together":
             assert any(event.cached_tokens for event in run.events if isinstance(event, RequestBoarded))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chairlift import LLM
-from chairlift.core.events import StepDone, TokenProduced
+from chairlift.core.events import Event, RequestPreempted, StepDone, TokenProduced
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
@@ -19,6 +19,7 @@ from tests.tiny import write_tiny_checkpoint
 
 POLICIES = ("continuous", "static", "dynamic")
 ORDERS = ("fcfs", "priority", "shortest", "fair")
+LONG = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
@@ -75,6 +76,7 @@ def test_the_tokens_are_the_same_in_every_policy_and_order(
     for options in (
         {"kv_memory": "1MiB", "max_batch_requests": 4, "max_batch_tokens": 24},
         {"kv_memory": 20 * 4 * 512, "max_batch_requests": 5, "prefix_caching": False},  # 20 blocks: preemptions
+        {"kv_memory": 20 * 4 * 512, "max_batch_requests": 5, "preemption": "swap", "swap_memory": "1MiB"},
         {"kv_memory": "1MiB", "max_batch_requests": 4, "attention": "padded"},
     ):
         outputs, steps = generate(tiny, policy=policy, order=order, **options)
@@ -83,6 +85,35 @@ def test_the_tokens_are_the_same_in_every_policy_and_order(
             assert not any(step.padding_tokens for step in steps)
         elif policy != "continuous":
             assert any(step.padding_tokens for step in steps)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_tokens_are_the_same_however_memory_is_made(folder: Path, mode: str, caching: bool) -> None:
+    """Prompts that fill 24 blocks of 4 and outputs that need twice as many."""
+    prompts = [[3 + (17 * i + j) % 300 for j in range(9)] for i in range(6)]
+    roomy = LLM(str(folder), kv_memory="1MiB", dtype="float32")
+    expected = [r.outputs[0].token_ids for r in roomy.generate(prompts, LONG, use_tqdm=False)]
+    options = {} if mode == "recompute" else {"swap_memory": "1MiB"}
+    tight = LLM(
+        str(folder),
+        kv_memory=24 * 4 * 512,
+        block_size=4,
+        max_batch_requests=6,
+        dtype="float32",
+        prefix_caching=caching,
+        preemption=mode,
+        **options,
+    )
+    events: list[Event] = []
+    tight.engine.subscribe(events.extend)
+    for _ in range(2):  # the second time, auto knows what steps cost
+        assert [r.outputs[0].token_ids for r in tight.generate(prompts, LONG, use_tqdm=False)] == expected
+    swapped = [event.swapped for event in events if isinstance(event, RequestPreempted)]
+    assert swapped
+    if mode != "auto":
+        assert set(swapped) == {mode == "swap"}
+    check_quiescent(tight.engine.scheduler)
 
 
 def test_a_list_of_prompts_does_not_wait_for_a_full_batch(folder: Path) -> None:
@@ -134,6 +165,9 @@ def test_prompts_bring_their_priority_and_tenant(folder: Path) -> None:
         ({"order": "fair", "tenant_weights": "a=1"}, "tenant_weights"),
         ({"order": "fair", "tenant_weights": 3}, "tenant_weights"),
         ({"max_overtakes": 0}, "max_overtakes"),
+        ({"preemption": "nap"}, "preemption"),
+        ({"swap_memory": "1GiB"}, "swap_memory"),
+        ({"preemption": "swap", "swap_memory": "much"}, "swap_memory"),
     ],
 )
 def test_bad_strategies_are_named(options: dict[str, Any], parameter: str) -> None:

@@ -16,6 +16,7 @@ from chairlift.core.policy import make_policy
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.swap import SwapSpace
 from chairlift.core.waiting import MAX_OVERTAKES
 
 NextToken = Callable[[Request], int]
@@ -35,6 +36,7 @@ def make_scheduler(
     weights: Mapping[str, float] | None = None,
     max_overtakes: int = MAX_OVERTAKES,
     forecast: Forecast | None = None,
+    swap: SwapSpace | None = None,
 ) -> Scheduler:
     return Scheduler(
         kv_class(num_blocks, block_size, prefix_caching=prefix_caching),
@@ -44,6 +46,7 @@ def make_scheduler(
         ordering=make_ordering(order, weights),
         max_overtakes=max_overtakes,
         forecast=forecast,
+        swap=swap,
     )
 
 

@@ -14,8 +14,10 @@ from chairlift.core.integrity import check_accounting, check_plan, check_quiesce
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.plan import BlockCopy, StepPlan
 from chairlift.core.request import Ending, FinishReason, Request, Status
+from chairlift.core.swap import SwapSpace
 from chairlift.core.waiting import WaitReason
 from tests.core.driving import deterministic_token, make_request, make_scheduler, run_plan, shape
+from tests.core.memory_model import MemoryModel
 
 STRATEGIES = st.fixed_dictionaries(
     {
@@ -47,6 +49,7 @@ class Workload(RuleBasedStateMachine):
         seats=st.integers(1, 6),
         caching=st.booleans(),
         strategy=STRATEGIES,
+        slots=st.sampled_from([0, 0, 5, 60]),
     )
     def start(
         self,
@@ -57,13 +60,15 @@ class Workload(RuleBasedStateMachine):
         seats: int,
         caching: bool,
         strategy: dict[str, Any],
+        slots: int,
     ) -> None:
         self.scheduler = make_scheduler(
-            num_blocks, block_size, tokens, prefill, seats, caching, FlakyKVCache, **strategy
+            num_blocks, block_size, tokens, prefill, seats, caching, FlakyKVCache, **strategy, swap=SwapSpace(slots)
         )
         self.kv = self.scheduler.kv
         assert isinstance(self.kv, FlakyKVCache)
         self.kv.failures = random.Random(1)
+        self.memory = MemoryModel(block_size)
         self.capacity = num_blocks * block_size
         self.now = 0.0
         self.requests: list[Request] = []
@@ -133,6 +138,7 @@ class Workload(RuleBasedStateMachine):
     @rule()
     def apply(self) -> None:
         assert self.in_flight is not None
+        self.memory.run(self.in_flight)
         self.scheduler.apply(run_plan(self.in_flight), self.now)
         self.in_flight = None
 

@@ -81,23 +81,27 @@ class _Boarding:
         running = self.lift.running
         if self._full(running) and self.lift.ordering.seat_to_take(request, running) is None:
             return self._why_full(running)
-        if not self.draft.prefill_room:
+        if not self.draft.room_for(request):
             return WaitReason.BUDGET
-        if waits_for_sibling(request, running):
+        swapped = request.num_computed  # in host memory; else nothing of a waiting request is computed
+        match = self.kv.match(request)
+        sibling = None if swapped else sibling_to_fork(request, running)
+        if not swapped and waits_for_sibling(request, running):
             return WaitReason.SIBLING
-        match, sibling = self.kv.match(request), sibling_to_fork(request, running)
         if sibling is not None:
             self.kv.fork(sibling, request, num_tokens=request.num_prompt - 1)
-        elif match.coming:
+        elif match.coming and not swapped:
             return WaitReason.PREFIX
         else:
             self.kv.attach(request, match)
+        cached = request.num_computed
+        request.start_from(max(cached, swapped))
         obstacle = self._plan_first_tokens(request)
         if obstacle is not None:
             self.kv.release(request)
-            request.start_from(0)
+            request.start_from(swapped)
             return obstacle
-        self.lift.seat(request, match.miss, self.now)
+        self.lift.seat(request, cached, match.miss, self.now)
         self._newcomers.add(request.order)
         self.promised_blocks += self._blocks_to_come(request)
         return None
@@ -105,7 +109,7 @@ class _Boarding:
     def _plan_first_tokens(self, request: Request) -> WaitReason | None:
         # Those on board with a better claim to the prefill budget, or a shorter prompt, come first.
         share_rest_among_prompts(self.lift, self.draft, before=self.lift.urgency(request, self.draft))
-        if not self.draft.prefill_room:
+        if not self.draft.room_for(request):
             return WaitReason.BUDGET
         leaving = self._who_must_leave(request)
         if isinstance(leaving, WaitReason):
@@ -113,11 +117,14 @@ class _Boarding:
         for victim in leaving:
             self.promised_blocks -= self._blocks_to_come(victim)
             self.lift.preempt(victim, self.now, self.draft)
+        restored = self.kv.restore(request)
         count = self.draft.room_for(request)
-        copies = self.kv.reserve(request, count)
-        if copies is None:
+        copies = None if restored is None else self.kv.reserve(request, count)
+        if restored is None or copies is None:
             return WaitReason.MEMORY
         self.draft.add(request, count, self.kv, copies)
+        if self.lift.swap.holds(request):
+            self.draft.swap_ins += self.lift.swap.bring_back(request, restored)
         return None
 
     def _who_must_leave(self, request: Request) -> list[Request] | WaitReason:

@@ -68,4 +68,5 @@ def _too_late(request: Request, now: float, forecast: Forecast, kv: KVCache) -> 
     if request.status is not Status.WAITING:
         return True
     cached = len(kv.match(request).blocks) * kv.block_size  # looked up only now: a hit may save it
-    return forecast.least_seconds(request.num_behind - cached, request.least_new_tokens) > time_left
+    prompt_tokens = min(request.num_behind, request.num_known - cached)
+    return forecast.least_seconds(prompt_tokens, request.least_new_tokens) > time_left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chairlift.core.budget import StepLimits
 from chairlift.core.kv_cache import KVCache
-from chairlift.core.plan import BlockCopy, Chunk
+from chairlift.core.plan import BlockCopy, BlockSwap, Chunk
 from chairlift.core.request import Request
 
 
@@ -17,6 +17,8 @@ class PlanDraft:
         self.prefill_room = min(limits.prefill_tokens, limits.tokens)
         self.seats = limits.seats
         self.memory_was_short = False
+        self.swap_outs: list[BlockSwap] = []
+        self.swap_ins: list[BlockSwap] = []
 
     def room_for(self, request: Request) -> int:
         """How many more of its missing tokens `request` may compute in this step."""
@@ -41,11 +43,12 @@ class PlanDraft:
         samples = start + count == request.num_expected
         self.chunks[request.id] = Chunk(request, start, count, kv.table(request), samples, copies, request.generation)
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request: Request) -> Chunk | None:
         """Take a preempted request out again, if it was in, and give its tokens back to the budget."""
         chunk = self.chunks.pop(request.id, None)
         if chunk is not None:
             self._spend(request, -chunk.count)
+        return chunk
 
     def _spend(self, request: Request, count: int) -> None:
         self.room -= count

@@ -29,15 +29,17 @@ class RequestBoarded:
     request_id: str
     cached_tokens: int
     miss: Miss | None
+    swapped_tokens: int = 0  # those it gets back from host memory
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPreempted:
-    """Memory ran out: its blocks were taken and it went back to the queue."""
+    """Memory ran out, or its seat was due to another: its blocks were taken and it went back to the queue."""
 
     time: float
     request_id: str
     computed_tokens: int
+    swapped: bool = False  # to host memory; else those tokens are computed again
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,23 @@ def check_accounting(scheduler: Scheduler) -> None:
         assert orders == sorted(set(orders)), f"{name} is out of order"
     assert len(scheduler.running) + len(scheduler.idle) <= scheduler.max_batch_requests
     assert scheduler.policy.keeps_seats or not scheduler.idle
+    check_swap(scheduler)
     assert scheduler.running or not scheduler.idle, "a batch is over, but its seats are not free"
+
+
+def check_swap(scheduler: Scheduler) -> None:
+    """Every host slot is free or holds one block, of a request that waits with that much computed."""
+    swap, slots = scheduler.swap, scheduler.swap.slots()
+    held = [slot for some in slots.values() for slot in some]
+    assert len(held) == len(set(held)), "a host slot is held twice"
+    assert len(held) + swap.num_free == swap.num_slots, "a host slot is lost"
+    for request_id, some in slots.items():
+        request = scheduler.get(request_id)
+        assert request is not None, f"{request_id} is gone but holds host slots"
+        assert request.status is Status.WAITING, f"{request_id} holds host slots on board"
+        assert len(some) == scheduler.kv.blocks_for(request.num_computed)
+    for request in scheduler.waiting:
+        assert request.id in slots or request.num_computed == 0, f"{request.id} has computed tokens nowhere"
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -79,3 +95,4 @@ def check_quiescent(scheduler: Scheduler) -> None:
     assert not scheduler.has_work
     assert scheduler.kv.num_free == scheduler.kv.num_blocks
     assert not scheduler.kv.tables()
+    assert scheduler.swap.num_free == scheduler.swap.num_slots

@@ -68,6 +68,15 @@ class KVCache:
         self._num_indexed[child.id] = num_tokens // self.block_size
         child.start_from(num_tokens)
 
+    def restore(self, request: Request) -> list[int] | None:
+        """Blocks for computed tokens that `request`'s table lacks, to be filled from elsewhere; None (and no change) if
+        memory is short."""
+        table = self._tables[request.id]
+        blocks = self.pool.take(self.blocks_for(request.num_computed) - len(table))
+        if blocks is not None:
+            table.extend(blocks)
+        return blocks
+
     def reserve(self, request: Request, count: int) -> tuple[BlockCopy, ...] | None:
         """Make room to write `request`'s next `count` tokens, into blocks that it alone holds.
 

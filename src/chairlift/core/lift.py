@@ -8,8 +8,10 @@ from chairlift.core.draft import PlanDraft
 from chairlift.core.events import Event, RequestBoarded, RequestPreempted
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.ordering import Ordering
+from chairlift.core.plan import BlockSwap
 from chairlift.core.prefix import Miss
 from chairlift.core.request import Request, Status
+from chairlift.core.swap import SwapSpace
 from chairlift.core.waiting import WaitingLine
 from chairlift.errors import InvalidParameter
 
@@ -17,11 +19,14 @@ Urgency = tuple[bool, float, int]
 
 
 class Lift:
-    def __init__(self, kv: KVCache, ordering: Ordering, max_batch_requests: int, max_overtakes: int) -> None:
+    def __init__(
+        self, kv: KVCache, ordering: Ordering, max_batch_requests: int, max_overtakes: int, swap: SwapSpace
+    ) -> None:
         if max_batch_requests < 1:
             raise InvalidParameter("max_batch_requests", f"must be at least 1, got {max_batch_requests}")
         self.kv = kv
         self.ordering = ordering
+        self.swap = swap
         self.max_batch_requests = max_batch_requests
         self.waiting = WaitingLine(ordering, max_overtakes)
         self.running: list[Request] = []  # in order of submission, as `waiting` is
@@ -29,26 +34,42 @@ class Lift:
         self.requests: dict[str, Request] = {}  # by id: all that are open, or still hold blocks
         self.events: list[Event] = []
 
-    def seat(self, request: Request, miss: Miss | None, now: float) -> None:
+    def seat(self, request: Request, cached_tokens: int, miss: Miss | None, now: float) -> None:
         self.waiting.remove(request)
         insort(self.running, request, key=lambda request: request.order)
         request.status = Status.RUNNING
         self.ordering.boarded(request)
-        self.events.append(RequestBoarded(now, request.id, request.num_computed, miss))
+        swapped_tokens = request.num_computed - cached_tokens
+        self.events.append(RequestBoarded(now, request.id, cached_tokens, miss, swapped_tokens))
 
     def preempt(self, victim: Request, now: float, draft: PlanDraft | None = None) -> None:
-        """Take a request's blocks and seat, and its part of the step in the making. Its tokens stay known, and are
-        computed again when it is back on board (often found in the prefix cache by then)."""
-        if draft is not None:
-            draft.drop(victim)
-        self.events.append(RequestPreempted(now, victim.id, victim.num_computed))
+        """Take a request's blocks and seat, and its part of the step in the making. Its tokens stay known. Their keys
+        and values wait in host memory, or are computed again when it is back on board (often found in the prefix cache
+        by then)."""
+        swaps = self._swap_out(victim, draft) if draft is not None else None
+        self.events.append(RequestPreempted(now, victim.id, victim.num_computed, swapped=swaps is not None))
         self.kv.release(victim)
         self.running.remove(victim)
-        victim.start_from(0)
+        victim.start_from(0 if swaps is None else victim.num_computed)
         victim.generation += 1
         victim.status = Status.WAITING
         self.waiting.add(victim)
         self.end_batch_if_over()
+
+    def _swap_out(self, victim: Request, draft: PlanDraft) -> list[BlockSwap] | None:
+        chunk = draft.drop(victim)
+        # Blocks are copied on write by those who have just boarded, and they are no victims in the same step: so what
+        # the victim's table names is there to be saved.
+        assert chunk is None or not chunk.copies
+        swaps = self.swap.take_out(victim, self.kv)
+        draft.swap_outs += swaps or ()
+        return swaps
+
+    def forget_swap(self, request: Request) -> None:
+        """What was to be copied to host memory was not, or perhaps not."""
+        if self.swap.holds(request):
+            self.swap.release(request)
+            request.start_from(0)
 
     def end_batch_if_over(self) -> None:
         """With the last of a batch gone, what its finished requests kept is free at last."""
@@ -62,6 +83,7 @@ class Lift:
         is called again when that step is done) or its batch is not over."""
         if request.steps_in_flight == 0 and request not in self.idle:
             self.kv.release(request)
+            self.swap.release(request)
             del self.requests[request.id]
 
     def take_idle_blocks(self) -> bool:

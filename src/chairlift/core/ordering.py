@@ -47,7 +47,7 @@ class Ordering:
     def arrived(self, request: Request) -> None: ...
     def boarded(self, request: Request) -> None: ...
     def grew(self, request: Request) -> None:
-        """A token was appended."""
+        """Tokens were appended."""
 
     def finished(self, request: Request) -> None: ...
 
@@ -143,7 +143,7 @@ class FairOrdering(Ordering):
         request.num_charged = request.num_known
 
     def grew(self, request: Request) -> None:
-        self._charge(request, 1)
+        self._charge(request, request.num_known - request.num_charged)
         request.num_charged = request.num_known
 
     def finished(self, request: Request) -> None:

@@ -20,6 +20,15 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSwap:
+    """A block of a preempted request, to be copied to host memory or back."""
+
+    request: Request
+    block: int  # on the device
+    slot: int  # in host memory
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """The tokens [start, start + count) of one request, to be computed in this step."""
 
@@ -47,6 +56,8 @@ class StepPlan:
     step: int
     chunks: tuple[Chunk, ...]
     idle_rows: int = 0  # seats that a static batch keeps for finished requests: computed, and the result dropped
+    swap_outs: tuple[BlockSwap, ...] = ()  # to be made first of all: others may write to these blocks in this step
+    swap_ins: tuple[BlockSwap, ...] = ()  # to be made next, before the copies of the chunks
 
     @property
     def num_tokens(self) -> int:

@@ -22,6 +22,7 @@ from chairlift.core.plan import BAD_LOGITS, StepPlan, StepResult
 from chairlift.core.policy import Policy
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.siblings import waits_for_sibling
+from chairlift.core.swap import SwapSpace
 from chairlift.core.waiting import MAX_OVERTAKES, WaitingLine, WaitReason
 from chairlift.errors import InvalidParameter
 
@@ -44,6 +45,7 @@ class Scheduler:
         *,
         ordering: Ordering | None = None,
         max_overtakes: int = MAX_OVERTAKES,
+        swap: SwapSpace | None = None,
         forecast: Forecast | None = None,
     ) -> None:
         self.kv = kv
@@ -51,7 +53,8 @@ class Scheduler:
         self.policy = policy
         self.ordering = ordering or Ordering()
         self.forecast = forecast
-        self.lift = Lift(kv, self.ordering, max_batch_requests, max_overtakes)
+        self.swap = swap or SwapSpace()
+        self.lift = Lift(kv, self.ordering, max_batch_requests, max_overtakes, self.swap)
         self._requests = self.lift.requests
         self._deadlines = Deadlines(self._requests.get)
         self._num_submitted = 0
@@ -141,6 +144,8 @@ class Scheduler:
             return None
         if not request.ready:
             return WaitReason.GRAMMAR
+        if self.swap.holds(request):
+            return self.waiting.reason(request)
         if waits_for_sibling(request, self.running):
             return WaitReason.SIBLING
         return WaitReason.PREFIX if self.kv.match(request).coming else self.waiting.reason(request)
@@ -162,20 +167,29 @@ class Scheduler:
     # ---- planning a step ----------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
+        self.swap.begin_step()
         self._drop_late(now)
         draft = PlanDraft(self._decide_limits(now))
         packing.decode(self.lift, draft, now)
         packing.advance_prompts(self.lift, draft, now)
         board_waiting(self.lift, self.policy, draft, now)
         packing.share_rest_among_prompts(self.lift, draft)
-        plan = StepPlan(self._num_steps, tuple(draft.chunks.values()), len(self.idle))
-        self._num_steps += 1
+        plan = self._seal(draft)
         for chunk in plan.chunks:
             request = chunk.request
             request.steps_in_flight += 1
             request.num_planned = chunk.end
             request.num_unread += chunk.samples
         return plan
+
+    def _seal(self, draft: PlanDraft) -> StepPlan:
+        chunks = tuple(draft.chunks.values())
+        if not chunks:  # then nothing is run, and nothing copied
+            for swap in draft.swap_outs:
+                self.lift.forget_swap(swap.request)
+            draft.swap_outs.clear()
+        self._num_steps += 1
+        return StepPlan(self._num_steps - 1, chunks, len(self.idle), tuple(draft.swap_outs), tuple(draft.swap_ins))
 
     def _drop_late(self, now: float) -> None:
         for request in self._deadlines.passed(now):
@@ -223,6 +237,9 @@ class Scheduler:
 
     def abandon(self, plan: StepPlan, now: float) -> None:
         """A planned step will have no result: set its requests back, since what it wrote and copied is not known."""
+        for swap in plan.swap_outs:
+            if swap.request.status is Status.WAITING:
+                self.lift.forget_swap(swap.request)
         for chunk in plan.chunks:
             request = chunk.request
             if request.steps_in_flight == 0:  # applied already

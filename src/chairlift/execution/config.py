@@ -13,6 +13,7 @@ from chairlift.attention import BACKENDS
 from chairlift.core.adaptive_budget import check_budget
 from chairlift.core.ordering import Ordering, make_ordering, parse_weights
 from chairlift.core.policy import Policy, make_policy
+from chairlift.core.swap import check_mode
 from chairlift.core.waiting import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
 from chairlift.execution.memory import parse_bytes
@@ -42,6 +43,8 @@ class EngineConfig:
     max_delay_ms: float | None = None  # how long a static or dynamic batch waits to be filled
     order: str = "fcfs"  # who boards first: fcfs, priority, shortest, fair
     tenant_weights: Mapping[str, float] | Sequence[str] | None = None  # for order fair: {"name": 2} or ["name=2"]
+    preemption: str = "recompute"  # what becomes of a victim's KV blocks: recompute, swap (to the host), auto
+    swap_memory: int | str | None = None  # host memory for that; as much as the KV cache by default
     max_overtakes: int = MAX_OVERTAKES  # how often a waiting request may be overtaken before nobody boards ahead of it
     attention: str = "auto"
     cuda_graphs: bool = True  # on a GPU: capture steps and replay them
@@ -54,6 +57,9 @@ class EngineConfig:
         _positive("block_size", self.block_size)
         check_budget(self.budget, self.target_tpot_ms, self.target_ttft_ms)
         _positive("max_overtakes", self.max_overtakes)
+        check_mode(self.preemption, self.swap_memory)
+        if self.swap_memory is not None:
+            parse_bytes("swap_memory", self.swap_memory)
         self.make_policy()
         self.make_ordering()
         if self.dtype != "auto" and self.dtype not in DTYPES:

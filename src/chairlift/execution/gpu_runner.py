@@ -24,6 +24,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.execution.gpu_batch import BatchShape, decode_buckets, fill_with_nobody, round_up
 from chairlift.execution.gpu_slots import Slots
+from chairlift.execution.host_blocks import HostBlocks, make_copies
 from chairlift.execution.sampler import Sampler
 from chairlift.execution.structured import MaskJob, StructuredOutput
 from chairlift.models.base import CausalLM
@@ -58,6 +59,7 @@ class GPURunner:
         self.structured = structured
         self.seats = seats
         self.device = model.device
+        self.host: HostBlocks | None = None  # where preempted requests leave their blocks, if anywhere
         self.sampler = Sampler(model.vocab_size, model.device)
         self.slots = Slots(seats, -(-max_model_len // storage.block_size))
         self.tile_queries = min(
@@ -89,7 +91,7 @@ class GPURunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Queue a step; its result may be asked for later."""
         begun = time.perf_counter()
-        self._copy_blocks(plan)
+        make_copies(plan, self.storage, self.host)
         staging = self._staging[self._num_steps % STAGING_BUFFERS]
         self._num_steps += 1
         packed = self._pack(plan, staging)
@@ -318,11 +320,6 @@ class GPURunner:
         if request_id in self._on_host:
             self._on_host.remove(request_id)
             self.sampler.remove(request_id)
-
-    def _copy_blocks(self, plan: StepPlan) -> None:
-        copies = plan.copies
-        if copies:
-            self.storage.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])
 
 
 def _start(chunk: Chunk) -> int:

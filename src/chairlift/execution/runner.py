@@ -10,6 +10,7 @@ from chairlift.attention import AttentionBackend, KVStorage
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
+from chairlift.execution.host_blocks import HostBlocks, make_copies
 from chairlift.execution.input_batch import build_batch
 from chairlift.execution.sampler import Sampler
 from chairlift.execution.structured import StructuredOutput
@@ -34,13 +35,14 @@ class ModelRunner:
         self.attention = attention
         self.storage = storage
         self.structured = structured
+        self.host: HostBlocks | None = None  # where preempted requests leave their blocks, if anywhere
         self.sampler = Sampler(model.vocab_size, model.device)
         self._sampling: set[str] = set()  # requests whose sampling state is set up
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         begun = time.perf_counter()
-        self._copy_blocks(plan)
+        make_copies(plan, self.storage, self.host)
         batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.rectangular)
         attend = self.attention.plan(batch.layout, self.storage)
         built = time.perf_counter()
@@ -84,8 +86,3 @@ class ModelRunner:
         if request_id in self._sampling:
             self._sampling.remove(request_id)
             self.sampler.remove(request_id)
-
-    def _copy_blocks(self, plan: StepPlan) -> None:
-        copies = plan.copies
-        if copies:
-            self.storage.copy_blocks([copy.source for copy in copies], [copy.target for copy in copies])

@@ -14,13 +14,15 @@ from chairlift.core.adaptive_budget import make_budget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.swap import SwapCost, SwapSpace
 from chairlift.core.work_forecast import WorkForecast
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.grammar import GrammarCompiler
-from chairlift.execution.memory import MemoryPlan, allocate_storage, plan_memory
+from chairlift.execution.host_blocks import HostBlocks, num_host_slots
+from chairlift.execution.memory import MemoryPlan, allocate_storage, format_bytes, plan_memory
 from chairlift.execution.runner import ModelRunner
 from chairlift.execution.structured import StructuredOutput
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
@@ -111,6 +113,7 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
     cost_model = CostModel()
     tokens = config.batch_tokens()
     prompts = min(config.max_prefill_tokens or tokens, tokens)
+    forecast = WorkForecast(cost_model, prompts)
     scheduler = Scheduler(
         KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
         make_budget(
@@ -125,7 +128,8 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         seats,
         ordering=config.make_ordering(),
         max_overtakes=config.max_overtakes,
-        forecast=WorkForecast(cost_model, prompts),
+        forecast=forecast,
+        swap=_make_swap_space(runner, config, memory, forecast),
     )
     engine = Engine(
         scheduler,
@@ -174,6 +178,23 @@ def _make_runner(
         graphs=config.cuda_graphs,
         structured=structured,
     )
+
+
+def _make_swap_space(
+    runner: ModelRunner | GPURunner, config: EngineConfig, memory: MemoryPlan, forecast: WorkForecast
+) -> SwapSpace:
+    if config.preemption == "recompute":
+        return SwapSpace()
+    slots = num_host_slots(config.swap_memory, memory)
+    if not slots:
+        raise InvalidParameter("swap_memory", "the host has no free memory for a single block")
+    runner.host = HostBlocks(runner.storage, slots)
+    if config.preemption == "swap":
+        return SwapSpace(slots)
+    speed = runner.host.bytes_per_second()
+    per_block = memory.bytes_per_token * memory.block_size
+    log.info(f"swap       {slots:,} blocks on the host, {format_bytes(speed)}/s")
+    return SwapSpace(slots, SwapCost(per_block, speed, forecast))
 
 
 def _require_plausible_size(checkpoint: Checkpoint, num_parameters: int) -> None:

@@ -1,0 +1,36 @@
+"""Device and host memory as dictionaries: what a plan's copies and writes really leave where."""
+
+from __future__ import annotations
+
+from chairlift.core.plan import StepPlan
+
+Content = tuple[str, tuple[int, ...]]
+"""The key and value of a token depend on the salt's conversation and on every token up to it."""
+
+
+class MemoryModel:
+    """Runs plans as an executor must: swaps out, swaps in, copies, then computes; and checks what is read."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._device: dict[int, dict[int, Content]] = {}
+        self._host: dict[int, dict[int, Content]] = {}
+
+    def run(self, plan: StepPlan) -> None:
+        for swap in plan.swap_outs:
+            self._host[swap.slot] = dict(self._device.get(swap.block, {}))
+        for swap in plan.swap_ins:
+            self._device[swap.block] = dict(self._host.get(swap.slot, {}))
+        sources = [dict(self._device.get(copy.source, {})) for copy in plan.copies]
+        for copy, content in zip(plan.copies, sources, strict=True):
+            self._device[copy.target] = content
+        for chunk in plan.chunks:
+            tokens = tuple(chunk.request.tokens)
+            for position in range(chunk.end):
+                block, offset = chunk.table[position // self.block_size], position % self.block_size
+                content = (chunk.request.salt, tokens[: position + 1])
+                if position >= chunk.start:
+                    self._device.setdefault(block, {})[offset] = content
+                else:
+                    found = self._device.get(block, {}).get(offset)
+                    assert found == content, f"{chunk.request.id} reads something else at position {position}"

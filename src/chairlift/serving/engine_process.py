@@ -32,6 +32,7 @@ from chairlift.core.events import (
     TokenProduced,
 )
 from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.serving.garbage import leave_what_is_loaded_alone
 from chairlift.serving.messages import (
     Cancel,
     FailedToLoad,
@@ -75,6 +76,7 @@ class EngineProcess:
         except ChairliftError as error:
             self._send(FailedToLoad(str(error)))
             return 0
+        leave_what_is_loaded_alone()
         try:
             return self._serve()
         finally:

@@ -24,6 +24,7 @@ from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.serving.admission import Limits
 from chairlift.serving.app import make_app
 from chairlift.serving.engine_client import EngineClient, EngineState, Supervision
+from chairlift.serving.garbage import leave_what_is_loaded_alone
 from chairlift.serving.http_protocol import GuardedProtocol
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.service import Service
@@ -63,6 +64,7 @@ async def serve_forever(config: ServerConfig, on_ready: Callable[[Service, int],
     service = make_service(config)
     app = make_app(service, config.api_keys, config.cors_origins)
     server = _Server(uvicorn_config(app, config.limits))
+    leave_what_is_loaded_alone()
     signals = _Signals()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from chairlift.errors import InvalidParameter
 
 MAX_DEPTH = 32
+MAX_VALUES = 100_000  # in one message, or one variable of a template
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
@@ -77,6 +78,8 @@ def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
 
 def plain_data(name: str, value: Any, depth: int = 0) -> Any:
     """A deep copy made of JSON types only: a template gets no object with methods, nor the caller's own lists."""
+    if depth == 0:
+        _check_size(name, value)
     if depth > MAX_DEPTH:
         raise InvalidParameter(name, f"is nested more than {MAX_DEPTH} levels deep")
     if value is None or isinstance(value, bool):
@@ -89,6 +92,22 @@ def plain_data(name: str, value: Any, depth: int = 0) -> Any:
     if _is_list(value):
         return [plain_data(f"{name}[{i}]", item, depth + 1) for i, item in enumerate(value)]
     raise InvalidParameter(name, f"must be made of JSON values, got {type(value).__name__}")
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Millions of empty lists are a small text and a lot of work."""
+    level, count = [value], 0
+    for _ in range(MAX_DEPTH + 1):  # what is deeper is refused for that
+        level = [child for one in level for child in _children(one)]
+        count += len(level)
+        if count > MAX_VALUES:
+            raise InvalidParameter(name, f"is made of more than {MAX_VALUES} values")
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if _is_list(value) else ()
 
 
 def _is_list(value: Any) -> bool:

@@ -1,0 +1,13 @@
+"""Python's garbage collector, told what is here to stay."""
+
+from __future__ import annotations
+
+import gc
+
+
+def leave_what_is_loaded_alone() -> None:
+    """Call it when all is loaded. The collector goes through every object that may be part of a cycle, again and again;
+    with modules, weights and tokenizers among them, a large request could make it hold up all others for seconds."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)

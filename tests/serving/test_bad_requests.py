@@ -50,6 +50,8 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str | None]] = [
     ({"stop": ""}, "stop"),
     ({"stop": [1]}, "stop"),
     ({"stop": ["a"] * 65}, "stop"),
+    ({"stop": "a" * 5000}, "stop"),
+    ({"stop": ["a" * 100] * 50}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [99999]}, "stop_token_ids"),
     ({"max_tokens": 0}, "max_tokens"),

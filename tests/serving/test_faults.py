@@ -122,6 +122,27 @@ def test_sigterm_under_load_lets_all_finish_and_leaves_no_child(mortal: RunningS
         wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 30, "the children to be gone")
 
 
+def test_no_engine_outlives_a_front_end_that_was_killed(tiny_folder: Path, tmp_path: Path) -> None:
+    server = start_server(tiny_folder, tmp_path / "log")
+    children = descendants(server.process.pid)
+    assert children
+    server.process.kill()
+    server.process.wait(30)
+    for child in children:
+        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 60, "the engine to be gone")
+
+
+def test_sigterm_while_loading(tiny_folder: Path) -> None:
+    command = [sys.executable, "-m", "chairlift", "serve", str(tiny_folder), "--port", "0", "--kv-memory", "2MiB"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: process.poll() is not None or descendants(process.pid), 60, "the engine process")
+    children = descendants(process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    for child in children:
+        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 60, "the engine to be gone")
+
+
 @pytest.fixture(scope="module")
 def locked(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("locked")

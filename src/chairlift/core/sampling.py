@@ -13,6 +13,7 @@ from chairlift.errors import InvalidParameter
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096  # of all of them: each completion searches for them anew, while the others wait
 MAX_SEED = 2**63 - 1
 
 
@@ -75,6 +76,8 @@ class SamplingParams:
             raise InvalidParameter("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop_strings)}")
         if not all(isinstance(text, str) and text for text in self.stop_strings):
             raise InvalidParameter("stop", "must be non-empty strings")
+        if sum(map(len, self.stop_strings)) > MAX_STOP_CHARACTERS:
+            raise InvalidParameter("stop", f"at most {MAX_STOP_CHARACTERS} characters in all strings together")
         if self.stop_strings and not self.detokenize:
             raise InvalidParameter("stop", "needs detokenize=True: stop strings are found in the text")
         if self.logprobs is not None:

@@ -170,7 +170,7 @@ def test_preemption_loses_nobodys_place(loaded: LoadedModel, engine: Engine) -> 
     batch = [params("schema", seed=seed) for seed in range(6)]
     roomy = run(engine, batch)
     blocks = 16 * 4 * 2 * 2 * 16 * 2  # of 4 tokens: two layers, keys and values, two heads of 16 floats
-    tight = start(loaded, kv_memory=30 * blocks // 4, max_model_len=100).engine
+    tight = start(loaded, kv_memory=30 * blocks // 4, max_model_len=100, max_batch_requests=6).engine
     preemptions = 0
 
     def count(events: Sequence[Event]) -> None:

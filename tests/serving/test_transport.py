@@ -228,7 +228,7 @@ def test_a_client_that_reads_nothing_is_dropped() -> None:
 
 def test_too_many_large_bodies_at_once() -> None:
     with front_end(stay_silent, limits=Limits(max_held_bytes=1000)) as front:
-        large = json.dumps({"model": NAME, "prompt": "hello", "user": "x" * 600}).encode()
+        large = json.dumps({"model": NAME, "prompt": "hello", "stop": "x" * 600}).encode()
         with front.connect() as first, front.connect() as second:
             first.sendall(post(large))
             wait_for(lambda: front.engine.num_open == 1, 20, "the first to be taken in")

@@ -77,7 +77,6 @@ class GPURunner:
         self._num_steps = 0
         self._captured: dict[BatchShape, _Graph] = {}
         self._pool: Any = None
-        self._on_host: set[str] = set()  # requests whose sampling needs the host
 
     def _zeros(self, *size: int) -> Tensor:
         return torch.zeros(*size, dtype=torch.int32, device=self.device)
@@ -252,16 +251,7 @@ class GPURunner:
             return {}
         chunks = [packed.chunks[row] for row in rows]
         for request in (chunk.request for chunk in chunks):
-            if request.id not in self._on_host:
-                self._on_host.add(request.id)
-                self.sampler.add(
-                    request.id,
-                    request.params,
-                    request.prompt,
-                    seed=request.seed,
-                    eos_ids=sorted(request.eos_ids),
-                    output=request.output,
-                )
+            self.sampler.follow(request)
         where = torch.tensor(rows, device=self.device)
         sampled = self.sampler.sample(
             logits[where].float(),
@@ -317,9 +307,7 @@ class GPURunner:
 
     def forget(self, request_id: str) -> None:
         self.slots.release(request_id)
-        if request_id in self._on_host:
-            self._on_host.remove(request_id)
-            self.sampler.remove(request_id)
+        self.sampler.forget(request_id)
 
 
 def _start(chunk: Chunk) -> int:

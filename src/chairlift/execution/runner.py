@@ -37,7 +37,6 @@ class ModelRunner:
         self.structured = structured
         self.host: HostBlocks | None = None  # where preempted requests leave their blocks, if anywhere
         self.sampler = Sampler(model.vocab_size, model.device)
-        self._sampling: set[str] = set()  # requests whose sampling state is set up
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -55,16 +54,7 @@ class ModelRunner:
         logits = self.model.logits(hidden[batch.sampled_rows])[: len(sampling)].float()  # idle seats come last
         forwarded = time.perf_counter()
         for request in sampling:
-            if request.id not in self._sampling:
-                self._sampling.add(request.id)
-                self.sampler.add(
-                    request.id,
-                    request.params,
-                    request.prompt,
-                    seed=request.seed,
-                    eos_ids=sorted(request.eos_ids),
-                    output=request.output,
-                )
+            self.sampler.follow(request)
         sampled = self.sampler.sample(
             logits,
             [request.id for request in sampling],
@@ -83,6 +73,4 @@ class ModelRunner:
 
     def forget(self, request_id: str) -> None:
         """A request is over: drop its sampling state."""
-        if request_id in self._sampling:
-            self._sampling.remove(request_id)
-            self.sampler.remove(request_id)
+        self.sampler.forget(request_id)

@@ -20,6 +20,7 @@ from torch import Tensor
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import BAD_LOGITS
 from chairlift.core.randomness import uniform
+from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.execution.sampler_draw import draw, filter_weights, greedy
@@ -56,6 +57,22 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._requests: dict[str, _Request] = {}
+
+    def follow(self, request: Request) -> None:
+        """Take in a request unless it is here already."""
+        if request.id not in self._requests:
+            self.add(
+                request.id,
+                request.params,
+                request.prompt,
+                seed=request.seed,
+                eos_ids=sorted(request.eos_ids),
+                output=request.output,
+            )
+
+    def forget(self, request_id: str) -> None:
+        """A request is over, whether or not it was ever here."""
+        self._requests.pop(request_id, None)
 
     def add(
         self,

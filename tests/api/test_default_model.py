@@ -96,6 +96,7 @@ def test_with_preemptions(default_model: LoadedModel, reference: Reference, pref
     few = [i for i, prompt in enumerate(reference.prompts) if len(prompt) <= 160]
     assert len(few) >= 30
     options = {"kv_memory": (160 + NEW_TOKENS) * 46_080, "block_size": 2, "prefix_caching": prefix_caching}
+    options["max_batch_requests"] = 32  # by default there would be no more seats than this pool has room for
     run = run_greedy(engine_for(default_model, **options), [reference.prompts[i] for i in few], NEW_TOKENS)
     reference.check(run.outputs, few)
     assert run.num_preemptions > 0

@@ -163,6 +163,22 @@ class EngineOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = 16
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ngram | layers:N | draft:PATH",
+            help="Guess the next tokens and verify several in one step: from the text so far, by the model's first N "
+            "layers, or by a small model (see train-draft). The output does not change.",
+            rich_help_panel=_ENGINE,
+            show_default="no",
+        ),
+    ] = None
+    draft_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Guesses at a time with --speculate.", rich_help_panel=_ENGINE, show_default="as many as pay"
+        ),
+    ] = None
     attention: Annotated[
         str, typer.Option(help="Attention backend: auto, or one by name.", rich_help_panel=_ENGINE)
     ] = "auto"

@@ -31,6 +31,8 @@ OPTIONS = (
     "preemption",
     "swap_memory",
     "max_overtakes",
+    "speculate",
+    "draft_length",
     "attention",
     "cuda_graphs",
     "load_format",
@@ -45,6 +47,7 @@ SAME_THING = {
     "enable_prefix_caching": "prefix_caching",
     "kv_cache_memory_bytes": "kv_memory",
     "gpu_memory_utilization": "memory_share",
+    "num_speculative_tokens": "draft_length",
 }
 
 OPPOSITE = {"enforce_eager": "cuda_graphs"}

@@ -11,11 +11,12 @@ from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.ordering import make_ordering
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.policy import make_policy
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.speculation import Speculation
 from chairlift.core.swap import SwapSpace
 from chairlift.core.waiting import MAX_OVERTAKES
 
@@ -37,6 +38,7 @@ def make_scheduler(
     max_overtakes: int = MAX_OVERTAKES,
     forecast: Forecast | None = None,
     swap: SwapSpace | None = None,
+    speculation: Speculation | None = None,
 ) -> Scheduler:
     return Scheduler(
         kv_class(num_blocks, block_size, prefix_caching=prefix_caching),
@@ -47,6 +49,7 @@ def make_scheduler(
         max_overtakes=max_overtakes,
         forecast=forecast,
         swap=swap,
+        speculation=speculation,
     )
 
 
@@ -70,8 +73,26 @@ def deterministic_token(request: Request) -> int:
 
 
 def run_plan(plan: StepPlan, next_token: NextToken = deterministic_token) -> StepResult:
-    tokens = [next_token(chunk.request) for chunk in plan.chunks if chunk.samples]
-    return StepResult(plan, tokens, [None] * len(tokens))
+    tokens: list[int] = []
+    accepted: dict[str, int] = {}
+    for chunk in plan.chunks:
+        if chunk.drafts:
+            accepted[chunk.request.id] = verify(chunk, next_token, tokens)
+        elif chunk.samples:
+            tokens.append(next_token(chunk.request))
+    return StepResult(plan, tokens, [None] * len(tokens), accepted=accepted)
+
+
+def verify(chunk: Chunk, next_token: NextToken, tokens: list[int]) -> int:
+    """Add what the request would get without drafts, as far as they are right and one further."""
+    request = chunk.request
+    further = Request(request.id, request.tokens, request.params, max_new_tokens=99, arrival=0.0)
+    for accepted, draft in enumerate((*chunk.drafts, None)):
+        tokens.append(next_token(further))
+        if tokens[-1] != draft:
+            return accepted
+        further.append(draft)
+    raise AssertionError("the last row has no draft")
 
 
 def step(scheduler: Scheduler, now: float = 0.0, next_token: NextToken = deterministic_token) -> StepPlan:

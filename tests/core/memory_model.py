@@ -25,7 +25,7 @@ class MemoryModel:
         for copy, content in zip(plan.copies, sources, strict=True):
             self._device[copy.target] = content
         for chunk in plan.chunks:
-            tokens = tuple(chunk.request.tokens)
+            tokens = (*chunk.request.tokens[: chunk.known_end], *chunk.drafts)
             for position in range(chunk.end):
                 block, offset = chunk.table[position // self.block_size], position % self.block_size
                 content = (chunk.request.salt, tokens[: position + 1])

@@ -214,7 +214,7 @@ def test_masks_are_under_way_while_the_model_computes(started: StartedEngine, mo
     structured, model = started.runner.structured, started.runner.model
     assert structured is not None
     begin, forward, fill = structured.begin_masks, model.hidden_states, structured._fill
-    monkeypatch.setattr(structured, "begin_masks", lambda requests: (order.append("begin"), begin(requests))[1])
+    monkeypatch.setattr(structured, "begin_masks", lambda *args: (order.append("begin"), begin(*args))[1])
     monkeypatch.setattr(structured, "_fill", lambda *args: (order.append("fill"), fill(*args))[1])
 
     def hidden_states(*args: Any) -> torch.Tensor:

@@ -49,8 +49,8 @@ class StepShape:
         decodes = decode_kv = prefill = prefill_kv = 0
         for chunk in plan.chunks:
             if chunk.decodes:
-                decodes += 1
-                decode_kv += chunk.end
+                decodes += chunk.count
+                decode_kv += chunk.end  # its drafts are verified together, and share what they read
             else:
                 prefill += chunk.count
                 prefill_kv += chunk_kv(chunk.start, chunk.count)

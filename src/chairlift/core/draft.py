@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from chairlift.core.budget import StepLimits
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.plan import BlockCopy, BlockSwap, Chunk
@@ -42,6 +45,12 @@ class PlanDraft:
         start = request.num_planned
         samples = start + count == request.num_expected
         self.chunks[request.id] = Chunk(request, start, count, kv.table(request), samples, copies, request.generation)
+
+    def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
+        """Guesses of the tokens that follow those `request` has in this step already."""
+        chunk = self.chunks[request.id]
+        self._spend(request, len(drafts))
+        self.chunks[request.id] = replace(chunk, count=chunk.count + len(drafts), drafts=tuple(drafts))
 
     def drop(self, request: Request) -> Chunk | None:
         """Take a preempted request out again, if it was in, and give its tokens back to the budget."""

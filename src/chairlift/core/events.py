@@ -51,6 +51,16 @@ class TokenProduced:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftsVerified:
+    """A step computed `proposed` guesses of a request's next tokens; the first `accepted` of them were right."""
+
+    time: float
+    request_id: str
+    proposed: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class TextProduced:
     """Text that is safe to show: whole characters, and no part of a stop string."""
 
@@ -99,6 +109,7 @@ Event = (
     | RequestBoarded
     | RequestPreempted
     | TokenProduced
+    | DraftsVerified
     | TextProduced
     | RequestFinished
     | BudgetDecided

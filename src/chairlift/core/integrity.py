@@ -60,13 +60,14 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     limits = scheduler.limits
     assert limits is not None
     assert plan.num_tokens <= limits.tokens
-    assert plan.num_tokens - plan.num_decodes <= limits.prefill_tokens
+    assert plan.num_tokens - plan.num_decode_tokens <= limits.prefill_tokens
     kv = scheduler.kv
     written: set[int] = set()
     for chunk in plan.chunks:
         request = chunk.request
         assert chunk.count >= 1
-        assert chunk.end == request.num_planned <= request.num_expected
+        assert chunk.end == request.num_planned <= request.num_expected + len(chunk.drafts)
+        assert not chunk.drafts or (chunk.samples and chunk.known_end == request.num_known)
         first, last = chunk.start // kv.block_size, (chunk.end - 1) // kv.block_size
         for block in chunk.table[first : last + 1]:
             assert kv.pool.references(block) == 1, f"{request.id} writes block {block}, which others hold too"

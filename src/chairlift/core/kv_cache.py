@@ -125,6 +125,13 @@ class KVCache:
                 self.pool.mark_cached(table[position])
         self._num_indexed[request.id] = max(num_full, self._num_indexed[request.id])
 
+    def trim(self, request: Request, num_tokens: int) -> None:
+        """Give back the blocks behind `request`'s first `num_tokens` tokens, which were reserved for drafts."""
+        table = self._tables[request.id]
+        spare = table[self.blocks_for(num_tokens) :]
+        del table[len(table) - len(spare) :]
+        self.pool.release(reversed(spare))
+
     def release(self, request: Request) -> None:
         """The one way out: give back every block `request` holds, tail first."""
         table = self._tables.pop(request.id, [])

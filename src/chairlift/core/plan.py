@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.request import Request
@@ -30,7 +30,11 @@ class BlockSwap:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens [start, start + count) of one request, to be computed in this step."""
+    """The tokens [start, start + count) of one request, to be computed in this step.
+
+    The last of them may be drafts: guesses that the request does not know yet. The step finds out how far they are
+    right, and gives the request a token after the last right one.
+    """
 
     request: Request
     start: int
@@ -39,6 +43,7 @@ class Chunk:
     samples: bool  # whether it reaches the request's last token, so that the next one can be sampled
     copies: tuple[BlockCopy, ...] = ()
     generation: int = 0  # the request's when this was planned
+    drafts: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -46,7 +51,21 @@ class Chunk:
 
     @property
     def decodes(self) -> bool:
-        return self.count == 1 and self.start >= self.request.num_prompt
+        return self.count == 1 + len(self.drafts) and self.start >= self.request.num_prompt
+
+    @property
+    def known_end(self) -> int:
+        """Where its drafts begin."""
+        return self.start + self.count - len(self.drafts)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.request.tokens[self.start : self.known_end], *self.drafts]
+
+    @property
+    def num_scored(self) -> int:
+        """Of how many of its last tokens the scores of the next one are needed."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +83,12 @@ class StepPlan:
         return sum(chunk.count for chunk in self.chunks)
 
     @property
-    def num_decodes(self) -> int:
-        return sum(chunk.decodes for chunk in self.chunks)
+    def num_decode_tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks if chunk.decodes)
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(len(chunk.drafts) for chunk in self.chunks)
 
     @property
     def copies(self) -> list[BlockCopy]:
@@ -90,10 +113,11 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One entry per chunk of the plan that samples, in the plan's order."""
+    """One entry per chunk of the plan that samples, in the plan's order; with drafts, one more for each right one."""
 
     plan: StepPlan
     tokens: Sequence[int]  # BAD_LOGITS where a row could not be sampled
     logprobs: Sequence[TokenLogprobs | None]
     timing: StepTiming = StepTiming()
     padding_tokens: int = 0  # rows the model computed for nobody: idle seats, and what fills up a padded batch
+    accepted: Mapping[str, int] = field(default_factory=dict)  # by request id: how many of its drafts were right

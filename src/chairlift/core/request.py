@@ -157,7 +157,9 @@ class Request:
         expected = self.num_expected
         if self.params.structure is not None and self.num_unread:
             return 0  # which tokens may come next is known only once the last one is
-        return 0 if expected - self.num_prompt >= self.max_new_tokens else expected - self.num_planned
+        if expected - self.num_prompt >= self.max_new_tokens:
+            return 0
+        return max(0, expected - self.num_planned)  # drafts under way are planned beyond what is expected
 
     @property
     def decoding(self) -> bool:
@@ -168,6 +170,10 @@ class Request:
         """Nothing is under way, and the first `num_computed` tokens are in the cache."""
         self.num_computed = self.num_planned = num_computed
         self.num_unread = 0
+
+    def rewind(self) -> None:
+        """Nothing is under way, and what was planned beyond the computed tokens turned out wrong."""
+        self.num_planned = self.num_computed
 
     @property
     def least_new_tokens(self) -> int:

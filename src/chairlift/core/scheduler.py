@@ -7,27 +7,31 @@ from the queue while there are seats. All of it goes through the model as one ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from chairlift.core import packing
 from chairlift.core.boarding import board_waiting
 from chairlift.core.budget import Load, StepLimits, TokenBudget
 from chairlift.core.deadlines import Deadlines, Forecast
 from chairlift.core.draft import PlanDraft
-from chairlift.core.events import BudgetDecided, Event, RequestFinished, RequestQueued, TokenProduced
+from chairlift.core.events import BudgetDecided, DraftsVerified, Event, RequestFinished, RequestQueued, TokenProduced
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.lift import Lift
+from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.ordering import Ordering
-from chairlift.core.plan import BAD_LOGITS, StepPlan, StepResult
+from chairlift.core.plan import BAD_LOGITS, Chunk, StepPlan, StepResult
 from chairlift.core.policy import Policy
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.siblings import waits_for_sibling
+from chairlift.core.speculation import Speculation
 from chairlift.core.swap import SwapSpace
 from chairlift.core.waiting import MAX_OVERTAKES, WaitingLine, WaitReason
 from chairlift.errors import InvalidParameter
 
 EndingCheck = Callable[[Request, int], Ending | None]
 """Looks at a token just appended to a request and returns the ending that its text or grammar calls for, if any."""
+
+_Sample = tuple[int, TokenLogprobs | None]
 
 HOPELESS = "by the measured speed it could not have been finished in time"
 NO_TOKEN = "no token could be chosen: the model's scores are not finite, or the grammar allows none"
@@ -47,6 +51,7 @@ class Scheduler:
         max_overtakes: int = MAX_OVERTAKES,
         swap: SwapSpace | None = None,
         forecast: Forecast | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.kv = kv
         self.budget = budget
@@ -54,6 +59,7 @@ class Scheduler:
         self.ordering = ordering or Ordering()
         self.forecast = forecast
         self.swap = swap or SwapSpace()
+        self.speculation = speculation
         self.lift = Lift(kv, self.ordering, max_batch_requests, max_overtakes, self.swap)
         self._requests = self.lift.requests
         self._deadlines = Deadlines(self._requests.get)
@@ -174,6 +180,8 @@ class Scheduler:
         packing.advance_prompts(self.lift, draft, now)
         board_waiting(self.lift, self.policy, draft, now)
         packing.share_rest_among_prompts(self.lift, draft)
+        if self.speculation is not None:
+            self.speculation.add_drafts(self.lift, draft)
         plan = self._seal(draft)
         for chunk in plan.chunks:
             request = chunk.request
@@ -212,28 +220,45 @@ class Scheduler:
         samples = iter(zip(result.tokens, result.logprobs, strict=True))
         for chunk in result.plan.chunks:
             request = chunk.request
-            sample = next(samples) if chunk.samples else None
+            accepted = result.accepted.get(request.id, 0) if chunk.drafts else 0
+            sampled = [next(samples) for _ in range(1 + accepted)] if chunk.samples else []
             request.steps_in_flight -= 1
             if request.status is Status.FINISHED:  # ended while the step was under way: its blocks are free now
                 self.lift.let_go(request)
                 continue
             if chunk.generation != request.generation:  # preempted meanwhile: it computes those tokens again
                 continue
-            request.num_computed = chunk.end
+            request.num_computed = chunk.known_end
             self.kv.commit(request)
-            if sample is None:
-                continue
-            request.num_unread -= 1
-            token, logprobs = sample
+            request.num_unread -= chunk.samples
+            if chunk.drafts:
+                self._note_drafts(chunk, accepted, now)
+            self._append(request, sampled, now, ends)
+            if chunk.drafts and request.status is Status.RUNNING:
+                request.rewind()
+                self.kv.trim(request, request.num_computed)
+
+    def _append(self, request: Request, sampled: Sequence[_Sample], now: float, ends: EndingCheck | None) -> None:
+        """Each sampled token but the last was drafted, and so is computed already: with it, the next one counts."""
+        for index, (token, logprobs) in enumerate(sampled):
+            if index:
+                request.num_computed += 1
+                self.kv.commit(request)
             if token == BAD_LOGITS:
                 self._finish(request, Ending(FinishReason.ERROR, NO_TOKEN), now)
-                continue
+                return
             request.append(token)
             self.ordering.grew(request)
             self.lift.events.append(TokenProduced(now, request.id, token, logprobs))
             ending = (ends(request, token) if ends else None) or request.ending_after(token)
             if ending is not None:
                 self._finish(request, ending, now)
+                return
+
+    def _note_drafts(self, chunk: Chunk, accepted: int, now: float) -> None:
+        self.lift.events.append(DraftsVerified(now, chunk.request.id, len(chunk.drafts), accepted))
+        if self.speculation is not None:
+            self.speculation.learn(chunk.request, len(chunk.drafts), accepted)
 
     def abandon(self, plan: StepPlan, now: float) -> None:
         """A planned step will have no result: set its requests back, since what it wrote and copied is not known."""
@@ -259,6 +284,8 @@ class Scheduler:
         request.status = Status.FINISHED
         self.ordering.finished(request)
         self.lift.events.append(RequestFinished(now, request.id, ending))
+        if self.speculation is not None:
+            self.speculation.forget(request.id)
         if was_on_board and self.policy.keeps_seats:
             self.idle.append(request)
         else:

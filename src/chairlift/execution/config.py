@@ -17,6 +17,7 @@ from chairlift.core.swap import check_mode
 from chairlift.core.waiting import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
 from chairlift.execution.memory import parse_bytes
+from chairlift.execution.speculate import check_speculate
 
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,6 +47,8 @@ class EngineConfig:
     preemption: str = "recompute"  # what becomes of a victim's KV blocks: recompute, swap (to the host), auto
     swap_memory: int | str | None = None  # host memory for that; as much as the KV cache by default
     max_overtakes: int = MAX_OVERTAKES  # how often a waiting request may be overtaken before nobody boards ahead of it
+    speculate: str | None = None  # where guesses of the next tokens come from: ngram, layers:N, draft:PATH
+    draft_length: int | None = None  # how many guesses at a time; by default as many as pay
     attention: str = "auto"
     cuda_graphs: bool = True  # on a GPU: capture steps and replay them
     load_format: str = "auto"  # dummy: random weights for a config.json
@@ -58,6 +61,7 @@ class EngineConfig:
         check_budget(self.budget, self.target_tpot_ms, self.target_ttft_ms)
         _positive("max_overtakes", self.max_overtakes)
         check_mode(self.preemption, self.swap_memory)
+        check_speculate(self.speculate, self.draft_length)
         if self.swap_memory is not None:
             parse_bytes("swap_memory", self.swap_memory)
         self.make_policy()

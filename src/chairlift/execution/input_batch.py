@@ -32,7 +32,7 @@ class InputBatch:
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64: each token's place in its own sequence
-    sampled_rows: Tensor  # [chunks that sample + idle seats] int64: rows of the batch whose logits are computed
+    sampled_rows: Tensor  # [scored tokens + idle seats] int64: rows of the batch whose logits are computed
     layout: RaggedLayout
     num_padding: int  # how many of the T tokens are nobody's
 
@@ -53,10 +53,10 @@ def build_batch(plan: StepPlan, storage: KVStorage, device: torch.device, *, rec
     tables[len(chunks) :, 0] = scratch
     blocks = np.where(filled, tables[sequences, positions // block_size], scratch).astype(np.int64)
     tokens = np.full(offsets[-1], PADDING_TOKEN, dtype=np.int64)
-    tokens[filled & (sequences < len(chunks))] = [
-        token for chunk in chunks for token in chunk.request.tokens[chunk.start : chunk.end]
+    tokens[filled & (sequences < len(chunks))] = [token for chunk in chunks for token in chunk.tokens]
+    sampled = [
+        offsets[i] + chunk.count - behind for i, chunk in enumerate(chunks) for behind in range(chunk.num_scored, 0, -1)
     ]
-    sampled = [offsets[i] + chunk.count - 1 for i, chunk in enumerate(chunks) if chunk.samples]
     return InputBatch(
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),

@@ -46,12 +46,14 @@ class ModelRunner:
         attend = self.attention.plan(batch.layout, self.storage)
         built = time.perf_counter()
         sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
-        masks = self.structured.begin_masks(sampling) if self.structured else None  # computed meanwhile
+        drafts = [chunk.drafts for chunk in plan.chunks if chunk.samples]
+        masks = self.structured.begin_masks(sampling, drafts) if self.structured else None  # computed meanwhile
         hidden = self.model.hidden_states(batch.tokens, batch.positions, attend)
         if not sampling:
             timing = StepTiming(built - begun, time.perf_counter() - built)
             return StepResult(plan, [], [], timing, batch.num_padding)
-        logits = self.model.logits(hidden[batch.sampled_rows])[: len(sampling)].float()  # idle seats come last
+        num_scored = len(sampling) + plan.num_drafts  # the rows of idle seats come last
+        logits = self.model.logits(hidden[batch.sampled_rows])[:num_scored].float()
         forwarded = time.perf_counter()
         for request in sampling:
             self.sampler.follow(request)
@@ -60,9 +62,11 @@ class ModelRunner:
             [request.id for request in sampling],
             [request.num_output for request in sampling],
             masks.wait() if masks else None,
+            drafts if plan.num_drafts else None,
         )
+        accepted = {request.id: count for request, count in zip(sampling, sampled.accepted, strict=False) if count}
         timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
-        return StepResult(plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding)
+        return StepResult(plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted)
 
     def warm_up(self) -> None:
         """Compile what is compiled on first use, so that the first request does not wait for it. Runs one token

@@ -11,7 +11,7 @@ of the token, so a seeded request gets the same tokens alone, in any batch, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ class SampledBatch:
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]  # None for rows that did not ask, or whose token is BAD_LOGITS
+    accepted: list[int] = field(default_factory=list)  # of each request: how many of its drafts were right
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,16 @@ class _Request:
     bias: Bias | None
     banned: Ids | None  # until min_tokens are out; the mask of a structured request says so itself
     seen: TokenCounts | None  # only with penalties
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One token to be chosen."""
+
+    request: _Request
+    output_length: int  # the index of the token
+    guessed: Sequence[int] = ()  # the tokens before it that are not known to be right
+    guess: int | None = None  # of the token itself; None for the last of a request
 
 
 class Sampler:
@@ -115,59 +126,66 @@ class Sampler:
         request_ids: Sequence[str],
         output_lengths: Sequence[int],
         masks: TokenMasks | None = None,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> SampledBatch:
         """Choose one token per row. The logits are used up: they are changed in place.
 
         logits: [S, V] float32, contiguous. output_lengths[i]: how many tokens the request has generated so
         far, which is the index of the token chosen now. masks: what the rows of structured requests may get.
+
+        drafts[i]: guesses of the request's next tokens. It then has a row for its next token and one for the token
+        after each guess. Every row's token is chosen as if the guesses before it were the request's own; those up to
+        and including the first that differs from its guess are what the request would have got without any.
         """
-        assert logits.shape == (len(request_ids), self.vocab_size)
+        rows = _rows([self._requests[request_id] for request_id in request_ids], output_lengths, drafts)
+        assert logits.shape == (len(rows), self.vocab_size)
         assert logits.device.type == self.device.type
-        if not request_ids:  # a step of nothing but unfinished prefills
+        if not rows:  # a step of nothing but unfinished prefills
             return SampledBatch([], [])
-        requests = [self._requests[request_id] for request_id in request_ids]
-        asking = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+        asking = [row for row, one in enumerate(rows) if one.request.params.logprobs is not None]
         raw = _copy_rows(logits, asking) if asking else None  # what follows changes the logits
 
         if masks is not None:
             allow_only(logits, masks)
-        self._edit(logits, requests, output_lengths)
-        tokens = self._choose(logits, requests, output_lengths)
-        for request, token in zip(requests, tokens, strict=True):
-            if request.seen is not None and token != BAD_LOGITS:
-                request.seen.add(token)
+        self._edit(logits, rows)
+        tokens = self._choose(logits, rows)
+        kept, accepted = _verify(tokens, rows)
+        for row in kept:
+            seen = rows[row].request.seen
+            if seen is not None and tokens[row] != BAD_LOGITS:
+                seen.add(tokens[row])
 
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if raw is not None:
             found = token_logprobs(
                 raw,
                 [max(tokens[row], 0) for row in asking],
-                [requests[row].params.logprobs or 0 for row in asking],
+                [rows[row].request.params.logprobs or 0 for row in asking],
             )
             for row, entry in zip(asking, found, strict=True):
                 logprobs[row] = entry if tokens[row] != BAD_LOGITS else None
-        return SampledBatch(tokens, logprobs)
+        return SampledBatch([tokens[row] for row in kept], [logprobs[row] for row in kept], accepted)
 
-    def _edit(self, logits: Tensor, requests: Sequence[_Request], output_lengths: Sequence[int]) -> None:
-        biased = [(row, r.bias) for row, r in enumerate(requests) if r.bias is not None]
+    def _edit(self, logits: Tensor, rows: Sequence[_Row]) -> None:
+        biased = [(row, r.request.bias) for row, r in enumerate(rows) if r.request.bias is not None]
         if biased:
             add_bias(logits, biased)
         banned = [
-            (row, r.banned)
-            for row, (r, length) in enumerate(zip(requests, output_lengths, strict=True))
-            if r.banned is not None and length < r.params.min_tokens
+            (row, r.request.banned)
+            for row, r in enumerate(rows)
+            if r.request.banned is not None and r.output_length < r.request.params.min_tokens
         ]
         if banned:
             ban(logits, banned)
-        penalised = [(row, r.seen) for row, r in enumerate(requests) if r.seen is not None]
+        penalised = [(row, r.request.seen.with_more(r.guessed)) for row, r in enumerate(rows) if r.request.seen]
         if penalised:
             penalise(logits, penalised)
 
-    def _choose(self, logits: Tensor, requests: Sequence[_Request], output_lengths: Sequence[int]) -> list[int]:
-        rows = [row for row, request in enumerate(requests) if not request.greedy]
-        params = [requests[row].params for row in rows]
-        uniforms = [uniform(requests[row].seed, output_lengths[row]) for row in rows]
-        if len(rows) == len(requests):
+    def _choose(self, logits: Tensor, all_rows: Sequence[_Row]) -> list[int]:
+        rows = [row for row, one in enumerate(all_rows) if not one.request.greedy]
+        params = [all_rows[row].request.params for row in rows]
+        uniforms = [uniform(all_rows[row].request.seed, all_rows[row].output_length) for row in rows]
+        if len(rows) == len(all_rows):
             tokens = _draw(logits, params, uniforms)
         else:
             tokens = greedy(logits)  # of every row: cheaper than picking the greedy ones out
@@ -175,6 +193,33 @@ class Sampler:
                 tokens[rows] = _draw(_copy_rows(logits, rows), params, uniforms)
         chosen: list[int] = tokens.tolist()
         return chosen
+
+
+def _rows(
+    requests: Sequence[_Request], output_lengths: Sequence[int], drafts: Sequence[Sequence[int]] | None
+) -> list[_Row]:
+    if drafts is None:
+        return [_Row(request, length) for request, length in zip(requests, output_lengths, strict=True)]
+    rows = []
+    for request, length, guesses in zip(requests, output_lengths, drafts, strict=True):
+        rows += [_Row(request, length + i, guesses[:i], guess) for i, guess in enumerate(guesses)]
+        rows.append(_Row(request, length + len(guesses), guesses))
+    return rows
+
+
+def _verify(tokens: Sequence[int], rows: Sequence[_Row]) -> tuple[list[int], list[int]]:
+    """The rows whose tokens count: of each request, up to the first wrong guess. And how many guesses were right."""
+    kept, accepted = [], []
+    right, wrong = 0, False
+    for row, (token, one) in enumerate(zip(tokens, rows, strict=True)):
+        if not wrong:
+            kept.append(row)
+            wrong = token != one.guess
+            right += not wrong
+        if one.guess is None:  # its last row
+            accepted.append(right)
+            right, wrong = 0, False
+    return kept, accepted
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -8,6 +8,7 @@ grammar has an opinion on every token: its state is a bit for each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -50,6 +51,16 @@ class TokenCounts:
     @property
     def counts(self) -> Values:
         return self._counts[: len(self._slot)]
+
+    def with_more(self, tokens: Sequence[int]) -> TokenCounts:
+        """As it will be if these are generated next. Itself if there are none: it is only to be read."""
+        if not tokens:
+            return self
+        more = copy(self)
+        more._slot, more._ids, more._counts = dict(self._slot), self._ids.copy(), self._counts.copy()
+        for token in tokens:
+            more.add(token)
+        return more
 
     def add(self, token: int) -> None:
         """Count one generated token."""

@@ -14,6 +14,7 @@ from chairlift.core.adaptive_budget import make_budget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.speculation import Speculation
 from chairlift.core.swap import SwapCost, SwapSpace
 from chairlift.core.work_forecast import WorkForecast
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
@@ -24,6 +25,7 @@ from chairlift.execution.grammar import GrammarCompiler
 from chairlift.execution.host_blocks import HostBlocks, num_host_slots
 from chairlift.execution.memory import MemoryPlan, allocate_storage, format_bytes, plan_memory
 from chairlift.execution.runner import ModelRunner
+from chairlift.execution.speculate import Speculate, make_proposer, make_speculation
 from chairlift.execution.structured import StructuredOutput
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.store import resolve_model
@@ -130,6 +132,7 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         max_overtakes=config.max_overtakes,
         forecast=forecast,
         swap=_make_swap_space(runner, config, memory, forecast),
+        speculation=_make_speculation(config, cost_model, structured),
     )
     engine = Engine(
         scheduler,
@@ -168,6 +171,9 @@ def _make_runner(
 ) -> ModelRunner | GPURunner:
     if not isinstance(attention, PagedGPUAttention):
         return ModelRunner(model, attention, storage, structured)
+    if config.speculate is not None:
+        problem = "steps on a GPU are queued before the last one is read, so nothing can be guessed from its tokens"
+        raise InvalidParameter("speculate", f"works on the CPU, or with another attention than ragged: {problem}")
     return GPURunner(
         model,
         attention,
@@ -178,6 +184,13 @@ def _make_runner(
         graphs=config.cuda_graphs,
         structured=structured,
     )
+
+
+def _make_speculation(config: EngineConfig, cost: CostModel, structured: StructuredOutput) -> Speculation | None:
+    if config.speculate is None:
+        return None
+    proposer = make_proposer(Speculate.parse(config.speculate))
+    return make_speculation(proposer, config.draft_length, cost, structured)
 
 
 def _make_swap_space(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -111,24 +112,45 @@ class StructuredOutput:
 
     # ---- masks ---------------------------------------------------------------------------------------------------
 
-    def begin_masks(self, requests: Sequence[Request]) -> MaskJob | None:
-        """Start to compute the masks of those among `requests`, one per row, that have a grammar."""
-        rows = [row for row, request in enumerate(requests) if request.id in self._places]
-        if not rows:
-            return None
-        if self._filling is not None:  # of a step that was interrupted: matchers are used by one thread at a time
-            wait([self._filling])
-        places = [self._places[requests[row].id] for row in rows]
-        for row, place in zip(rows, places, strict=True):
-            place.follow(requests[row])
-        held_back = [self._held_back(requests[row]) for row in rows]
-        self._filling = self._thread.submit(self._fill, [place.matcher for place in places], held_back)
-        return MaskJob(rows, self._filling)
+    def begin_masks(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None = None) -> MaskJob | None:
+        """Start to compute the masks of those among `requests` that have a grammar.
 
-    def _held_back(self, request: Request) -> Bits | None:
-        """Tokens that would end the request, where the caller does not want it to end yet."""
+        A request has a row for its next token and one for the token after each of its drafts, if it has any.
+        """
+        tasks: list[_MaskTask] = []
+        row = 0
+        for request, guesses in zip(requests, drafts or [()] * len(requests), strict=True):
+            place = self._places.get(request.id)
+            if place is not None:
+                held_back = [self._held_back(request, ahead) for ahead in range(1 + len(guesses))]
+                tasks.append(_MaskTask(request, place, row, tuple(guesses), held_back))
+            row += 1 + len(guesses)
+        if not tasks:
+            return None
+        self._rest_of_masks()
+        for task in tasks:
+            task.place.follow(task.request)
+        self._filling = self._thread.submit(self._fill, tasks)
+        return MaskJob([row for task in tasks for row in task.rows], self._filling)
+
+    def _rest_of_masks(self) -> None:
+        """Those of a step that was interrupted: matchers are used by one thread at a time."""
+        if self._filling is not None:
+            wait([self._filling])
+
+    def num_allowed(self, request: Request, drafts: Sequence[int]) -> int:
+        """How many of these the grammar would let follow the request's output; all if it has none."""
+        place = self._places.get(request.id)
+        if place is None:
+            return len(drafts)
+        self._rest_of_masks()
+        place.follow(request)
+        return int(place.matcher.validate_tokens(list(drafts)))
+
+    def _held_back(self, request: Request, ahead: int) -> Bits | None:
+        """Tokens that would end the request, where the caller does not want it to end yet; `ahead` tokens from now."""
         params = request.params
-        early = request.num_output < params.min_tokens
+        early = request.num_output + ahead < params.min_tokens
         ends = [*(request.eos_ids if early or params.ignore_eos else ()), *(params.stop_ids if early else ())]
         if not ends:
             return None
@@ -138,17 +160,18 @@ class StructuredOutput:
                 bits[token // 32] |= np.uint32(1 << token % 32)
         return bits
 
-    def _fill(self, matchers: list[LLMatcher], held_back: list[Bits | None]) -> Bits:
+    def _fill(self, tasks: Sequence[_MaskTask]) -> Bits:
         from llguidance.numpy import fill_next_token_bitmask_par
 
-        allowed = np.zeros((len(matchers), self._num_words), np.uint32)
-        targets = [(matcher, row) for row, matcher in enumerate(matchers)]
+        allowed = np.zeros((sum(len(task.rows) for task in tasks), self._num_words), np.uint32)
+        firsts = np.cumsum([0, *(len(task.rows) for task in tasks)]).tolist()
+        targets = [(task.place.matcher, first) for task, first in zip(tasks, firsts, strict=False)]
         fill_next_token_bitmask_par(self._executor, targets, allowed.view(np.int32))
-        for row, (matcher, held) in enumerate(zip(matchers, held_back, strict=True)):
-            if matcher.is_error():
-                allowed[row] = 0
-            elif held is not None and (others := allowed[row] & ~held).any():
-                allowed[row] = others  # else there is nothing left to say: better to end than to break the grammar
+        for task, first in zip(tasks, firsts, strict=False):
+            masks = allowed[first : first + len(task.rows)]
+            _hold_back(masks[0], task.place.matcher, task.held_back[0])
+            if task.drafts:
+                _fill_behind_drafts(masks, task)
         return allowed
 
     @cached_property
@@ -156,6 +179,46 @@ class StructuredOutput:
         from llguidance import LLExecutor
 
         return LLExecutor()
+
+
+@dataclass(frozen=True, slots=True)
+class _MaskTask:
+    """The masks of one request: of its next token, and of the one after each of its drafts."""
+
+    request: Request
+    place: _Place
+    first_row: int
+    drafts: tuple[int, ...]
+    held_back: list[Bits | None]  # for each of them
+
+    @property
+    def rows(self) -> range:
+        return range(self.first_row, self.first_row + 1 + len(self.drafts))
+
+
+def _hold_back(mask: Bits, matcher: LLMatcher, held: Bits | None) -> None:
+    if matcher.is_error():
+        mask[:] = 0
+    elif held is not None and (others := mask & ~held).any():
+        mask[:] = others  # else there is nothing left to say: better to end than to break the grammar
+
+
+def _fill_behind_drafts(masks: Bits, task: _MaskTask) -> None:
+    """Walk the matcher along the drafts, and back. Behind a draft that is not allowed nothing is asked for any more:
+    the mask before it keeps it from being chosen."""
+    from llguidance.numpy import fill_next_token_bitmask
+
+    matcher, walked = task.place.matcher, 0
+    for index, draft in enumerate(task.drafts):
+        possible = masks[index, draft // 32] >> np.uint32(draft % 32) & 1
+        if not possible or matcher.is_stopped() or not matcher.consume_token(draft):
+            break
+        walked += 1
+        if not matcher.is_stopped():  # else the request ends here
+            fill_next_token_bitmask(matcher, masks.view(np.int32), index + 1)
+            _hold_back(masks[index + 1], matcher, task.held_back[index + 1])
+    if walked:
+        matcher.rollback(walked)
 
 
 class _Place:

@@ -1,0 +1,146 @@
+"""How many drafts a request gets: as many as are likely enough to be right to be worth verifying.
+
+One more draft costs what the cost model says of one more token in this step. If it is right (which needs all drafts
+before it to be right), it saves a token of a later step: a share of the time of a step that only decodes. So a draft
+pays if
+
+    chance that it is right  >  seconds of one more token · tokens per second without drafts
+
+The chance comes from what became of earlier drafts of the same kind, of this request and, while those are few, of all.
+A large batch raises the right side, until no draft pays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from chairlift.core.cost_model import CostModel, StepShape
+from chairlift.core.plan import Chunk
+from chairlift.core.request import Request
+
+FIRST_GUESS = 0.6  # the chance of a draft while nothing is known
+_MEMORY = 0.9  # a request's acceptance is remembered by about its last 10 verifications
+_COMMON_MEMORY = 0.99
+_WEIGHT_OF_OTHERS = 3.0  # what is known of all requests counts like so many drafts of this one
+_SURPLUS = 1.1  # a draft must promise a little more than it costs
+_PROBE_EVERY = 24  # a request whose drafts were wrong too often gets one again after so many steps
+_LEARNING = 20  # steps before the cost model is believed
+_SURE = 0.98  # no draft is more certain than that
+
+
+class ProposerCost(Protocol):
+    max_length: int
+
+    def seconds(self, num_requests: int, length: int) -> float: ...
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How many drafts were judged (those behind a wrong one are not), and how many of them were right. Both fade."""
+
+    judged: float = 0.0
+    right: float = 0.0
+
+    def add(self, judged: int, right: int, memory: float) -> None:
+        self.judged = memory * self.judged + judged
+        self.right = memory * self.right + right
+
+    def chance(self, prior: float, weight: float) -> float:
+        return (self.right + prior * weight) / (self.judged + weight)
+
+
+class DraftLength(Protocol):
+    """Decides how many drafts to ask for."""
+
+    def choose(
+        self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
+    ) -> Sequence[int]:
+        """For each (request, kind of draft), given what the step carries otherwise."""
+        ...
+
+    def learn(self, request_id: str, proposed: int, accepted: int) -> None: ...
+    def forget(self, request_id: str) -> None: ...
+
+
+class FixedLength:
+    """As many as told, whatever becomes of them."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def choose(
+        self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
+    ) -> Sequence[int]:
+        return [min(self.length, proposer.max_length)] * len(candidates)
+
+    def learn(self, request_id: str, proposed: int, accepted: int) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+class AdaptiveLength:
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._common: dict[int, Acceptance] = {}  # by kind
+        self._own: dict[str, dict[int, Acceptance]] = {}  # by request, then kind
+        self._kind: dict[str, int] = {}  # of the drafts that each request got last
+        self._unasked: dict[str, int] = {}  # steps since a request last got a draft
+
+    def choose(
+        self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
+    ) -> Sequence[int]:
+        threshold = self._threshold(len(candidates), chunks, proposer)
+        lengths = [self._length(request.id, kind, threshold, proposer.max_length) for request, kind in candidates]
+        for (request, kind), length in zip(candidates, lengths, strict=True):
+            if length:
+                self._kind[request.id] = kind
+        return lengths
+
+    def _length(self, request_id: str, kind: int, threshold: float, most: int) -> int:
+        chance = min(_SURE, self.chance(request_id, kind))
+        if threshold >= 1.0:
+            return 0
+        length = min(most, int(math.log(threshold) / math.log(chance))) if threshold > 0 else most
+        if length:
+            self._unasked[request_id] = 0
+            return length
+        # Its text may have become easier to guess meanwhile; only a draft can tell.
+        unasked = self._unasked.get(request_id, 0) + 1
+        self._unasked[request_id] = unasked % _PROBE_EVERY
+        return 1 if unasked == _PROBE_EVERY else 0
+
+    def chance(self, request_id: str, kind: int) -> float:
+        common = self._common.get(kind)
+        prior = FIRST_GUESS if common is None else common.chance(FIRST_GUESS, _WEIGHT_OF_OTHERS)
+        own = self._own.get(request_id, {}).get(kind)
+        return prior if own is None else own.chance(prior, _WEIGHT_OF_OTHERS)
+
+    def _threshold(self, num_candidates: int, chunks: Iterable[Chunk], proposer: ProposerCost) -> float:
+        """The least chance that a draft must have."""
+        chunks = list(chunks)
+        decodes = [chunk for chunk in chunks if chunk.decodes]
+        alone = StepShape(len(decodes), 0, sum(chunk.end for chunk in decodes), 0, len(decodes))
+        seconds = self._cost.predict(alone)
+        if self._cost.num_observed < _LEARNING or seconds <= 0:
+            return FIRST_GUESS**3  # enough drafts to learn what they cost
+        prefill = sum(chunk.count for chunk in chunks if not chunk.decodes)
+        step = replace(alone, prefill_tokens=prefill, requests=len(chunks))
+        more = replace(step, decode_tokens=step.decode_tokens + num_candidates)
+        marginal = (self._cost.predict(more) - self._cost.predict(step)) / num_candidates
+        marginal += proposer.seconds(num_candidates, 1) / num_candidates
+        return _SURPLUS * marginal * len(decodes) / seconds
+
+    def learn(self, request_id: str, proposed: int, accepted: int) -> None:
+        kind = self._kind[request_id]
+        judged = min(proposed, accepted + 1)
+        self._common.setdefault(kind, Acceptance()).add(judged, accepted, _COMMON_MEMORY)
+        self._own.setdefault(request_id, {}).setdefault(kind, Acceptance()).add(judged, accepted, _MEMORY)
+
+    def forget(self, request_id: str) -> None:
+        for known in (self._own, self._kind, self._unasked):
+            known.pop(request_id, None)

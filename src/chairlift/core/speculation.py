@@ -1,0 +1,114 @@
+"""Speculation: guess the next tokens of a request, and have the model verify all of them in one step.
+
+A proposer guesses; the scheduler adds the guesses, as drafts, to chunks of requests that decode; the executor says how
+many of them the model would have chosen itself. Nothing that comes out depends on the guesses, only how many steps it
+takes: a token that the model did not choose is never given out.
+
+    known       ... the quick brown        computed up to "quick"
+    drafts                        fox jumps under
+    computed    brown fox jumps under      in one step, which scores what follows each
+    accepted          fox jumps            "under" is wrong: the model says "over"
+    known       ... the quick brown fox jumps over
+    blocks      those that only "under" would have needed are given back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from chairlift.core.draft import PlanDraft
+from chairlift.core.draft_length import DraftLength
+from chairlift.core.lift import Lift
+from chairlift.core.plan import Chunk
+from chairlift.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """So many drafts are asked for; there is room for them behind the request's known tokens."""
+
+    request: Request
+    length: int
+    table: Sequence[int]
+
+
+class Proposer(Protocol):
+    """Where drafts come from."""
+
+    name: str
+    max_length: int
+
+    def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
+        """What kind of draft it has for each; kinds are told apart by how often they are right. None: it has none."""
+        ...
+
+    def propose(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
+        """At most as many drafts as wanted, of those for whom it has foreseen some."""
+        ...
+
+    def seconds(self, num_requests: int, length: int) -> float:
+        """What proposing so many drafts for so many requests takes."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """A request is over."""
+        ...
+
+
+class Speculation:
+    """Adds drafts to a step that is otherwise complete: they use what memory and budget the others leave."""
+
+    def __init__(self, proposer: Proposer, length: DraftLength) -> None:
+        self.proposer = proposer
+        self.length = length
+
+    def add_drafts(self, lift: Lift, plan: PlanDraft) -> None:
+        if plan.memory_was_short or not plan.room:
+            return
+        requests = [chunk.request for chunk in plan.chunks.values() if _may_have_drafts(chunk, plan)]
+        kinds = self.proposer.foresee(requests) if requests else ()
+        candidates = [(request, kind) for request, kind in zip(requests, kinds, strict=True) if kind is not None]
+        if not candidates:
+            return
+        lengths = self.length.choose(candidates, plan.chunks.values(), self.proposer)
+        wanted = self._reserve(candidates, lengths, lift, plan)
+        if not wanted:
+            return
+        for one, drafts in zip(wanted, self.proposer.propose(wanted), strict=True):
+            request = one.request
+            if drafts:
+                plan.add_drafts(request, drafts)
+            if len(drafts) < one.length:
+                lift.kv.trim(request, request.num_planned + plan.count(request))
+
+    def _reserve(
+        self, candidates: Sequence[tuple[Request, int]], lengths: Sequence[int], lift: Lift, plan: PlanDraft
+    ) -> list[Wanted]:
+        """Room for as many drafts as were chosen, where there is any: nobody gives way to a guess."""
+        wanted = []
+        room = plan.room
+        for (request, _), length in zip(candidates, lengths, strict=True):
+            # A verified draft is followed by one more token, and that is the last that may be.
+            length = min(length, room, request.max_new_tokens - request.num_output - 1)
+            if length > 0 and lift.kv.reserve(request, plan.count(request) + length) is not None:
+                wanted.append(Wanted(request, length, lift.kv.table(request)))
+                room -= length
+        return wanted
+
+    def learn(self, request: Request, proposed: int, accepted: int) -> None:
+        self.length.learn(request.id, proposed, accepted)
+
+    def forget(self, request_id: str) -> None:
+        self.length.forget(request_id)
+        self.proposer.forget(request_id)
+
+
+def _may_have_drafts(chunk: Chunk, plan: PlanDraft) -> bool:
+    """Only those whose last token is known and whose blocks are as they will be: a proposer may read and write them
+    before the copies of the step are made."""
+    request = chunk.request
+    if not chunk.decodes or chunk.copies or request.num_unread:
+        return False
+    return not any(swap.request is request for swap in plan.swap_ins)

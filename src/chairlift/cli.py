@@ -15,6 +15,7 @@ from chairlift.cli_batch import batch
 from chairlift.cli_bench import bench_app
 from chairlift.cli_chat import chat
 from chairlift.cli_console import show_error
+from chairlift.cli_explain import explain
 from chairlift.cli_generate import generate
 from chairlift.cli_models import models
 from chairlift.cli_options import examples
@@ -126,6 +127,13 @@ app.command(
         "chairlift batch requests.jsonl answers.jsonl --url http://localhost:8000 --concurrency 64",
     )
 )(batch)
+app.command(
+    epilog=examples(
+        "chairlift explain batching --out guide",
+        "chairlift explain all --out guide",
+        "chairlift explain masks --out pictures --formats svg",
+    )
+)(explain)
 app.command(epilog=examples("chairlift models", "chairlift models --json"))(models)
 app.add_typer(bench_app, name="bench")
 

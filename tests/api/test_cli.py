@@ -37,6 +37,7 @@ COMMANDS = [
     ["simulate"],
     ["plan"],
     ["batch"],
+    ["explain"],
     ["models"],
     ["bench"],
     ["bench", "throughput"],

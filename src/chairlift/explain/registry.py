@@ -1,0 +1,32 @@
+"""All topics, in the order in which they are best read."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from chairlift.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from chairlift.explain.topic import Topic
+
+ALL = "all"
+# Each is a module in `topics` with a value TOPIC; imported when asked for.
+TOPICS = {
+    "attention": "attention",
+    "masks": "masks",
+    "budget": "budget",
+    "batching": "batching",
+}
+
+
+def topic_named(name: str) -> Topic:
+    if name not in TOPICS:
+        raise InvalidParameter("topic", f"there is no {name!r}; choose from {', '.join((*TOPICS, ALL))}")
+    topic: Topic = import_module(f"chairlift.explain.topics.{TOPICS[name]}").TOPIC
+    return topic
+
+
+def topics_named(name: str) -> list[Topic]:
+    """One, or with "all" the whole guide."""
+    return [topic_named(known) for known in TOPICS] if name == ALL else [topic_named(name)]

@@ -1,0 +1,1 @@
+"""One module for each topic, with a value TOPIC."""

@@ -75,6 +75,19 @@ def serve(
             show_default="as its chat template shows",
         ),
     ] = None,
+    dashboard: Annotated[
+        bool,
+        typer.Option("--dashboard/--no-dashboard", help="The live page at /dashboard.", rich_help_panel=_SERVER),
+    ] = True,
+    policy_switch: Annotated[
+        bool | None,
+        typer.Option(
+            "--policy-switch/--no-policy-switch",
+            help="Let the dashboard change the batching policy of the running engine.",
+            rich_help_panel=_SERVER,
+            show_default="if only this machine can reach the server",
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get at shutdown.", min=0, rich_help_panel=_SERVER)
     ] = 30.0,
@@ -121,6 +134,8 @@ def serve(
         limits=Limits(max_waiting=max_waiting, default_timeout=request_timeout),
         supervision=Supervision(heartbeat_timeout=heartbeat_timeout, step_timeout=step_timeout),
         tool_format=tool_format,
+        dashboard=dashboard,
+        policy_switch=policy_switch,
         quiet=engine.quiet,
     )
 

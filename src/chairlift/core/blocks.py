@@ -24,6 +24,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks))
         self._cached: set[int] = set()  # blocks whose contents are indexed, used or free
         self._on_evict = on_evict
+        self.num_evictions = 0
+        self.changed: set[int] | None = None  # while someone watches: blocks whose state may have changed
 
     @property
     def num_free(self) -> int:
@@ -50,6 +52,8 @@ class BlockPool:
         """Its contents are now indexed: keep it as long as possible once it is free."""
         assert self._references[block] > 0, f"block {block} is indexed while nobody holds it"
         self._cached.add(block)
+        if self.changed is not None:
+            self.changed.add(block)
 
     def take(self, count: int) -> list[int] | None:
         """`count` blocks for one new owner, or None (and no change) if there are not as many."""
@@ -62,7 +66,10 @@ class BlockPool:
         if block in self._cached:
             self._cached.remove(block)
             self._on_evict(block)
+            self.num_evictions += 1
         self._references[block] = 1
+        if self.changed is not None:
+            self.changed.add(block)
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -72,12 +79,16 @@ class BlockPool:
                 assert block in self._cached, f"block {block} is shared but holds nothing"
                 del self._free[block]
             self._references[block] += 1
+            if self.changed is not None:
+                self.changed.add(block)
 
     def release(self, blocks: Iterable[int]) -> None:
         """One owner less for each. Pass a table's tail first: what is released first is evicted first."""
         for block in blocks:
             assert self._references[block] > 0, f"block {block} is released twice"
             self._references[block] -= 1
+            if self.changed is not None:
+                self.changed.add(block)
             if self._references[block] == 0:
                 self._free[block] = None
                 if block not in self._cached:

@@ -5,11 +5,11 @@ Outputs, metrics, the dashboard and the tests read these and never reach into th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chairlift.core.budget import StepLimits
 from chairlift.core.logprobs import TokenLogprobs
-from chairlift.core.plan import StepTiming
+from chairlift.core.plan import StepPlan, StepTiming
 from chairlift.core.prefix import Miss
 from chairlift.core.request import Ending
 
@@ -102,6 +102,7 @@ class StepDone:
     padding_tokens: int = 0  # computed besides, for nobody
     seconds: float = 0.0  # from its beginning, or the end of the step before it if that was later, to its end
     predicted_seconds: float | None = None  # what the cost model expected; None while it knows nothing
+    plan: StepPlan | None = field(default=None, repr=False, compare=False)  # whose tokens it computed
 
 
 Event = (

@@ -25,6 +25,7 @@ class KVCache:
         self.pool = BlockPool(num_blocks, on_evict=self.index.remove)
         self._tables: dict[str, list[int]] = {}
         self._num_indexed: dict[str, int] = {}  # how many of a table's first blocks commit() has been through
+        self.rewritten: set[str] | None = None  # while someone watches: requests whose tables changed in the middle
 
     @property
     def num_blocks(self) -> int:
@@ -95,6 +96,8 @@ class KVCache:
             self.pool.release([copy.source])
             copies.append(copy)
         table.extend(blocks)
+        if copies and self.rewritten is not None:
+            self.rewritten.add(request.id)
         return tuple(copies)
 
     def _frozen_positions(self, request: Request, table: Sequence[int]) -> list[int]:

@@ -74,9 +74,12 @@ class Lift:
     def end_batch_if_over(self) -> None:
         """With the last of a batch gone, what its finished requests kept is free at last."""
         if self.idle and not self.running:
-            idle, self.idle = self.idle, []
-            for request in idle:
-                self.let_go(request)
+            self.free_idle_seats()
+
+    def free_idle_seats(self) -> None:
+        idle, self.idle = self.idle, []
+        for request in idle:
+            self.let_go(request)
 
     def let_go(self, request: Request) -> None:
         """Give back what a finished request holds, unless a step under way may still write to its blocks (then this

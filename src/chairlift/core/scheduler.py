@@ -129,6 +129,13 @@ class Scheduler:
         if request is not None:
             request.ready = True
 
+    def switch_policy(self, policy: Policy) -> None:
+        """From the next step on, boarding goes by `policy`. Those on board stay; the seats that finished requests kept
+        under the old one are free, unless the new one keeps them too."""
+        self.policy = policy
+        if not policy.keeps_seats:
+            self.lift.free_idle_seats()
+
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 

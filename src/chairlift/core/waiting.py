@@ -127,17 +127,18 @@ class WaitingLine(Sequence[Request]):
         self._reason_of_the_rest = reason
 
     def reason(self, request: Request) -> WaitReason:
-        found = self._last_reason(request)
+        found = self.last_reason(request)
         # Another request was awaited then, but perhaps is no longer.
         return WaitReason.NEXT_STEP if found in (WaitReason.SIBLING, WaitReason.PREFIX) else found
 
     def reasons(self) -> Counter[WaitReason]:
         """How many wait for what, as boarding last found them."""
-        return Counter(
-            self._last_reason(request) if request.ready else WaitReason.GRAMMAR for request in self._requests
-        )
+        return Counter(map(self.last_reason, self._requests))
 
-    def _last_reason(self, request: Request) -> WaitReason:
+    def last_reason(self, request: Request) -> WaitReason:
+        """What kept it from boarding in the last step."""
+        if not request.ready:
+            return WaitReason.GRAMMAR
         if request.order >= self._num_asked:
             return WaitReason.NEXT_STEP
         return self._reasons.get(request.id, self._reason_of_the_rest)

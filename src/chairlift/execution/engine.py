@@ -14,6 +14,7 @@ from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced
 from chairlift.core.ordering import PriorityOrdering
 from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.policy import Policy
 from chairlift.core.randomness import child_seed
 from chairlift.core.request import Ending, FinishReason, Request, completion_ids
 from chairlift.core.sampling import MAX_SEED, SamplingParams
@@ -244,6 +245,10 @@ class Engine:
         wakeup = self.scheduler.next_wakeup(now)
         return math.inf if wakeup is None else wakeup - now
 
+    def switch_policy(self, policy: Policy) -> None:
+        """From the next step on, requests board as `policy` says; whoever is on board stays there."""
+        self.scheduler.switch_policy(policy)
+
     def now(self) -> float:
         """The time on the engine's clock, which all events carry."""
         return self._clock()
@@ -333,6 +338,7 @@ class Engine:
             padding_tokens=result.padding_tokens,
             seconds=seconds,
             predicted_seconds=predicted,
+            plan=step.plan,
         )
 
     def _die(self, error: Exception) -> list[Event]:

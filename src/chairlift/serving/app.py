@@ -18,6 +18,7 @@ from starlette.requests import Request
 import chairlift
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.serving.api_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from chairlift.serving.dashboard_routes import add_dashboard
 from chairlift.serving.engine_client import EngineState
 from chairlift.serving.errors import APIError, as_api_error, unavailable
 from chairlift.serving.guards import Guards, Outermost
@@ -33,7 +34,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
 )
 
 
-def make_app(service: Service, api_keys: Iterable[str] = (), cors_origins: Sequence[str] = ()) -> FastAPI:
+def make_app(
+    service: Service, api_keys: Iterable[str] = (), cors_origins: Sequence[str] = (), *, dashboard: bool = True
+) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
@@ -56,6 +59,8 @@ def make_app(service: Service, api_keys: Iterable[str] = (), cors_origins: Seque
     _add_generation(app, service)
     _add_text(app, service)
     _add_health(app, service)
+    if dashboard:
+        add_dashboard(app, service)
     return app
 
 

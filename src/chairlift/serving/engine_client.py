@@ -20,13 +20,16 @@ from chairlift.serving.engine_life import EngineLife, spawn
 from chairlift.serving.messages import (
     Cancel,
     FailedToLoad,
+    Frame,
     Heartbeat,
     Loaded,
     Refused,
     StepReport,
     Stop,
     Submit,
+    SwitchPolicy,
     Update,
+    Watch,
     decode_from_engine,
     encode,
 )
@@ -72,6 +75,7 @@ class EngineClient:
         self.loaded: Loaded | None = None
         self.problem = ""  # why it failed, for people
         self.restarts = 0
+        self.on_frame: Callable[[Frame], None] = lambda frame: None  # what is done with those for the dashboard
         self._model = model
         self._options = engine_options
         self._quiet = quiet
@@ -113,6 +117,13 @@ class EngineClient:
         for message in messages:
             self._send(message)
         return stream
+
+    def tell(self, message: Watch | SwitchPolicy) -> bool:
+        """Something that is about no request. False if there is no engine to hear it at the moment."""
+        listens = self._life is not None and self.state is EngineState.READY
+        if listens:
+            self._send(encode(message))
+        return listens
 
     def cancel(self, stream: Stream) -> None:
         """End what is still running of a stream; nothing more will be heard of it. Does not wait, so that it can
@@ -244,6 +255,8 @@ class EngineClient:
                     if stream is not None:
                         # With it end the other prompts of the same HTTP request.
                         self._end(stream, "refused", InvalidParameter(message.parameter, message.problem))
+                case Frame():
+                    self.on_frame(message)
                 case Heartbeat():
                     life.turn_seconds = message.turn_seconds
 

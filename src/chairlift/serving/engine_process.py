@@ -31,7 +31,9 @@ from chairlift.core.events import (
     TextProduced,
     TokenProduced,
 )
+from chairlift.core.policy import make_policy
 from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.serving.engine_watch import EngineWatch
 from chairlift.serving.garbage import leave_what_is_loaded_alone
 from chairlift.serving.messages import (
     Cancel,
@@ -43,7 +45,9 @@ from chairlift.serving.messages import (
     StepReport,
     Stop,
     Submit,
+    SwitchPolicy,
     Update,
+    Watch,
     decode_to_engine,
     encode,
 )
@@ -66,6 +70,7 @@ class EngineProcess:
         self.inbox.connect(settings["commands"])
         self.outbox.connect(settings["reports"])
         self.stopping = False
+        self.watch: EngineWatch | None = None  # while somebody looks at the dashboard
         self.turn_began: float | None = None  # of the main loop; None while loading, which may take its time
 
     def main(self) -> int:
@@ -87,7 +92,12 @@ class EngineProcess:
             self.turn_began = time.monotonic()
             self._take_messages(min(1000 * self.engine.pause(), IDLE_POLL_MS))
             if self.engine.has_work:
-                self._report(self.engine.step())
+                events = self.engine.step()
+                self._report(events)
+                if self.watch is not None:
+                    self.watch.take(events)
+            if self.watch is not None and not self.watch.tell():
+                self.watch = None
             if self.engine.fatal is not None:
                 logging.getLogger("chairlift").error("a step failed", exc_info=self.engine.fatal)
                 return 1
@@ -128,6 +138,11 @@ class EngineProcess:
             case Cancel(request_ids):
                 for request_id in request_ids:
                     self.engine.cancel(request_id)
+            case Watch() as wanted:
+                self.watch = self.watch or EngineWatch(self.engine, self._send)
+                self.watch.go_on(wanted)
+            case SwitchPolicy(name, max_delay_ms):
+                self.engine.switch_policy(make_policy(name, max_delay_ms))  # the front end has checked it
             case Stop():
                 self.stopping = True
 

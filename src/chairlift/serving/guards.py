@@ -21,7 +21,7 @@ from chairlift.serving.errors import APIError, as_api_error
 
 log = logging.getLogger("chairlift.server")
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/dashboard"})
 
 
 class Outermost:

@@ -30,6 +30,18 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """Finish the step under way and exit."""
 
 
+class Watch(msgspec.Struct, tag=True, frozen=True):
+    """Somebody looks at the dashboard: send frames for so many seconds from now on."""
+
+    seconds: float
+    keyframe: bool = False  # someone is new, or has missed frames: begin with all there is to know
+
+
+class SwitchPolicy(msgspec.Struct, tag=True, frozen=True):
+    policy: str
+    max_delay_ms: float | None = None
+
+
 class Loaded(msgspec.Struct, tag=True, frozen=True):
     """The engine is up."""
 
@@ -84,14 +96,22 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     limit_reason: str = ""  # ... and why
 
 
+class Frame(msgspec.Struct, tag=True, frozen=True):
+    """A piece of the record that the dashboard draws."""
+
+    json: bytes  # as it goes to the page
+    is_key: bool
+    tenants: dict[int, str]  # what the numbers in it stand for, as far as that was not told yet
+
+
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Sent by a thread of its own, so that a long step does not look like a dead engine."""
 
     turn_seconds: float  # how long the engine's loop has been at its present turn, which is at most one step
 
 
-ToEngine = Submit | Cancel | Stop
-FromEngine = Loaded | FailedToLoad | Refused | StepReport | Heartbeat
+ToEngine = Submit | Cancel | Stop | Watch | SwitchPolicy
+FromEngine = Loaded | FailedToLoad | Refused | StepReport | Frame | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToEngine)

@@ -101,5 +101,14 @@ class Metrics:
             self.wait_reasons.labels(reason).set(count)
         self._waited_for = set(counts)
 
+    def values(self) -> dict[str, float]:
+        """The same numbers as a map, without zeros and the buckets of histograms: "requests_total stop" -> 3."""
+        found = {}
+        for family in self._registry.collect():
+            for sample in family.samples:
+                if sample.value and not sample.name.endswith(("_bucket", "_created")):
+                    found[" ".join((sample.name.removeprefix("chairlift_"), *sample.labels.values()))] = sample.value
+        return found
+
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""One HTTP request's share of the metrics."""
+"""One HTTP request's share of the metrics, and its text for the dashboard."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import time
 
 from chairlift.serving.messages import Update
 from chairlift.serving.metrics import Metrics
+from chairlift.serving.request_texts import RequestTexts
 
 
 class RequestClock:
     """Watches a stream, so that times are those at which the engine's word reached this process: a client that
     reads slowly does not make the engine look slow. They count from the request's arrival."""
 
-    def __init__(self, metrics: Metrics, arrived: float) -> None:
+    def __init__(self, metrics: Metrics, arrived: float, texts: RequestTexts | None = None) -> None:
         self._metrics = metrics
         self._arrived = arrived
+        self._texts = texts  # where they are kept, if somebody looks at the dashboard
         self._last: dict[str, float] = {}  # by completion: when its last token came
         self._boarded: set[str] = set()
 
     def note(self, update: Update) -> None:
         now = time.monotonic()
+        if update.text and self._texts is not None:
+            self._texts.note(update)
         if update.tokens:
             self._note_tokens(update.request_id, len(update.tokens), now)
         if update.cached_tokens is not None and update.request_id not in self._boarded:

@@ -48,7 +48,14 @@ class ServerConfig:
     limits: Limits = field(default_factory=Limits)
     supervision: Supervision = field(default_factory=Supervision)
     tool_format: str | None = None  # how the model writes tool calls; None: as its chat template shows
+    dashboard: bool = True  # the live page at /dashboard
+    policy_switch: bool | None = None  # the page may change the policy; None: if only this machine can reach it
     quiet: bool = False
+
+    def may_switch_policy(self) -> bool:
+        if self.policy_switch is not None:
+            return self.policy_switch
+        return not self.api_keys and (self.host == "localhost" or self.host == "::1" or self.host.startswith("127."))
 
 
 def _tell_nobody(service: Service, port: int) -> None:
@@ -62,7 +69,7 @@ async def serve_forever(config: ServerConfig, on_ready: Callable[[Service, int],
     resolve_model(config.model, progress=not config.quiet)  # whatever is wrong with it is said first
     listener = _listen(config.host, config.port)
     service = make_service(config)
-    app = make_app(service, config.api_keys, config.cors_origins)
+    app = make_app(service, config.api_keys, config.cors_origins, dashboard=config.dashboard)
     server = _Server(uvicorn_config(app, config.limits))
     leave_what_is_loaded_alone()
     signals = _Signals()
@@ -88,7 +95,14 @@ def make_service(config: ServerConfig) -> Service:
     )
     name = config.served_name or config.model
     return Service(
-        name, tokenizer, engine, metrics, config.limits, config.tool_format, isolate_keys=config.isolate_keys
+        name,
+        tokenizer,
+        engine,
+        metrics,
+        config.limits,
+        config.tool_format,
+        isolate_keys=config.isolate_keys,
+        policy_switch=config.may_switch_policy(),
     )
 
 
@@ -143,6 +157,7 @@ async def _run(
 async def _drain(service: Service, server: _Server, timeout: float, signals: _Signals) -> None:
     """Take no more requests, and let those that run finish and their clients read the answers."""
     service.admission.draining = True
+    service.viewers.close()
     deadline = asyncio.get_running_loop().time() + timeout
     while server.server_state.tasks and not signals.second and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)

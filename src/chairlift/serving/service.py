@@ -13,6 +13,8 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
+import chairlift
+from chairlift.core.request import completion_ids
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.serving.admission import Admission, Limits, check_lengths
@@ -24,8 +26,10 @@ from chairlift.serving.messages import Submit
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.replies import Answer, ChatShape, Reply, Shape, TextShape, Usage, json_encoder
 from chairlift.serving.request_clock import RequestClock
+from chairlift.serving.request_texts import RequestTexts
 from chairlift.serving.text_work import TextWork
 from chairlift.serving.tool_replies import ToolShape
+from chairlift.serving.viewers import Viewers
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats import choose_format
 from chairlift.text.tool_use import ToolUse
@@ -63,6 +67,7 @@ class Service:
         tool_format: str | None = None,
         *,
         isolate_keys: bool = False,
+        policy_switch: bool = False,
     ) -> None:
         self.model_name = model_name
         self.tokenizer = tokenizer
@@ -74,6 +79,19 @@ class Service:
         self.text = TextWork()
         self._isolate_keys = isolate_keys
         self.created = int(time.time())
+        self.policy_switch = policy_switch  # whether clients may change the policy of the running engine
+        texts = RequestTexts(tokenizer)
+        self.viewers = Viewers(engine, metrics, texts, greeting=self._greeting, isolate_keys=isolate_keys)
+
+    def _greeting(self) -> dict[str, Any]:
+        loaded = self.engine.loaded
+        return {
+            "model": self.model_name,
+            "version": chairlift.__version__,
+            "has_chat": self.tokenizer.chat_template is not None,
+            "policy_switch": self.policy_switch,
+            "max_model_len": loaded.max_model_len if loaded else None,
+        }
 
     # ---- the two endpoints ---------------------------------------------------------------------------------------
 
@@ -163,7 +181,11 @@ class Service:
                 )
                 for index, prompt in enumerate(prepared.prompts)
             ]
-            stream = self.engine.submit(requests, RequestClock(self.metrics, http.state.arrived))
+            texts = self.viewers.texts if self.viewers.watching else None
+            stream = self.engine.submit(requests, RequestClock(self.metrics, http.state.arrived, texts))
+            for request in requests if texts is not None else ():
+                ids = completion_ids(request.request_id, request.params.n)
+                self.viewers.texts.open(ids, request.prompt, http.state.key)
         try:
             usage = Usage(prompt_tokens=sum(map(len, prepared.prompts)))
             self.metrics.prompt_tokens.inc(usage.prompt_tokens)

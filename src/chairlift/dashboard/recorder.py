@@ -1,0 +1,279 @@
+"""What the live page is told: a compact record of the engine's steps, kept only while somebody watches.
+
+The engine waits while this runs, so it is written for little work per step. Most steps only repeat the one before, a
+token further: a request that decodes is written down as one *run* of many steps, and a step with nobody new costs one
+comparison of two lists. What is sent then grows with the requests and the steps, not with their product.
+docs/dashboard.md describes the frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from chairlift.core.events import (
+    Event,
+    RequestBoarded,
+    RequestFinished,
+    RequestPreempted,
+    RequestQueued,
+    StepDone,
+    TextProduced,
+    TokenProduced,
+)
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request, Status
+from chairlift.core.scheduler import Scheduler
+
+Frame = dict[str, Any]
+
+FORMAT = 1
+SHOWN_WAITING = 60  # of a long queue, those in front; all are counted
+_FREQUENT = (TokenProduced, TextProduced)
+
+
+class _Seen:
+    """A request that the page knows of."""
+
+    __slots__ = ("handle", "num_sent", "over", "request")
+
+    def __init__(self, handle: int, request: Request) -> None:
+        self.handle = handle  # a small number that stands for it in all frames
+        self.request = request
+        self.num_sent = 0  # how many blocks of its table the page knows of
+        self.over = request.status is Status.FINISHED  # and the page knows
+
+
+class Recorder:
+    """Watches one engine from the first keyframe on. Everything it says is cleared by saying it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._kv = scheduler.kv
+        self._seen: dict[str, _Seen] = {}
+        self._num_seen = 0
+        self._tenants: dict[str, int] = {}
+        self._new_tenants: dict[int, str] = {}
+        self._decoding: list[Request] = []  # in the last step
+        self._runs: dict[str, list[int]] = {}  # those under way, by request
+        self._policy = ""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._lists: dict[str, list[Any]] = {}
+        self._num_steps = 0
+
+    def stop(self) -> None:
+        self._kv.pool.changed = self._kv.rewritten = None
+
+    # ---- what happens --------------------------------------------------------------------------------------------
+
+    def take(self, events: Sequence[Event]) -> None:
+        """The events of one call of `Engine.step`."""
+        done: StepDone | None = None
+        for event in events:
+            if isinstance(event, _FREQUENT):
+                continue
+            match event:
+                case StepDone():
+                    done = event
+                case RequestQueued():
+                    self._know(event.request_id)
+                case RequestBoarded(time, request_id, cached, miss, swapped):
+                    reason = miss.name.lower() if miss else None
+                    self._add("board", request_id, _seconds(time), cached, reason, swapped)
+                case RequestPreempted(time, request_id, computed, swapped):
+                    seen = self._add("preempt", request_id, _seconds(time), computed, int(swapped))
+                    if seen is not None:
+                        seen.num_sent = 0
+                case RequestFinished(time, request_id, ending):
+                    self._finish(request_id, _seconds(time), ending.reason.value)
+        if done is not None and done.plan is not None:
+            self._note_step(done, done.plan)
+
+    def _list(self, name: str) -> list[Any]:
+        return self._lists.setdefault(name, [])
+
+    def _add(self, kind: str, request_id: str, *what: Any) -> _Seen | None:
+        seen = self._know(request_id)
+        if seen is not None:
+            self._list(kind).append([seen.handle, self._num_steps, *what])
+        return seen
+
+    def _know(self, request_id: str) -> _Seen | None:
+        seen = self._seen.get(request_id)
+        if seen is None:
+            request = self._scheduler.get(request_id)
+            if request is None:  # over before anyone could look at it
+                return None
+            seen = self._seen[request_id] = _Seen(self._num_seen, request)
+            self._num_seen += 1
+            self._list("new").append(self._description(seen))
+        return seen
+
+    def _description(self, seen: _Seen) -> list[Any]:
+        request = seen.request
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            tenant = self._tenants[request.tenant] = len(self._tenants)
+            self._new_tenants[tenant] = request.tenant
+        arrival = _seconds(request.arrival)
+        return [seen.handle, request.id, arrival, request.num_prompt, request.max_new_tokens, tenant, request.priority]
+
+    def _finish(self, request_id: str, time: float, reason: str) -> None:
+        seen = self._seen.get(request_id)
+        if seen is not None:
+            seen.over = True
+            self._list("end").append([seen.handle, self._num_steps, time, reason, seen.request.num_output])
+
+    def _note_step(self, done: StepDone, plan: StepPlan) -> None:
+        limits, timing, index = self._scheduler.limits, done.timing, self._num_steps
+        self._list("steps").append(
+            [
+                done.step,
+                _seconds(done.time),
+                _seconds(done.seconds),
+                _seconds(done.predicted_seconds or 0.0),
+                done.decode_tokens,
+                done.prefill_tokens,
+                done.padding_tokens,
+                plan.idle_rows,
+                done.waiting,
+                done.used_blocks,
+                limits.tokens if limits else 0,
+                limits.prefill_tokens if limits else 0,
+                [
+                    _seconds(part)
+                    for part in (done.schedule_seconds, timing.build, timing.forward, timing.sample, done.apply_seconds)
+                ],
+            ]
+        )
+        if done.prefill_tokens:
+            decoding = [chunk.request for chunk in plan.chunks if chunk.decodes]
+            self._note_chunks(plan.chunks, index)
+        else:
+            decoding = [chunk.request for chunk in plan.chunks]
+        if decoding != self._decoding:
+            self._change_runs(plan.chunks, decoding, index)
+        self._num_steps += 1
+
+    def _note_chunks(self, chunks: Sequence[Chunk], index: int) -> None:
+        for chunk in chunks:
+            seen = None if chunk.decodes else self._know(chunk.request.id)
+            if seen is not None:
+                self._list("chunks").append([seen.handle, index, chunk.start, chunk.count])
+
+    def _change_runs(self, chunks: Sequence[Chunk], decoding: list[Request], index: int) -> None:
+        """End the runs of those who no longer decode, and begin one for everyone who does now."""
+        now, before = set(decoding), set(self._decoding)
+        for request in before - now:
+            self._end_run(request.id, index)
+        if now - before:
+            starts = {chunk.request.id: chunk.start for chunk in chunks}
+            for request in now - before:
+                seen = self._know(request.id)
+                if seen is not None:
+                    self._runs[request.id] = [seen.handle, index, 0, starts[request.id]]
+        self._decoding = decoding
+
+    def _end_run(self, request_id: str, index: int) -> None:
+        run = self._runs.pop(request_id, None)
+        if run is not None:
+            run[2] = index - run[1]
+            self._list("runs").append(run)
+
+    # ---- what is said of it --------------------------------------------------------------------------------------
+
+    def frame(self, now: float) -> Frame:
+        """All since the last frame, and how things stand."""
+        for request_id in list(self._runs):
+            self._end_run(request_id, self._num_steps)
+        self._decoding = []
+        self._note_tables()
+        frame = {"t": "batch", "now": _seconds(now), **self._standing(), **self._lists}
+        changed = self._kv.pool.changed
+        if changed:
+            frame["blocks"] = self._states(sorted(changed))
+            changed.clear()
+        self._clear()
+        return frame
+
+    def keyframe(self, now: float, wall: float) -> Frame:
+        """Everything there is to know at this moment, for a page that knows nothing. What happened since the last
+        frame must have been said before."""
+        scheduler, pool = self._scheduler, self._kv.pool
+        for request_id in scheduler.open_requests():
+            self._know(request_id)
+        for request in scheduler.idle:
+            self._know(request.id)
+        self._lists.pop("new", None)  # they are all in here
+        self._policy = ""  # to be said again
+        pool.changed, self._kv.rewritten = set(), set()
+        return {
+            "t": "key",
+            "format": FORMAT,
+            "now": _seconds(now),
+            "wall": round(wall, 3),
+            "seats": scheduler.max_batch_requests,
+            "num_blocks": pool.num_blocks,
+            "block_size": self._kv.block_size,
+            "prefix_caching": self._kv.prefix_caching,
+            "order": scheduler.ordering.name,
+            **self._standing(),
+            "requests": [self._whole_description(seen) for seen in self._seen.values()],
+            "blocks": self._states(block for block in range(pool.num_blocks) if self._is_worth_saying(block)),
+        }
+
+    def new_tenants(self, *, all_of_them: bool = False) -> dict[int, str]:
+        """The names behind the numbers of tenants, as far as they were not told yet."""
+        found, self._new_tenants = self._new_tenants, {}
+        return {number: name for name, number in self._tenants.items()} if all_of_them else found
+
+    def _whole_description(self, seen: _Seen) -> list[Any]:
+        request, table = seen.request, list(self._kv.table(seen.request))
+        seen.num_sent = len(table)
+        state = {Status.WAITING: "waiting", Status.RUNNING: "running"}.get(request.status, "idle")
+        return [*self._description(seen), state, request.num_computed, request.num_output, table]
+
+    def _standing(self) -> Frame:
+        waiting = self._scheduler.waiting
+        counts = waiting.reasons()
+        shown = [
+            [self._seen[request.id].handle, waiting.last_reason(request).name.lower()]
+            for request in waiting[:SHOWN_WAITING]
+            if request.id in self._seen
+        ]
+        standing: Frame = {
+            "waiting": shown,
+            "reasons": {reason.name.lower(): count for reason, count in counts.items()},
+            "evictions": self._kv.pool.num_evictions,
+        }
+        if self._scheduler.policy.name != self._policy:
+            self._policy = self._scheduler.policy.name
+            standing |= {"policy": self._policy, "keeps_seats": self._scheduler.policy.keeps_seats}
+        return standing
+
+    def _note_tables(self) -> None:
+        rewritten, self._kv.rewritten = self._kv.rewritten or set(), set()
+        for seen in list(self._seen.values()):
+            table = self._kv.table(seen.request)
+            if seen.request.id in rewritten:
+                seen.num_sent = 0
+            if len(table) != seen.num_sent:
+                start = seen.num_sent if len(table) > seen.num_sent else 0
+                self._list("tables").append([seen.handle, start, list(table[start:])])
+                seen.num_sent = len(table)
+            if seen.over and not table:
+                del self._seen[seen.request.id]
+
+    def _is_worth_saying(self, block: int) -> bool:
+        return self._kv.pool.references(block) > 0 or self._kv.pool.is_cached(block)
+
+    def _states(self, blocks: Any) -> list[int]:
+        """block, references, cached; block, references, cached; …"""
+        pool = self._kv.pool
+        return [number for block in blocks for number in (block, pool.references(block), int(pool.is_cached(block)))]
+
+
+def _seconds(value: float) -> float:
+    return round(value, 6)

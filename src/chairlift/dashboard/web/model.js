@@ -1,0 +1,304 @@
+// What the frames say, put together: requests, seats, steps and blocks. Draws nothing.
+
+import { Blocks } from "./blocks.js";
+import { LiftRequest } from "./request.js";
+import { Reservoir, upperBound } from "./stats.js";
+
+const KEPT_STEPS = 20000;
+
+const STEP_FIELDS = ["step", "time", "seconds", "predicted", "decode", "prefill", "padding", "idle", "waiting",
+  "usedBlocks", "limit", "prefillLimit", "parts"];
+
+export class Model {
+  constructor() {
+    this.hello = {};
+    this.service = null; // the server's own totals
+    this.lost = 0; // frames that this page was too slow for
+    this.key = null; // the last keyframe: seats, sizes
+    this.policy = "";
+    this.keepsSeats = false;
+    this.now = 0;
+    this.requests = new Map(); // by id
+    this.handles = new Map();
+    this.tenants = new Map();
+    this.steps = []; // the last KEPT_STEPS; a step's column never changes, its index here does
+    this.firstCol = 0;
+    this.seats = []; // for each a list of stays {request, from, to, idleFrom}
+    this.occupants = [];
+    this.breaks = []; // columns before which frames are missing
+    this.policyChanges = []; // {col, policy}
+    this.waiting = [];
+    this.reasons = {};
+    this.blocks = new Blocks();
+    this.times = { ttft: new Reservoir(), itl: new Reservoir(), e2e: new Reservoir() };
+    this.finished = {}; // by reason, since the page looks
+    this.lookups = {};
+    this.tokens = { prompt: 0, cached: 0, output: 0, proposed: 0, accepted: 0 };
+    this.version = 0; // counts the frames taken in
+  }
+
+  get nextCol() {
+    return this.firstCol + this.steps.length;
+  }
+
+  get seatsTaken() {
+    return this.occupants.filter(Boolean).length;
+  }
+
+  stepAt(col) {
+    return this.steps[col - this.firstCol] || null;
+  }
+
+  // Whose tokens a step computed, by seat.
+  workAt(col) {
+    const found = [];
+    for (const stays of this.seats) {
+      const stay = stays[upperBound(stays, col, (each) => each.from) - 1];
+      const part = stay && stay.request.partAt(col);
+      if (part) found.push({ request: stay.request, part, start: part.start + col - part.col, count: part.count });
+    }
+    return found;
+  }
+
+  apply(frame) {
+    this.version++;
+    const kinds = {
+      hello: () => (this.hello = frame),
+      service: () => (this.service = frame),
+      lost: () => (this.lost = frame.frames),
+      tenants: () => Object.entries(frame.names).forEach(([number, name]) => this.tenants.set(Number(number), name)),
+      key: () => this.applyKey(frame),
+      batch: () => this.applyBatch(frame),
+    };
+    if (kinds[frame.t]) kinds[frame.t](); // others are of a newer server
+  }
+
+  tenantName(request) {
+    return this.tenants.get(request.tenant) || "–";
+  }
+
+  // ---- keyframes: all there is to know ----------------------------------------------------------------------------
+
+  applyKey(frame) {
+    const open = new Set(frame.requests.map((given) => given[1]));
+    if (this.key && this.nextCol > this.firstCol && this.breaks.at(-1) !== this.nextCol && this.mayHaveMissed(frame)) {
+      this.breaks.push(this.nextCol);
+    }
+    this.key = frame;
+    this.now = frame.now;
+    this.handles.clear();
+    for (const request of this.requests.values()) {
+      if (request.state !== "done" && !open.has(request.id)) this.leave(request, this.nextCol, "done");
+    }
+    this.blocks.reset(frame);
+    for (const given of frame.requests) this.takeUp(given);
+    this.applyStanding(frame);
+  }
+
+  mayHaveMissed(frame) {
+    const last = this.steps.at(-1);
+    return frame.now < last.time || this.lost > (this.lostBefore || 0);
+  }
+
+  takeUp(given) {
+    const [, id, , , , , , state, computed, outputs, table] = given;
+    let request = this.requests.get(id);
+    if (!request) {
+      request = new LiftRequest(given);
+      request.isKnownWhole = state === "waiting" && computed === 0;
+      this.requests.set(id, request);
+    }
+    request.handle = given[0];
+    request.outputs = outputs;
+    this.handles.set(request.handle, request);
+    this.blocks.setTable(request, 0, table);
+    if (state === "waiting") this.leave(request, this.nextCol, "waiting");
+    else if (request.seat < 0) this.sit(request, this.nextCol);
+    if (state === "idle") this.becomeIdle(request, this.nextCol);
+  }
+
+  // ---- batches: what happened since -------------------------------------------------------------------------------
+
+  applyBatch(frame) {
+    const steps = frame.steps || [];
+    const base = this.nextCol;
+    for (const given of frame.new || []) {
+      const request = new LiftRequest(given);
+      this.requests.set(request.id, request);
+      this.handles.set(request.handle, request);
+      this.tokens.prompt += request.prompt;
+    }
+    const moves = movesOf(frame);
+    for (let index = 0; index <= steps.length; index++) {
+      const step = steps[index] && this.addStep(steps[index]);
+      const here = moves.filter((move) => move.index === index);
+      if (step && step.idle === 0) this.freeIdleSeats(base + index);
+      for (const move of here.filter((move) => !step || move.time < step.time)) this.move(move, base + index);
+      for (const move of here.filter((move) => step && move.time >= step.time)) this.move(move, base + index);
+    }
+    this.applyWork(frame, base);
+    for (const [handle, start, blocks] of frame.tables || []) this.blocks.setTable(this.handles.get(handle), start, blocks);
+    if (frame.blocks) this.blocks.change(frame.blocks, frame.now);
+    this.now = frame.now;
+    this.applyStanding(frame);
+    this.trim();
+  }
+
+  addStep(given) {
+    const step = Object.fromEntries(STEP_FIELDS.map((name, index) => [name, given[index]]));
+    step.outputs = 0;
+    this.steps.push(step);
+    return step;
+  }
+
+  move({ kind, handle, time, more }, col) {
+    const request = this.handles.get(handle);
+    if (!request) return;
+    if (kind === "board") {
+      const [cached, miss, swapped] = more;
+      if (!request.boards.length) {
+        this.tokens.cached += cached;
+        this.lookups[miss || "all_found"] = (this.lookups[miss || "all_found"] || 0) + 1;
+      }
+      request.boards.push({ time, col, cached, miss, swapped });
+      request.stopWaiting(time);
+      this.sit(request, col);
+    } else if (kind === "preempt") {
+      request.preempts.push({ time, col, computed: more[0], swapped: Boolean(more[1]) });
+      this.blocks.setTable(request, 0, []);
+      this.leave(request, col, "waiting");
+    } else {
+      request.end = { time, col, reason: more[0] };
+      request.outputsAtEnd = more[1];
+      request.stopWaiting(time);
+      this.finished[more[0]] = (this.finished[more[0]] || 0) + 1;
+      if (request.state === "running" && this.keepsSeats) this.becomeIdle(request, col + 1);
+      else this.leave(request, col + 1, "done");
+    }
+    const isOver = !this.occupants.some((occupant) => occupant && occupant.state === "running");
+    if (isOver) this.freeIdleSeats(col + 1); // the last one of a batch frees the seats of all
+  }
+
+  // Chunks of prompts and runs of decodes, in the order in which each request went through them.
+  applyWork(frame, base) {
+    const pieces = (frame.chunks || []).map(([handle, index, start, count, proposed, accepted]) =>
+      ({ handle, index, n: 1, start, count, proposed, accepted, kind: "prefill" }));
+    for (const [handle, index, n, start] of frame.runs || []) pieces.push({ handle, index, n, start, count: 1, kind: "decode" });
+    pieces.sort((a, b) => a.index - b.index);
+    for (const piece of pieces) {
+      const request = this.handles.get(piece.handle);
+      if (request) this.work(request, piece, base + piece.index);
+    }
+    for (const [handle] of frame.end || []) this.conclude(this.handles.get(handle));
+  }
+
+  work(request, piece, col) {
+    // A pipelined engine may have begun a step before it knew that a request ended.
+    const n = request.end ? Math.min(piece.n, request.end.col + 1 - col) : piece.n;
+    if (n <= 0) return;
+    if (piece.proposed !== undefined) {
+      piece.kind = "decode";
+      this.tokens.proposed += piece.proposed;
+      this.tokens.accepted += piece.accepted;
+    }
+    request.addPart({ kind: piece.kind, col, n, start: piece.start, count: piece.count, proposed: piece.proposed, accepted: piece.accepted });
+    for (let offset = 0; offset < n; offset++) {
+      const step = this.stepAt(col + offset);
+      const start = piece.start + offset;
+      const gained = piece.proposed !== undefined ? piece.accepted + 1 : Number(start + piece.count >= request.known);
+      if (gained) this.produce(request, step, gained);
+    }
+  }
+
+  produce(request, step, count) {
+    request.outputs += count;
+    step.outputs += count;
+    this.tokens.output += count;
+    if (request.firstToken === null && request.isKnownWhole) {
+      request.firstToken = step.time;
+      this.times.ttft.add(step.time - request.arrival);
+    } else if (request.lastToken !== null) {
+      this.times.itl.add((step.time - request.lastToken) / count);
+    }
+    request.lastToken = step.time;
+  }
+
+  conclude(request) {
+    if (!request) return;
+    request.outputs = request.outputsAtEnd;
+    if (request.end.reason === "stop" || request.end.reason === "length") this.times.e2e.add(request.end.time - request.arrival);
+  }
+
+  applyStanding(frame) {
+    if (frame.policy) {
+      if (this.policy && this.policy !== frame.policy) this.policyChanges.push({ col: this.nextCol, policy: frame.policy });
+      this.policy = frame.policy;
+      this.keepsSeats = frame.keeps_seats;
+    }
+    this.lostBefore = this.lost;
+    this.reasons = frame.reasons;
+    this.blocks.evictions = frame.evictions;
+    this.waiting = frame.waiting.map(([handle, reason]) => {
+      const request = this.handles.get(handle);
+      if (request) request.waitsFor(reason, frame.now);
+      return request && { request, reason };
+    }).filter(Boolean);
+  }
+
+  // ---- seats ------------------------------------------------------------------------------------------------------
+
+  sit(request, col) {
+    let seat = this.occupants.findIndex((occupant) => !occupant);
+    if (seat < 0) seat = this.occupants.length;
+    this.occupants[seat] = request;
+    this.seats[seat] ||= [];
+    this.seats[seat].push({ request, from: col, to: Infinity, idleFrom: Infinity });
+    request.seat = seat;
+    request.state = "running";
+  }
+
+  becomeIdle(request, col) {
+    request.state = "idle";
+    if (request.seat >= 0) this.seats[request.seat].at(-1).idleFrom = col;
+  }
+
+  freeIdleSeats(col) {
+    for (const request of this.occupants) if (request && request.state === "idle") this.leave(request, col, "done");
+  }
+
+  leave(request, col, state) {
+    if (request.seat >= 0) {
+      this.seats[request.seat].at(-1).to = col;
+      this.occupants[request.seat] = null;
+      request.seat = -1;
+    }
+    request.state = state;
+  }
+
+  // ---- forgetting -------------------------------------------------------------------------------------------------
+
+  trim() {
+    if (this.steps.length < KEPT_STEPS * 1.1) return;
+    const dropped = this.steps.length - KEPT_STEPS;
+    this.steps.splice(0, dropped);
+    this.firstCol += dropped;
+    for (let seat = 0; seat < this.seats.length; seat++) {
+      this.seats[seat] = this.seats[seat].filter((stay) => stay.to > this.firstCol);
+    }
+    for (const [id, request] of this.requests) {
+      if (request.state === "done" && (!request.end || request.end.col < this.firstCol)) {
+        this.requests.delete(id);
+        if (this.handles.get(request.handle) === request) this.handles.delete(request.handle);
+      }
+    }
+  }
+}
+
+// Who boarded, left or ended, in the order in which it happened.
+function movesOf(frame) {
+  const moves = [];
+  for (const kind of ["end", "preempt", "board"]) { // at the same moment, seats are left before they are taken
+    for (const [handle, index, time, ...more] of frame[kind] || []) moves.push({ kind, handle, index, time, more });
+  }
+  return moves.sort((a, b) => a.index - b.index || a.time - b.time);
+}

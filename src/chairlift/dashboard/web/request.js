@@ -1,0 +1,62 @@
+// One request as the page knows it.
+
+import { upperBound } from "./stats.js";
+
+export class LiftRequest {
+  constructor([handle, id, arrival, prompt, maxNew, tenant, priority]) {
+    Object.assign(this, { handle, id, arrival, prompt, maxNew, tenant, priority });
+    this.state = "waiting"; // waiting, running, idle (finished, but its batch is not), done
+    this.seat = -1;
+    this.boards = []; // {time, col, cached, miss, swapped}
+    this.preempts = []; // {time, col, computed, swapped}
+    this.waits = []; // {reason, from, to}
+    this.parts = []; // what it computed: {kind, col, n, start, count, proposed, accepted}, in order
+    this.outputs = 0;
+    this.firstToken = null; // when
+    this.lastToken = null;
+    this.end = null; // {time, col, reason}
+    this.table = [];
+    this.isKnownWhole = true; // false if it began before the page looked
+  }
+
+  get known() {
+    return this.prompt + this.outputs;
+  }
+
+  get cached() {
+    return this.boards.length ? this.boards[0].cached : 0;
+  }
+
+  get proposed() {
+    return this.parts.reduce((sum, part) => sum + (part.proposed || 0), 0);
+  }
+
+  get accepted() {
+    return this.parts.reduce((sum, part) => sum + (part.accepted || 0), 0);
+  }
+
+  addPart(part) {
+    const last = this.parts[this.parts.length - 1];
+    const goesOn = last && last.kind === "decode" && part.kind === "decode" && !part.proposed && !last.proposed;
+    if (goesOn && last.col + last.n === part.col) last.n += part.n;
+    else this.parts.push(part);
+  }
+
+  // The part that covers a column, if any.
+  partAt(col) {
+    const part = this.parts[upperBound(this.parts, col, (each) => each.col) - 1];
+    return part && col < part.col + part.n ? part : null;
+  }
+
+  waitsFor(reason, now) {
+    const last = this.waits[this.waits.length - 1];
+    if (last && last.to === null && last.reason === reason) return;
+    this.stopWaiting(now);
+    this.waits.push({ reason, from: this.waits.length ? now : this.arrival, to: null });
+  }
+
+  stopWaiting(now) {
+    const last = this.waits[this.waits.length - 1];
+    if (last && last.to === null) last.to = now;
+  }
+}

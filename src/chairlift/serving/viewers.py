@@ -1,0 +1,165 @@
+"""Those who look at the dashboard: each gets the engine's frames at its own pace, and nobody waits for any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from chairlift.serving.engine_client import EngineClient
+from chairlift.serving.errors import APIError
+from chairlift.serving.messages import Frame, Watch
+from chairlift.serving.metrics import Metrics
+from chairlift.serving.request_texts import RequestTexts
+
+MAX_VIEWERS = 32
+MAX_UNREAD = 50  # frames, of which there are about ten a second
+MAX_UNREAD_BYTES = 4 * 2**20
+SERVICE_SECONDS = 1.0
+LEASE_SECONDS = 10.0  # the engine stops recording when it has not been asked for so long
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Viewer:
+    """One open page. If it reads too slowly it loses what it has not read, and goes on from the next keyframe."""
+
+    def __init__(self, key: bytes | None, tenant: str | None) -> None:
+        self.key = key
+        self.tenant = tenant  # what the owner of the key is called, if there are keys
+        self.num_lost = 0
+        self.synced = False  # a keyframe has come, and every frame since
+        self.news = asyncio.Event()
+        self._unread: deque[bytes] = deque()
+        self._size = 0
+        self._ever_synced = False
+
+    def offer(self, frame: Frame, tenants: dict[int, str]) -> None:
+        if frame.is_key:
+            if self._ever_synced and not self.synced:
+                self._append(self.lost_frame())
+            self.synced = self._ever_synced = True
+        if not self.synced:
+            self.num_lost += self._ever_synced
+            return
+        if len(self._unread) >= MAX_UNREAD or self._size > MAX_UNREAD_BYTES:
+            self.num_lost += len(self._unread) + 1
+            self._forget()
+            self.synced = False
+            return
+        if tenants:
+            self._append(_encode({"t": "tenants", "names": {str(number): name for number, name in tenants.items()}}))
+        self._append(frame.json)
+
+    def lost_frame(self) -> bytes:
+        return _encode({"t": "lost", "frames": self.num_lost})
+
+    def _append(self, data: bytes) -> None:
+        self._unread.append(data)
+        self._size += len(data)
+        self.news.set()
+
+    def _forget(self) -> None:
+        self._unread.clear()
+        self._size = 0
+
+    def take(self) -> list[bytes]:
+        unread = list(self._unread)
+        self._forget()
+        self.news.clear()
+        return unread
+
+
+class Viewers:
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        texts: RequestTexts,
+        *,
+        greeting: Callable[[], dict[str, Any]],
+        isolate_keys: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self.texts = texts
+        self._greeting = greeting  # what never changes while the server runs
+        self._isolate_keys = isolate_keys
+        self._viewers: set[Viewer] = set()
+        self._asked_for_key = self._renewed = float("-inf")
+        self._service: tuple[float, bytes] = (float("-inf"), b"")
+        self._closed = False
+        engine.on_frame = self.take_in
+
+    @property
+    def watching(self) -> bool:
+        return bool(self._viewers)
+
+    def close(self) -> None:
+        """Let every page go; the server is shutting down."""
+        self._closed = True
+        for viewer in self._viewers:
+            viewer.news.set()
+
+    def take_in(self, frame: Frame) -> None:
+        for viewer in self._viewers:
+            viewer.offer(frame, self._names_for(viewer, frame.tenants))
+
+    def _names_for(self, viewer: Viewer, tenants: dict[int, str]) -> dict[int, str]:
+        """With isolated keys, nobody learns who the others are."""
+        if not self._isolate_keys:
+            return tenants
+        return {number: name if name == viewer.tenant else f"key {number + 1}" for number, name in tenants.items()}
+
+    def admit(self, key: bytes | None, tenant: str | None) -> Viewer:
+        if len(self._viewers) >= MAX_VIEWERS:
+            problem = f"{MAX_VIEWERS} pages look at the dashboard already"
+            raise APIError(429, problem, type_="rate_limit_error", code="too_many_viewers")
+        viewer = Viewer(key, tenant)
+        self._viewers.add(viewer)
+        return viewer
+
+    def dismiss(self, viewer: Viewer) -> None:
+        self._viewers.discard(viewer)
+        if not self._viewers:
+            self.texts.clear()
+
+    async def stream(self, viewer: Viewer) -> AsyncIterator[bytes]:
+        """Server-sent events, for as long as the page is there."""
+        yield _event(_encode({"t": "hello", **self._greeting(), "tenant": viewer.tenant}))
+        told_service = float("-inf")
+        while not self._closed:
+            self._keep_watching(viewer)
+            if time.monotonic() - told_service >= SERVICE_SECONDS:
+                told_service = time.monotonic()
+                yield _event(self._service_frame()) + _event(viewer.lost_frame())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(viewer.news.wait(), SERVICE_SECONDS)
+            if unread := viewer.take():
+                yield b"".join(map(_event, unread))
+
+    def _keep_watching(self, viewer: Viewer) -> None:
+        now = time.monotonic()
+        wants_key = not viewer.synced and now - self._asked_for_key > SERVICE_SECONDS / 2
+        if wants_key or now - self._renewed > LEASE_SECONDS / 4:
+            self._renewed = now
+            self._asked_for_key = now if wants_key else self._asked_for_key
+            self._engine.tell(Watch(LEASE_SECONDS, keyframe=wants_key))
+
+    def _service_frame(self) -> bytes:
+        """The same numbers as /metrics has, for all pages at once."""
+        made, frame = self._service
+        if time.monotonic() - made >= SERVICE_SECONDS / 2:
+            totals = {"t": "service", "engine": self._engine.state.value, "open": self._engine.num_open}
+            frame = _encode(totals | {"metrics": self._metrics.values()})
+            self._service = time.monotonic(), frame
+        return frame
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

@@ -134,6 +134,8 @@ class KVCache:
         spare = table[self.blocks_for(num_tokens) :]
         del table[len(table) - len(spare) :]
         self.pool.release(reversed(spare))
+        if spare and self.rewritten is not None:
+            self.rewritten.add(request.id)
 
     def release(self, request: Request) -> None:
         """The one way out: give back every block `request` holds, tail first."""

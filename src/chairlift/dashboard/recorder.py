@@ -8,10 +8,11 @@ docs/dashboard.md describes the frames.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from chairlift.core.events import (
+    DraftsVerified,
     Event,
     RequestBoarded,
     RequestFinished,
@@ -29,6 +30,7 @@ Frame = dict[str, Any]
 
 FORMAT = 1
 SHOWN_WAITING = 60  # of a long queue, those in front; all are counted
+UNKNOWN = -1  # how much of a table the page knows, where it has changed in the middle
 _FREQUENT = (TokenProduced, TextProduced)
 
 
@@ -52,11 +54,13 @@ class Recorder:
         self._kv = scheduler.kv
         self._seen: dict[str, _Seen] = {}
         self._num_seen = 0
+        self._brief: dict[str, int] = {}  # handles of those whose end is all that is left to tell
         self._tenants: dict[str, int] = {}
         self._new_tenants: dict[int, str] = {}
         self._decoding: list[Request] = []  # in the last step
         self._runs: dict[str, list[int]] = {}  # those under way, by request
         self._policy = ""
+        self._in_step: Sequence[Chunk] = ()
         self._clear()
 
     def _clear(self) -> None:
@@ -70,26 +74,34 @@ class Recorder:
 
     def take(self, events: Sequence[Event]) -> None:
         """The events of one call of `Engine.step`."""
-        done: StepDone | None = None
+        done = events[-1] if events and isinstance(events[-1], StepDone) else None
+        plan = done.plan if done is not None else None
+        self._in_step = plan.chunks if plan is not None else ()
+        accepted: dict[str, int] = {}
         for event in events:
             if isinstance(event, _FREQUENT):
                 continue
             match event:
-                case StepDone():
-                    done = event
-                case RequestQueued():
-                    self._know(event.request_id)
+                case DraftsVerified():
+                    accepted[event.request_id] = event.accepted
+                case RequestQueued(time, request_id, num_prompt):
+                    if self._know(request_id) is None:  # over already: it was cancelled before the next step
+                        self._brief[request_id] = self._num_seen
+                        self._list("new").append(
+                            [self._num_seen, request_id, _seconds(time), num_prompt, 0, self._tenant(""), 0]
+                        )
+                        self._num_seen += 1
                 case RequestBoarded(time, request_id, cached, miss, swapped):
                     reason = miss.name.lower() if miss else None
                     self._add("board", request_id, _seconds(time), cached, reason, swapped)
                 case RequestPreempted(time, request_id, computed, swapped):
                     seen = self._add("preempt", request_id, _seconds(time), computed, int(swapped))
                     if seen is not None:
-                        seen.num_sent = 0
+                        seen.num_sent = UNKNOWN
                 case RequestFinished(time, request_id, ending):
                     self._finish(request_id, _seconds(time), ending.reason.value)
-        if done is not None and done.plan is not None:
-            self._note_step(done, done.plan)
+        if done is not None and plan is not None:
+            self._note_step(done, plan, accepted)
 
     def _list(self, name: str) -> list[Any]:
         return self._lists.setdefault(name, [])
@@ -103,30 +115,40 @@ class Recorder:
     def _know(self, request_id: str) -> _Seen | None:
         seen = self._seen.get(request_id)
         if seen is None:
-            request = self._scheduler.get(request_id)
-            if request is None:  # over before anyone could look at it
+            request = self._scheduler.get(request_id) or self._find_in_step(request_id)
+            if request is None:
                 return None
             seen = self._seen[request_id] = _Seen(self._num_seen, request)
             self._num_seen += 1
             self._list("new").append(self._description(seen))
         return seen
 
+    def _find_in_step(self, request_id: str) -> Request | None:
+        """One that came and went in a single step."""
+        return next((chunk.request for chunk in self._in_step if chunk.request.id == request_id), None)
+
     def _description(self, seen: _Seen) -> list[Any]:
-        request = seen.request
-        tenant = self._tenants.get(request.tenant)
-        if tenant is None:
-            tenant = self._tenants[request.tenant] = len(self._tenants)
-            self._new_tenants[tenant] = request.tenant
+        request, tenant = seen.request, self._tenant(seen.request.tenant)
         arrival = _seconds(request.arrival)
         return [seen.handle, request.id, arrival, request.num_prompt, request.max_new_tokens, tenant, request.priority]
 
+    def _tenant(self, name: str) -> int:
+        number = self._tenants.get(name)
+        if number is None:
+            number = self._tenants[name] = len(self._tenants)
+            self._new_tenants[number] = name
+        return number
+
     def _finish(self, request_id: str, time: float, reason: str) -> None:
+        if request_id in self._brief:
+            self._list("end").append([self._brief.pop(request_id), self._num_steps, time, reason, 0, 0])
         seen = self._seen.get(request_id)
         if seen is not None:
             seen.over = True
-            self._list("end").append([seen.handle, self._num_steps, time, reason, seen.request.num_output])
+            keeps_seat = int(self._scheduler.policy.keeps_seats)  # if it had one, and until its batch is over
+            self._list("end").append([seen.handle, self._num_steps, time, reason, seen.request.num_output, keeps_seat])
 
-    def _note_step(self, done: StepDone, plan: StepPlan) -> None:
+    def _note_step(self, done: StepDone, plan: StepPlan, accepted: Mapping[str, int]) -> None:
         limits, timing, index = self._scheduler.limits, done.timing, self._num_steps
         self._list("steps").append(
             [
@@ -148,20 +170,21 @@ class Recorder:
                 ],
             ]
         )
-        if done.prefill_tokens:
-            decoding = [chunk.request for chunk in plan.chunks if chunk.decodes]
-            self._note_chunks(plan.chunks, index)
+        if done.prefill_tokens or done.decode_tokens > len(plan.chunks):
+            decoding = [chunk.request for chunk in plan.chunks if _is_plain_decode(chunk)]
+            self._note_chunks(plan.chunks, index, accepted)
         else:
             decoding = [chunk.request for chunk in plan.chunks]
         if decoding != self._decoding:
             self._change_runs(plan.chunks, decoding, index)
         self._num_steps += 1
 
-    def _note_chunks(self, chunks: Sequence[Chunk], index: int) -> None:
+    def _note_chunks(self, chunks: Sequence[Chunk], index: int, accepted: Mapping[str, int]) -> None:
         for chunk in chunks:
-            seen = None if chunk.decodes else self._know(chunk.request.id)
+            seen = None if _is_plain_decode(chunk) else self._know(chunk.request.id)
             if seen is not None:
-                self._list("chunks").append([seen.handle, index, chunk.start, chunk.count])
+                drafts = (len(chunk.drafts), accepted.get(chunk.request.id, 0)) if chunk.drafts else ()
+                self._list("chunks").append([seen.handle, index, chunk.start, chunk.count, *drafts])
 
     def _change_runs(self, chunks: Sequence[Chunk], decoding: list[Request], index: int) -> None:
         """End the runs of those who no longer decode, and begin one for everyone who does now."""
@@ -250,7 +273,7 @@ class Recorder:
         }
         if self._scheduler.policy.name != self._policy:
             self._policy = self._scheduler.policy.name
-            standing |= {"policy": self._policy, "keeps_seats": self._scheduler.policy.keeps_seats}
+            standing["policy"] = self._policy
         return standing
 
     def _note_tables(self) -> None:
@@ -258,9 +281,9 @@ class Recorder:
         for seen in list(self._seen.values()):
             table = self._kv.table(seen.request)
             if seen.request.id in rewritten:
-                seen.num_sent = 0
+                seen.num_sent = UNKNOWN
             if len(table) != seen.num_sent:
-                start = seen.num_sent if len(table) > seen.num_sent else 0
+                start = seen.num_sent if 0 <= seen.num_sent < len(table) else 0
                 self._list("tables").append([seen.handle, start, list(table[start:])])
                 seen.num_sent = len(table)
             if seen.over and not table:
@@ -269,10 +292,14 @@ class Recorder:
     def _is_worth_saying(self, block: int) -> bool:
         return self._kv.pool.references(block) > 0 or self._kv.pool.is_cached(block)
 
-    def _states(self, blocks: Any) -> list[int]:
+    def _states(self, blocks: Iterable[int]) -> list[int]:
         """block, references, cached; block, references, cached; …"""
         pool = self._kv.pool
         return [number for block in blocks for number in (block, pool.references(block), int(pool.is_cached(block)))]
+
+
+def _is_plain_decode(chunk: Chunk) -> bool:
+    return chunk.decodes and not chunk.drafts
 
 
 def _seconds(value: float) -> float:

@@ -16,7 +16,6 @@ export class Model {
     this.lost = 0; // frames that this page was too slow for
     this.key = null; // the last keyframe: seats, sizes
     this.policy = "";
-    this.keepsSeats = false;
     this.now = 0;
     this.requests = new Map(); // by id
     this.handles = new Map();
@@ -54,7 +53,7 @@ export class Model {
     const found = [];
     for (const stays of this.seats) {
       const stay = stays[upperBound(stays, col, (each) => each.from) - 1];
-      const part = stay && stay.request.partAt(col);
+      const part = stay && col < stay.to ? stay.request.partAt(col) : null;
       if (part) found.push({ request: stay.request, part, start: part.start + col - part.col, count: part.count });
     }
     return found;
@@ -134,7 +133,7 @@ export class Model {
       const here = moves.filter((move) => move.index === index);
       if (step && step.idle === 0) this.freeIdleSeats(base + index);
       for (const move of here.filter((move) => !step || move.time < step.time)) this.move(move, base + index);
-      for (const move of here.filter((move) => step && move.time >= step.time)) this.move(move, base + index);
+      for (const move of here.filter((move) => step && move.time >= step.time)) this.move(move, base + index + 1);
     }
     this.applyWork(frame, base);
     for (const [handle, start, blocks] of frame.tables || []) this.blocks.setTable(this.handles.get(handle), start, blocks);
@@ -151,6 +150,7 @@ export class Model {
     return step;
   }
 
+  // `col` is the first column after it.
   move({ kind, handle, time, more }, col) {
     const request = this.handles.get(handle);
     if (!request) return;
@@ -168,15 +168,15 @@ export class Model {
       this.blocks.setTable(request, 0, []);
       this.leave(request, col, "waiting");
     } else {
-      request.end = { time, col, reason: more[0] };
+      request.end = { time, col: col - 1, reason: more[0] };
       request.outputsAtEnd = more[1];
       request.stopWaiting(time);
       this.finished[more[0]] = (this.finished[more[0]] || 0) + 1;
-      if (request.state === "running" && this.keepsSeats) this.becomeIdle(request, col + 1);
-      else this.leave(request, col + 1, "done");
+      if (more[2] && request.state === "running") this.becomeIdle(request, col);
+      else this.leave(request, col, "done");
     }
     const isOver = !this.occupants.some((occupant) => occupant && occupant.state === "running");
-    if (isOver) this.freeIdleSeats(col + 1); // the last one of a batch frees the seats of all
+    if (isOver) this.freeIdleSeats(col); // the last one of a batch frees the seats of all
   }
 
   // Chunks of prompts and runs of decodes, in the order in which each request went through them.
@@ -197,7 +197,7 @@ export class Model {
     const n = request.end ? Math.min(piece.n, request.end.col + 1 - col) : piece.n;
     if (n <= 0) return;
     if (piece.proposed !== undefined) {
-      piece.kind = "decode";
+      piece.kind = piece.start >= request.prompt ? "decode" : "prefill";
       this.tokens.proposed += piece.proposed;
       this.tokens.accepted += piece.accepted;
     }
@@ -233,7 +233,6 @@ export class Model {
     if (frame.policy) {
       if (this.policy && this.policy !== frame.policy) this.policyChanges.push({ col: this.nextCol, policy: frame.policy });
       this.policy = frame.policy;
-      this.keepsSeats = frame.keeps_seats;
     }
     this.lostBefore = this.lost;
     this.reasons = frame.reasons;

@@ -1,0 +1,104 @@
+"""The page's own model of a run, on Node: it must come to the same picture as the scheduler had."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift.dashboard.page import content_policy, dashboard_page, joined_modules
+from tests.dashboard.recorded import random_run
+from tests.dashboard.test_recorder import drafting
+
+ASK = """
+const fs = await import("node:fs");
+const found = JSON.parse(fs.readFileSync(0, "utf8")).map((frames) => {
+  const model = new Model();
+  let most = 0;
+  for (const frame of frames) {
+    model.apply(frame);
+    most = Math.max(most, model.seatsTaken);
+  }
+  const cells = model.steps.map((_, index) =>
+    model.workAt(index).map((work) => [work.request.id, work.start, work.count]));
+  const bubbles = model.steps.map((_, col) =>
+    model.seats.flat().filter((stay) => stay.idleFrom <= col && col < stay.to).length);
+  const requests = [...model.requests.values()];
+  return {
+    most, cells, bubbles, taken: model.seatsTaken, seats: model.seats.length, finished: model.finished,
+    outputs: Object.fromEntries(requests.map((request) => [request.id, request.outputs])),
+    tables: requests.filter((request) => request.table.length).length,
+    blocks: model.blocks.tally(), tokens: model.tokens,
+  };
+});
+console.log(JSON.stringify(found));
+"""
+
+
+def ask_model(runs: list[list[Any]], tmp_path: Path) -> list[dict[str, Any]]:
+    if shutil.which("node") is None:
+        pytest.skip("needs node")
+    script = tmp_path / "ask.mjs"
+    script.write_text(joined_modules("model") + ASK)
+    done = subprocess.run(["node", script], input=json.dumps(runs), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_seats_cells_bubbles_and_outputs_are_those_of_the_scheduler(tmp_path: Path) -> None:
+    runs = [random_run(seed, policy=("continuous", "static")[seed % 2]) for seed in range(8)]
+    runs += [random_run(seed, speculation=drafting(seed)) for seed in range(20, 23)]
+    for run, found in zip(runs, ask_model([run.frames for run in runs], tmp_path), strict=True):
+        shapes = [sorted([name, start, count] for name, start, count in shape) for shape in run.shapes]
+        assert [sorted(cells) for cells in found["cells"]] == shapes
+        assert found["bubbles"] == run.idle
+        assert found["taken"] == 0
+        assert found["seats"] <= run.scheduler.max_batch_requests
+        assert sum(found["finished"].values()) == len(run.outputs)
+        assert found["outputs"] == run.outputs
+        assert found["tables"] == 0
+        assert found["blocks"]["kept"] == sum(cached for _, cached in run.pools[-1])
+    assert any(sum(run.idle) for run in runs)
+
+
+def test_a_page_that_comes_late_or_lost_frames_goes_on_from_a_keyframe(tmp_path: Path) -> None:
+    run = random_run(2)
+    late = random_run(2)
+    half = len(late.frames) // 2
+    joined = [late.frames[0], {"t": "lost", "frames": 3}, *run.frames[half:]]
+    whole, broken = ask_model([run.frames, joined], tmp_path)
+    assert broken["taken"] == whole["taken"] == 0
+    assert broken["seats"] <= run.scheduler.max_batch_requests
+
+
+def test_the_modules_share_one_space_of_names() -> None:
+    script = joined_modules("main")
+    declared = Counter(
+        line.split()[1].split("(")[0]
+        for line in script.splitlines()
+        if line.startswith(("const ", "let ", "class ", "function "))
+    )
+    assert [name for name, count in declared.items() if count > 1] == []
+    assert "import {" not in script
+    assert "\nexport " not in script
+    assert "</script" not in script
+
+
+def test_the_page_is_one_file_that_asks_for_nothing() -> None:
+    page = dashboard_page()
+    for outside in ("http://", "https://", '<link rel="stylesheet', "src="):
+        assert outside not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "'unsafe-eval'" not in content_policy(page)
+    assert "script-src 'sha256-" in content_policy(page)
+
+
+def test_a_page_with_a_recording_has_it_inside() -> None:
+    page = dashboard_page(b"frames")
+    assert page.count("ZnJhbWVz") == 1
+    assert len(page) == len(dashboard_page()) + 8

@@ -1,0 +1,97 @@
+"""What the page is told is what happened: every token, every table, every block."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from chairlift.core.draft_length import FixedLength
+from chairlift.core.speculation import Speculation
+from tests.core.driving import make_scheduler
+from tests.dashboard.recorded import RecordedRun, random_run, read_back
+from tests.speculation.guessing import Guesser
+from tests.speculation.test_rollback import continue_deterministically
+
+
+def drafting(seed: int) -> Speculation:
+    return Speculation(Guesser(continue_deterministically, seed=seed), FixedLength(4))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_frames_tell_every_token_and_every_ending(seed: int) -> None:
+    speculation = drafting(seed) if seed % 3 == 0 else None
+    run = random_run(seed, policy=("continuous", "static")[seed % 2], speculation=speculation)
+    steps, endings = read_back(run.frames)
+    assert [sorted(step) for step in steps] == [sorted(shape) for shape in run.shapes]
+    assert endings == dict.fromkeys(run.outputs, 1)
+    told = {frame_end[0]: frame_end[4] for frame in run.frames for frame_end in frame.get("end", ())}
+    assert sorted(told.values()) == sorted(run.outputs.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_frames_tell_every_table_and_every_block(seed: int) -> None:
+    run = random_run(seed, speculation=drafting(seed) if seed % 3 == 0 else None)
+    tables: dict[int, list[int]] = {}
+    names: dict[int, str] = {}
+    pool = [(0, False)] * len(run.pools[0])
+    for frame, true_tables, true_pool in zip(run.frames, run.tables, run.pools, strict=True):
+        names |= {given[0]: given[1] for given in (*frame.get("new", ()), *frame.get("requests", ()))}
+        for preempted in frame.get("preempt", ()):
+            tables.pop(preempted[0], None)
+        for handle, start, blocks in frame.get("tables", ()):
+            tables[handle] = tables.get(handle, [])[:start] + blocks
+        changes = iter(frame.get("blocks", ()))
+        for block, references, cached in zip(changes, changes, changes, strict=True):
+            pool[block] = references, bool(cached)
+        assert {names[handle]: tuple(table) for handle, table in tables.items() if table} == true_tables
+        assert pool == true_pool
+
+
+def test_a_keyframe_in_the_middle_tells_all_and_names_everybody_anew() -> None:
+    run = RecordedRun(make_scheduler(max_batch_requests=2), steps_per_frame=100)
+    run.submit("a", 6, 9)
+    run.submit("b", 30, 9, tenant="bob")
+    run.submit("c", 5, 9)
+    for _ in range(4):
+        run.step()
+    run.frame()
+    key = run.recorder.keyframe(run.now, 0.0)
+    described = {given[1]: (given[7], given[8], given[9], tuple(given[10])) for given in key["requests"]}
+    scheduler = run.scheduler
+    for name, state in (("a", "running"), ("b", "running"), ("c", "waiting")):
+        request = scheduler.get(name)
+        assert request is not None
+        table = tuple(scheduler.kv.table(request))
+        assert described[name] == (state, request.num_computed, request.num_output, table)
+    assert [reason for _, reason in key["waiting"]] == ["seats"]
+    assert key["seats"] == 2
+    assert set(run.recorder.new_tenants(all_of_them=True).values()) == {"", "bob"}
+    assert run.recorder.new_tenants() == {}
+
+
+def test_a_long_decode_is_told_in_few_words() -> None:
+    """What is sent grows with requests and frames, not with tokens."""
+    run = RecordedRun(make_scheduler(num_blocks=400, max_batch_requests=8), steps_per_frame=50)
+    for number in range(8):
+        run.submit(f"r{number}", 3, 99)
+    run.run_to_end()
+    decodes = [frame for frame in run.frames if len(frame.get("steps", ())) == 50 and not frame.get("end")]
+    assert decodes
+    assert all(len(frame["runs"]) <= 16 for frame in decodes)
+    assert all(len(json.dumps(frame)) < 9000 for frame in decodes)
+
+
+def test_nothing_is_noted_once_it_is_stopped() -> None:
+    run = RecordedRun(make_scheduler())
+    run.recorder.stop()
+    run.submit("a", 6, 9)
+    run.scheduler.schedule(0.0)
+    assert run.scheduler.kv.pool.changed is None
+    assert run.scheduler.kv.rewritten is None
+
+
+def test_forgets_requests_that_are_over() -> None:
+    run = random_run(3)
+    assert run.recorder._seen == {}
+    assert run.recorder._runs == {}

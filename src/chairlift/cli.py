@@ -21,6 +21,7 @@ from chairlift.cli_models import models
 from chairlift.cli_options import examples
 from chairlift.cli_serve import serve
 from chairlift.cli_simulate import plan, simulate
+from chairlift.cli_train_draft import train_draft
 from chairlift.errors import ChairliftError, InvalidParameter
 
 
@@ -134,6 +135,14 @@ app.command(
         "chairlift explain masks --out pictures --formats svg",
     )
 )(explain)
+app.command(
+    "train-draft",
+    epilog=examples(
+        "chairlift train-draft smollm2-135m --output drafts/smollm2",
+        "chairlift train-draft Qwen/Qwen3-0.6B --output drafts/qwen --prompts questions.txt --texts 5000",
+        "chairlift serve Qwen/Qwen3-0.6B --speculate draft:drafts/qwen",
+    ),
+)(train_draft)
 app.command(epilog=examples("chairlift models", "chairlift models --json"))(models)
 app.add_typer(bench_app, name="bench")
 

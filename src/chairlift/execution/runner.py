@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from chairlift.attention import AttentionBackend, KVStorage
+from chairlift.attention.base import Attend
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
+from chairlift.execution.drafter import DraftNetwork
 from chairlift.execution.host_blocks import HostBlocks, make_copies
-from chairlift.execution.input_batch import build_batch
+from chairlift.execution.input_batch import InputBatch, build_batch
 from chairlift.execution.sampler import Sampler
 from chairlift.execution.structured import StructuredOutput
 from chairlift.models.base import CausalLM
@@ -35,6 +39,7 @@ class ModelRunner:
         self.attention = attention
         self.storage = storage
         self.structured = structured
+        self.draft_network: DraftNetwork | None = None  # what guesses, if it needs to see what the model computes
         self.host: HostBlocks | None = None  # where preempted requests leave their blocks, if anywhere
         self.sampler = Sampler(model.vocab_size, model.device)
 
@@ -50,6 +55,7 @@ class ModelRunner:
         masks = self.structured.begin_masks(sampling, drafts) if self.structured else None  # computed meanwhile
         hidden = self.model.hidden_states(batch.tokens, batch.positions, attend)
         if not sampling:
+            self._show_draft_network(plan, batch, attend, hidden, {})
             timing = StepTiming(built - begun, time.perf_counter() - built)
             return StepResult(plan, [], [], timing, batch.num_padding)
         num_scored = len(sampling) + plan.num_drafts  # the rows of idle seats come last
@@ -65,8 +71,22 @@ class ModelRunner:
             drafts if plan.num_drafts else None,
         )
         accepted = {request.id: count for request, count in zip(sampling, sampled.accepted, strict=False) if count}
+        self._show_draft_network(plan, batch, attend, hidden, accepted)
         timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
         return StepResult(plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted)
+
+    def _show_draft_network(
+        self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, accepted: Mapping[str, int]
+    ) -> None:
+        if self.draft_network is None:
+            return
+        ends = zip(batch.layout.offsets, plan.chunks, strict=False)
+        kept = [
+            offset + chunk.count - chunk.num_scored + accepted.get(chunk.request.id, 0)
+            for offset, chunk in ends
+            if chunk.samples
+        ]
+        self.draft_network.follow(plan, batch, attend, hidden, kept)
 
     def warm_up(self) -> None:
         """Compile what is compiled on first use, so that the first request does not wait for it. Runs one token
@@ -76,5 +96,5 @@ class ModelRunner:
         self.forget(request.id)
 
     def forget(self, request_id: str) -> None:
-        """A request is over: drop its sampling state."""
+        """A request is over, or its steps were lost: drop its sampling state."""
         self.sampler.forget(request_id)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from chairlift.core.cost_model import CostModel
 from chairlift.core.draft_length import AdaptiveLength, DraftLength, FixedLength
-from chairlift.core.ngram import NgramProposer
 from chairlift.core.request import Request
 from chairlift.core.speculation import Proposer, Speculation, Wanted
 from chairlift.errors import InvalidParameter
@@ -82,7 +81,3 @@ class GrammaticalDrafts:
 
     def forget(self, request_id: str) -> None:
         self._proposer.forget(request_id)
-
-
-def make_proposer(wanted: Speculate) -> Proposer:
-    return NgramProposer()

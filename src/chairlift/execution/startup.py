@@ -14,18 +14,18 @@ from chairlift.core.adaptive_budget import make_budget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.scheduler import Scheduler
-from chairlift.core.speculation import Speculation
 from chairlift.core.swap import SwapCost, SwapSpace
 from chairlift.core.work_forecast import WorkForecast
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.execution.config import EngineConfig
+from chairlift.execution.draft_model import load_draft
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.grammar import GrammarCompiler
 from chairlift.execution.host_blocks import HostBlocks, num_host_slots
 from chairlift.execution.memory import MemoryPlan, allocate_storage, format_bytes, plan_memory
 from chairlift.execution.runner import ModelRunner
-from chairlift.execution.speculate import Speculate, make_proposer, make_speculation
+from chairlift.execution.speculate import make_speculation
 from chairlift.execution.structured import StructuredOutput
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.store import resolve_model
@@ -91,11 +91,13 @@ def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoin
 def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
     """Size the KV cache and put the parts together."""
     model = loaded.model
-    layers, dtype, device = model.attention_layers, model.dtype, model.device
+    dtype, device = model.dtype, model.device
     max_model_len = _max_model_len(config, model.max_len)
+    draft = load_draft(config.speculate, model, loaded.tokenizer, max_model_len) if config.speculate else None
+    layers = (*model.attention_layers, *(draft.layers if draft else ()))
     memory = plan_memory(
         layers,
-        weight_bytes=model.num_weight_bytes(),
+        weight_bytes=model.num_weight_bytes() + (draft.weight_bytes if draft else 0),
         kv_memory=config.kv_memory,
         memory_share=config.memory_share,
         dtype=dtype,
@@ -111,7 +113,10 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
     runner = _make_runner(
         model, attention, allocate_storage(layers, memory, dtype, device), config, seats, max_model_len, structured
     )
+    proposer = draft.make_proposer(attention, runner.storage) if draft else None
     runner.warm_up()
+    if draft is not None and isinstance(runner, ModelRunner):
+        runner.draft_network = draft.network
     cost_model = CostModel()
     tokens = config.batch_tokens()
     prompts = min(config.max_prefill_tokens or tokens, tokens)
@@ -132,7 +137,7 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         max_overtakes=config.max_overtakes,
         forecast=forecast,
         swap=_make_swap_space(runner, config, memory, forecast),
-        speculation=_make_speculation(config, cost_model, structured),
+        speculation=make_speculation(proposer, config.draft_length, cost_model, structured) if proposer else None,
     )
     engine = Engine(
         scheduler,
@@ -184,13 +189,6 @@ def _make_runner(
         graphs=config.cuda_graphs,
         structured=structured,
     )
-
-
-def _make_speculation(config: EngineConfig, cost: CostModel, structured: StructuredOutput) -> Speculation | None:
-    if config.speculate is None:
-        return None
-    proposer = make_proposer(Speculate.parse(config.speculate))
-    return make_speculation(proposer, config.draft_length, cost, structured)
 
 
 def _make_swap_space(

@@ -186,11 +186,14 @@ class Decoder:
         yield self.norm
         yield self.head
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T] -> [T, hidden], what the first layer reads."""
+        x = F.embedding(tokens, self.embedding)
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
+
     def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         rotations = {rope: rotary(positions) for rope, rotary in self.rotary.items()}
-        x = F.embedding(tokens, self.embedding)
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
+        x = self.embed(tokens)
         delta: Tensor | None = None
         for layer in self.layers:
             delta = layer(x, delta, None if layer.rope is None else rotations[layer.rope], attend)

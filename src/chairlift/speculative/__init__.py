@@ -1,0 +1,1 @@
+"""Networks that guess what a model will say."""

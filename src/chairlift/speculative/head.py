@@ -1,0 +1,93 @@
+"""A draft head: one layer that continues the target's own hidden states.
+
+The target's last layer knows far more about what comes next than a small model could find out by itself. So the head
+reads, for each token, the token's embedding and the target's hidden state of the token before it, and tells what the
+target's hidden state of this token will be; the target's own head turns that into a guess. From the second guess on it
+reads its own states instead. Its keys and values live in the target's KV storage, as those of one more layer.
+
+    target      h0      h1      h2                       read once the target has computed them
+    tokens      x1      x2      x3      g4      g5
+    head        s1      s2      s3  ->  s4  ->  s5       each from its token and the state to its left
+    guesses                     g4      g5      g6       x3 was sampled from h2, and is certain
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.attention.base import Attend, AttentionLayer
+from chairlift.errors import CorruptCheckpoint, InvalidParameter
+from chairlift.layers.linear import Linear
+from chairlift.layers.norm import RMSNorm
+from chairlift.layers.rope import RotaryEmbedding
+from chairlift.models.decoder import Decoder, DecoderLayer
+from chairlift.models.weights import fill
+from chairlift.speculative.head_config import EPS, HeadConfig
+
+
+class DraftHead:
+    def __init__(self, config: HeadConfig, target: Decoder, tensors: Iterable[tuple[str, Tensor]], index: int) -> None:
+        """`index`: which layer of the KV storage is the head's."""
+        if (config.hidden_size, config.target_vocab_size) != (target.config.hidden_size, target.vocab_size):
+            trained = f"hidden size {config.hidden_size} and {config.target_vocab_size} tokens"
+            problem = f"was trained for another model, with {trained}; this one has {target.config.hidden_size}"
+            raise InvalidParameter("speculate", f"{problem} and {target.vocab_size}")
+        dtype, device, decoder = target.dtype, target.device, config.decoder()
+        layer = replace(decoder.layers[0], attention=replace(decoder.layers[0].attention, index=index))
+        self.target = target
+        self.hidden_size = config.hidden_size
+        self.attention_layers: tuple[AttentionLayer, ...] = (layer.attention,)
+        self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, bias=False, dtype=dtype, device=device)
+        self.layer = DecoderLayer(decoder, layer, dtype, device)
+        assert layer.rope is not None
+        self.rotary = RotaryEmbedding(layer.rope, dtype=dtype, device=device)
+        self.norm = RMSNorm(config.hidden_size, EPS, unit_offset=False, dtype=dtype, device=device)
+        self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: what its guesses stand for
+        self.head = Linear(head_rows(target, self.token_ids))
+        for part in (self.mix, *self.layer.parts(), self.norm, self.head):
+            part.finalize()
+
+    def _fill(self, tensors: Iterable[tuple[str, Tensor]], config: HeadConfig) -> Tensor:
+        assert self.mix.weight is not None
+        weights = dict(tensors)
+        token_ids = weights.pop("token_ids", torch.empty(0)).long()
+        targets = {"mix.weight": self.mix.weight, "norm.weight": self.norm.weight}
+        targets |= {f"layers.0.{name}": target for name, target in self.layer.targets()}
+        fill(targets, weights.items(), text_part_only=False, tied=False)
+        if token_ids.shape != (config.draft_vocab_size,):
+            raise CorruptCheckpoint(f"the draft head should have {config.draft_vocab_size} token_ids")
+        if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < config.target_vocab_size:
+            raise CorruptCheckpoint("token_ids of the draft head are not in the model's vocabulary")
+        return token_ids
+
+    def num_weight_bytes(self) -> int:
+        return sum(part.num_bytes for part in (self.mix, *self.layer.parts(), self.norm, self.head))
+
+    def states(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions [T], previous [T, hidden]: the states of the tokens before -> [T, hidden]."""
+        x = self.mix(torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1))
+        delta = self.layer(x, None, self.rotary(positions), attend)
+        return self.norm(x if delta is None else x + delta)
+
+    def guess(self, states: Tensor) -> Tensor:
+        """[S, hidden] -> the likeliest next token of each [S]."""
+        return self.token_ids[self.head(states).argmax(dim=-1)]
+
+
+def head_rows(target: Decoder, token_ids: Tensor) -> Tensor:
+    """What the target's own head multiplies a state with to score these tokens [tokens, hidden]."""
+    if target.config.tied_head:
+        return target.embed(token_ids) / target.embedding_scale
+    # However the head is stored, it is a linear map: it tells its weights if it is asked for one number at a time.
+    numbers = torch.eye(target.config.hidden_size, dtype=target.dtype, device=target.device)
+    return torch.cat([target.head(some)[:, token_ids] for some in numbers.split(64)]).T.contiguous()
+
+
+def unit(x: Tensor) -> Tensor:
+    """Scaled to a mean square of one."""
+    return F.rms_norm(x, x.shape[-1:], eps=EPS)

@@ -1,0 +1,53 @@
+"""What a draft head looks like, and how its checkpoint says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from chairlift.errors import CorruptCheckpoint
+from chairlift.models.config import DecoderConfig, LayerConfig
+from chairlift.models.read_config import decoder_config
+
+MODEL_TYPE = "chairlift_draft_head"
+EPS = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """One decoder layer between the target's embedding and the target's head."""
+
+    hidden_size: int  # the target's
+    target_vocab_size: int
+    draft_vocab_size: int  # how many of the target's tokens it can guess
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float
+    max_position_embeddings: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> HeadConfig:
+        names = {field.name for field in fields(cls)}
+        missing = sorted(names - config.keys())
+        if missing:
+            raise CorruptCheckpoint(f"config.json of the draft head lacks {', '.join(missing)}")
+        return cls(**{name: config[name] for name in names})
+
+    def to_json(self) -> dict[str, Any]:
+        return {"model_type": MODEL_TYPE, **asdict(self)}
+
+    def decoder(self) -> DecoderConfig:
+        """The same as a Llama of one layer."""
+        shape = asdict(self) | {"model_type": "llama", "vocab_size": self.target_vocab_size, "num_hidden_layers": 1}
+        return decoder_config(shape | {"rms_norm_eps": EPS, "tie_word_embeddings": True})
+
+    @property
+    def layer(self) -> LayerConfig:
+        return self.decoder().layers[0]
+
+
+def is_head(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") == MODEL_TYPE

@@ -1,0 +1,167 @@
+"""Drafts from networks: a model that guesses itself must always be right, whatever happens to its blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.core.draft_length import FixedLength
+from chairlift.core.request import Request
+from chairlift.core.speculation import Speculation, Wanted
+from chairlift.errors import InvalidParameter
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.drafter import FirstLayers, Head, NetworkProposer
+from chairlift.execution.engine import Engine
+from chairlift.execution.runner import ModelRunner
+from chairlift.execution.startup import LoadedModel, start_engine
+from chairlift.models.decoder import Decoder
+from chairlift.speculative.head_config import HeadConfig
+from chairlift.training.train_draft import TrainSettings, train_draft
+from chairlift.training.trainable_head import TrainableHead, WholeTexts
+from tests.speculation.running import run, start
+from tests.speculation.test_same_output import SETTINGS, same, uneven_work
+from tests.tiny import write_tiny_checkpoint
+
+
+class NowAndThen(FixedLength):
+    """No drafts for a while, then some: what was computed meanwhile has to be caught up with."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self._turn = 0
+
+    def choose(self, candidates: Any, chunks: Any, proposer: Any) -> Sequence[int]:
+        self._turn += 1
+        return super().choose(candidates, chunks, proposer) if self._turn % 4 < 2 else [0] * len(candidates)
+
+
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name not in ("static", "uncached")])
+def test_a_model_that_guesses_itself_is_always_right(tiny: LoadedModel, folder: Path, setting: str) -> None:
+    options = SETTINGS[setting] | ({"kv_memory": "80KiB"} if "kv_memory" in SETTINGS[setting] else {})
+    work = uneven_work(10)
+    plain = run(start(tiny, **SETTINGS[setting]), work, arrive=lambda index: index % 2 == 0)
+    engine = start(tiny, speculate=f"draft:{folder}", draft_length=3, **options)
+    speculation = engine.scheduler.speculation
+    assert speculation is not None
+    speculation.length = NowAndThen()
+    fast = run(engine, work, arrive=lambda index: index % 2 == 0)
+    same(plain, fast)
+    assert fast.proposed == fast.accepted > 20
+    assert (fast.preemptions > 0) == (setting in ("preempted", "swapped"))
+
+
+def proposer_of(engine: Engine, network: Any) -> NetworkProposer:
+    runner = engine.executor
+    assert isinstance(runner, ModelRunner)
+    return NetworkProposer("test", network, runner.attention, runner.storage)
+
+
+def test_all_layers_are_always_right_and_the_first_not_always(tiny: LoadedModel) -> None:
+    work = uneven_work(8)
+    plain = run(start(tiny), work)
+    engine = start(tiny)
+    model = tiny.model
+    assert isinstance(model, Decoder)
+    engine.scheduler.speculation = Speculation(proposer_of(engine, FirstLayers(model, 2)), FixedLength(4))
+    all_layers = run(engine, work)
+    same(plain, all_layers)
+    assert all_layers.proposed == all_layers.accepted > 20
+    first = run(start(tiny, speculate="layers:1", draft_length=2), work)
+    same(plain, first)
+    assert first.proposed > first.accepted
+
+
+@pytest.fixture(scope="module")
+def draft(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("draft")
+    settings = TrainSettings(texts=12, length=32, epochs=2, batch=4, draft_vocab=150, device="cpu", learning_rate=3e-3)
+    said: list[str] = []
+    train_draft(str(folder), output, settings, [], said.append)
+    assert any(line.startswith("epoch   2") for line in said)
+    return output
+
+
+def test_a_trained_head_changes_nothing_and_says_what_it_was_trained_to_say(tiny: LoadedModel, draft: Path) -> None:
+    work = [(prompt, params.clone(max_tokens=12)) for prompt, params in uneven_work(5)]
+    plain = run(start(tiny), work)
+    engine = start(tiny, speculate=f"draft:{draft}", draft_length=2, prefix_caching=False, max_prefill_tokens=7)
+    said: list[tuple[Request, int, list[int]]] = []
+    speculation = engine.scheduler.speculation
+    assert speculation is not None
+    propose = speculation.proposer.propose
+
+    def listen(wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
+        drafts = propose(wanted)
+        said.extend((one.request, one.request.num_known, list(some)) for one, some in zip(wanted, drafts, strict=True))
+        return drafts
+
+    speculation.proposer.propose = listen  # type: ignore[method-assign]
+    same(plain, run(engine, work))
+    assert len(said) > 20
+    model = tiny.model
+    assert isinstance(model, Decoder)
+    head, ids = load_trainable(draft, model)
+    for request, num_known, drafts in said:
+        assert drafts[0] == offline_guess(head, ids, model, list(request.tokens[:num_known]))
+
+
+def load_trainable(folder: Path, model: Decoder) -> tuple[TrainableHead, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    head = TrainableHead(HeadConfig.of(json.loads((folder / "config.json").read_text())), model)
+    saved = load_file(folder / "model.safetensors")
+    for name, tensor in head.tensors().items():
+        tensor.copy_(saved[name])
+    return head, saved["token_ids"].long()
+
+
+@torch.no_grad()
+def offline_guess(head: TrainableHead, ids: torch.Tensor, model: Decoder, tokens: list[int]) -> int:
+    """From the whole text at once, without a cache."""
+    row = torch.tensor(tokens)
+    hidden = model.hidden_states(row, torch.arange(len(tokens)), WholeTexts(len(tokens)))
+    previous = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
+    states = head(model.embed(row)[None], previous[None])[0, -1]
+    return int(ids[model.logits(states[None])[0, ids].argmax()])
+
+
+def test_training_goes_on_where_it_stopped(folder: Path, tmp_path: Path) -> None:
+    settings = {"texts": 6, "length": 16, "batch": 2, "draft_vocab": 50, "device": "cpu"}
+    train_draft(str(folder), tmp_path / "a", TrainSettings(epochs=1, **settings), [], lambda line: None)  # type: ignore[arg-type]
+    said: list[str] = []
+    train_draft(str(folder), tmp_path / "a", TrainSettings(epochs=2, **settings), [], said.append)  # type: ignore[arg-type]
+    assert [line.split("loss")[0].strip() for line in said if line.startswith("epoch")] == ["epoch   2"]
+    assert not any(" of 6" in line for line in said), "the texts are there already"
+
+
+@pytest.mark.parametrize("speculate", ["layers:2", "draft:nowhere/at/all", "draft:tiny-but-other"])
+def test_what_does_not_fit_is_refused(tiny: LoadedModel, tmp_path: Path, speculate: str) -> None:
+    if speculate.endswith("other"):
+        other = write_tiny_checkpoint(tmp_path / "other", more_special=["<|one|>", "<|two|>", "été"])
+        speculate = f"draft:{other}"
+    with pytest.raises((InvalidParameter, Exception)) as refusal:
+        start_engine(tiny, EngineConfig(device="cpu", kv_memory="1MiB", speculate=speculate))
+    assert type(refusal.value).__module__ == "chairlift.errors"
+
+
+def test_a_head_for_another_model_is_refused(tiny: LoadedModel, draft: Path, tmp_path: Path) -> None:
+    config = json.loads((draft / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
+    (tmp_path / "model.safetensors").write_bytes((draft / "model.safetensors").read_bytes())
+    with pytest.raises(InvalidParameter, match="trained for another model"):
+        start_engine(tiny, EngineConfig(device="cpu", kv_memory="1MiB", speculate=f"draft:{tmp_path}"))
+
+
+def test_a_head_needs_no_more_state_than_that_of_open_requests(tiny: LoadedModel, draft: Path) -> None:
+    engine = start(tiny, speculate=f"draft:{draft}")
+    run(engine, uneven_work(4))
+    runner = engine.executor
+    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner.draft_network, Head)
+    assert not runner.draft_network._known
+    assert not runner.draft_network._guessed

@@ -38,6 +38,7 @@ COMMANDS = [
     ["plan"],
     ["batch"],
     ["explain"],
+    ["train-draft"],
     ["models"],
     ["bench"],
     ["bench", "throughput"],

@@ -8,11 +8,12 @@ Also runs by itself where the command line's libraries are missing:
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -99,7 +100,9 @@ def _texts(
     if state.resumed and file.exists():
         return Texts.load(file)
     length = min(settings.length, loaded.model.max_len)
-    texts = write_texts(loaded, config, settings.texts, length, settings.seed, prompts, say)
+    short = replace(config, max_model_len=length)  # no room is needed for longer ones
+    texts = write_texts(loaded, short, settings.texts, length, settings.seed, prompts, say)
+    gc.collect()  # the engine is gone, and its memory is wanted
     texts.save(file)
     return texts
 

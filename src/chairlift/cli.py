@@ -19,6 +19,7 @@ from chairlift.cli_explain import explain
 from chairlift.cli_generate import generate
 from chairlift.cli_models import models
 from chairlift.cli_options import examples
+from chairlift.cli_record import record
 from chairlift.cli_serve import serve
 from chairlift.cli_simulate import plan, simulate
 from chairlift.cli_train_draft import train_draft
@@ -143,6 +144,12 @@ app.command(
         "chairlift serve Qwen/Qwen3-0.6B --speculate draft:drafts/qwen",
     ),
 )(train_draft)
+app.command(
+    epilog=examples(
+        "chairlift record run.lift --seconds 30",
+        "chairlift record run.html --url http://gpu-server:8000 --api-key SECRET",
+    )
+)(record)
 app.command(epilog=examples("chairlift models", "chairlift models --json"))(models)
 app.add_typer(bench_app, name="bench")
 

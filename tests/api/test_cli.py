@@ -39,6 +39,7 @@ COMMANDS = [
     ["batch"],
     ["explain"],
     ["train-draft"],
+    ["record"],
     ["models"],
     ["bench"],
     ["bench", "throughput"],

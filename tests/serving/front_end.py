@@ -82,6 +82,7 @@ def front_end(
     *,
     limits: Limits | None = None,
     tokenizer: Tokenizer | None = None,
+    service_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[FrontEnd]:
     limits = limits or Limits()
@@ -94,7 +95,7 @@ def front_end(
     async def run() -> None:
         engine = ScriptedEngine(metrics, script)  # has sockets of this thread's event loop
         text = tokenizer or Tokenizer(byte_level_tokenizer(), chat_template=CHATML)
-        service = Service(NAME, text, engine, metrics, limits)
+        service = Service(NAME, text, engine, metrics, limits, **(service_options or {}))
         made.append(FrontEnd(service, engine, listener.getsockname()[1]))
         server = uvicorn.Server(uvicorn_config(make_app(service, **options), limits))
         servers.append(server)

@@ -45,6 +45,13 @@ class BlockingClient:
                 if data:
                     yield self._event(data)
 
+    def watch(self, path: str) -> Iterator[bytes]:
+        """The data of server-sent events without an end, as it comes."""
+        with self._exchange("GET", path) as response:
+            for line in response:
+                if line.startswith(b"data:"):
+                    yield line.removeprefix(b"data:").strip()
+
     def _event(self, data: bytes) -> dict[str, Any]:
         try:
             event = json.loads(data)

@@ -1,0 +1,61 @@
+"""A real browser on a real server."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dashboard.pages import Page
+from tests.serving.conftest import RunningServer, start_server, tiny_folder  # noqa: F401 (a fixture)
+from tests.tiny import write_tiny_checkpoint
+
+
+def start_browser() -> Any:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs chromium and chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
+        options.add_argument(flag)
+    options.add_argument("--window-size=1440,1000")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    driver = start_browser()
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="session")
+def lift_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Six seats, so that a burst has to wait."""
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("lift") / "tiny", positions=1024)
+    seats = ("--max-batch-requests", "6", "--max-batch-tokens", "64")
+    running = start_server(folder, tmp_path_factory.mktemp("lift_server") / "log", *seats)
+    yield running
+    assert running.stop() == 0, running.tail()
+
+
+@pytest.fixture
+def page(browser: Any, lift_server: RunningServer) -> Iterator[Page]:
+    browser.set_window_size(1440, 1000)
+    opened = Page(browser)
+    opened.open(f"{lift_server.url}/dashboard")
+    opened.wait_for("return document.documentElement.dataset.state === 'live' && chairlift.model.key !== null")
+    yield opened
+    assert opened.problems() == []
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    return tmp_path

@@ -1,0 +1,58 @@
+"""What the browser tests do with a page."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+class Page:
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def open(self, url: str) -> None:
+        self.problems()  # those of the page before are not this one's
+        self.driver.get(url)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def wait_for(self, script: str, *arguments: Any, seconds: float = 30) -> Any:
+        """Until the script returns something that is true."""
+        end = time.monotonic() + seconds
+        while not (found := self.run(script, *arguments)):
+            assert time.monotonic() < end, f"waited {seconds} s in vain for {script}; the page says {self.problems()}"
+            time.sleep(0.05)
+        return found
+
+    def find(self, css: str) -> Any:
+        return self.driver.find_element("css selector", css)
+
+    def click(self, css: str) -> None:
+        self.find(css).click()
+
+    def text(self, css: str) -> str:
+        return str(self.find(css).text)
+
+    def problems(self) -> list[str]:
+        """What the browser's console has complained of since it was last asked."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+    def burst(self, kind: str) -> None:
+        """Send a crowd and wait until it is answered and gone."""
+        self.click(f"[data-burst={kind}]")
+        self.wait_for("return /^(\\d+) of \\1 answered/.test(document.getElementById('burst-said').textContent)")
+        self.wait_for("return chairlift.model.seatsTaken === 0 && !chairlift.model.waiting.length")
+
+    def switch_policy(self, name: str) -> None:
+        self.run("arguments[0].click()", self.find(f"[name=policy][value={name}]"))
+        self.wait_for("return chairlift.model.policy === arguments[0]", name)
+
+    def colours_of(self, canvas: str) -> int:
+        """How many colours a canvas shows: one that was never drawn has one."""
+        script = """
+            const canvas = document.getElementById(arguments[0]);
+            const image = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            return new Set(new Uint32Array(image.data.buffer)).size;
+        """
+        return int(self.run(script, canvas))

@@ -1,0 +1,201 @@
+"""The dashboard's side of the server, with an engine that says what the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from chairlift.serving.messages import Frame, SwitchPolicy, ToEngine, Update, Watch
+from chairlift.serving.viewers import MAX_UNREAD, MAX_VIEWERS, Viewer
+from tests.serving.front_end import FrontEnd, ScriptedEngine, answer_ok, front_end
+
+KEYS = {"api_keys": ["alice one", "bob two"]}
+
+
+def headers(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def frame(number: int, *, is_key: bool = False, tenants: dict[int, str] | None = None) -> Frame:
+    return Frame(json.dumps({"t": "key" if is_key else "batch", "n": number}).encode(), is_key, tenants or {})
+
+
+def send_frames(engine: ScriptedEngine, message: ToEngine) -> None:
+    """A keyframe for every page that wants one, and answers."""
+    answer_ok(engine, message)
+    if isinstance(message, Watch) and message.keyframe:
+        tell(engine, frame(0, is_key=True, tenants={0: "alice", 1: "bob"}))
+
+
+def tell(engine: ScriptedEngine, *frames: Frame) -> None:
+    for one in frames:
+        engine.loop.call_soon_threadsafe(engine.on_frame, one)
+
+
+@contextmanager
+def watching(front: FrontEnd, key: str | None = None) -> Iterator[Iterator[dict[str, Any]]]:
+    """The frames that a page gets."""
+    with (
+        httpx.Client(timeout=20) as client,
+        client.stream("GET", f"{front.url}/dashboard/stream", headers=headers(key)) as response,
+    ):
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        yield (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: "))
+
+
+def until(frames: Iterator[dict[str, Any]], kind: str) -> dict[str, Any]:
+    return next(one for one in frames if one["t"] == kind)
+
+
+def test_the_page_needs_no_key_but_all_that_it_shows_does() -> None:
+    with front_end(send_frames, **KEYS) as front:
+        page = httpx.get(f"{front.url}/dashboard")
+        assert page.status_code == 200
+        assert "<title>Chairlift</title>" in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        for key in (None, "wrong"):
+            for method, path in (("GET", "stream"), ("GET", "requests/x"), ("POST", "policy")):
+                answer = httpx.request(method, f"{front.url}/dashboard/{path}", headers=headers(key))
+                assert answer.status_code == 401, path
+
+
+def test_a_server_without_a_dashboard_has_none() -> None:
+    with front_end(dashboard=False) as front:
+        assert httpx.get(f"{front.url}/dashboard").status_code == 404
+        assert httpx.get(f"{front.url}/dashboard/stream").status_code == 404
+
+
+def test_a_page_gets_a_greeting_a_keyframe_and_what_follows() -> None:
+    with front_end(send_frames) as front, watching(front) as frames:
+        hello = next(frames)
+        assert (hello["t"], hello["model"], hello["has_chat"]) == ("hello", "scripted", True)
+        assert until(frames, "tenants")["names"] == {"0": "alice", "1": "bob"}
+        assert next(frames)["t"] == "key"
+        tell(front.engine, frame(1), frame(2))
+        assert [until(frames, "batch")["n"] for _ in range(2)] == [1, 2]
+
+
+def test_the_service_frame_has_the_same_numbers_as_metrics() -> None:
+    with front_end(send_frames) as front, watching(front) as frames:
+        answer = httpx.post(
+            f"{front.url}/v1/completions", json={"model": "scripted", "prompt": "the lift", "max_tokens": 2}
+        )
+        used = answer.json()["usage"]
+        while (service := until(frames, "service")["metrics"]).get("output_tokens_total") != 2:
+            pass
+        assert service["prompt_tokens_total"] == used["prompt_tokens"]
+        assert service["requests_total length"] == front.metric("requests_total", reason="length") == 1
+
+
+def test_nobody_is_recorded_while_nobody_watches() -> None:
+    with front_end(send_frames) as front:
+        httpx.post(f"{front.url}/v1/completions", json={"model": "scripted", "prompt": "the lift", "max_tokens": 2})
+        assert not any(isinstance(message, Watch) for message in front.engine.heard)
+        with watching(front) as frames:
+            until(frames, "key")
+        watches = [message for message in front.engine.heard if isinstance(message, Watch)]
+        assert watches[0].keyframe
+        deadline = time.monotonic() + 10
+        while front.service.viewers.watching and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not front.service.viewers.watching
+
+
+@pytest.mark.parametrize("options", [{}, {"isolate_keys": True}])
+def test_a_text_is_shown_to_the_key_it_was_sent_with_and_to_no_other(options: dict[str, Any]) -> None:
+    with front_end(send_frames, service_options=options, **KEYS) as front, watching(front, "one") as frames:
+        until(frames, "key")
+        body = {"model": "scripted", "prompt": "the lift", "max_tokens": 2}
+        answer = httpx.post(f"{front.url}/v1/completions", json=body, headers=headers("one"))
+        address = f"{front.url}/dashboard/requests/{answer.json()['id']}-0"
+        own = httpx.get(address, headers=headers("one"))
+        assert own.json() == {"prompt": "the lift", "prompt_is_whole": True, "output": "ok", "output_is_whole": True}
+        assert httpx.get(address, headers=headers("two")).status_code == 404
+
+
+def test_isolated_keys_do_not_learn_each_others_names() -> None:
+    with front_end(send_frames, service_options={"isolate_keys": True}, **KEYS) as front:
+        with watching(front, "one") as frames:
+            assert until(frames, "tenants")["names"] == {"0": "alice", "1": "key 2"}
+        with watching(front, "two") as frames:
+            assert until(frames, "tenants")["names"] == {"0": "key 1", "1": "bob"}
+
+
+def test_the_policy_is_switched_only_where_that_is_allowed_and_sensible() -> None:
+    with front_end(send_frames) as front:
+        refused = httpx.post(f"{front.url}/dashboard/policy", json={"policy": "static"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
+    with front_end(send_frames, service_options={"policy_switch": True}) as front:
+        for body in (
+            {"policy": "lunar"},
+            {"policy": "continuous", "max_delay_ms": 5},
+            {"policy": "static", "x": 1},
+            {},
+        ):
+            assert httpx.post(f"{front.url}/dashboard/policy", json=body).status_code == 400
+        answer = httpx.post(f"{front.url}/dashboard/policy", json={"policy": "static", "max_delay_ms": 5})
+        assert answer.json() == {"policy": "static"}
+        assert [message for message in front.engine.heard if isinstance(message, SwitchPolicy)] == [
+            SwitchPolicy("static", 5.0)
+        ]
+
+
+def test_there_is_a_limit_to_the_pages() -> None:
+    with front_end(send_frames) as front:
+        viewers = front.service.viewers
+        admitted = [viewers.admit(None, None) for _ in range(MAX_VIEWERS)]
+        assert httpx.get(f"{front.url}/dashboard/stream").status_code == 429
+        viewers.dismiss(admitted[0])
+        with watching(front) as frames:
+            until(frames, "key")
+
+
+def test_a_page_that_reads_too_slowly_loses_frames_and_goes_on_from_a_keyframe() -> None:
+    async def scenario() -> None:
+        viewer = Viewer(None, None)
+        viewer.offer(frame(0), {})  # before its keyframe, it has nothing to lose
+        assert (viewer.take(), viewer.num_lost) == ([], 0)
+        viewer.offer(frame(1, is_key=True), {})
+        for number in range(MAX_UNREAD + 20):
+            viewer.offer(frame(number), {})
+        assert viewer.take() == []
+        assert not viewer.synced
+        assert viewer.num_lost == MAX_UNREAD + 21
+        viewer.offer(frame(2, is_key=True), {})
+        viewer.offer(frame(3), {})
+        told = [json.loads(data) for data in viewer.take()]
+        assert [one["t"] for one in told] == ["lost", "key", "batch"]
+        assert told[0]["frames"] == MAX_UNREAD + 21
+
+    asyncio.run(scenario())
+
+
+def test_texts_are_bounded_and_gone_with_the_last_page() -> None:
+    with front_end(send_frames) as front:
+        texts = front.service.viewers.texts
+        viewer = front.service.viewers.admit(None, None)
+        for number in range(600):
+            texts.open([f"r{number}"], list(range(3, 1003)), None)
+        texts.note(Update("r599", text="x" * 9000))
+        texts.note(Update("r599", text="y" * 9000))
+        assert texts.find("r0", None) is None
+        found = texts.find("r599", None)
+        assert found is not None
+        assert (len(str(found["output"])), found["output_is_whole"], found["prompt_is_whole"]) == (4000, False, False)
+        front.service.viewers.dismiss(viewer)
+        assert texts.find("r599", None) is None
+
+
+def test_shutting_down_lets_the_pages_go() -> None:
+    with front_end(send_frames) as front, watching(front) as frames:
+        until(frames, "key")
+        front.engine.loop.call_soon_threadsafe(front.service.viewers.close)
+        assert all(one["t"] in ("service", "lost") for one in frames)  # it ends

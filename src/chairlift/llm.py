@@ -112,6 +112,8 @@ class LLM:
         asked for; closing the iterator cancels what is still running."""
         inputs = self._parse_prompts(prompts)
         params = _params_for(inputs, sampling_params)
+        for one in params:
+            one.check_streamable()
         self._check(inputs, params, timeout)
         return self._stream(inputs, params, timeout)
 
@@ -271,6 +273,9 @@ class _Batch:
             case RequestFinished():
                 completion.finish_reason = event.ending.reason.value
                 completion.stop_reason = event.ending.detail
+                completion.score = event.score
+                if event.logprob is not None:
+                    completion.cumulative_logprob = event.logprob
                 result.metrics.finished = event.time
                 self._news[event.request_id] = None
                 del self._open[event.request_id]

@@ -52,6 +52,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length, cancelled, deadline, error
     stop_reason: int | str | None = None  # the stop token id or stop string; the message of an error
+    score: float | None = None  # by which beam search or best_of chose it
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chairlift.core.draft import PlanDraft
-from chairlift.core.lift import Lift
+from chairlift.core.lift import Lift, seats_of
 from chairlift.core.packing import share_rest_among_prompts
 from chairlift.core.policy import Admission, Policy
 from chairlift.core.request import Request
@@ -44,8 +44,8 @@ class _Boarding:
         waiting, passed_over = self.lift.waiting, list[Request]()
         if admission.reason_of_others is not None:
             waiting.note_rest(admission.reason_of_others)
-        elif self._full(self.lift.running) and not self.lift.ordering.takes_seats:
-            waiting.note_rest(self._why_full(self.lift.running))  # no need to ask a long queue
+        elif self._full(self.lift.running, 1) and not self.lift.ordering.takes_seats:
+            waiting.note_rest(self._why_full(self.lift.running, 1))  # no need to ask a long queue
             return True
         candidates = iter(admission.candidates)
         for request in candidates:
@@ -71,7 +71,8 @@ class _Boarding:
 
     def _why_stop_after(self, request: Request, obstacle: WaitReason, num_passed_over: int) -> WaitReason | None:
         """Why nobody behind `request`, who met this obstacle, can board; None if someone might."""
-        no_seat = obstacle in (WaitReason.SEATS, WaitReason.TARGET)
+        # One who needs many seats may be passed by one who needs fewer, until he is aged.
+        no_seat = obstacle in (WaitReason.SEATS, WaitReason.TARGET) and request.seats == 1
         if no_seat or not self.draft.prefill_room or num_passed_over >= MAX_PASSED_OVER:
             return obstacle
         return WaitReason.TURN if request.aged else None
@@ -79,8 +80,8 @@ class _Boarding:
     def _board(self, request: Request) -> WaitReason | None:
         """Give `request` a seat and its first tokens, or say what stands in the way (and change nothing)."""
         running = self.lift.running
-        if self._full(running) and self.lift.ordering.seat_to_take(request, running) is None:
-            return self._why_full(running)
+        if self._full(running, request.seats) and self.lift.ordering.seat_to_take(request, running) is None:
+            return self._why_full(running, request.seats)
         if not self.draft.room_for(request):
             return WaitReason.BUDGET
         swapped = request.num_computed  # in host memory; else nothing of a waiting request is computed
@@ -115,7 +116,8 @@ class _Boarding:
         if isinstance(leaving, WaitReason):
             return leaving
         for victim in leaving:
-            self.promised_blocks -= self._blocks_to_come(victim)
+            together = [other for other in self.lift.running if other in victim.companions]
+            self.promised_blocks -= sum(self._blocks_to_come(other) for other in together)
             self.lift.preempt(victim, self.now, self.draft)
         restored = self.kv.restore(request)
         count = self.draft.room_for(request)
@@ -134,24 +136,36 @@ class _Boarding:
         him out again is work done twice.
         """
         staying, leaving = self.lift.running, list[Request]()
-        spare = self.kv.num_free - self.promised_blocks - self.kv.num_missing(request)
-        while self._full(staying) or spare < 0:
+        spare = self.kv.num_free - self.promised_blocks - self._blocks_needed(request)
+        while self._full(staying, request.seats) or spare < 0:
             victim = self.lift.ordering.seat_to_take(request, staying)
             if victim is None or victim.order in self._newcomers:
-                return self._why_full(staying) if self._full(staying) else WaitReason.MEMORY
-            staying = [other for other in staying if other is not victim]
+                no_seat = self._full(staying, request.seats)
+                return self._why_full(staying, request.seats) if no_seat else WaitReason.MEMORY
+            together = [other for other in staying if other in victim.companions]
+            staying = [other for other in staying if other not in together]
             leaving.append(victim)
-            spare += self.kv.num_own(victim) + self._blocks_to_come(victim)
+            spare += self.kv.num_own(together) + sum(self._blocks_to_come(other) for other in together)
         return leaving
 
-    def _full(self, running: Sequence[Request]) -> bool:
-        """Whether there would be no seat if these were running."""
-        return len(running) + len(self.lift.idle) >= min(self.lift.max_batch_requests, self.draft.seats)
+    def _full(self, running: Sequence[Request], seats: int) -> bool:
+        """Whether there would be too few seats if these were running."""
+        taken = self._taken(running)
+        # With nobody on board, one who needs many seats gets them, whatever it does to the others' time per token.
+        limit = min(self.lift.max_batch_requests, max(self.draft.seats, 0 if taken else seats))
+        return taken + seats > limit
 
-    def _why_full(self, running: Sequence[Request]) -> WaitReason:
-        taken = len(running) + len(self.lift.idle)
-        return WaitReason.SEATS if taken >= self.lift.max_batch_requests else WaitReason.TARGET
+    def _why_full(self, running: Sequence[Request], seats: int) -> WaitReason:
+        return WaitReason.SEATS if self._taken(running) + seats > self.lift.max_batch_requests else WaitReason.TARGET
+
+    def _taken(self, running: Sequence[Request]) -> int:
+        return seats_of(running) + len(self.lift.idle)
+
+    def _blocks_needed(self, request: Request) -> int:
+        """Blocks that it does not hold yet but needs for the tokens it knows; for a beam search, those of all beams."""
+        others = request.group.blocks_to_join(self.kv) if request.group is not None else 0
+        return self.kv.num_missing(request) + others
 
     def _blocks_to_come(self, request: Request) -> int:
-        """Blocks that one on board still needs for the tokens it knows, and a spare one for those to come."""
-        return self.kv.num_missing(request) + 1
+        """What one on board still needs of that, and a spare block for the tokens to come."""
+        return self._blocks_needed(request) + request.seats

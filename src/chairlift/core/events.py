@@ -74,6 +74,8 @@ class RequestFinished:
     time: float
     request_id: str
     ending: Ending
+    logprob: float | None = None  # of all its tokens together, if completions were compared: beam search or best_of
+    score: float | None = None  # by which they were
 
 
 @dataclass(frozen=True, slots=True)

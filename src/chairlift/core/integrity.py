@@ -34,7 +34,7 @@ def check_accounting(scheduler: Scheduler) -> None:
     for name, queue in (("running", scheduler.running), ("waiting", list(scheduler.waiting))):
         orders = [request.order for request in queue]
         assert orders == sorted(set(orders)), f"{name} is out of order"
-    assert len(scheduler.running) + len(scheduler.idle) <= scheduler.max_batch_requests
+    assert scheduler.lift.seats_taken <= scheduler.max_batch_requests
     assert scheduler.policy.keeps_seats or not scheduler.idle
     check_swap(scheduler)
     assert scheduler.running or not scheduler.idle, "a batch is over, but its seats are not free"

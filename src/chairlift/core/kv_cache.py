@@ -9,6 +9,7 @@ The analogy is virtual memory. A request sees its tokens as contiguous; its bloc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from chairlift.core.blocks import BlockPool
@@ -113,9 +114,10 @@ class KVCache:
         """Blocks that `request` does not hold yet but needs for the tokens it knows."""
         return max(0, self.blocks_for(request.num_expected) - len(self.table(request)))
 
-    def num_own(self, request: Request) -> int:
-        """Blocks that would be free without `request`."""
-        return sum(self.pool.references(block) == 1 for block in self.table(request))
+    def num_own(self, requests: Sequence[Request]) -> int:
+        """Blocks that would be free without `requests`."""
+        held = Counter(block for request in requests for block in self.table(request))
+        return sum(self.pool.references(block) == count for block, count in held.items())
 
     def commit(self, request: Request) -> None:
         """Index the blocks that `request` has filled by now."""

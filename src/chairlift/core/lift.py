@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from chairlift.core.draft import PlanDraft
 from chairlift.core.events import Event, RequestBoarded, RequestPreempted
@@ -14,6 +16,9 @@ from chairlift.core.request import Request, Status
 from chairlift.core.swap import SwapSpace
 from chairlift.core.waiting import WaitingLine
 from chairlift.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from chairlift.core.beam_group import BeamGroup
 
 Urgency = tuple[bool, float, int]
 
@@ -42,19 +47,46 @@ class Lift:
         swapped_tokens = request.num_computed - cached_tokens
         self.events.append(RequestBoarded(now, request.id, cached_tokens, miss, swapped_tokens))
 
+    def join(self, beam: Request) -> None:
+        """A beam takes one of the seats that its search has already."""
+        insort(self.running, beam, key=lambda request: request.order)
+        beam.status = Status.RUNNING
+
+    @property
+    def seats_taken(self) -> int:
+        return seats_of(self.running) + len(self.idle)
+
     def preempt(self, victim: Request, now: float, draft: PlanDraft | None = None) -> None:
         """Take a request's blocks and seat, and its part of the step in the making. Its tokens stay known. Their keys
         and values wait in host memory, or are computed again when it is back on board (often found in the prefix cache
-        by then)."""
+        by then). A beam search leaves as a whole, and always computes its tokens again."""
+        if victim.group is not None:
+            self._preempt_search(victim.group, now, draft)
+            return
         swaps = self._swap_out(victim, draft) if draft is not None else None
         self.events.append(RequestPreempted(now, victim.id, victim.num_computed, swapped=swaps is not None))
-        self.kv.release(victim)
-        self.running.remove(victim)
-        victim.start_from(0 if swaps is None else victim.num_computed)
-        victim.generation += 1
-        victim.status = Status.WAITING
+        self._unseat(victim, 0 if swaps is None else victim.num_computed)
         self.waiting.add(victim)
         self.end_batch_if_over()
+
+    def _preempt_search(self, group: BeamGroup, now: float, draft: PlanDraft | None) -> None:
+        leader = group.leader
+        self.events.append(RequestPreempted(now, leader.id, leader.num_computed))
+        for beam in group.members:
+            if beam.status is Status.RUNNING:
+                if draft is not None:
+                    draft.drop(beam)
+                self._unseat(beam, 0)
+        group.gather()
+        self.waiting.add(leader)
+        self.end_batch_if_over()
+
+    def _unseat(self, victim: Request, num_computed: int) -> None:
+        self.kv.release(victim)
+        self.running.remove(victim)
+        victim.start_from(num_computed)
+        victim.generation += 1
+        victim.status = Status.WAITING
 
     def _swap_out(self, victim: Request, draft: PlanDraft) -> list[BlockSwap] | None:
         chunk = draft.drop(victim)
@@ -106,3 +138,7 @@ class Lift:
         fewest tokens left to compute."""
         not_aged, claim, _ = self.ordering.rank(request)
         return not_aged, claim, draft.num_behind(request)
+
+
+def seats_of(requests: Iterable[Request]) -> int:
+    return sum(request.seats for request in requests)

@@ -123,10 +123,10 @@ class FairOrdering(Ordering):
     def seat_to_take(self, request: Request, running: Sequence[Request]) -> Request | None:
         seats: dict[str, int] = {}
         for other in running:
-            seats[other.tenant] = seats.get(other.tenant, 0) + 1
+            seats[other.tenant] = seats.get(other.tenant, 0) + other.seats
         load = {tenant: count / self.weight(tenant) for tenant, count in seats.items()}
-        load_with_one_more = (seats.get(request.tenant, 0) + 1) / self.weight(request.tenant)
-        crowds = {name for name, count in seats.items() if count > 1 and load[name] > load_with_one_more}
+        load_with_it = (seats.get(request.tenant, 0) + request.seats) / self.weight(request.tenant)
+        crowds = {name for name, count in seats.items() if count > 1 and load[name] > load_with_it}
         candidates = [other for other in running if other.tenant in crowds and not other.aged]
         return max(candidates, key=lambda other: (load[other.tenant], other.order), default=None)
 

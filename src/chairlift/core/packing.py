@@ -52,6 +52,6 @@ def _compute(request: Request, count: int, lift: Lift, draft: PlanDraft, now: fl
         draft.memory_was_short = True
         victim = lift.ordering.victim(lift.running)
         lift.preempt(victim, now, draft)
-        if victim is request:
+        if request in victim.companions:
             return
     draft.add(request, count, lift.kv, copies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from chairlift.core.beam_search import Candidates
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.request import Request
 
@@ -121,3 +122,4 @@ class StepResult:
     timing: StepTiming = StepTiming()
     padding_tokens: int = 0  # rows the model computed for nobody: idle seats, and what fills up a padded batch
     accepted: Mapping[str, int] = field(default_factory=dict)  # by request id: how many of its drafts were right
+    candidates: Mapping[str, Candidates] = field(default_factory=dict)  # by request id: of beams, whose token is moot

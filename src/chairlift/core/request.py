@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from chairlift.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from chairlift.core.beam_group import BeamGroup
 
 
 class Status(StrEnum):
@@ -60,6 +64,7 @@ class Request:
         "ending",
         "eos_ids",
         "generation",
+        "group",
         "id",
         "leader",
         "max_new_tokens",
@@ -74,6 +79,7 @@ class Request:
         "priority",
         "ready",
         "salt",
+        "seats",
         "seed",
         "status",
         "steps_in_flight",
@@ -107,6 +113,8 @@ class Request:
         self.deadline = deadline
         self.salt = salt  # requests with different salts never share cached blocks
         self.leader = leader  # the sibling (n > 1) whose prompt blocks this one will share
+        self.group: BeamGroup | None = None  # the beam search that it carries a beam of
+        self.seats = 1  # that it takes on board; the first of a beam search takes those of all
         self.ready = params.structure is None  # else once its grammar is compiled
         self.priority = priority  # the lower, the sooner
         self.tenant = tenant  # whose share of the lift it uses
@@ -155,8 +163,8 @@ class Request:
     def num_behind(self) -> int:
         """Tokens that still have to be computed. The last one that may be generated never is."""
         expected = self.num_expected
-        if self.params.structure is not None and self.num_unread:
-            return 0  # which tokens may come next is known only once the last one is
+        if self.num_unread and (self.params.structure is not None or self.group is not None):
+            return 0  # which tokens may come next, or which come at all, is known only once the last ones are
         if expected - self.num_prompt >= self.max_new_tokens:
             return 0
         return max(0, expected - self.num_planned)  # drafts under way are planned beyond what is expected
@@ -176,6 +184,11 @@ class Request:
         self.num_planned = self.num_computed
 
     @property
+    def companions(self) -> Sequence[Request]:
+        """Those who leave the lift and end together: a beam search, or just this one."""
+        return (self,) if self.group is None else self.group.members
+
+    @property
     def least_new_tokens(self) -> int:
         """How many tokens it is certain to generate yet."""
         params = self.params
@@ -188,6 +201,17 @@ class Request:
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._tokens.extend(tokens)
+
+    def continue_from(self, other: Request) -> None:
+        """Carry on from the tokens of another beam instead of its own."""
+        self._tokens = list(other._tokens)
+        self.block_digests = list(other.block_digests)
+        self.num_charged = other.num_charged
+        self.generation += 1  # its block table is another
+
+    def take_back_output(self) -> None:
+        """Of the beams it has carried: what it is to stand for in the end is appended from the start."""
+        del self._tokens[self.num_prompt :]
 
     def ending_after(self, token: int) -> Ending | None:
         """The ending that `token`, just appended, brings by itself (stop strings are the text layer's)."""

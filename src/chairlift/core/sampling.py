@@ -11,10 +11,16 @@ from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter
 
 MAX_COMPLETIONS = 128
+MAX_BEAM_WIDTH = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096  # of all of them: each completion searches for them anew, while the others wait
 MAX_SEED = 2**63 - 1
+
+_NOT_WITH_BEAMS: tuple[tuple[str, Any], ...] = (  # and what stands for "not given"
+    *(("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("logit_bias", None), ("best_of", None), ("stop", ())),
+    *(("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,10 @@ class SamplingParams:
     visible_special_ids: Sequence[int] | None = None  # special tokens that are text even so, such as <tool_call>
     detokenize: bool = True
     structure: Structure | None = None
+    best_of: int | None = None  # generate so many, return the `n` with the highest mean log-probability
+    beam_width: int | None = None  # beam search: nothing is drawn, and the `n` best hypotheses are returned
+    length_penalty: float = 1.0  # a hypothesis' score is its log-probability / length ** length_penalty
+    early_stopping: bool | str = False  # when a search ends: True, False or "never", as transformers defines them
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -87,6 +97,31 @@ class SamplingParams:
                 raise InvalidParameter(name, f"must be true or false, got {getattr(self, name)!r}")
         if self.structure is not None and not isinstance(self.structure, Structure):
             raise InvalidParameter("structure", f"must be a Structure, got {type(self.structure).__name__}")
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, self.n, MAX_COMPLETIONS)
+            if self.best_of == self.n:
+                object.__setattr__(self, "best_of", None)  # nothing to choose
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.early_stopping not in (True, False, "never") or not isinstance(self.early_stopping, (bool, str)):
+            raise InvalidParameter("early_stopping", f"must be true, false or 'never', got {self.early_stopping!r:.40}")
+        if self.beam_width is None:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
+                    raise InvalidParameter(name, "only goes with beam_width")
+            return
+        _integer("beam_width", self.beam_width, 2, MAX_BEAM_WIDTH)
+        if self.n > self.beam_width:
+            raise InvalidParameter("n", f"must not exceed beam_width ({self.beam_width}), got {self.n}")
+        if self.temperature not in (0.0, 1.0):
+            raise InvalidParameter("temperature", "must be 0 or 1 with beam_width: beam search draws nothing")
+        for name, default in _NOT_WITH_BEAMS:
+            if getattr(self, name) != default:
+                raise InvalidParameter(name, "is not supported with beam_width")
+        if self.structure is not None:
+            raise InvalidParameter(self.structure.parameter, "is not supported with beam_width")
 
     def _normalise(self) -> None:
         """Turn the spellings that callers use into one: no lists that could change later, no -1 for "off"."""
@@ -115,6 +150,17 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def num_sequences(self) -> int:
+        """How many texts are generated to get `n` of them."""
+        return self.beam_width or self.best_of or self.n
+
+    def check_streamable(self) -> None:
+        """Raise if which completions are returned is not known before all are over."""
+        for name in ("beam_width", "best_of"):
+            if getattr(self, name) is not None:
+                raise InvalidParameter(name, "cannot be streamed: which completions are best shows only in the end")
 
     @property
     def has_penalties(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chairlift.core import packing
+from chairlift.core.beam_group import BeamGroup
 from chairlift.core.boarding import board_waiting
 from chairlift.core.budget import Load, StepLimits, TokenBudget
 from chairlift.core.deadlines import Deadlines, Forecast
@@ -86,29 +87,48 @@ class Scheduler:
     # ---- requests in and out ------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
-        self.check_fits(request.num_prompt, request.max_new_tokens)
-        if request.id in self._requests:
-            raise InvalidParameter("request_id", f"{request.id!r} is already in use")
-        request.order = self._num_submitted
-        self._num_submitted += 1
-        self._requests[request.id] = request
+        self.check_fits(request.num_prompt, request.max_new_tokens, request.seats)
+        for one in request.companions:
+            if one.id in self._requests:
+                raise InvalidParameter("request_id", f"{one.id!r} is already in use")
+        for one in request.companions:
+            one.order = self._num_submitted
+            self._num_submitted += 1
+            self._requests[one.id] = one
         self.waiting.add(request)
         self.ordering.arrived(request)
         self._deadlines.add(request)
         self.lift.events.append(RequestQueued(now, request.id, request.num_prompt))
 
+    def submit_beams(self, requests: Sequence[Request], now: float) -> None:
+        """One beam search, as wide as there are requests. In the end, the first of them is the best, and so on."""
+        self.submit(BeamGroup(requests).leader, now)
+
     def expect_no_more(self) -> None:
         """What waits now has all the company it will get: a batch need not be full to be released."""
         self.waiting.expect_no_more()
 
-    def check_fits(self, num_prompt: int, max_new_tokens: int) -> None:
+    def check_fits(self, num_prompt: int, max_new_tokens: int, beams: int = 1) -> None:
         """Refuse what could never run: alone on the lift, a request must be able to reach its last token."""
-        # The last token is sampled but never computed, so it needs no room.
-        needed = self.kv.blocks_for(num_prompt + max_new_tokens - 1)
-        if needed > self.kv.num_blocks:
+        if beams > self.max_batch_requests:
+            problem = f"{beams} beams need a seat each, but there are {self.max_batch_requests}"
+            raise InvalidParameter("beam_width", f"{problem} (max_batch_requests)")
+        room = self.most_new_tokens(num_prompt)
+        if max_new_tokens <= room and max_new_tokens > self.most_new_tokens(num_prompt, beams):
+            needs = f"{beams} beams of up to {max_new_tokens} new tokens"
+            problem = f"{needs} exceed the KV cache of {self.capacity} tokens"
+            raise InvalidParameter("beam_width", f"{problem}; lower it or max_tokens, or raise kv_memory")
+        if max_new_tokens > room:
             needs = f"{num_prompt} tokens and up to {max_new_tokens} new ones"
             problem = f"{needs} exceed the KV cache of {self.capacity} tokens"
             raise InvalidParameter("prompt", f"{problem}; shorten it, lower max_tokens or raise kv_memory")
+
+    def most_new_tokens(self, num_prompt: int, beams: int = 1) -> int:
+        """How many tokens there is room for after a prompt of this length if beams share nothing but the prompt."""
+        shared = num_prompt // self.kv.block_size
+        blocks_each = max(0, self.kv.num_blocks - shared) // beams
+        # The last token is sampled but never computed, so it needs no room.
+        return min(shared + blocks_each, self.kv.num_blocks) * self.kv.block_size + 1 - num_prompt
 
     @property
     def capacity(self) -> int:
@@ -153,6 +173,8 @@ class Scheduler:
     def why_waiting(self, request_id: str) -> WaitReason | None:
         """Why this request has no seat; None if it has one, or is not here."""
         request = self._requests.get(request_id)
+        if request is not None and request.group is not None:
+            request = request.group.leader
         if request is None or request.status is not Status.WAITING:
             return None
         if not request.ready:
@@ -240,7 +262,10 @@ class Scheduler:
             request.num_unread -= chunk.samples
             if chunk.drafts:
                 self._note_drafts(chunk, accepted, now)
-            self._append(request, sampled, now, ends)
+            if request.group is not None and sampled:
+                self._advance_beam(request, result, sampled[0][0], now, ends)
+            else:
+                self._append(request, sampled, now, ends)
             if chunk.drafts and request.status is Status.RUNNING:
                 request.rewind()
                 self.kv.trim(request, request.num_computed)
@@ -262,6 +287,18 @@ class Scheduler:
                 self._finish(request, ending, now)
                 return
 
+    def _advance_beam(
+        self, request: Request, result: StepResult, token: int, now: float, ends: EndingCheck | None
+    ) -> None:
+        """Which token comes next is the search's to say, once all of its beams have come so far."""
+        assert request.group is not None
+        if token == BAD_LOGITS:
+            self._finish(request, Ending(FinishReason.ERROR, NO_TOKEN), now)
+            return
+        request.group.take(request, result.candidates[request.id], self.lift)
+        if request.group.search.over:
+            self._conclude(request.group, now, ends)
+
     def _note_drafts(self, chunk: Chunk, accepted: int, now: float) -> None:
         self.lift.events.append(DraftsVerified(now, chunk.request.id, len(chunk.drafts), accepted))
         if self.speculation is not None:
@@ -282,19 +319,42 @@ class Scheduler:
             elif request.status is Status.RUNNING:
                 self.lift.preempt(request, now)
 
+    def _conclude(self, group: BeamGroup, now: float, ends: EndingCheck | None) -> None:
+        """A beam search is over: only now is it known which tokens are its completions, best first."""
+        for request, found in zip(group.members, group.search.finished, strict=True):
+            request.take_back_output()
+            for beam in found.beam.path():
+                request.append(beam.token)
+                self.lift.events.append(TokenProduced(now, request.id, beam.token, beam.scored))
+                if ends is not None:
+                    ends(request, beam.token)  # for its text; beams end by tokens only
+            request.ending = found.ending
+            self.lift.events.append(RequestFinished(now, request.id, found.ending, found.beam.total, found.score))
+        self._leave(group.members)
+
     def _finish(self, request: Request, ending: Ending, now: float) -> None:
-        """The one place where a request ends."""
-        assert request.ending is None
-        was_on_board = request.status is Status.RUNNING
-        (self.running if was_on_board else self.waiting).remove(request)
-        request.ending = ending
-        request.status = Status.FINISHED
-        self.ordering.finished(request)
-        self.lift.events.append(RequestFinished(now, request.id, ending))
-        if self.speculation is not None:
-            self.speculation.forget(request.id)
-        if was_on_board and self.policy.keeps_seats:
-            self.idle.append(request)
-        else:
-            self.lift.let_go(request)
+        """End a request, and if it is a beam, its whole search."""
+        for one in request.companions:
+            assert one.ending is None
+            one.ending = ending
+            self.lift.events.append(RequestFinished(now, one.id, ending))
+        self._leave(request.companions)
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        """The one way off the lift, or out of the queue, for good."""
+        first = requests[0]
+        for request in requests:
+            was_on_board = request.status is Status.RUNNING
+            if was_on_board:
+                self.running.remove(request)
+            elif request is first:  # the others of a beam search are in no queue
+                self.waiting.remove(request)
+            request.status = Status.FINISHED
+            if self.speculation is not None:
+                self.speculation.forget(request.id)
+            if was_on_board and self.policy.keeps_seats:
+                self.idle.append(request)
+            else:
+                self.lift.let_go(request)
+        self.ordering.finished(first)
         self.lift.end_batch_if_over()

@@ -107,8 +107,8 @@ class Speculation:
 
 def _may_have_drafts(chunk: Chunk, plan: PlanDraft) -> bool:
     """Only those whose last token is known and whose blocks are as they will be: a proposer may read and write them
-    before the copies of the step are made."""
+    before the copies of the step are made. And no beams: what comes after them is not for the sampler to say."""
     request = chunk.request
-    if not chunk.decodes or chunk.copies or request.num_unread:
+    if not chunk.decodes or chunk.copies or request.num_unread or request.group is not None:
         return False
     return not any(swap.request is request for swap in plan.swap_ins)

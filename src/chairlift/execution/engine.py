@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from chairlift.core.beam_search import BeamSearch
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced
 from chairlift.core.ordering import PriorityOrdering
@@ -22,6 +23,7 @@ from chairlift.core.scheduler import Scheduler
 from chairlift.core.structure import Structure
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.execution.output_text import OutputText
+from chairlift.execution.selection import Selection, scored
 from chairlift.execution.structured import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
 
@@ -103,6 +105,7 @@ class Engine:
         self._clock = clock
         self._structured = structured
         self._text = OutputText(tokenizer)
+        self._selection = Selection()  # of the completions that others hear of
         self._seeds = random.Random(seed)
         self._num_submitted = 0
         self._unreported: set[str] = set()  # ids whose ending has not been published yet
@@ -131,7 +134,8 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
     ) -> list[str]:
-        """Queue a prompt. Returns one id for each of the `params.n` completions, the first one `request_id`.
+        """Queue a prompt. Returns one id for each of the `params.n` completions, the first one `request_id`. With
+        `beam_width` or `best_of`, all that is said of them comes when the best are known.
 
         `timeout` is in seconds from now. Requests with different `cache_salt`s never share cached prefixes. With the
         order "priority", a lower `priority` boards sooner; with "fair", tenants get equal (or weighted) shares.
@@ -143,32 +147,40 @@ class Engine:
         now = self._clock()
         seed = self._seeds.randrange(MAX_SEED) if params.seed is None else params.seed
         first_id = request_id or f"request-{self._num_submitted}"
-        ids = completion_ids(first_id, params.n)
+        ids = completion_ids(first_id, params.num_sequences)
         self._check_unused(ids)
         self._num_submitted += 1
-        leader: Request | None = None
+        self._selection.open(ids, params)
+        requests: list[Request] = []
         for index, one_id in enumerate(ids):
             request = Request(
                 one_id,
                 prompt,
-                params,
+                params if params.best_of is None else scored(params),
                 max_new_tokens=max_new_tokens,
                 arrival=now,
                 seed=child_seed(seed, index),
                 eos_ids=self.eos_ids,
                 deadline=None if timeout is None else now + timeout,
                 salt=cache_salt,
-                leader=leader,
+                leader=requests[0] if requests else None,
                 priority=priority,
                 tenant=tenant,
             )
-            self.scheduler.submit(request, now)
+            requests.append(request)
             self._unreported.add(one_id)
             self._text.open(request)
             if self._structured is not None and params.structure is not None:
                 self._structured.open(request)
-            leader = leader or request
-        return ids
+        self._queue(requests, now)
+        return ids[: params.n]
+
+    def _queue(self, requests: Sequence[Request], now: float) -> None:
+        if requests[0].params.beam_width is not None:
+            self.scheduler.submit_beams(requests, now)
+        else:
+            for request in requests:
+                self.scheduler.submit(request, now)
 
     def check_alive(self) -> None:
         """Raise if a step failed for good."""
@@ -193,14 +205,25 @@ class Engine:
         if room < 1:
             problem = f"has {len(prompt)} tokens, but at most {self.max_model_len - 1} leave room for an answer"
             raise InvalidParameter("prompt", f"{problem} (max_model_len is {self.max_model_len})")
+        beams = params.beam_width or 1
         if params.max_tokens is None:
-            room = min(room, max(1, self.scheduler.capacity - len(prompt) + 1))
+            room = min(room, max(1, self.scheduler.most_new_tokens(len(prompt), beams)))
         if params.min_tokens > room:
             problem = f"{params.min_tokens} exceeds the {room} tokens that the prompt leaves of the context"
             raise InvalidParameter("min_tokens", problem)
         max_new_tokens = min(params.max_tokens or room, room)
-        self.scheduler.check_fits(len(prompt), max_new_tokens)
+        self.scheduler.check_fits(len(prompt), max_new_tokens, beams)
+        if params.beam_width is not None:
+            self._check_beams(params)
         return max_new_tokens
+
+    def _check_beams(self, params: SamplingParams) -> None:
+        if not getattr(self.executor, "finds_candidates", False):
+            raise InvalidParameter("beam_width", "is not supported on this device")
+        needed = BeamSearch(params, self.eos_ids, max_new_tokens=1).num_candidates
+        if needed > self.vocab_size:
+            problem = f"a search of this width compares {needed} tokens, but there are {self.vocab_size}"
+            raise InvalidParameter("beam_width", problem)
 
     def compile(self, structure: Structure) -> None:
         """Compile what a request will need, and wait for it. Raise if it cannot be done."""
@@ -229,7 +252,8 @@ class Engine:
     def _check_unused(self, request_ids: Sequence[str]) -> None:
         """An id stays in use until its ending is published: an event must not be about two requests."""
         for request_id in request_ids:
-            if request_id in self._unreported or self.scheduler.get(request_id) is not None:
+            known = self.scheduler.get(request_id) is not None or self._selection.holds(request_id)
+            if known or request_id in self._unreported:
                 raise InvalidParameter("request_id", f"{request_id!r} is already in use")
 
     def expect_no_more(self) -> None:
@@ -254,8 +278,10 @@ class Engine:
         return self._clock()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request; False if it is unknown or over. Its last events come with the next step."""
-        return self.scheduler.finish(request_id, Ending(FinishReason.CANCELLED), self._clock())
+        """End a request; False if it is unknown or over. Its last events come with the next step. The completions of a
+        beam search, or those that `best_of` compares, end together."""
+        ids, ending, now = self._selection.rivals(request_id), Ending(FinishReason.CANCELLED), self._clock()
+        return any([self.scheduler.finish(one_id, ending, now) for one_id in ids])
 
     def step(self) -> list[Event]:
         """Plan one ragged batch, compute it, and return all that happened.
@@ -373,6 +399,7 @@ class Engine:
             events.append(event)
             if isinstance(event, TokenProduced):
                 self._add_text(events, event, self._text.take(event.request_id))
+        events = self._selection.pass_on(events)
         events.extend(more)
         for listener in self._listeners:
             listener(events)

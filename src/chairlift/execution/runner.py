@@ -17,6 +17,7 @@ from chairlift.execution.drafter import DraftNetwork
 from chairlift.execution.host_blocks import HostBlocks, make_copies
 from chairlift.execution.input_batch import InputBatch, build_batch
 from chairlift.execution.sampler import Sampler
+from chairlift.execution.sampler_beams import beam_candidates
 from chairlift.execution.structured import StructuredOutput
 from chairlift.models.base import CausalLM
 
@@ -27,6 +28,8 @@ class ModelRunner:
     What lasts longer than a step (the KV tensors, each request's sampling state) lives here; what belongs to one
     step is built anew from its plan.
     """
+
+    finds_candidates = True
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class ModelRunner:
         num_scored = len(sampling) + plan.num_drafts  # the rows of idle seats come last
         logits = self.model.logits(hidden[batch.sampled_rows])[:num_scored].float()
         forwarded = time.perf_counter()
+        candidates = beam_candidates(plan, logits)  # before the sampler changes them
         for request in sampling:
             self.sampler.follow(request)
         sampled = self.sampler.sample(
@@ -73,7 +77,7 @@ class ModelRunner:
         accepted = {request.id: count for request, count in zip(sampling, sampled.accepted, strict=False) if count}
         self._show_draft_network(plan, batch, attend, hidden, accepted)
         timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
-        return StepResult(plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted)
+        return StepResult(plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted, candidates)
 
     def _show_draft_network(
         self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, accepted: Mapping[str, int]

@@ -109,7 +109,7 @@ class Sampler:
         self._requests[request_id] = _Request(
             params=params,
             seed=seed,
-            greedy=params.temperature < COLDEST,
+            greedy=params.temperature < COLDEST or params.beam_width is not None,  # nothing is drawn for beams
             bias=Bias(np.array([*bias], np.int64), np.array([*bias.values()], np.float32)) if bias else None,
             banned=np.array(banned, np.int64) if banned and waits else None,
             seen=seen,

@@ -20,7 +20,7 @@ def token_logprobs(raw: Tensor, tokens: Sequence[int], top_n: Sequence[int]) -> 
     # Comparing into floats is several times faster than into booleans, and exact: a vocabulary is below 2**24.
     above = torch.gt(raw, raw.gather(1, chosen), out=torch.empty_like(raw))
     ranks = above.sum(dim=-1).long() + 1
-    ids = _top_ids(raw, max(top_n))  # [R, n]
+    ids = top_ids(raw, max(top_n))  # [R, n]
     wanted = torch.cat([chosen, ids], dim=1)
     rows = zip(tokens, top_n, ranks.tolist(), wanted.tolist(), logprobs.gather(1, wanted).tolist(), strict=True)
     return [
@@ -29,7 +29,7 @@ def token_logprobs(raw: Tensor, tokens: Sequence[int], top_n: Sequence[int]) -> 
     ]
 
 
-def _top_ids(logits: Tensor, n: int) -> Tensor:
+def top_ids(logits: Tensor, n: int) -> Tensor:
     """The ids [R, n] of each row's highest logits, highest first, the lower id first among equals.
 
     `topk` leaves the order of equals open. Looking one place further tells the rows where that matters for

@@ -78,7 +78,9 @@ class BeamGroup:
         """After a preemption, the leader has computed its tokens again: what the others share with it is there."""
         for carrier in self.carriers:
             if carrier is not self.leader:
-                lift.kv.fork(self.leader, carrier, _num_common(self.leader, carrier))
+                common = _num_common(self.leader, carrier)
+                whole_blocks = common - common % lift.kv.block_size  # the next one holds the leader's tokens already
+                lift.kv.fork(self.leader, carrier, whole_blocks)
         self._seat_all(lift)
 
     def _seat_all(self, lift: Lift) -> None:

@@ -7,6 +7,7 @@ are among the `beam_width` best, and the `beam_width` best of the others are the
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class BeamSearch:
         return Ending(FinishReason.LENGTH) if length >= self._max_new_tokens else None
 
     def _score(self, total: float, length: int) -> float:
-        return total / length**self._params.length_penalty
+        return total / math.pow(length, self._params.length_penalty)
 
     def _worth_going_on(self) -> bool:
         """Whether a beam might yet become better than a hypothesis, by the rule that `early_stopping` chooses."""

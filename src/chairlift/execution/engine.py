@@ -280,8 +280,9 @@ class Engine:
     def cancel(self, request_id: str) -> bool:
         """End a request; False if it is unknown or over. Its last events come with the next step. The completions of a
         beam search, or those that `best_of` compares, end together."""
-        ids, ending, now = self._selection.rivals(request_id), Ending(FinishReason.CANCELLED), self._clock()
-        return any([self.scheduler.finish(one_id, ending, now) for one_id in ids])
+        ending, now = Ending(FinishReason.CANCELLED), self._clock()
+        ended = [self.scheduler.finish(one_id, ending, now) for one_id in self._selection.rivals(request_id)]
+        return any(ended)
 
     def step(self) -> list[Event]:
         """Plan one ragged batch, compute it, and return all that happened.

@@ -7,7 +7,7 @@ pays if
     chance that it is right  >  seconds of one more token · tokens per second without drafts
 
 The chance comes from what became of earlier drafts of the same kind, of this request and, while those are few, of all.
-A large batch raises the right side, until no draft pays.
+A large batch raises the right side, until no draft pays. What the model says is checked by the clock: draft_payoff.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from chairlift.core.cost_model import CostModel, StepShape
+from chairlift.core.draft_payoff import DraftPayoff
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
 
@@ -62,7 +63,16 @@ class DraftLength(Protocol):
         ...
 
     def learn(self, request_id: str, proposed: int, accepted: int) -> None: ...
+    def observe(self, num_requests: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        """A step that carried nothing but decodes and drafts took so long."""
+        ...
+
     def forget(self, request_id: str) -> None: ...
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second against what they would be without drafts, by an estimate from the last steps."""
+        ...
 
 
 class FixedLength:
@@ -70,6 +80,7 @@ class FixedLength:
 
     def __init__(self, length: int) -> None:
         self.length = length
+        self._payoff = DraftPayoff()
 
     def choose(
         self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
@@ -79,13 +90,21 @@ class FixedLength:
     def learn(self, request_id: str, proposed: int, accepted: int) -> None:
         pass
 
+    def observe(self, num_requests: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        self._payoff.observe(num_requests, num_drafts, num_accepted, seconds)
+
     def forget(self, request_id: str) -> None:
         pass
+
+    @property
+    def speedup(self) -> float:
+        return self._payoff.speedup
 
 
 class AdaptiveLength:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
+        self._payoff = DraftPayoff()
         self._common: dict[int, Acceptance] = {}  # by kind
         self._own: dict[str, dict[int, Acceptance]] = {}  # by request, then kind
         self._kind: dict[str, int] = {}  # of the drafts that each request got last
@@ -94,7 +113,10 @@ class AdaptiveLength:
     def choose(
         self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
     ) -> Sequence[int]:
-        threshold = self._threshold(len(candidates), chunks, proposer)
+        decodes = [chunk for chunk in chunks if chunk.decodes]
+        if not self._payoff.allows_drafts(len(decodes)):
+            return [0] * len(candidates)
+        threshold = self._threshold(len(candidates), decodes, proposer)
         lengths = [self._length(request.id, kind, threshold, proposer.max_length) for request, kind in candidates]
         for (request, kind), length in zip(candidates, lengths, strict=True):
             if length:
@@ -120,18 +142,14 @@ class AdaptiveLength:
         own = self._own.get(request_id, {}).get(kind)
         return prior if own is None else own.chance(prior, _WEIGHT_OF_OTHERS)
 
-    def _threshold(self, num_candidates: int, chunks: Iterable[Chunk], proposer: ProposerCost) -> float:
+    def _threshold(self, num_candidates: int, decodes: Sequence[Chunk], proposer: ProposerCost) -> float:
         """The least chance that a draft must have."""
-        chunks = list(chunks)
-        decodes = [chunk for chunk in chunks if chunk.decodes]
-        alone = StepShape(len(decodes), 0, sum(chunk.end for chunk in decodes), 0, len(decodes))
-        seconds = self._cost.predict(alone)
+        step = StepShape(len(decodes), 0, sum(chunk.end for chunk in decodes), 0, len(decodes))
+        seconds = self._cost.predict(step)
         if self._cost.num_observed < _LEARNING or seconds <= 0:
             return FIRST_GUESS**3  # enough drafts to learn what they cost
-        prefill = sum(chunk.count for chunk in chunks if not chunk.decodes)
-        step = replace(alone, prefill_tokens=prefill, requests=len(chunks))
         more = replace(step, decode_tokens=step.decode_tokens + num_candidates)
-        marginal = (self._cost.predict(more) - self._cost.predict(step)) / num_candidates
+        marginal = (self._cost.predict(more) - seconds) / num_candidates
         marginal += proposer.seconds(num_candidates, 1) / num_candidates
         return _SURPLUS * marginal * len(decodes) / seconds
 
@@ -140,6 +158,13 @@ class AdaptiveLength:
         judged = min(proposed, accepted + 1)
         self._common.setdefault(kind, Acceptance()).add(judged, accepted, _COMMON_MEMORY)
         self._own.setdefault(request_id, {}).setdefault(kind, Acceptance()).add(judged, accepted, _MEMORY)
+
+    def observe(self, num_requests: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
+        self._payoff.observe(num_requests, num_drafts, num_accepted, seconds)
+
+    @property
+    def speedup(self) -> float:
+        return self._payoff.speedup
 
     def forget(self, request_id: str) -> None:
         for known in (self._own, self._kind, self._unasked):

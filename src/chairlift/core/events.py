@@ -104,6 +104,7 @@ class StepDone:
     padding_tokens: int = 0  # computed besides, for nobody
     seconds: float = 0.0  # from its beginning, or the end of the step before it if that was later, to its end
     predicted_seconds: float | None = None  # what the cost model expected; None while it knows nothing
+    speedup: float | None = None  # by speculation, estimated from the last steps; None without it
     plan: StepPlan | None = field(default=None, repr=False, compare=False)  # whose tokens it computed
 
 

@@ -21,7 +21,7 @@ from typing import Protocol
 from chairlift.core.draft import PlanDraft
 from chairlift.core.draft_length import DraftLength
 from chairlift.core.lift import Lift
-from chairlift.core.plan import Chunk
+from chairlift.core.plan import Chunk, StepResult
 from chairlift.core.request import Request
 
 
@@ -39,6 +39,11 @@ class Proposer(Protocol):
 
     name: str
     max_length: int
+
+    @property
+    def spent(self) -> float:
+        """Seconds that the last call of `propose` took."""
+        ...
 
     def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
         """What kind of draft it has for each; kinds are told apart by how often they are right. None: it has none."""
@@ -96,6 +101,18 @@ class Speculation:
                 wanted.append(Wanted(request, length, lift.kv.table(request)))
                 room -= length
         return wanted
+
+    def note_step(self, result: StepResult, seconds: float) -> float:
+        """A step took so long. Returns how much of that went into running it and not into guessing."""
+        plan = result.plan
+        if all(chunk.decodes for chunk in plan.chunks):
+            accepted = sum(result.accepted.values())
+            self.length.observe(len(plan.chunks), plan.num_drafts, accepted, seconds)
+        return seconds - self.proposer.spent if plan.num_drafts else seconds
+
+    @property
+    def speedup(self) -> float:
+        return self.length.speedup
 
     def learn(self, request: Request, proposed: int, accepted: int) -> None:
         self.length.learn(request.id, proposed, accepted)

@@ -59,6 +59,7 @@ class NetworkProposer:
         self.network = network
         self._attention = attention
         self._storage = storage
+        self.spent = 0.0
         self._pass_seconds: dict[int, float] = {}  # by the size of the batch, in powers of two
 
     def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
@@ -66,6 +67,7 @@ class NetworkProposer:
 
     @torch.inference_mode()
     def propose(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
+        started = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in wanted]
         for place in range(max(one.length for one in wanted)):
             asked = [index for index, one in enumerate(wanted) if one.length > place]
@@ -75,6 +77,7 @@ class NetworkProposer:
                 self._note_seconds(len(asked), time.perf_counter() - begun)
             for index, token in zip(asked, found, strict=True):
                 drafts[index].append(token)
+        self.spent = time.perf_counter() - started
         return drafts
 
     def _chunk(self, one: Wanted, drafts: Sequence[int]) -> Chunk:

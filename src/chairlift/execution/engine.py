@@ -349,7 +349,8 @@ class Engine:
         seconds = ended - max(step.begun, self._last_step_ended)
         self._last_step_ended = ended
         predicted = self.cost_model.predict(shape) or None
-        self.cost_model.observe(shape, seconds)
+        speculation = self.scheduler.speculation
+        self.cost_model.observe(shape, seconds if speculation is None else speculation.note_step(result, seconds))
         return StepDone(
             time=ran,
             step=step.plan.step,
@@ -365,6 +366,7 @@ class Engine:
             padding_tokens=result.padding_tokens,
             seconds=seconds,
             predicted_seconds=predicted,
+            speedup=None if speculation is None else speculation.speedup,
             plan=step.plan,
         )
 

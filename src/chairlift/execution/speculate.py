@@ -63,6 +63,10 @@ class GrammaticalDrafts:
         self._proposer = proposer
         self._structured = structured
 
+    @property
+    def spent(self) -> float:
+        return self._proposer.spent
+
     def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
         return self._proposer.foresee(requests)
 

@@ -23,6 +23,7 @@ import zmq
 
 from chairlift.core.events import (
     BudgetDecided,
+    DraftsVerified,
     Event,
     RequestBoarded,
     RequestFinished,
@@ -185,6 +186,8 @@ class EngineProcess:
                     seconds=done.seconds,
                     part_seconds=_parts(done),
                     predicted_seconds=done.predicted_seconds,
+                    speedup=done.speedup,
+                    **_drafts(events),
                 )
             elif isinstance(done, BudgetDecided):
                 limit, reason = done.limits.prefill_tokens, done.limits.reason.name.lower()
@@ -193,6 +196,18 @@ class EngineProcess:
 
     def _send(self, message: FromEngine) -> None:
         self.outbox.send(encode(message))
+
+
+def _drafts(events: Sequence[Event]) -> dict[str, Any]:
+    verified = [event for event in events if isinstance(event, DraftsVerified)]
+    if not verified:
+        return {}
+    places = range(max(event.proposed for event in verified))
+    return {
+        "verifications": len(verified),
+        "proposed_at": [sum(event.proposed > place for event in verified) for place in places],
+        "accepted_at": [sum(event.accepted > place for event in verified) for place in places],
+    }
 
 
 def _parts(done: StepDone) -> dict[str, float]:

@@ -92,6 +92,10 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     wait_reasons: dict[str, int] = {}  # how many wait for what
     lookups: dict[str, int] = {}  # in the prefix cache, by what ended them
     predicted_seconds: float | None = None
+    verifications: int = 0  # requests that had drafts
+    proposed_at: list[int] = []  # how many drafts there were in the first place, the second, …
+    accepted_at: list[int] = []  # and how many of those were right
+    speedup: float | None = None  # by speculation, estimated
     prefill_limit: int | None = None  # prompt tokens that the budget allows, when that changes ...
     limit_reason: str = ""  # ... and why
 

@@ -52,6 +52,10 @@ class Metrics:
         )
         self.prefill_limit = gauge("step_prefill_limit_tokens", "Prompt tokens that the budget lets a step carry")
         self.decisions = counter("budget_decisions", "Times the budget changed its mind, by reason", ("reason",))
+        self.proposed = counter("drafts_proposed", "Guesses that were verified, by their place", ("place",))
+        self.accepted = counter("drafts_accepted", "Those of them that were right, by their place", ("place",))
+        self.verifications = counter("draft_verifications", "Times that a request's guesses were verified")
+        self.speedup = gauge("speculation_speedup_ratio", "Speed against that without guesses, by an estimate")
         self.preemptions = counter("preemptions", "Requests sent back to the queue for lack of memory")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of the requests taken in")
         self.cached_tokens = counter("prompt_tokens_cached", "Those of them found in the prefix cache")
@@ -83,6 +87,13 @@ class Metrics:
             self.step_tokens.labels("prefill").inc(report.prefill_tokens)
             if report.predicted_seconds is not None and report.seconds > 0:
                 self.prediction_error.observe(abs(report.seconds - report.predicted_seconds) / report.seconds)
+        if report.verifications:
+            self.verifications.inc(report.verifications)
+            for place, (proposed, accepted) in enumerate(zip(report.proposed_at, report.accepted_at, strict=True), 1):
+                self.proposed.labels(str(place)).inc(proposed)
+                self.accepted.labels(str(place)).inc(accepted)
+        if report.speedup is not None:
+            self.speedup.set(report.speedup)
         if report.prefill_limit is not None:
             self.prefill_limit.set(report.prefill_limit)
             self.decisions.labels(report.limit_reason).inc()

@@ -1,0 +1,150 @@
+"""How many drafts: many where they are cheap and right, none where they cost more than they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from chairlift.core.cost_model import FEATURES, CostModel, StepShape
+from chairlift.core.draft_length import AdaptiveLength
+from chairlift.core.draft_payoff import DraftPayoff
+from chairlift.core.ngram import NgramProposer
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.speculation import Wanted
+from tests.core.driving import make_request
+
+
+def cost_model(step: float, token: float) -> CostModel:
+    """One that has seen enough of steps that take `step` seconds and `token` for each token."""
+    cost = CostModel(dict.fromkeys(FEATURES, 0.0) | {"step": step, "token": token})
+    cost.num_observed = 1000
+    return cost
+
+
+@dataclass
+class Decoding:
+    """A batch of requests that decode, and how often their drafts are right."""
+
+    length: AdaptiveLength
+    size: int
+    seconds: Callable[[int], float]  # of a step of so many tokens
+    right: Callable[[int, int], int]  # of (request, drafts): how many
+
+    def steps(self, count: int) -> list[int]:
+        """Drafts per request of each step."""
+        requests = [make_request(f"r{i}", 10, 100) for i in range(self.size)]
+        for request in requests:
+            request.append(1)
+        chunks = [Chunk(request, 10, 1, (), samples=True) for request in requests]
+        history = []
+        for _ in range(count):
+            lengths = self.length.choose([(request, 0) for request in requests], chunks, NgramProposer())
+            accepted = [self.right(i, length) for i, length in enumerate(lengths)]
+            for request, length, right in zip(requests, lengths, accepted, strict=True):
+                if length:
+                    self.length.learn(request.id, length, right)
+            seconds = self.seconds(self.size + sum(lengths))
+            self.length.observe(self.size, sum(lengths), sum(accepted), seconds)
+            history.append(sum(lengths))
+        return history
+
+
+def test_drafts_that_are_always_right_and_cost_nothing_are_all_taken() -> None:
+    length = AdaptiveLength(cost_model(step=0.02, token=0.0001))
+    history = Decoding(length, 1, lambda tokens: 0.02 + 0.0001 * tokens, lambda _, drafts: drafts).steps(60)
+    assert max(history) == 7
+    assert sum(history) > 7 * 45
+    assert length.speedup > 4
+
+
+def test_drafts_that_are_never_right_are_given_up_but_tried_again() -> None:
+    length = AdaptiveLength(cost_model(step=0.02, token=0.005))
+    history = Decoding(length, 1, lambda tokens: 0.02 + 0.005 * tokens, lambda _, drafts: 0).steps(400)
+    assert 0 < sum(history[100:]) < 20
+
+
+def test_a_large_batch_gets_none() -> None:
+    """Where arithmetic is the limit, a draft costs as much as a token, and is worth one only if it is right."""
+    length = AdaptiveLength(cost_model(step=0.001, token=0.001))
+    history = Decoding(length, 64, lambda tokens: 0.001 + 0.001 * tokens, lambda _, drafts: drafts).steps(100)
+    assert sum(history) == 0
+
+
+def test_each_request_gets_as_many_as_its_own_history_says() -> None:
+    length = AdaptiveLength(cost_model(step=0.02, token=0.002))
+    good_and_bad = Decoding(
+        length, 2, lambda tokens: 0.02 + 0.002 * tokens, lambda index, drafts: drafts if index == 0 else 0
+    )
+    good_and_bad.steps(60)
+    assert length.chance("r0", 0) > 0.9
+    assert length.chance("r1", 0) < 0.4
+
+
+def test_what_the_cost_model_does_not_know_the_clock_tells() -> None:
+    """The model promises cheap drafts; in truth a step with drafts takes three times as long."""
+    length = AdaptiveLength(cost_model(step=0.02, token=0.0001))
+    slow = Decoding(length, 1, lambda tokens: 0.02 if tokens == 1 else 0.06, lambda _, drafts: min(drafts, 1))
+    history = slow.steps(1000)
+    assert sum(1 for drafts in history if drafts) < 60
+    seconds = sum(slow.seconds(1 + drafts) for drafts in history)
+    tokens = sum(1 + min(drafts, 1) for drafts in history)
+    assert seconds / tokens < 0.02 / 0.97
+
+
+def test_a_pause_ends_when_drafts_begin_to_pay() -> None:
+    payoff = DraftPayoff()
+
+    def steps(count: int, with_drafts: float) -> int:
+        used = 0
+        for _ in range(count):
+            drafts = 4 if payoff.allows_drafts(1) else 0
+            payoff.observe(1, drafts, drafts // 2, with_drafts if drafts else 1.0)
+            used += bool(drafts)
+        return used
+
+    assert steps(500, with_drafts=9.0) < 60
+    assert steps(5000, with_drafts=1.1) > 2000
+
+
+def test_ngrams_find_what_followed_last_time() -> None:
+    request = make_request("a", [1, 2, 3, 4, 5, 6, 9, 3, 4], 10)
+    proposer = NgramProposer()
+    assert proposer.foresee([request]) == [2]
+    assert list(proposer.propose([Wanted(request, 3, ())])[0]) == [5, 6, 9]
+    request.extend([5, 6])
+    assert proposer.foresee([request]) == [4]
+    assert list(proposer.propose([Wanted(request, 2, ())])[0]) == [9, 3]
+    request.append(7)
+    assert proposer.foresee([request]) == [None]
+    proposer.forget("a")
+    assert not proposer._indices
+
+
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_a_text_that_repeats_itself_is_guessed_to_go_on_so(period: int) -> None:
+    tokens = [i % period for i in range(12)]
+    request = make_request("a", tokens, 10)
+    proposer = NgramProposer()
+    assert proposer.foresee([request]) == [4]
+    assert list(proposer.propose([Wanted(request, 7, ())])[0]) == [i % period for i in range(12, 19)]
+
+
+def test_an_index_that_grows_by_steps_is_the_index_of_the_whole() -> None:
+    tokens = [(7 * i * i + 3 * i) % 11 for i in range(200)]
+    grown, whole = NgramProposer(), NgramProposer()
+    request = make_request("a", tokens[:2], 10)
+    for end, step in enumerate([1, 1, 1, 3, 1, 7, 2, 4, 1, 5] * 6):
+        request.extend(tokens[request.num_known : request.num_known + step])
+        fresh = make_request(f"b{end}", request.tokens, 10)
+        assert grown.foresee([request]) == whole.foresee([fresh])
+        if grown.foresee([request]) != [None]:
+            assert grown.propose([Wanted(request, 5, ())]) == whole.propose([Wanted(fresh, 5, ())])
+
+
+def test_steps_with_drafts_are_decodes_to_the_cost_model() -> None:
+    request = make_request("a", 10, 20)
+    request.append(5)
+    chunk = Chunk(request, 10, 4, (), samples=True, drafts=(1, 2, 3))
+    assert StepShape.of(StepPlan(0, (chunk,))) == StepShape(decode_tokens=4, decode_kv=14, requests=1)

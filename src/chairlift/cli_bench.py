@@ -27,6 +27,7 @@ from chairlift.cli_bench_prefix import bench_prefix
 from chairlift.cli_bench_profile import bench_profile
 from chairlift.cli_bench_serve import bench_serve
 from chairlift.cli_bench_shapes import bench_shapes
+from chairlift.cli_bench_speculation import bench_speculation
 from chairlift.cli_console import show_log
 from chairlift.cli_options import EngineOptions, examples, refuse_given, with_option_groups
 from chairlift.errors import InvalidParameter
@@ -226,3 +227,10 @@ bench_app.command(
     "chunking",
     epilog=examples("chairlift bench chunking", "chairlift bench chunking --targets-ms 100,200 --plot chunking.png"),
 )(bench_chunking)
+bench_app.command(
+    "speculation",
+    epilog=examples(
+        "chairlift bench speculation",
+        "chairlift bench speculation --proposers ngram,draft:smollm2-135m --scenarios chat --plot speed.png",
+    ),
+)(bench_speculation)

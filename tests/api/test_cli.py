@@ -51,6 +51,7 @@ COMMANDS = [
     ["bench", "policies"],
     ["bench", "claims"],
     ["bench", "chunking"],
+    ["bench", "speculation"],
 ]
 FAST = ["--device", "cpu", "--kv-memory", "4MiB"]
 

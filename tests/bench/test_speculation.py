@@ -1,0 +1,79 @@
+"""`chairlift bench speculation` on a tiny model: what it counts is what happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from chairlift.bench.engines import EngineMaker
+from chairlift.bench.speculation import PLAIN, SpeculationSettings, compare_speculation
+from chairlift.bench.speculation_texts import SCENARIOS
+from chairlift.cli import app
+from chairlift.errors import InvalidParameter
+from tests.tiny import write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("bench") / "tiny", positions=2048)
+
+
+def test_a_model_that_guesses_itself_is_right_and_takes_fewer_steps(folder: Path) -> None:
+    maker = EngineMaker.load(str(folder), {"device": "cpu", "kv_memory": "8MiB"})
+    settings = SpeculationSettings(
+        proposers=(f"draft:{folder}",), scenarios=("chat",), batches=(1, 3), tokens=16, rounds=2, draft_length=3
+    )
+    points = compare_speculation(maker, settings)
+    assert [(point.batch, point.proposer == PLAIN) for point in points] == [
+        (1, True),
+        (1, False),
+        (3, True),
+        (3, False),
+    ]
+    for plain, fast in zip(points[::2], points[1::2], strict=True):
+        row: dict[str, Any] = fast.row()
+        assert row["same_output"]
+        assert row["acceptance"] == 1.0
+        assert row["acceptance_by_place"] == [1.0, 1.0, 1.0]
+        assert 2.5 < row["mean_accepted_length"] <= 3.0
+        assert fast.steps < plain.steps / 2
+        assert len(row["output_tokens_per_s_rounds"]) == 2
+        assert plain.row()["acceptance"] is None
+
+
+def test_the_command_writes_what_it_shows(folder: Path, tmp_path: Path) -> None:
+    words = ["bench", "speculation", "--model", str(folder), "--device", "cpu", "--kv-memory", "8MiB", "--quiet"]
+    words += ["--scenarios", "quotes", "--batches", "2", "--tokens", "8", "--rounds", "1"]
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg")]
+    result = CliRunner().invoke(app, words + files, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["bench"] == "speculation"
+    assert [row["proposer"] for row in report["rows"]] == [PLAIN, "ngram"]
+    assert all(row["same_output"] for row in report["rows"])
+    assert "quotes" in (tmp_path / "out.svg").read_text()
+
+
+def test_no_two_requests_of_a_batch_are_the_same() -> None:
+    for text in SCENARIOS.values():
+        assert len({text(index) for index in range(64)}) > 7
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"),
+    [
+        ({"scenarios": ("poetry",)}, "scenarios"),
+        ({"batches": (0,)}, "batches"),
+        ({"proposers": (PLAIN,)}, "proposers"),
+        ({"tokens": 0}, "tokens"),
+        ({"rounds": 0}, "rounds"),
+    ],
+)
+def test_nonsense_is_refused(options: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(InvalidParameter) as refusal:
+        SpeculationSettings(**options)
+    assert refusal.value.parameter == parameter

@@ -82,6 +82,15 @@ def show_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]
     Console().print(table)
 
 
+def show_comparison(rows: Iterable[Mapping[str, Any]]) -> None:
+    """A recorded run beside the simulator's idea of it."""
+    show_table(
+        "The recorded run, and the same simulated",
+        ["", "Measured", "Simulated", "Off by"],
+        ([row["name"], f"{row['measured']:,.2f}", f"{row['simulated']:,.2f}", f"{row['error']:+.1%}"] for row in rows),
+    )
+
+
 def parse_numbers(parameter: str, text: str, kind: Callable[[str], Any] = int) -> list[Any]:
     """ "1,4,16" -> [1, 4, 16]."""
     try:

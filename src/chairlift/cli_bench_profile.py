@@ -2,47 +2,127 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from chairlift.bench.report import check_writable
-from chairlift.cli_bench_output import show_table, watch
-from chairlift.cli_options import EngineOptions, with_option_groups
+from chairlift.bench.report import check_writable, machine
+from chairlift.cli_bench_output import show_comparison, show_table, watch
+from chairlift.cli_options import EngineOptions, given, refuse_given, with_option_groups
 from chairlift.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from chairlift.bench.profile import Profile
+    from chairlift.bench.simulation import ReplicaSettings
+    from chairlift.execution.config import EngineConfig
+    from chairlift.execution.engine import Engine
+
+_RUN = "The recorded run"
+_OF_THE_RUN = ("requests", "prompt_len", "output_len", "load", "seed")
 
 
 @with_option_groups
 def bench_profile(
+    context: typer.Context,
     engine: EngineOptions,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it, as JSON.")] = Path("profile.json"),
     rounds: Annotated[int, typer.Option(help="More rounds, better figures.")] = 3,
+    record: Annotated[
+        bool,
+        typer.Option(
+            "--record",
+            help="Run some traffic too, write it down beside the profile, and compare the simulator with it.",
+        ),
+    ] = False,
+    requests: Annotated[int, typer.Option(help="How many.", rich_help_panel=_RUN)] = 100,
+    prompt_len: Annotated[
+        str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_RUN)
+    ] = "16:256",
+    output_len: Annotated[
+        str, typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform.", rich_help_panel=_RUN)
+    ] = "8:64",
+    load: Annotated[
+        float,
+        typer.Option(help="Their rate, as a share of what the machine gets done at once.", rich_help_panel=_RUN),
+    ] = 0.7,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_RUN)] = 0,
 ) -> None:
-    """Learn what steps cost on this machine, for chairlift simulate --profile."""
+    """Learn what steps cost on this machine, for chairlift simulate --profile.
+
+    With --record, how far the simulator is off is measured as well; chairlift
+    simulate --against FILE repeats that comparison without a model.
+    """
     from chairlift.bench.profile import measure_profile
+    from chairlift.bench.recording import RunSettings, compare, record_run
+    from chairlift.bench.workload import LengthRange
     from chairlift.execution.config import EngineConfig
     from chairlift.execution.startup import load_engine
 
     if rounds < 1:
         raise InvalidParameter("rounds", f"must be at least 1, got {rounds}")
+    if not record:
+        refuse_given(context, _OF_THE_RUN, "only goes with --record")
+    elif given(context, "max_delay_ms"):
+        raise InvalidParameter("max_delay_ms", "the simulator knows no other than the policy's own; leave it out")
+    refuse_given(context, ("budget", "target_tpot_ms", "target_ttft_ms"), "a profile needs steps of all sizes")
+    settings = RunSettings(
+        requests=requests,
+        prompt_len=LengthRange.parse("prompt_len", prompt_len),
+        output_len=LengthRange.parse("output_len", output_len),
+        load=load,
+        seed=seed,
+    )
     check_writable(out, parameter="out")
     config = EngineConfig(**engine.config())
     with watch(enabled=not engine.quiet) as note:
         note("loading")
-        started = load_engine(engine.model, config, progress=not engine.quiet)
-        profile = measure_profile(started.engine, rounds=rounds, note=note)
-    scheduler = started.engine.scheduler
-    profile.save(
-        out,
-        {
-            "model": engine.model,
-            "kv_blocks": scheduler.kv.num_blocks,
-            "max_batch_requests": scheduler.max_batch_requests,
-            "max_batch_tokens": config.batch_tokens(),
-        },
-    )
-    rows = [[name, f"{1e6 * value:,.3f}"] for name, value in profile.coefficients.items()]
-    show_table("Microseconds per", ["", ""], rows, f"{profile.steps:,} steps; typical error {profile.error:.1%}")
+        started = load_engine(engine.model, config, progress=not engine.quiet).engine
+        profile = measure_profile(started, rounds=rounds, note=note)
+        replica = _replica(started, config)
+        run = None
+        if record:
+            note("recording a run")
+            run = record_run(started, replica, profile.cost, settings)
+    saved: dict[str, Any] = profile.to_json()
+    saved["settings"] = {"model": engine.model, "kv_blocks": replica.num_blocks}
+    saved["settings"] |= {"max_batch_requests": replica.seats, "max_batch_tokens": replica.max_batch_tokens}
+    saved["machine"] = machine()
+    if run is not None:
+        saved["run"] = run.to_json()
+    out.write_text(json.dumps(saved) + "\n", encoding="utf-8")
+    _show_prices(profile)
+    if run is not None:
+        show_comparison(compare(run))
     Console().print(f"Written to {out}", highlight=False)
+
+
+def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
+    """A simulated engine that plans as this one does."""
+    from chairlift.bench.simulation import ReplicaSettings
+
+    scheduler = engine.scheduler
+    return ReplicaSettings(
+        num_blocks=scheduler.kv.num_blocks,
+        block_size=scheduler.kv.block_size,
+        seats=scheduler.max_batch_requests,
+        max_batch_tokens=config.batch_tokens(),
+        max_prefill_tokens=config.max_prefill_tokens,
+        policy=config.policy,
+        order=config.order,
+    )
+
+
+def _show_prices(profile: Profile) -> None:
+    cost = profile.cost
+    rows = [("step", cost.step), ("request", cost.request)]
+    rows += [(f"token, after the first {bend}" if bend else "first token", price) for bend, price in cost.tokens]
+    rows += [("position read by a prompt", cost.prefill_kv), ("position read by a decode", cost.decode_kv)]
+    show_table(
+        "Microseconds per",
+        ["", ""],
+        [[name, f"{1e6 * price:,.3f}"] for name, price in rows],
+        f"{profile.steps:,} steps; typical error {profile.error:.1%}",
+    )

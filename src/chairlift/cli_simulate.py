@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chairlift.cli_bench_output import ReportOptions, show_table, watch
-from chairlift.cli_options import with_option_groups
+from chairlift.cli_bench_output import ReportOptions, show_comparison, show_table, watch
+from chairlift.cli_options import refuse_given, with_option_groups
 from chairlift.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class TargetOptions:
 
 @with_option_groups
 def simulate(
+    context: typer.Context,
     machine: MachineOptions,
     targets: TargetOptions,
     report: ReportOptions,
@@ -120,7 +121,18 @@ def simulate(
     order: Annotated[str, typer.Option(help="fcfs, priority, shortest or fair.")] = "fcfs",
     max_batch_requests: Annotated[int, typer.Option(help="Seats of an engine.")] = 256,
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 8192,
-    prefix_caching: Annotated[bool, typer.Option(help="Share equal beginnings of prompts.")] = True,
+    prefix_caching: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            help="Share equal beginnings of prompts.",
+            show_default="where a trace tells which are equal",
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare with a real run that `bench profile --record` wrote down."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Run the engine's own scheduler on a virtual clock.
@@ -128,6 +140,9 @@ def simulate(
     Every step takes as long as a roofline of the model and the device
     predicts, or as a profile of a real machine says.
     """
+    if against is not None:
+        _simulate_again(context, against, report)
+        return
     from chairlift.bench.arrivals import Arrivals
     from chairlift.bench.simulation import ReplicaSettings, load_profile, random_arrivals, trace_arrivals
     from chairlift.bench.simulation_plot import plot_outcome
@@ -151,15 +166,17 @@ def simulate(
         max_batch_tokens=max_batch_tokens,
         policy=policy,
         order=order,
-        prefix_caching=prefix_caching,
     )
-    engines = [settings.make(cost) for _ in range(replicas)]
     if trace is not None:
         entries = [entry.scaled(1.0, trace_speed) for entry in load_trace(trace)[:requests]]
         coming = trace_arrivals(entries)
+        settings = replace(settings, prefix_caching=any(entry.blocks for entry in entries))
     else:
         lengths = (LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len))
         coming = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests, seed)
+    if prefix_caching is not None:
+        settings = replace(settings, prefix_caching=prefix_caching)
+    engines = [settings.make(cost) for _ in range(replicas)]
     begun = time.perf_counter()
     with watch(enabled=not quiet) as note:
         outcome = run(coming, engines, make_router(router), progress=lambda done: note(f"{done:,} requests"))
@@ -169,6 +186,19 @@ def simulate(
     asked = {"model": machine.model, "device": device.name, "replicas": replicas, "router": router, "policy": policy}
     asked |= {"order": order, "rate": rate, "trace": str(trace) if trace else None, "requests": requests, "seed": seed}
     report.write("simulate", asked, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
+
+
+def _simulate_again(context: typer.Context, against: Path, report: ReportOptions) -> None:
+    from chairlift.bench.recording import RecordedRun, compare
+    from chairlift.bench.report import write_report
+
+    others = [name for name in context.params if name not in ("against", "json_file", "quiet")]
+    refuse_given(context, others, "does not go with --against: the recording says what is simulated")
+    report.check()
+    rows = compare(RecordedRun.load(against))
+    show_comparison(rows)
+    if report.json_file is not None:
+        write_report(report.json_file, "simulate", {"against": str(against)}, rows)
 
 
 def _show_figures(row: dict[str, Any], replicas: int) -> None:

@@ -61,13 +61,36 @@ def test_simulate_a_trace(tmp_path: Path) -> None:
 def test_a_profile_of_this_machine_feeds_the_simulator(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     profile, result = tmp_path / "profile.json", tmp_path / "result.json"
-    options = "--load-format dummy --device cpu --max-batch-requests 4 --rounds 2 --quiet"
-    run("bench", "profile", "--model", str(tmp_path), *options.split(), "--out", str(profile))
+    options = "--load-format dummy --device cpu --max-batch-requests 4 --rounds 1 --quiet"
+    options += " --record --requests 6 --prompt-len 4:16 --output-len 2:8"
+    text = run("bench", "profile", "--model", str(tmp_path), *options.split(), "--out", str(profile))
+    assert "output_tokens_per_s" in text
     saved = json.loads(profile.read_text())
     assert saved["steps"] > 20
-    assert sum(saved["coefficients"].values()) > 0
+    assert saved["prices"]["step"] + sum(price for _, price in saved["prices"]["tokens"]) > 0
     run(
         *("simulate", "--model", str(tmp_path), "--profile", str(profile), "--rate", "5", "--requests", "20"),
         *("--prompt-len", "8:32", "--output-len", "4:16", "--json", str(result)),
     )
     assert json.loads(result.read_text())["rows"][0]["requests"] == 20
+    run("simulate", "--against", str(profile), "--json", str(result))
+    compared = {row["name"]: row for row in json.loads(result.read_text())["rows"]}
+    assert compared["output_tokens_per_s"]["measured"] == saved["run"]["measured"]["output_tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("simulate", "--against", "FILE", "--rate", "3"), "rate: does not go with --against"),
+        (("simulate", "--against", "FILE"), "against: cannot read"),
+        (("simulate", "--profile", "FILE"), "profile: cannot read"),
+        (("bench", "profile", "--requests", "3"), "requests: only goes with --record"),
+        (("bench", "profile", "--target-tpot-ms", "3"), "a profile needs steps of all sizes"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(arguments: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text('{"prices": {"step": -1}}')
+    outcome = CliRunner().invoke(app, [argument.replace("FILE", str(file)) for argument in arguments])
+    assert outcome.exit_code == 2
+    assert problem in " ".join(outcome.output.split())

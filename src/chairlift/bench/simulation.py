@@ -13,7 +13,6 @@ from chairlift.bench.arrivals import Arrivals
 from chairlift.bench.traces import HASHED_TOKENS, TraceEntry
 from chairlift.bench.workload import LengthRange
 from chairlift.core.budget import FixedBudget
-from chairlift.core.cost_model import CostModel
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.ordering import make_ordering
 from chairlift.core.policy import make_policy
@@ -21,6 +20,7 @@ from chairlift.core.scheduler import Scheduler
 from chairlift.errors import InvalidParameter
 from chairlift.simulate.devices import Device
 from chairlift.simulate.figures import Targets, percentile
+from chairlift.simulate.measured import MeasuredCost
 from chairlift.simulate.replica import Replica
 from chairlift.simulate.roofline import ModelShape, StepCost
 from chairlift.simulate.router import make_router
@@ -37,6 +37,7 @@ class ReplicaSettings:
     block_size: int = 16
     seats: int = 256
     max_batch_tokens: int = 8192
+    max_prefill_tokens: int | None = None
     policy: str = "continuous"
     order: str = "fcfs"
     prefix_caching: bool = False
@@ -44,7 +45,7 @@ class ReplicaSettings:
     def make(self, cost: StepCost) -> Replica:
         scheduler = Scheduler(
             KVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching),
-            FixedBudget(self.max_batch_tokens),
+            FixedBudget(self.max_batch_tokens, self.max_prefill_tokens),
             make_policy(self.policy),
             self.seats,
             ordering=make_ordering(self.order),
@@ -71,12 +72,11 @@ class MemoryBudget:
         return cls(model.weight_bytes, left, blocks, blocks * block_size)
 
 
-def load_profile(path: Path) -> CostModel:
-    """A cost model that `chairlift bench profile` saved."""
+def load_profile(path: Path) -> MeasuredCost:
+    """The prices that `chairlift bench profile` saved."""
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        return CostModel(saved["coefficients"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return MeasuredCost.from_json(json.loads(path.read_text(encoding="utf-8"))["prices"])
+    except (OSError, ValueError, KeyError, TypeError, InvalidParameter) as error:
         raise InvalidParameter("profile", f"cannot read {str(path)!r} ({error})") from None
 
 

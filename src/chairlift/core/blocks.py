@@ -23,6 +23,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks))
         self._cached: set[int] = set()  # blocks whose contents are indexed, used or free
+        self._num_empty = num_blocks
         self._on_evict = on_evict
         self.num_evictions = 0
         self.changed: set[int] | None = None  # while someone watches: blocks whose state may have changed
@@ -30,6 +31,10 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_empty(self) -> int:
+        return self._num_empty
 
     @property
     def num_used(self) -> int:
@@ -57,20 +62,21 @@ class BlockPool:
 
     def take(self, count: int) -> list[int] | None:
         """`count` blocks for one new owner, or None (and no change) if there are not as many."""
-        if count > len(self._free):
+        free, cached = self._free, self._cached
+        if count > len(free):
             return None
-        return [self._take_one() for _ in range(count)]
-
-    def _take_one(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        if block in self._cached:
-            self._cached.remove(block)
-            self._on_evict(block)
-            self.num_evictions += 1
-        self._references[block] = 1
+        blocks = [free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+            if block in cached:
+                cached.remove(block)
+                self._on_evict(block)
+                self.num_evictions += 1
+            else:
+                self._num_empty -= 1
         if self.changed is not None:
-            self.changed.add(block)
-        return block
+            self.changed.update(blocks)
+        return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner for each of these; a cached free block comes back to life."""
@@ -92,4 +98,5 @@ class BlockPool:
             if self._references[block] == 0:
                 self._free[block] = None
                 if block not in self._cached:
+                    self._num_empty += 1
                     self._free.move_to_end(block, last=False)

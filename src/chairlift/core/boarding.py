@@ -36,7 +36,7 @@ class _Boarding:
         self.draft = draft
         self.now = now
         # What those on board will still take of the free blocks.
-        self.promised_blocks = sum(self._blocks_to_come(request) for request in lift.running)
+        self.promised_blocks = sum(self._blocks_to_come(request) for request in lift.running) + lift.aside
         self._newcomers: set[int] = set()
 
     def offer_seats(self, admission: Admission) -> bool:
@@ -159,7 +159,7 @@ class _Boarding:
         return WaitReason.SEATS if self._taken(running) + seats > self.lift.max_batch_requests else WaitReason.TARGET
 
     def _taken(self, running: Sequence[Request]) -> int:
-        return seats_of(running) + len(self.lift.idle)
+        return seats_of(running) + len(self.lift.idle) + self.lift.aside
 
     def _blocks_needed(self, request: Request) -> int:
         """Blocks that it does not hold yet but needs for the tokens it knows; for a beam search, those of all beams."""

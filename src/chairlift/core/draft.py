@@ -14,10 +14,11 @@ from chairlift.core.request import Request
 class PlanDraft:
     """The chunks chosen so far for the coming step, and what is left of its budget."""
 
-    def __init__(self, limits: StepLimits) -> None:
+    def __init__(self, limits: StepLimits, taken: int = 0) -> None:
+        """`taken`: tokens of the step that are spoken for."""
         self.chunks: dict[str, Chunk] = {}
-        self.room = limits.tokens
-        self.prefill_room = min(limits.prefill_tokens, limits.tokens)
+        self.room = limits.tokens - taken
+        self.prefill_room = min(limits.prefill_tokens, self.room)
         self.seats = limits.seats
         self.memory_was_short = False
         self.swap_outs: list[BlockSwap] = []

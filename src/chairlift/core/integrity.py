@@ -22,6 +22,7 @@ def check_accounting(scheduler: Scheduler) -> None:
     for block in range(pool.num_blocks):
         assert pool.references(block) == holders[block], f"block {block}: reference count differs from its tables"
         assert pool.is_free(block) == (holders[block] == 0), f"block {block} is lost or handed out twice"
+    assert pool.num_empty == sum(not pool.is_cached(block) for block in free), "empty blocks are counted wrong"
     for request_id, table in tables.items():
         assert len(table) == len(set(table)), f"{request_id} holds a block twice"
         request = scheduler.get(request_id)

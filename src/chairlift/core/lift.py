@@ -36,6 +36,7 @@ class Lift:
         self.waiting = WaitingLine(ordering, max_overtakes)
         self.running: list[Request] = []  # in order of submission, as `waiting` is
         self.idle: list[Request] = []  # finished, but their batch is not: they keep their seats (and their blocks)
+        self.aside = 0  # how many more are on board and decode, but are kept elsewhere (a simulation does that)
         self.requests: dict[str, Request] = {}  # by id: all that are open, or still hold blocks
         self.events: list[Event] = []
 

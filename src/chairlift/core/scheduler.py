@@ -204,7 +204,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         self.swap.begin_step()
         self._drop_late(now)
-        draft = PlanDraft(self._decide_limits(now))
+        draft = PlanDraft(self._decide_limits(now), taken=self.lift.aside)
         packing.decode(self.lift, draft, now)
         packing.advance_prompts(self.lift, draft, now)
         board_waiting(self.lift, self.policy, draft, now)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from chairlift.core.budget import FixedBudget
 from chairlift.core.cost_model import StepShape
-from chairlift.core.events import Event
 from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.policy import ContinuousPolicy
 from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
+from chairlift.simulate.cruise import ANY_TOKEN, Aside
 from chairlift.simulate.roofline import StepCost
-
-ANY_TOKEN = 0  # what is generated does not matter, only how much
 
 
 class Replica:
     """Steps of a scheduler, each as long as `cost` predicts.
 
-    When all on board are decoding and nobody waits, the coming steps differ in nothing but their length until someone
-    finishes, someone arrives or memory runs out. Those are taken in one go; `leaps=False` takes them one by one, with
-    the same outcome.
+    When all on board are decoding and nobody can board, the coming steps differ in nothing but their length until
+    someone finishes or arrives. Those are taken in one go; `leaps=False` takes them one by one, with the same outcome.
+    Where nothing depends on those who decode (first come first served, continuous, a fixed budget), they are not even
+    shown to the scheduler while a newcomer's prompt is computed.
     """
 
     def __init__(self, scheduler: Scheduler, cost: StepCost, *, leaps: bool = True) -> None:
@@ -28,9 +29,16 @@ class Replica:
         self.busy_seconds = 0.0
         self.load = 0  # tokens that its open requests may still compute
         self.gaps: list[tuple[float, int]] = []  # (length of a step, requests that were decoding in it)
+        self.busy = False
         self._plan: StepPlan | None = None
         self._ends_at = 0.0
-        self.busy = False
+        self._aside = Aside(scheduler)
+        self._cruises = (
+            isinstance(scheduler.policy, ContinuousPolicy)
+            and isinstance(scheduler.budget, FixedBudget)
+            and not scheduler.ordering.has_claims
+            and scheduler.budget.most.tokens >= scheduler.max_batch_requests  # everyone gets a token in every step
+        )
 
     def submit(self, request: Request, now: float) -> None:
         self.scheduler.submit(request, now)
@@ -41,25 +49,38 @@ class Replica:
         assert not self.busy
         if self.leaps:
             now = self._leap(now, undisturbed_until)
-            if now >= undisturbed_until:  # someone arrives before these steps are over, and may join the next
-                self.busy = True
-                return now
-        plan = self.scheduler.schedule(now)
-        if not plan:
+            if self._aside and not self._room_beside_them():
+                self._aside.give_back()
+        plan = None if self._only_decodes() else self.scheduler.schedule(now)
+        if not plan and not self._aside:
             wakeup = self.scheduler.next_wakeup(now)
             return wakeup if wakeup is not None and wakeup > now else None
         self._plan, self.busy = plan, True
-        self._ends_at = now + self._take(StepShape.of(plan))
+        self._ends_at = now + self._take(self._shape(plan))
         return self._ends_at
 
-    def end(self) -> list[Event]:
-        """The step is over: apply it, and return what happened since the last one."""
+    def end(self) -> None:
+        """The step is over: apply it."""
         plan, self._plan, self.busy = self._plan, None, False
-        if plan is None:  # nothing but steps in which nothing happened
-            return []
-        samples = sum(chunk.samples for chunk in plan.chunks)
-        self.scheduler.apply(StepResult(plan, [ANY_TOKEN] * samples, [None] * samples), self._ends_at)
-        return self.scheduler.drain_events()
+        if plan:
+            samples = sum(chunk.samples for chunk in plan.chunks)
+            self.scheduler.apply(StepResult(plan, [ANY_TOKEN] * samples, [None] * samples), self._ends_at)
+        if self._aside:
+            self._aside.advance(1, self._ends_at)
+
+    def _shape(self, plan: StepPlan | None) -> StepShape:
+        shape = StepShape.of(plan) if plan else StepShape(idle_rows=len(self.scheduler.idle))
+        size = len(self._aside)
+        if not size:
+            return shape
+        return StepShape(
+            shape.decode_tokens + size,
+            shape.prefill_tokens,
+            shape.decode_kv + self._aside.context,
+            shape.prefill_kv,
+            shape.requests + size,
+            shape.idle_rows,
+        )
 
     def _take(self, shape: StepShape) -> float:
         seconds = self.cost.predict(shape)
@@ -69,28 +90,59 @@ class Replica:
             self.gaps.append((seconds, shape.decode_tokens))
         return seconds
 
-    def _leap(self, now: float, until: float) -> float:
-        """Take the steps in which nothing happens but one more token for everyone; returns when they are over."""
+    # ---- many steps at once -------------------------------------------------------------------------------------
+
+    def _only_decodes(self) -> bool:
+        return bool(self._aside) and not self.scheduler.running and self._nobody_boards()
+
+    def _nobody_boards(self) -> bool:
+        """Whoever waits cannot be given a seat, whatever the scheduler would think of it."""
         scheduler = self.scheduler
-        running = scheduler.running
-        if not running or scheduler.waiting or scheduler.idle or not all(request.decoding for request in running):
-            return now
-        most = self._steps_with_room(min(request.max_new_tokens - request.num_output for request in running) - 1)
-        count, context = 0, sum(request.num_known for request in running)
-        size = len(running)
-        while count < most and now < until:
-            now += self._take(StepShape(size, 0, context, 0, size))
-            context += size
-            count += 1
-        for request in running if count else ():
-            scheduler.kv.reserve(request, count)
-            request.extend([ANY_TOKEN] * count)
-            request.start_from(request.num_computed + count)
-            scheduler.kv.commit(request)
-            scheduler.ordering.grew(request)
+        if not scheduler.waiting:
+            return True
+        return self._cruises and len(scheduler.running) + len(self._aside) >= scheduler.max_batch_requests
+
+    def _room_beside_them(self) -> bool:
+        return self._aside.steps_with_room() > 0 if self._only_decodes() else self._aside.leaves_room()
+
+    def _may_set_aside(self) -> bool:
+        scheduler = self.scheduler
+        if self._cruises:  # not where memory is so short that they would be back at once
+            return scheduler.kv.pool.num_empty > 4 * (len(scheduler.running) + len(self._aside))
+        return not scheduler.waiting and all(request.decoding for request in scheduler.running)
+
+    def _leap(self, now: float, until: float) -> float:
+        """Take the steps in which nothing happens but one more token for everyone, and that are over before `until`;
+        returns when they are."""
+        if self._may_set_aside():
+            self._aside.take()
+        while self._only_decodes():
+            steps = min(self._aside.steps_to_next_end, self._aside.steps_with_room())
+            if not self._cruises:
+                steps = min(steps, self._aside.steps_to_next_end - 1)  # an ending is the scheduler's business
+            taken, now = self._take_decodes(steps, now, until)
+            self._aside.advance(taken, now)
+            if taken < steps or not steps:
+                break
+        if not self._cruises:
+            self._aside.give_back()
         return now
 
-    def _steps_with_room(self, most: int) -> int:
-        """So many steps as surely find blocks for everyone."""
-        kv, size = self.scheduler.kv, len(self.scheduler.running)
-        return max(0, min(most, (kv.num_free // size) * kv.block_size))
+    def _take_decodes(self, most: int, now: float, until: float) -> tuple[int, float]:
+        """At most so many steps of those set aside; returns how many, and when they are over."""
+        size, context = len(self._aside), self._aside.context
+        base = self.cost.predict(StepShape(size, 0, 0, 0, size, len(self.scheduler.idle)))
+        per_position = self.cost.seconds_per_position
+        taken, gaps = 0, self.gaps
+        while taken < most:
+            seconds = base + per_position * context
+            end = now + seconds
+            if end >= until:
+                break
+            now = end
+            self.busy_seconds += seconds
+            gaps.append((seconds, size))
+            context += size
+            taken += 1
+        self.num_steps += taken
+        return taken, now

@@ -10,10 +10,15 @@ from chairlift.simulate.devices import Device
 
 
 class StepCost(Protocol):
-    """What a simulation needs to know of a machine; `core.cost_model.CostModel`, fitted to a real one, is another."""
+    """What a simulation needs to know of a machine."""
+
+    @property
+    def seconds_per_position(self) -> float:
+        """What it costs that a decode reads one position more, whatever else is in the step."""
+        ...
 
     def predict(self, shape: StepShape) -> float:
-        """Seconds."""
+        """Seconds. The positions that decodes read are added last, so that sums come out the same to the last bit."""
         ...
 
 
@@ -53,11 +58,14 @@ class Roofline:
     model: ModelShape
     device: Device
 
+    @property
+    def seconds_per_position(self) -> float:
+        return self.model.kv_bytes_per_token / self.device.bytes_per_second
+
     def predict(self, shape: StepShape) -> float:
         model, device = self.model, self.device
         sampled = shape.decode_tokens + shape.idle_rows
         flops = 2 * (model.layer_parameters * shape.tokens + model.vocab_size * model.hidden_size * sampled)
         products = max(model.read_bytes / device.bytes_per_second, flops / device.flops_per_second)
-        cache = shape.decode_kv * model.kv_bytes_per_token / device.bytes_per_second
         prompts = shape.prefill_kv * model.attention_flops_per_kv / device.flops_per_second
-        return device.step_seconds + products + cache + prompts
+        return device.step_seconds + products + prompts + self.seconds_per_position * shape.decode_kv

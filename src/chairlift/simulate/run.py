@@ -89,6 +89,8 @@ class _Run:
                 self.now = following.at
                 arrived, following = following, next(coming, None)
                 self._admit(arrived, following.at if following else float("inf"))
+                if following is None:
+                    self._expect_no_more()
             else:
                 self.now, version, index = heapq.heappop(self.due)
                 if version == self.version[index]:
@@ -113,16 +115,25 @@ class _Run:
         if not replica.busy:
             self._begin(index, next_arrival)
 
+    def _expect_no_more(self) -> None:
+        """Batches that wait to be filled need not any longer."""
+        for index, replica in enumerate(self.replicas):
+            replica.scheduler.expect_no_more()
+            if not replica.busy:
+                self._begin(index, float("inf"))
+
     def _wake(self, index: int, next_arrival: float) -> None:
         replica = self.replicas[index]
         if replica.busy:
-            for event in replica.end():
-                self._note(event, replica)
+            replica.end()
         self._begin(index, next_arrival)
 
     def _begin(self, index: int, next_arrival: float) -> None:
         self.version[index] += 1
-        due = self.replicas[index].begin(self.now, next_arrival)
+        replica = self.replicas[index]
+        due = replica.begin(self.now, next_arrival)
+        for event in replica.scheduler.drain_events():
+            self._note(event, replica)
         if due is not None:
             heapq.heappush(self.due, (due, self.version[index], index))
 

@@ -1,0 +1,53 @@
+"""How fast the simulator is: `python -m tests.simulate.speed [TRACE ...]`. No test, since it is about time."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from chairlift.bench.model_shape import model_shape, read_config
+from chairlift.bench.simulation import ReplicaSettings, trace_arrivals
+from chairlift.bench.traces import load_trace
+from chairlift.core.cost_model import StepShape
+from chairlift.simulate.devices import device_named
+from chairlift.simulate.roofline import Roofline
+from chairlift.simulate.router import make_router
+from chairlift.simulate.run import Arrival, simulate
+
+COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", 2)[0], device_named("h200"))
+
+
+def traffic(on_board: int, output: int, count: int) -> list[Arrival]:
+    """So many on board at a time, more or less."""
+    step = COST.predict(StepShape(on_board, 0, on_board * (256 + output // 2), 0, on_board))
+    rng, at, found = random.Random(0), 0.0, []
+    for index in range(count):
+        found.append(Arrival(at, [index] * rng.randint(16, 512), rng.randint(output // 2, output * 3 // 2)))
+        at += rng.expovariate(on_board / (step * output))
+    return found
+
+
+def report(name: str, coming: Sequence[Arrival], *, caching: bool, replicas: int = 1) -> None:
+    settings = ReplicaSettings(num_blocks=100_000, seats=1024, prefix_caching=caching)
+    begun = time.process_time()
+    outcome = simulate(coming, [settings.make(COST) for _ in range(replicas)], make_router("least-loaded"))
+    seconds = time.process_time() - begun
+    rates = f"{outcome.steps / seconds:10,.0f} steps/s {len(coming) / seconds:8,.0f} requests/s"
+    print(f"{name:40} {rates}  prefix caching {'on' if caching else 'off'}", flush=True)
+
+
+def main() -> None:
+    for caching in (False, True):
+        for on_board, output in ((1, 256), (9, 256), (30, 256), (30, 1024), (128, 1024), (128, 256)):
+            report(f"{on_board} on board, {output} tokens", traffic(on_board, output, 400), caching=caching)
+    for path in sys.argv[1:]:
+        entries = load_trace(Path(path))[:4000]
+        caching = any(entry.blocks for entry in entries)
+        report(Path(path).name, list(trace_arrivals(entries)), caching=caching, replicas=4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Prices of steps fitted to measured ones, and a recorded real run simulated again."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from chairlift.bench.recording import COMPARED, RecordedRun, compare
+from chairlift.core.cost_model import StepShape
+from chairlift.errors import InvalidParameter
+from chairlift.simulate.measured import MeasuredCost
+
+RECORDED = sorted((Path(__file__).parent / "data").glob("*.json"))
+TRUE = MeasuredCost(
+    step=4e-3, request=2e-4, prefill_kv=2e-8, decode_kv=1e-6, tokens=((0, 1e-3), (1, 2e-4), (8, 9e-4), (64, 5e-4))
+)
+
+
+def random_shape(rng: random.Random) -> StepShape:
+    decodes, prompts = rng.randint(0, 16), rng.choice([0, 0, rng.randint(1, 300)])
+    if not decodes and not prompts:
+        decodes = 1
+    kv = rng.randint(1, 500)
+    return StepShape(decodes, prompts, decodes * kv, prompts * kv, decodes + (prompts > 0))
+
+
+@pytest.mark.parametrize(("noise", "outliers", "allowed"), [(0.0, 0.0, 0.005), (0.05, 0.0, 0.03), (0.05, 0.05, 0.05)])
+def test_a_fit_finds_what_steps_cost(noise: float, outliers: float, allowed: float) -> None:
+    """Also where steps vary, and where some take five times as long."""
+    rng = random.Random(3)
+    steps = []
+    for _ in range(600):
+        shape = random_shape(rng)
+        factor = 5.0 if rng.random() < outliers else rng.gauss(1, noise)
+        steps.append((shape, TRUE.predict(shape) * factor))
+    fitted = MeasuredCost.fit(steps)
+    errors = sorted(abs(fitted.predict(shape) / TRUE.predict(shape) - 1) for shape, _ in steps)
+    assert errors[len(errors) * 95 // 100] < 2 * allowed
+    assert sum(errors) / len(errors) < allowed
+
+
+def test_steps_larger_than_any_measured_cost_in_proportion() -> None:
+    fitted = MeasuredCost.fit([(StepShape(prefill_tokens=n, requests=1), 1e-3 * n) for n in range(1, 200)])
+    assert fitted.predict(StepShape(prefill_tokens=2000, requests=1)) == pytest.approx(2.0, rel=0.02)
+
+
+def test_prices_survive_json_and_bad_ones_are_refused() -> None:
+    assert MeasuredCost.from_json(TRUE.to_json()) == TRUE
+    for change in ({"step": -1.0}, {"request": None}, {"tokens": [[1, 0.1]]}, {"tokens": []}):
+        with pytest.raises(InvalidParameter):
+            MeasuredCost.from_json(TRUE.to_json() | change)
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_a_recorded_run_is_reproduced_within_a_tenth(path: Path) -> None:
+    """Throughput and percentiles of latency; everything is in the file, so no clock is read here."""
+    rows = compare(RecordedRun.load(path))
+    assert [row["name"] for row in rows] == list(COMPARED)
+    assert {row["name"]: row["error"] for row in rows if abs(row["error"]) > 0.1} == {}

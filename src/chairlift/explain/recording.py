@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from chairlift.core.events import Event, RequestBoarded, RequestFinished, RequestQueued, StepDone
 from chairlift.core.plan import StepPlan, StepResult
@@ -33,6 +34,7 @@ class ChunkRecord:
     samples: bool
     table: tuple[int, ...]
     copies: tuple[tuple[int, int], ...]  # block -> block, before anything is written
+    drafts: tuple[int, ...] = ()  # guesses, the last tokens of the chunk
 
     @property
     def end(self) -> int:
@@ -46,7 +48,7 @@ class StepRecord:
     chunks: tuple[ChunkRecord, ...]
     idle: tuple[str, ...]  # finished, but they keep their seats
     waiting: tuple[str, ...]
-    sampled: dict[str, int]  # request -> its next token
+    sampled: dict[str, tuple[int, ...]]  # request -> its next tokens; more than one where guesses were right
     padding: int  # tokens computed for nobody
     tables: dict[str, tuple[int, ...]]  # of everyone who holds blocks
     references: tuple[int, ...]  # of each block: in how many tables it stands
@@ -95,6 +97,7 @@ class _Recorder:
                 chunk.samples,
                 tuple(chunk.table),
                 tuple((copy.source, copy.target) for copy in chunk.copies),
+                chunk.drafts,
             )
             for chunk in plan.chunks
         )
@@ -104,8 +107,12 @@ class _Recorder:
         tables, waiting = kv.tables(), tuple(request.id for request in self.scheduler.waiting)
         idle = tuple(request.id for request in self.scheduler.idle)
         result = self.inner.run(plan)
-        names = (chunk.request for chunk in chunks if chunk.samples)
-        sampled = dict(zip(names, result.tokens, strict=True))
+        tokens = iter(result.tokens)
+        sampled = {
+            chunk.request: tuple(islice(tokens, 1 + (result.accepted.get(chunk.request, 0) if chunk.drafts else 0)))
+            for chunk in chunks
+            if chunk.samples
+        }
         self.steps.append(
             StepRecord(
                 self.turn,

@@ -12,18 +12,21 @@ if TYPE_CHECKING:
 
 ALL = "all"
 # Each is a module in `topics` with a value TOPIC; imported when asked for.
-TOPICS = {
-    "attention": "attention",
-    "masks": "masks",
-    "budget": "budget",
-    "batching": "batching",
-}
+TOPICS = (
+    "attention",
+    "masks",
+    "cache",
+    "budget",
+    "batching",
+    "kernels",
+    "chunking",
+)
 
 
 def topic_named(name: str) -> Topic:
     if name not in TOPICS:
         raise InvalidParameter("topic", f"there is no {name!r}; choose from {', '.join((*TOPICS, ALL))}")
-    topic: Topic = import_module(f"chairlift.explain.topics.{TOPICS[name]}").TOPIC
+    topic: Topic = import_module(f"chairlift.explain.topics.{name}").TOPIC
     return topic
 
 

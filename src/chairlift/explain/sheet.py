@@ -67,6 +67,16 @@ class Panel:
         if label:
             self.text(x + width / 2, y + height / 2, label, color=look.ink, size=size)
 
+    def bar(self, x: float, y: float, width: float, kind: str, label: str = "") -> None:
+        """A cell whose width is a measure of its own: the gap is at its sides, however wide it is."""
+        look = self.theme.look(kind)
+        self.drawn[kind] += 1
+        self.axes.barh(
+            y + 0.5, width, 0.86, left=x, color=look.fill, edgecolor=self.theme.background, linewidth=1.0, zorder=2
+        )
+        if label:
+            self.text(x + width / 2, y + 0.5, label, color=look.ink, zorder=3)
+
     def heat(self, values: Sequence[Sequence[float]], kind: str, *, colours: str = "PuOr", most: float = 0.0) -> None:
         """Numbers as colours: from -most to most, or with colours that begin at nothing from 0 to most."""
         most = most or max(abs(value) for row in values for value in row) or 1.0

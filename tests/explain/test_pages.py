@@ -127,11 +127,17 @@ def test_words_become_html() -> None:
         '<ul><li>x</li></ul>\n<div class="wide"><table><thead><tr><th>a</th><th>b</th></tr></thead>'
         "<tbody><tr><td>1</td><td>2</td></tr></tbody></table></div>\n<pic>"
     )
-    assert to_markdown(text, lambda name: f"({name})").endswith("| 1 | 2 |\n\n(pic)")
+    markdown = to_markdown(text, lambda name: f"({name})")
+    assert "1. one more\n2. two\n\n- x" in markdown
+    assert markdown.endswith("| 1 | 2 |\n\n(pic)")
+    long = to_markdown("- " + "word " * 50, lambda name: "")
+    assert all(len(line) <= 120 for line in long.splitlines())
+    assert long.splitlines()[1].startswith("  word")
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [(" cat", "cat"), ("$x", r"\$x"), (" ", "␣"), ("\n", "·"), ("\ufffd", "·"), ("", "␣")]
+    ("text", "shown"),
+    [(" cat", "cat"), ("$x", r"\$x"), (" ", "␣"), ("\n", "⏎"), ("\x07", "·"), ("\ufffd", "·"), ("", "␣")],
 )
 def test_labels_show_any_token(text: str, shown: str) -> None:
     assert readable(text) == shown

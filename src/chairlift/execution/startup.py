@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,8 +89,10 @@ def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoin
     return checkpoint, make_tokenizer(checkpoint)
 
 
-def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
-    """Size the KV cache and put the parts together."""
+def start_engine(
+    loaded: LoadedModel, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+) -> StartedEngine:
+    """Size the KV cache and put the parts together. All times of the engine are those of `clock`."""
     model = loaded.model
     dtype, device = model.dtype, model.device
     max_model_len = _max_model_len(config, model.max_len)
@@ -149,6 +152,7 @@ def start_engine(loaded: LoadedModel, config: EngineConfig) -> StartedEngine:
         seed=config.seed,
         cost_model=cost_model,
         structured=structured,
+        clock=clock,
     )
     step = f"up to {tokens} tokens ({prompts} of prompts) of {seats} requests{_targets(config)}"
     for line in (*memory.lines(), f"step       {step}, {attention.name} attention"):

@@ -36,13 +36,16 @@ class Theme:
     muted: str  # less important words, lines and ticks
     faint: str  # what is there, but empty
     hidden: str  # lines of a hatch
+    tint: str  # a little green
 
     def look(self, kind: str) -> Look:
         """The look of a kind of cell; every kind that is drawn has one."""
         own = {
             "empty": Look(self.faint, self.muted),
+            "skipped": Look(self.faint, self.muted),
             "masked": Look(self.faint, self.muted),
             "free": Look(self.faint, self.muted),
+            "reusable": Look(self.tint, self.ink, "", GREEN),
             "idle": Look(self.background, self.muted, "////", RED),
             "blocked": Look(self.background, self.muted, "....", RED),
             "padding": Look(self.faint, self.muted, "xxxx", self.hidden),
@@ -69,8 +72,10 @@ _LOOKS = {
     "own": Look(SKY),
     "query": Look(BLUE, LIGHT_INK),
     "key": Look(ORANGE),
+    "loaded": Look(SKY),
+    "held": Look(ORANGE),
     "accepted": Look(GREEN, LIGHT_INK),
-    "rejected": Look(RED, LIGHT_INK, "\\\\\\\\", DARK_INK),
+    "rejected": Look(RED, LIGHT_INK),
 }
 _OWNERS = (
     Look(SKY),
@@ -82,6 +87,6 @@ _OWNERS = (
     Look(YELLOW),
 )
 
-LIGHT = Theme("light", "#ffffff", "#1c2430", "#5b6673", "#e9edf2", "#a9b4c0")
-DARK = Theme("dark", "#14181f", "#e8edf3", "#9aa7b5", "#272e39", "#5a6675")
+LIGHT = Theme("light", "#ffffff", "#1c2430", "#5b6673", "#e9edf2", "#a9b4c0", "#d3f0e6")
+DARK = Theme("dark", "#14181f", "#e8edf3", "#9aa7b5", "#272e39", "#5a6675", "#16382f")
 THEMES = {theme.name: theme for theme in (LIGHT, DARK)}

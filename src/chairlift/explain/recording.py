@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from chairlift.core.events import Event, RequestBoarded, RequestFinished, RequestQueued, StepDone
@@ -148,7 +148,7 @@ def record(engine: Engine, riders: Sequence[Rider], *, max_turns: int = 10_000) 
             if not coming:
                 engine.expect_no_more()
             recorder.turn = turn
-            events += engine.step()
+            events += map(_without_plan, engine.step())
             engine.check_alive()
             turn += 1
             if turn > max_turns:
@@ -158,6 +158,11 @@ def record(engine: Engine, riders: Sequence[Rider], *, max_turns: int = 10_000) 
     seats = engine.scheduler.max_batch_requests
     turns = recorder.steps[-1].turn + 1 if recorder.steps else 0  # the last turn only reports
     return Run(tuple(riders), tuple(recorder.steps), turns, seats, tuple(events))
+
+
+def _without_plan(event: Event) -> Event:
+    """Plans are noted before they run; afterwards their tables and requests have changed."""
+    return replace(event, plan=None) if isinstance(event, StepDone) else event
 
 
 def _submit(engine: Engine, rider: Rider) -> None:

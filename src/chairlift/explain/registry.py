@@ -20,6 +20,12 @@ TOPICS = (
     "batching",
     "kernels",
     "chunking",
+    "paging",
+    "prefix",
+    "heads",
+    "flash",
+    "cost",
+    "speculation",
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,11 @@ from chairlift.explain.recording import Rider, Run, record
 
 if TYPE_CHECKING:
     from chairlift.execution.startup import LoadedModel, StartedEngine
+
+Clock = Callable[[], float]
+# Where a picture shows times: those of the processor, so that other programs do not disturb it. As there is one thread
+# (see `one_thread`), it is the time that a quiet machine would take.
+QUIET_CLOCK: Clock = time.process_time
 
 TEXT = (
     "A chairlift never stops for boarding. Skiers who reach the top step off, others get on at the bottom, and every "
@@ -41,7 +48,9 @@ class Stage:
     def model_name(self) -> str:
         return self.loaded.name.rstrip("/").rsplit("/", 1)[-1]
 
-    def start(self, *, num_blocks: int = 64, block_size: int = 16, **options: Any) -> StartedEngine:
+    def start(
+        self, *, num_blocks: int = 64, block_size: int = 16, clock: Clock = time.monotonic, **options: Any
+    ) -> StartedEngine:
         """An engine with a KV cache of so many blocks; `options` are those of EngineConfig."""
         from chairlift.execution.config import EngineConfig
         from chairlift.execution.memory import bytes_per_token
@@ -57,7 +66,7 @@ class Stage:
             max_model_len=min(model.max_len, num_blocks * block_size),
             **options,
         )
-        return start_engine(self.loaded, config)
+        return start_engine(self.loaded, config, clock=clock)
 
     def play(self, riders: Sequence[Rider], **options: Any) -> Run:
         """What a new engine makes of these requests."""
@@ -76,7 +85,24 @@ class Stage:
         return [readable(self.loaded.tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """What is computed for a picture is so little that threads would only wait for each other."""
+    import numba
+    import torch
+
+    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(torch_threads)
+        numba.set_num_threads(numba_threads)
+
+
 def readable(text: str) -> str:
     """Without characters that a label cannot show, and without the space that most words begin with."""
-    shown = "".join(character if character.isprintable() else "·" for character in text.replace("\ufffd", "·"))
+    spelled = text.replace("\n", "⏎").replace("\t", "⇥").replace("\ufffd", "·")
+    shown = "".join(character if character.isprintable() else "·" for character in spelled)
     return shown.strip().replace("$", r"\$") or "␣"  # a dollar would start a formula

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from html import escape
+from textwrap import fill
+
+LINE = 120
 
 _PICTURE = re.compile(r"\[\[([\w-]+)\]\]")
 _SPANS = (
@@ -29,9 +32,30 @@ def to_html(text: str, picture: Callable[[str], str]) -> str:
 
 
 def to_markdown(text: str, picture: Callable[[str], str]) -> str:
-    """Markdown as others know it: only the pictures are ours."""
+    """Markdown as others know it: only the pictures are ours. Figures were filled in, so lines are cut anew."""
     found = ((block, picture_name(block)) for block in blocks(text))
-    return "\n\n".join(block if name is None else picture(name) for block, name in found)
+    return "\n\n".join(_filled(block) if name is None else picture(name) for block, name in found)
+
+
+def _filled(block: str) -> str:
+    if block.startswith(("```", "#", "|")):
+        return block
+    if not _is_list(block):
+        return _fill(block, "")
+    return "\n".join(_fill(entry, " " * (entry.index(" ") + 1)) for entry in _entries(block))
+
+
+def _fill(text: str, indent: str) -> str:
+    words = " ".join(text.split())
+    return fill(words, LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _is_list(block: str) -> bool:
+    return re.match(r"(-|\d+\.) ", block) is not None
+
+
+def _entries(block: str) -> list[str]:
+    return re.split(r"\n(?=-|\d+\. )", block)
 
 
 def _block(block: str, picture: Callable[[str], str]) -> str:
@@ -45,10 +69,9 @@ def _block(block: str, picture: Callable[[str], str]) -> str:
         return f"<h2>{_spans(block[3:])}</h2>"
     if block.startswith("|"):
         return _table(lines)
-    if re.match(r"(-|\d+\.) ", block):
+    if _is_list(block):
         kind = "ul" if block.startswith("-") else "ol"
-        entries = re.split(r"\n(?=-|\d+\. )", block)
-        items = "".join(f"<li>{_spans(re.sub(r'^(-|[0-9]+[.]) ', '', entry))}</li>" for entry in entries)
+        items = "".join(f"<li>{_spans(entry[entry.index(' ') + 1 :])}</li>" for entry in _entries(block))
         return f"<{kind}>{items}</{kind}>"
     return f"<p>{_spans(block)}</p>"
 

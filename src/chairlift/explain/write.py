@@ -14,7 +14,7 @@ from chairlift.explain.page import index_page, topic_page
 from chairlift.explain.palette import LIGHT, THEMES
 from chairlift.explain.registry import ALL, TOPICS, topic_named
 from chairlift.explain.sheet import Sheet
-from chairlift.explain.stage import Stage
+from chairlift.explain.stage import Stage, one_thread
 from chairlift.explain.topic import Topic, as_json
 from chairlift.explain.words import to_markdown
 
@@ -66,7 +66,8 @@ def write_guide(
     told, written = [], []
     for place, topic in enumerate(topics):
         note(f"{place + 1}/{len(topics)} {topic.name}: running")
-        one = Told(topic, topic.run(stage), stage.model_name)
+        with one_thread():
+            one = Told(topic, topic.run(stage), stage.model_name)
         note(f"{place + 1}/{len(topics)} {topic.name}: drawing")
         written += write_topic(one, out, formats)
         told.append(one)

@@ -173,10 +173,6 @@ def draw_past(data: CacheData, theme: Theme) -> Sheet:
     return sheet
 
 
-def unchanged(data: CacheData) -> int:
-    return sum(not apart for row in data.differences for apart in row)
-
-
 def says_generation(data: CacheData) -> str:
     return (
         f"{len(data.without)} new tokens: {computed(data.without)} tokens computed without a cache, "
@@ -184,10 +180,14 @@ def says_generation(data: CacheData) -> str:
     )
 
 
+def unchanged_before(data: CacheData) -> int:
+    return sum(not apart for row in data.differences for apart in row[: data.changed])
+
+
 def says_past(data: CacheData) -> str:
     return (
         f"Keys and values in {len(data.differences)} layers when token {data.changed} is exchanged: "
-        f"all {unchanged(data)} before it stay exactly the same."
+        f"{unchanged_before(data)} of {data.changed * len(data.differences)} before it stay exactly the same."
     )
 
 
@@ -215,9 +215,10 @@ May we keep them, though? Would the new token not change what the earlier ones m
 
 [[cache-past]]
 
-Each row is a layer of the model. Everything **before** the exchanged word is exactly the same, to the last bit, in all
-{len(data.differences)} layers: {unchanged(data)} cells without any change. Everything from it on is different. So a new
-token can never make a cached value wrong, and cached values can be shared by all texts that begin the same way.
+Each row is a layer of the model. **Before** the exchanged word, {unchanged_before(data)} of
+{data.changed * len(data.differences)} cells are exactly the same, to the last bit. From it on everything is different
+(only in the first layer the later words do not know yet: there, nobody has looked at anybody). So a new token can never
+make a cached value wrong, and cached values can be shared by all texts that begin the same way.
 
 The price is memory: the cache grows with every token of every request. The next pages are about that.
 """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 from chairlift.core.events import TokenProduced
 from chairlift.explain.palette import Theme
 from chairlift.explain.recording import Rider, Run
 from chairlift.explain.sheet import Panel, Sheet
-from chairlift.explain.stage import Stage
+from chairlift.explain.stage import QUIET_CLOCK, Stage
 from chairlift.explain.topic import Picture, Topic
 
 LONG, CHUNK = 150, 20
@@ -24,7 +26,12 @@ class ChunkingData:
 def run(stage: Stage) -> ChunkingData:
     short = [Rider(name, stage.prompt(6, skip=7 * index), 18) for index, name in enumerate("ABC")]
     riders = [*short, Rider("D", stage.prompt(LONG, skip=1), 5, turn=4)]
-    options = {"max_batch_tokens": 256, "max_batch_requests": 8, "prefix_caching": False}
+    options: dict[str, Any] = {
+        "max_batch_tokens": 256,
+        "max_batch_requests": 8,
+        "prefix_caching": False,
+        "clock": QUIET_CLOCK,
+    }
     return ChunkingData(
         "D",
         {
@@ -40,7 +47,7 @@ def longest_gap(data: ChunkingData, name: str) -> float:
     for event in data.runs[name].events:
         if isinstance(event, TokenProduced) and event.request_id != data.long:
             times.setdefault(event.request_id, []).append(event.time)
-    return max(b - a for found in times.values() for a, b in zip(found, found[1:], strict=False))
+    return max(b - a for found in times.values() for a, b in pairwise(found))
 
 
 def pieces(data: ChunkingData, name: str) -> list[int]:
@@ -83,8 +90,8 @@ def _draw_run(panel: Panel, data: ChunkingData, run: Run, total: float) -> None:
 def says(data: ChunkingData) -> str:
     whole, chunked = (1e3 * longest_gap(data, name) for name in data.runs)
     return (
-        f"The steps of four requests over time. At once, those that were answering pause for up to {whole:.0f} ms; with "
-        f"the long prompt in {len(pieces(data, 'chunked'))} chunks, for up to {chunked:.0f} ms."
+        f"The steps of four requests over time. At once, those that were answering pause for up to {whole:.0f} ms; "
+        f"with the long prompt in {len(pieces(data, 'chunked'))} chunks, for up to {chunked:.0f} ms."
     )
 
 
@@ -97,14 +104,14 @@ answer appear sees it freeze because a stranger sent a long document.
 
 [[chunking]]
 
-Time runs to the right, as it was measured; each box is one request's part of one step. A, B and C are being answered
-when D comes with {LONG} tokens.
+Time runs to the right, as it was measured (the processor's time, with one thread); each box is one
+request's part of one step. A, B and C are being answered when D comes with {LONG} tokens.
 
 - **At once** (above): one step reads all of D's prompt. The others wait for it: the longest pause between two of their
   tokens is {whole:.0f} ms.
-- **In chunks** (below, `--max-prefill-tokens {CHUNK}`): the prompt is read as {sizes} tokens, over
-  {len(pieces(data, "chunked"))} steps, and every one of these steps also carries a token for A, B and C. Their longest
-  pause is {chunked:.0f} ms.
+- **In chunks** (below, `--max-prefill-tokens {CHUNK}`): the prompt is read as {sizes}
+  tokens, over {len(pieces(data, "chunked"))} steps, and every one of these steps also carries a token for
+  A, B and C. Their longest pause is {chunked:.0f} ms.
 
 It is a trade. D has its first token a little later, because it shares its steps. What a good size is depends on the
 machine and on how long a pause may be: the engine can choose it by itself (see *The cost model and the chosen chunk*).

@@ -62,7 +62,7 @@ def run(stage: Stage) -> KernelsData:
 
 
 def _measure(stage: Stage, name: str, riders: list[Rider]) -> tuple[KernelData, list[float], Run]:
-    from chairlift.explain.listening import AttentionCall, listening
+    from chairlift.explain.listening import listening
 
     started = stage.start(block_size=BLOCK_SIZE, prefix_caching=False, attention=name)
     calls: list[tuple[AttentionCall, float]] = []
@@ -209,8 +209,8 @@ care. Attention does: each token needs the keys and values **of its own request*
 - **Bursted**: one call for each request, {bursted.calls} calls here. Each call is simple and has no padding, but
   starting a call costs time, and many small calls leave the machine idle.
 - **Padded**: one call for all. That needs boxes of equal size: as many rows as the longest chunk, as many columns as
-  the longest text. Of {pairs(padded)} pairs only {useful_pairs(padded)} count, and {padded.padding} of {sum(padded.rows)}
-  rows are padding. The more the lengths differ, the worse it gets.
+  the longest text. Of {pairs(padded)} pairs only {useful_pairs(padded)} count, and {padded.padding} of
+  {sum(padded.rows)} rows are padding. The more the lengths differ, the worse it gets.
 - **Ragged**: one call for all, over one list of rows. Each row says which block table it reads and how far. It computes
   the {useful_pairs(ragged)} pairs that count and no others.
 

@@ -12,6 +12,7 @@ import typer
 
 from chairlift.cli_console import AnswerMeter, note, show_error, write_text
 from chairlift.cli_options import EngineOptions, SamplingOptions, with_option_groups
+from chairlift.cli_search import SearchOptions
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.outputs import RequestMetrics, RequestOutput
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 def generate(
     engine: EngineOptions,
     sampling: SamplingOptions,
+    search: SearchOptions,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to go on with; - reads standard input.")
     ] = None,
@@ -39,10 +41,11 @@ def generate(
     A single prompt on a terminal is streamed. Otherwise results are printed
     when all are done, in the order of the prompts.
     """
-    params = sampling.params(n)
+    params = search.params(sampling, n)
     inputs = _gather_prompts(prompts or [], file)
     llm = engine.load()
-    if len(inputs) == 1 and n == 1 and not as_json and sys.stdout.isatty():
+    alone = len(inputs) == 1 and n == 1
+    if alone and params.num_sequences == 1 and not as_json and sys.stdout.isatty():
         _stream(llm, inputs[0], params, engine.quiet)
         return
     results = llm.generate(inputs, params, use_tqdm=not engine.quiet)
@@ -50,7 +53,7 @@ def generate(
         if as_json:
             _print_json(index, result)
         else:
-            _print_texts(index, result, alone=len(results) == 1 and n == 1)
+            _print_texts(index, result, alone=alone)
     _report_failures(results)
 
 
@@ -135,6 +138,7 @@ def _print_json(index: int, result: RequestOutput) -> None:
             "num_prompt_tokens": len(result.prompt_token_ids),
             "num_cached_tokens": result.cached_tokens,
             "num_tokens": len(completion.token_ids),
+            "score": completion.score,
             "metrics": _metrics(result.metrics),
         }
         typer.echo(json.dumps(fields, ensure_ascii=False))

@@ -43,20 +43,20 @@ class BeamGroup:
         shared = self.leader.num_prompt // kv.block_size
         return (self.search.width - 1) * (kv.blocks_for(self.leader.num_known) - shared)
 
-    def take(self, beam: Request, candidates: Candidates, lift: Lift) -> None:
+    def take(self, beam: Request, candidates: Candidates, lift: Lift, now: float) -> None:
         """All known tokens of `beam` are computed, and these may come next. With the last of them, all go on."""
         self._found[beam.id] = candidates
         if self.leader.seats > 1 and len(self.carriers) > 1:
-            self._join_leader(lift)
+            self._join_leader(lift, now)
         if len(self._found) < len(self.carriers):
             return
         found = [self._found[carrier.id] for carrier in self.carriers]
         self._found.clear()
         parents = self.search.advance(found)
         if not self.search.over:
-            self._hand_on([self.carriers[parent] for parent in parents], lift)
+            self._hand_on([self.carriers[parent] for parent in parents], lift, now)
 
-    def _hand_on(self, parents: Sequence[Request], lift: Lift) -> None:
+    def _hand_on(self, parents: Sequence[Request], lift: Lift, now: float) -> None:
         """Each beam of the search continues one of `parents`; find a request to carry it."""
         spare = [member for member in self.members if member not in parents]
         for pruned in spare:
@@ -72,22 +72,22 @@ class BeamGroup:
         for carrier, beam in zip(self.carriers, self.search.beams, strict=True):
             carrier.append(beam.token)
             lift.ordering.grew(carrier)
-        self._seat_all(lift)
+        self._seat_all(lift, now)
 
-    def _join_leader(self, lift: Lift) -> None:
+    def _join_leader(self, lift: Lift, now: float) -> None:
         """After a preemption, the leader has computed its tokens again: what the others share with it is there."""
         for carrier in self.carriers:
             if carrier is not self.leader:
                 common = _num_common(self.leader, carrier)
                 whole_blocks = common - common % lift.kv.block_size  # the next one holds the leader's tokens already
                 lift.kv.fork(self.leader, carrier, whole_blocks)
-        self._seat_all(lift)
+        self._seat_all(lift, now)
 
-    def _seat_all(self, lift: Lift) -> None:
+    def _seat_all(self, lift: Lift, now: float) -> None:
         self.leader.seats = 1
         for carrier in self.carriers:
             if carrier.status is not Status.RUNNING:
-                lift.join(carrier)
+                lift.join(carrier, now)
 
     def gather(self) -> None:
         """All have lost their seats: from now on, the leader stands for them again."""

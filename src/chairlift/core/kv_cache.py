@@ -69,6 +69,8 @@ class KVCache:
         self._tables[child.id] = list(shared)
         self._num_indexed[child.id] = num_tokens // self.block_size
         child.start_from(num_tokens)
+        if self.rewritten is not None:
+            self.rewritten.add(child.id)  # a beam may have had another table until now
 
     def restore(self, request: Request) -> list[int] | None:
         """Blocks for computed tokens that `request`'s table lacks, to be filled from elsewhere; None (and no change) if

@@ -48,8 +48,9 @@ class Lift:
         swapped_tokens = request.num_computed - cached_tokens
         self.events.append(RequestBoarded(now, request.id, cached_tokens, miss, swapped_tokens))
 
-    def join(self, beam: Request) -> None:
+    def join(self, beam: Request, now: float) -> None:
         """A beam takes one of the seats that its search has already."""
+        self.events.append(RequestBoarded(now, beam.id, beam.num_computed, miss=None))
         insort(self.running, beam, key=lambda request: request.order)
         beam.status = Status.RUNNING
 
@@ -71,15 +72,14 @@ class Lift:
         self.end_batch_if_over()
 
     def _preempt_search(self, group: BeamGroup, now: float, draft: PlanDraft | None) -> None:
-        leader = group.leader
-        self.events.append(RequestPreempted(now, leader.id, leader.num_computed))
         for beam in group.members:
             if beam.status is Status.RUNNING:
+                self.events.append(RequestPreempted(now, beam.id, beam.num_computed))
                 if draft is not None:
                     draft.drop(beam)
                 self._unseat(beam, 0)
         group.gather()
-        self.waiting.add(leader)
+        self.waiting.add(group.leader)
         self.end_batch_if_over()
 
     def _unseat(self, victim: Request, num_computed: int) -> None:

@@ -295,7 +295,7 @@ class Scheduler:
         if token == BAD_LOGITS:
             self._finish(request, Ending(FinishReason.ERROR, NO_TOKEN), now)
             return
-        request.group.take(request, result.candidates[request.id], self.lift)
+        request.group.take(request, result.candidates[request.id], self.lift, now)
         if request.group.search.over:
             self._conclude(request.group, now, ends)
 

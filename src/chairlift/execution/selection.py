@@ -18,7 +18,8 @@ def scored(params: SamplingParams) -> SamplingParams:
 
 
 class Selection:
-    """Between the engine and those who listen to it."""
+    """Between the engine and those who listen to it. What becomes of the other completions can be heard, but not what
+    they say."""
 
     def __init__(self) -> None:
         self._hidden: set[str] = set()  # beams beyond the n best
@@ -47,9 +48,10 @@ class Selection:
         heard: list[Event] = []
         for event in events:
             request_id = getattr(event, "request_id", "")
-            if request_id in self._hidden:
+            if request_id in self._hidden and isinstance(event, _SAID):
                 if isinstance(event, RequestFinished):
                     self._hidden.remove(request_id)
+                    heard.append(event)
             elif request_id in self._contests:
                 heard += self._listen(self._contests[request_id], event)
             else:
@@ -58,13 +60,16 @@ class Selection:
 
     def _listen(self, contest: _Contest, event: Event) -> list[Event]:
         if not isinstance(event, _SAID):
-            return [event] if getattr(event, "request_id", "") in contest.told else []
+            return [event]
         contest.said[event.request_id].append(event)
-        if not contest.over:
-            return []
-        for request_id in contest.ids:
-            del self._contests[request_id]
-        return contest.result()
+        heard: list[Event] = []
+        if isinstance(event, RequestFinished) and event.request_id not in contest.told:
+            heard.append(event)
+        if contest.over:
+            for request_id in contest.ids:
+                del self._contests[request_id]
+            heard += contest.result()
+        return heard
 
 
 @dataclass(slots=True)

@@ -46,7 +46,9 @@ class Admission:
         loaded = self._check_open()
         most = min(self._limits.max_completions, loaded.max_batch_requests + self._limits.max_waiting)
         if count > most:
-            problem = f"{count} completions (prompts times n) in one request; the limit is {most}"
+            problem = (
+                f"{count} completions (prompts times n, best_of or beam_width) in one request; the limit is {most}"
+            )
             raise InvalidParameter("n" if n > 1 else "prompt", problem)
         room = loaded.max_batch_requests + self._limits.max_waiting - self._engine.num_open - self._preparing
         if count > room:

@@ -96,18 +96,45 @@ class Sampling(Strict):
 
 
 class Completing(Sampling):
-    """What chat and text completions share beyond that."""
+    """What chat and text completions share beyond that. Not OpenAI's: beam search (use_beam_search or beam_width,
+    length_penalty, early_stopping)."""
 
     n: int | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    best_of: Integer | None = None
+    use_beam_search: bool | None = None
+    beam_width: Integer | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     def structures(self) -> list[Structure]:
         asked = self.response_format.structure() if self.response_format else None
         return [*([asked] if asked else []), *super().structures()]
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        return super().sampling_params(n=1 if self.n is None else self.n, **more)
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(self, name) is not None:
+                more[name] = getattr(self, name)
+        n = 1 if self.n is None else self.n
+        params = super().sampling_params(n=n, **self._selection(n), **more)
+        if self.stream and (params.beam_width or params.best_of):
+            problem = "cannot be true with best_of or beam search: which completions are best shows only in the end"
+            raise InvalidParameter("stream", problem)
+        return params
+
+    def _selection(self, n: int) -> dict[str, Any]:
+        """How many completions are generated to get `n`, and how; with beam search, best_of is the width."""
+        if self.use_beam_search is False and self.beam_width is not None:
+            raise InvalidParameter("use_beam_search", "is false, but beam_width was given")
+        if not self.use_beam_search and self.beam_width is None:
+            return {"best_of": self.best_of}
+        if self.best_of is not None and self.beam_width is not None:
+            raise InvalidParameter("best_of", "was given together with beam_width; give one")
+        width = self.beam_width or self.best_of or n
+        if width < 2:
+            raise InvalidParameter("beam_width", "must be at least 2: say how many beams the search has")
+        return {"beam_width": width}
 
     @property
     def include_usage(self) -> bool:
@@ -132,15 +159,12 @@ class CompletionRequest(Completing):
     max_tokens: Integer | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: int | None = None
     suffix: str | None = None
 
     def params(self) -> SamplingParams:
         self.check_stream_options()
         if self.suffix is not None:
             raise InvalidParameter("suffix", "is not supported: the model only continues text")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidParameter("best_of", "is not supported beyond n; ask for n completions and choose")
         if self.echo and self.logprobs is not None:
             raise InvalidParameter("echo", "is not supported with logprobs: prompt tokens are not scored")
         return self.sampling_params(

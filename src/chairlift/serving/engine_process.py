@@ -248,6 +248,7 @@ def collect_updates(events: Sequence[Event]) -> list[Update]:
                     update.cached_tokens = event.cached_tokens
             case RequestFinished():
                 update.finish_reason, update.stop_reason = event.ending.reason.value, event.ending.detail
+                update.score = event.score
     return list(updates.values())
 
 

@@ -74,6 +74,7 @@ class Update(msgspec.Struct):
     cached_tokens: int | None = None  # said whenever it boards: again after a preemption
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    score: float | None = None  # by which beam search or best_of chose it
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

@@ -73,6 +73,7 @@ class Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
     started: bool = False  # whether a streamed chunk of it has been sent
     scores: TextScores = field(default_factory=TextScores)
 
@@ -86,6 +87,7 @@ class Choice:
         self.logprobs += update.logprobs
         self.finish_reason = update.finish_reason
         self.stop_reason = update.stop_reason
+        self.score = update.score
 
 
 class Shape(Protocol):
@@ -188,7 +190,10 @@ class Reply:
         self._of[update.request_id].add(update)
 
     def body(self) -> dict[str, Any]:
-        choices = [self._shape.choice(choice, self._tokenizer) for choice in self.choices]
+        choices = [
+            self._shape.choice(choice, self._tokenizer) | ({} if choice.score is None else {"score": choice.score})
+            for choice in self.choices
+        ]
         return {**self._head, "object": self._shape.object, "choices": choices, "usage": self.usage.body()}
 
     def events(self, update: Update) -> list[bytes]:

@@ -49,7 +49,7 @@ class Prepared:
 class Job:
     """What an endpoint wants to have generated."""
 
-    n: int  # completions of each prompt
+    n: int  # completions that are generated for each prompt
     num_prompts: int
     prepare: Callable[[int], Prepared]  # tokenises, given max_model_len; runs in a thread
     parameter: str  # what the client calls its prompt
@@ -104,7 +104,7 @@ class Service:
             wording = self._wording(TextShape(body.logprobs is not None, echoes), body)
             return Prepared(prompts, params, wording)
 
-        return await self.answer(body, http, Job(params.n, len(texts), prepare, "prompt", "cmpl-"))
+        return await self.answer(body, http, Job(params.num_sequences, len(texts), prepare, "prompt", "cmpl-"))
 
     async def chat(self, body: ChatRequest, http: HTTPRequest) -> Response:
         params = body.params()
@@ -115,7 +115,7 @@ class Service:
             shape = ToolShape(bool(body.logprobs), use) if use.tools else ChatShape(bool(body.logprobs))
             return Prepared([prompt], use.applied_to(params, self.tokenizer), self._wording(shape, body))
 
-        return await self.answer(body, http, Job(params.n, 1, prepare, "messages", "chatcmpl-"))
+        return await self.answer(body, http, Job(params.num_sequences, 1, prepare, "messages", "chatcmpl-"))
 
     def tool_use(self, body: ChatRequest) -> ToolUse:
         return ToolUse.of(self.tool_format, body.tools, body.tool_choice, body.parallel_tool_calls)

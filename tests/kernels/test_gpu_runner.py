@@ -94,6 +94,15 @@ def test_preempted_requests_lose_no_token(model: CausalLM) -> None:
     assert found == expected
 
 
+def test_beams_are_the_plain_runners(model: CausalLM) -> None:
+    search = SamplingParams(beam_width=3, n=3, max_tokens=4, detokenize=False)
+    plain = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, detokenize=False)
+    requests = [([7, 8, 9], plain), ([5, 6, 7, 8, 9, 10], search)]
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    assert len(expected) == 4
+    assert generate(make_engine(model, gpu=True), requests)[0] == expected
+
+
 def test_every_kind_of_sampling_in_one_batch(model: CausalLM) -> None:
     kinds = [
         SamplingParams(temperature=0.0, max_tokens=3, detokenize=False),

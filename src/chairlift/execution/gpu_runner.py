@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention import KVStorage, PagedBatch, PagedGPUAttention
+from chairlift.core.beam_search import Candidates
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.randomness import uniform
@@ -26,6 +27,7 @@ from chairlift.execution.gpu_batch import BatchShape, decode_buckets, fill_with_
 from chairlift.execution.gpu_slots import Slots
 from chairlift.execution.host_blocks import HostBlocks, make_copies
 from chairlift.execution.sampler import Sampler
+from chairlift.execution.sampler_beams import beam_candidates
 from chairlift.execution.structured import MaskJob, StructuredOutput
 from chairlift.models.base import CausalLM
 
@@ -38,6 +40,7 @@ class GPURunner:
     """An executor whose steps can be queued one ahead."""
 
     steps_ahead = 1
+    finds_candidates = True
 
     def __init__(
         self,
@@ -104,10 +107,11 @@ class GPURunner:
         else:
             graph.replay()
             logits, tokens = graph.logits, graph.tokens
+        candidates = beam_candidates(packed.chunks, logits)
         logprobs = self._sample_on_host(packed, logits, tokens, masks)
         staging.tokens[: shape.samples].copy_(tokens, non_blocking=True)
         staging.finished.record()
-        return PendingStep(plan, packed, staging, logprobs, time.perf_counter() - begun)
+        return PendingStep(plan, packed, staging, logprobs, candidates, time.perf_counter() - begun)
 
     def _forward(self, shape: BatchShape) -> tuple[Tensor, Tensor]:
         """The whole step as kernels, reading nothing but device memory: what a graph captures."""
@@ -402,6 +406,7 @@ class PendingStep:
     packed: _Packed
     staging: _Staging
     logprobs: dict[int, TokenLogprobs | None]
+    candidates: dict[str, Candidates]
     build_seconds: float
 
     def result(self) -> StepResult:
@@ -417,4 +422,4 @@ class PendingStep:
             found, logprobs = [found[row] for row in rows], [logprobs[row] for row in rows]
         seconds = self.staging.started.elapsed_time(self.staging.finished) * 1e-3
         timing = StepTiming(build=self.build_seconds, forward=seconds)
-        return StepResult(self.plan, found, logprobs, timing, self.plan.idle_rows)
+        return StepResult(self.plan, found, logprobs, timing, self.plan.idle_rows, candidates=self.candidates)

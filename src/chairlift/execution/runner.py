@@ -64,7 +64,7 @@ class ModelRunner:
         num_scored = len(sampling) + plan.num_drafts  # the rows of idle seats come last
         logits = self.model.logits(hidden[batch.sampled_rows])[:num_scored].float()
         forwarded = time.perf_counter()
-        candidates = beam_candidates(plan, logits)  # before the sampler changes them
+        candidates = beam_candidates(plan.chunks, logits)  # before the sampler changes them
         for request in sampling:
             self.sampler.follow(request)
         sampled = self.sampler.sample(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from chairlift.core.beam_search import Candidates
-from chairlift.core.plan import StepPlan
+from chairlift.core.plan import Chunk
 from chairlift.execution.sampler_logprobs import top_ids
 
 
-def beam_candidates(plan: StepPlan, logits: Tensor) -> dict[str, Candidates]:
-    """The likeliest next tokens of every beam in a step, by request id, from the logits [S, V] of all that sample."""
+def beam_candidates(chunks: Sequence[Chunk], logits: Tensor) -> dict[str, Candidates]:
+    """The likeliest next tokens of every beam among `chunks`, by request id.
+
+    logits: [S, V], a row for each chunk that samples and for each of its drafts, in the order of `chunks`.
+    """
     wanted, row = {}, 0
-    for chunk in plan.chunks:
+    for chunk in chunks:
         if chunk.samples and chunk.request.group is not None:
             wanted[row] = chunk.request.id, chunk.request.group.search.num_candidates
         row += chunk.num_scored

@@ -76,7 +76,7 @@ def test_one_request_by_hand() -> None:
     assert outcome.busy_seconds == pytest.approx(record.e2e)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 10**6),
     rate=st.sampled_from([5.0, 40.0, 1000.0]),

@@ -13,8 +13,9 @@ from chairlift.bench.arrivals import Arrivals
 from chairlift.bench.traces import HASHED_TOKENS, TraceEntry
 from chairlift.bench.workload import LengthRange
 from chairlift.core.budget import FixedBudget
+from chairlift.core.courtesy import Courtesy
 from chairlift.core.kv_cache import KVCache
-from chairlift.core.ordering import make_ordering
+from chairlift.core.ordering import FairOrdering, make_ordering
 from chairlift.core.policy import make_policy
 from chairlift.core.scheduler import Scheduler
 from chairlift.errors import InvalidParameter
@@ -43,12 +44,15 @@ class ReplicaSettings:
     prefix_caching: bool = False
 
     def make(self, cost: StepCost) -> Replica:
+        ordering = make_ordering(self.order)
+        most = min(self.max_prefill_tokens or self.max_batch_tokens, self.max_batch_tokens)
         scheduler = Scheduler(
             KVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching),
             FixedBudget(self.max_batch_tokens, self.max_prefill_tokens),
             make_policy(self.policy),
             self.seats,
-            ordering=make_ordering(self.order),
+            ordering=ordering,
+            courtesy=Courtesy(ordering, cost, most) if isinstance(ordering, FairOrdering) else None,
         )
         return Replica(scheduler, cost)
 

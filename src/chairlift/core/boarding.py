@@ -80,6 +80,8 @@ class _Boarding:
     def _board(self, request: Request) -> WaitReason | None:
         """Give `request` a seat and its first tokens, or say what stands in the way (and change nothing)."""
         running = self.lift.running
+        if self.lift.ordering.rests(request):
+            return WaitReason.COURTESY
         if self._full(running, request.seats) and self.lift.ordering.seat_to_take(request, running) is None:
             return self._why_full(running, request.seats)
         if not self.draft.room_for(request):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from chairlift.core.budget import StepLimits
@@ -23,10 +23,18 @@ class PlanDraft:
         self.memory_was_short = False
         self.swap_outs: list[BlockSwap] = []
         self.swap_ins: list[BlockSwap] = []
+        self._restrained: Collection[str] = ()
+        self._restrained_room = 0
+
+    def restrain(self, tenants: Collection[str], prefill_tokens: int) -> None:
+        """The prompts of these tenants together get no more than so many tokens."""
+        self._restrained, self._restrained_room = tenants, prefill_tokens
 
     def room_for(self, request: Request) -> int:
         """How many more of its missing tokens `request` may compute in this step."""
         room = self.room if request.decoding else self.prefill_room
+        if request.tenant in self._restrained and not request.decoding:
+            room = min(room, self._restrained_room)
         return min(self.num_behind(request), room)
 
     def num_behind(self, request: Request) -> int:
@@ -64,4 +72,6 @@ class PlanDraft:
         self.room -= count
         if not request.decoding:
             self.prefill_room -= count
+            if request.tenant in self._restrained:
+                self._restrained_room -= count
         self.prefill_room = min(self.prefill_room, self.room)

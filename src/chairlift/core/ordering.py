@@ -42,6 +42,10 @@ class Ordering:
         """Someone on board whose seat belongs to `request` by rights; by most rules nobody's does."""
         return None
 
+    def rests(self, request: Request) -> bool:
+        """Whether it is not to board at present, for the sake of others who may come."""
+        return False
+
     # What happens to requests; most rules need not know.
 
     def arrived(self, request: Request) -> None: ...
@@ -95,12 +99,18 @@ class FairOrdering(Ordering):
     has_claims = True
     takes_seats = True
     BURST = 2048.0
+    CROWD = 8  # open requests, by weight: a tenant with more is a crowd
+    GUEST_SECONDS = 30.0  # others who came within this time may come again
     REMEMBERED_TENANTS = 4096
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self.weights = dict(weights or {})
         self._served: dict[str, float] = {}  # by tenant; tokens / weight
         self._open: dict[str, int] = {}  # requests waiting or on board, of the tenants that have any
+        self.resting: set[str] = set()  # tenants who board after all others, and at present not at all (`courtesy.py`)
+        self._guests: deque[tuple[float, str, int]] = deque(
+            maxlen=64
+        )  # the last who came, of tenants that are no crowd
 
     def weight(self, tenant: str) -> float:
         return self.weights.get(tenant, 1.0)
@@ -114,11 +124,17 @@ class FairOrdering(Ordering):
         for request in waiting:
             queues.setdefault(request.tenant, deque()).append(request)
         while queues:
-            # Of two who were served alike, the one with fewer requests.
-            tenant = min(queues, key=lambda name: (self._served[name], self._open[name], queues[name][0].order))
+            tenant = min(queues, key=lambda name: self._turn(name, queues[name][0]))
             yield queues[tenant].popleft()
             if not queues[tenant]:
                 del queues[tenant]
+
+    def _turn(self, tenant: str, first: Request) -> tuple[bool, float, int, int]:
+        # Of two who were served alike, the one with fewer requests.
+        return tenant in self.resting, self._served[tenant], self._open[tenant], first.order
+
+    def rests(self, request: Request) -> bool:
+        return request.tenant in self.resting and not request.aged
 
     def seat_to_take(self, request: Request, running: Sequence[Request]) -> Request | None:
         seats: dict[str, int] = {}
@@ -137,6 +153,23 @@ class FairOrdering(Ordering):
             self._served[tenant] = max(self._served.get(tenant, 0.0), level)
             self._forget_debts_paid(level)
         self._open[tenant] = self._open.get(tenant, 0) + 1
+        if not self._is_crowd(tenant):
+            self._guests.append((request.arrival, tenant, request.num_prompt))
+
+    def _is_crowd(self, tenant: str) -> bool:
+        return self._open.get(tenant, 0) > self.CROWD * self.weight(tenant)
+
+    def crowds(self) -> set[str]:
+        return {tenant for tenant in self._open if self._is_crowd(tenant)}
+
+    def shortest_prompt_of_guests(self, now: float) -> int | None:
+        """Of those who came lately and are no crowd; None if there are none."""
+        prompts = (
+            prompt
+            for arrival, tenant, prompt in self._guests
+            if now - arrival <= self.GUEST_SECONDS and not self._is_crowd(tenant)
+        )
+        return min(prompts, default=None)
 
     def boarded(self, request: Request) -> None:
         self._charge(request, request.num_known - max(request.num_computed, request.num_charged))

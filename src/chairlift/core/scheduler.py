@@ -13,6 +13,7 @@ from chairlift.core import packing
 from chairlift.core.beam_group import BeamGroup
 from chairlift.core.boarding import board_waiting
 from chairlift.core.budget import Load, StepLimits, TokenBudget
+from chairlift.core.courtesy import Courtesy
 from chairlift.core.deadlines import Deadlines, Forecast
 from chairlift.core.draft import PlanDraft
 from chairlift.core.events import BudgetDecided, DraftsVerified, Event, RequestFinished, RequestQueued, TokenProduced
@@ -53,6 +54,7 @@ class Scheduler:
         swap: SwapSpace | None = None,
         forecast: Forecast | None = None,
         speculation: Speculation | None = None,
+        courtesy: Courtesy | None = None,
     ) -> None:
         self.kv = kv
         self.budget = budget
@@ -61,6 +63,7 @@ class Scheduler:
         self.forecast = forecast
         self.swap = swap or SwapSpace()
         self.speculation = speculation
+        self.courtesy = courtesy
         self.lift = Lift(kv, self.ordering, max_batch_requests, max_overtakes, self.swap)
         self._requests = self.lift.requests
         self._deadlines = Deadlines(self._requests.get)
@@ -205,6 +208,8 @@ class Scheduler:
         self.swap.begin_step()
         self._drop_late(now)
         draft = PlanDraft(self._decide_limits(now), taken=self.lift.aside)
+        if self.courtesy is not None:
+            self.courtesy.hold_back(self.lift, draft, now)
         packing.decode(self.lift, draft, now)
         packing.advance_prompts(self.lift, draft, now)
         board_waiting(self.lift, self.policy, draft, now)

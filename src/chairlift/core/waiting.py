@@ -21,6 +21,7 @@ class WaitReason(StrEnum):
     BUDGET = "the step's token budget is used up (max_batch_tokens, max_prefill_tokens)"
     MEMORY = "not enough free KV blocks for its tokens"
     PREEMPTION = "memory ran out in this step; nobody boards until those on board fit"
+    COURTESY = "its tenant is a crowd, and steps are kept short for others who come now and then (order fair)"
     TURN = "a request that was overtaken too often is next, and does not fit yet"
     BATCH_FILLING = "the policy waits for more requests to fill a batch (max_delay_ms)"
     BATCH_RUNNING = "the policy lets nobody board while a batch is on board"

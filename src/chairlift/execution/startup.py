@@ -13,7 +13,9 @@ import torch
 from chairlift.attention import AttentionBackend, KVStorage, PagedGPUAttention, choose_backend
 from chairlift.core.adaptive_budget import make_budget
 from chairlift.core.cost_model import CostModel
+from chairlift.core.courtesy import Courtesy
 from chairlift.core.kv_cache import KVCache
+from chairlift.core.ordering import FairOrdering
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.swap import SwapCost, SwapSpace
 from chairlift.core.work_forecast import WorkForecast
@@ -124,6 +126,7 @@ def start_engine(
     tokens = config.batch_tokens()
     prompts = min(config.max_prefill_tokens or tokens, tokens)
     forecast = WorkForecast(cost_model, prompts)
+    ordering = config.make_ordering()
     scheduler = Scheduler(
         KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
         make_budget(
@@ -136,11 +139,12 @@ def start_engine(
         ),
         config.make_policy(),
         seats,
-        ordering=config.make_ordering(),
+        ordering=ordering,
         max_overtakes=config.max_overtakes,
         forecast=forecast,
         swap=_make_swap_space(runner, config, memory, forecast),
         speculation=make_speculation(proposer, config.draft_length, cost_model, structured) if proposer else None,
+        courtesy=Courtesy(ordering, cost_model, prompts) if isinstance(ordering, FairOrdering) else None,
     )
     engine = Engine(
         scheduler,

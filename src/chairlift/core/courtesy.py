@@ -1,0 +1,97 @@
+"""Short steps for those who come now and then, while a crowd keeps the lift full.
+
+Whoever arrives waits for the step under way, and nothing can be done about that any more. If it is a step full of a
+crowd's prompts, a guest with a short prompt waits longer for it than for its own. So as long as there are guests, the
+crowd's part of a step (its prompts, and then its seats) is such that a guest's two waits together stay within twice its
+time alone:
+
+    |--- step under way ---|--- the guest's own ---|         the first may take as long as the guest's prompt alone,
+    |-- guest's prompt alone --|                             less what the crowd's decodes add to the second
+
+Those on board stay, so seats are given up as requests end; and a quarter of all is left to the crowd in any case. A
+crowd is a tenant with many open requests; a guest is another one, who has few or none, but came lately. With no
+guest, or no crowd, or guests whose prompts take longer than any step, nothing is held back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from chairlift.core.cost_model import StepShape, chunk_kv
+from chairlift.core.draft import PlanDraft
+from chairlift.core.lift import Lift
+from chairlift.core.ordering import FairOrdering
+from chairlift.core.request import Request
+
+_LEAST = 4  # prompt tokens that a crowd always gets: it must not starve
+_LEAST_SEATS = 0.25
+
+
+class StepTimes(Protocol):
+    def predict(self, shape: StepShape) -> float:
+        """Seconds; 0 if nothing is known yet."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """What a guest's prompt takes with nobody else there."""
+
+    seconds: float
+    steps: int
+
+
+class Courtesy:
+    def __init__(self, ordering: FairOrdering, times: StepTimes, step_tokens: int) -> None:
+        """`step_tokens`: the most prompt tokens of a step."""
+        self._ordering = ordering
+        self._times = times
+        self._step_tokens = step_tokens
+
+    def hold_back(self, lift: Lift, draft: PlanDraft, now: float) -> None:
+        """Limit what a crowd may take of the step that `draft` is to become."""
+        crowds = self._ordering.crowds()
+        prompt = self._ordering.shortest_prompt_of_guests(now) if crowds else None
+        guest = self._alone(prompt) if prompt is not None else _Alone(0.0, 0)
+        if not guest.seconds:  # nobody to think of, or nothing known yet
+            self._ordering.resting = set()
+            return
+        decoding = [request for request in lift.running if request.decoding]
+        room = self._room(guest, decoding)
+        if any(request.tenant not in crowds and not request.decoding for request in (*lift.running, *lift.waiting)):
+            room = min(room, _LEAST)  # a guest is here: the coming step is its own
+        draft.restrain(crowds, room)
+        full = len(lift.running) >= self._seats(guest, decoding, lift.max_batch_requests)
+        self._ordering.resting = crowds if full else set()
+
+    def _room(self, guest: _Alone, decoding: Sequence[Request]) -> int:
+        """Prompt tokens of a crowd that such a guest can put up with beside these decodes."""
+        size, context = len(decoding), sum(request.num_expected for request in decoding)
+
+        def seconds(chunk: int) -> float:
+            return self._times.predict(StepShape(size, chunk, context, chunk_kv(0, chunk), size + (chunk > 0)))
+
+        allowed = guest.seconds - guest.steps * (seconds(0) - self._times.predict(StepShape()))
+        return max(_LEAST, bisect_right(range(1, self._step_tokens + 1), allowed, key=seconds))
+
+    def _seats(self, guest: _Alone, decoding: Sequence[Request], seats: int) -> int:
+        """The most decodes that such a guest can put up with, in the step under way and in its own."""
+        context = sum(request.num_expected for request in decoding) // max(1, len(decoding))
+        empty = self._times.predict(StepShape())
+
+        def waits(size: int) -> float:
+            seconds = self._times.predict(StepShape(size, 0, size * context, 0, size))
+            return seconds + guest.steps * (seconds - empty)
+
+        return max(int(_LEAST_SEATS * seats), 1, bisect_right(range(1, seats + 1), guest.seconds, key=waits))
+
+    def _alone(self, prompt: int) -> _Alone:
+        seconds, steps, done = 0.0, 0, 0
+        while done < prompt:
+            chunk = min(prompt - done, self._step_tokens)
+            shape = StepShape(prefill_tokens=chunk, prefill_kv=chunk_kv(done, chunk), requests=1)
+            seconds, steps, done = seconds + self._times.predict(shape), steps + 1, done + chunk
+        return _Alone(seconds, steps)

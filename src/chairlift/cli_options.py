@@ -35,6 +35,16 @@ class EngineOptions:
     ] = DEFAULT_MODEL
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_ENGINE)] = "auto"
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)] = "auto"
+    quantization: Annotated[
+        str,
+        typer.Option(
+            help="int8: weights in 8 bits, on a CPU. none. auto: int8 where it is faster, unless a dtype is given.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "auto"
+    kv_dtype: Annotated[
+        str, typer.Option(help="Of the KV cache: auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)
+    ] = "auto"
     max_model_len: Annotated[
         int | None,
         typer.Option(

@@ -13,6 +13,8 @@ from chairlift.errors import InvalidParameter
 OPTIONS = (
     "device",
     "dtype",
+    "quantization",
+    "kv_dtype",
     "max_model_len",
     "max_batch_tokens",
     "max_prefill_tokens",
@@ -48,6 +50,7 @@ SAME_THING = {
     "kv_cache_memory_bytes": "kv_memory",
     "gpu_memory_utilization": "memory_share",
     "num_speculative_tokens": "draft_length",
+    "kv_cache_dtype": "kv_dtype",
 }
 
 OPPOSITE = {"enforce_eager": "cuda_graphs"}
@@ -58,7 +61,6 @@ ALWAYS_SO: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel_size": ((1,), "one device per engine"),
     "pipeline_parallel_size": ((1,), "one device per engine"),
     "enable_chunked_prefill": ((True, None), "prompts are always chunked to the step's budget"),
-    "quantization": ((None,), "weights are computed in `dtype`"),
     "tokenizer_mode": (("auto",), "the tokenizer is the model's own"),
 }
 

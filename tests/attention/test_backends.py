@@ -130,10 +130,10 @@ def test_unknown_and_unfit_backends_are_refused() -> None:
 
 def test_the_kernel_compiles_where_nothing_can_be_kept() -> None:
     """A function without a file stands for a package folder that cannot be written to."""
-    from chairlift.kernels.paged_cpu import compiled
+    from chairlift.kernels.cpu_math import compiled_and_kept
 
     scope: dict[str, Any] = {}
     exec("def double(values):\n    for i in range(len(values)):\n        values[i] *= 2", scope)
     values = np.ones(3)
-    compiled(scope["double"])(values)
+    compiled_and_kept()(scope["double"])(values)
     assert values.tolist() == [2, 2, 2]

@@ -64,6 +64,7 @@ class KVStorage:
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
+    stacked: tuple[Tensor, Tensor] | None = None  # the same memory as one: the first layers, as far as they are alike
 
     @property
     def block_size(self) -> int:
@@ -79,11 +80,11 @@ class KVStorage:
         keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, k.to(keys.dtype))
         values.view(-1, *values.shape[2:]).index_copy_(0, slots, v.to(values.dtype))
 
-    def read(self, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """One sequence's first `length` keys and values, gathered through its block table [blocks]."""
         used = table[: -(-length // self.block_size)]
-        gathered = (side[layer].index_select(0, used).flatten(0, 1)[:length] for side in (self.keys, self.values))
-        keys, values = gathered
+        sides = (self.keys[layer], self.values[layer])
+        keys, values = (side.index_select(0, used).flatten(0, 1)[:length].to(dtype) for side in sides)
         return keys, values
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -34,7 +34,7 @@ class _BurstedStep:
         out = torch.empty_like(q)
         for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
             rows = slice(layout.offsets[i], layout.offsets[i + 1])
-            keys, values = self.storage.read(layer.index, layout.tables[i], end)
+            keys, values = self.storage.read(layer.index, layout.tables[i], end, q.dtype)
             mask = visible_mask(start, end, layer.window, q.device)
             out[rows] = attention_by_formula(layer, q[rows], keys, values, mask)
         return out

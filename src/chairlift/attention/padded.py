@@ -69,8 +69,8 @@ class _PaddedStep:
 
     def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.storage.write(layer.index, self.layout.slots, k, v)
-        keys = self._gather(self.storage.keys[layer.index])
-        values = self._gather(self.storage.values[layer.index])
+        keys = self._gather(self.storage.keys[layer.index]).to(q.dtype)
+        values = self._gather(self.storage.values[layer.index]).to(q.dtype)
         query = q.unflatten(0, (-1, self.rectangle.width))  # [B, width, heads, d]
         mask = self._mask(layer.window)
         if layer.softcap is not None:

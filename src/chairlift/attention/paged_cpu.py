@@ -1,24 +1,20 @@
-"""Ragged paged attention on the CPU.
-
-Decodes are many and short: all of them go through one compiled kernel that reads the blocks in place. Prefill chunks
-are few and long: each gathers its keys and values once and uses torch's tiled (FlashAttention-style) kernel.
-"""
+"""Ragged paged attention on the CPU: one compiled kernel for decodes and prefill chunks, straight from the blocks."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout, visible_mask
-from chairlift.attention.bursted import attention_by_formula
+from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout
 
-SHORT_CHUNK = 8  # up to this many tokens, reading the blocks again for each beats gathering them
+if TYPE_CHECKING:  # numba takes its time
+    from chairlift.kernels.cpu_attention import Work
 
 
 class PagedCPUAttention:
@@ -37,88 +33,47 @@ class PagedCPUAttention:
         return found
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
-        return _PagedStep(layout, storage, _ShortRows.of(layout), _long_chunks(layout))
+        return PagedCPUStep(layout, storage)
 
 
-@dataclass(frozen=True, slots=True)
-class _ShortRows:
-    """Every row of the short chunks, by itself. All [R] int64."""
-
-    rows: np.ndarray
-    sequences: np.ndarray
-    lengths: np.ndarray
-
-    @classmethod
-    def of(cls, layout: RaggedLayout) -> _ShortRows:
-        offsets, ends = np.asarray(layout.offsets), np.asarray(layout.ends)
-        counts = np.diff(offsets)
-        short = np.flatnonzero(counts <= SHORT_CHUNK)
-        sequences = np.repeat(short, counts[short])
-        rows = np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in short]) if short.size else short
-        # The last row of a chunk sees the whole sequence, the one before it one position less.
-        lengths = ends[sequences] - (offsets[sequences + 1] - 1 - rows)
-        return cls(rows, sequences, lengths)
-
-
-def _long_chunks(layout: RaggedLayout) -> list[int]:
-    counts = np.diff(np.asarray(layout.offsets))
-    return [int(i) for i in np.flatnonzero(counts > SHORT_CHUNK)]
-
-
-@dataclass(frozen=True, slots=True)
-class _PagedStep:
+@dataclass(slots=True)
+class PagedCPUStep:
     layout: RaggedLayout
     storage: KVStorage
-    short: _ShortRows
-    long: list[int]
+    _work: dict[tuple[int, int], Work] | None = None
+
+    def work(self, layer: AttentionLayer) -> Work:
+        """The step's attention cut into pieces: the same for all layers of the same shape."""
+        from chairlift.kernels.cpu_attention import split_work
+
+        if self._work is None:
+            self._work = {}
+        shape = (layer.num_heads, layer.head_dim)
+        if shape not in self._work:
+            layout = self.layout
+            bounds = (np.asarray(side, dtype=np.int64) for side in (layout.offsets, layout.starts, layout.ends))
+            self._work[shape] = split_work(*bounds, *shape)
+        return self._work[shape]
 
     def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.storage.write(layer.index, self.layout.slots, k, v)
+        from chairlift.kernels.cpu_attention import Cache, Score
+        from chairlift.kernels.cpu_decoder import attend_layer  # compiled on first use
+        from chairlift.kernels.cpu_threads import the_team
+
         out = torch.empty(q.shape, dtype=q.dtype)
-        if self.short.rows.size:
-            self._attend_short(layer, q, out)
-        for i in self.long:
-            self._attend_long(layer, i, q, k, v, out)
-        return out
-
-    def _attend_short(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
-        from chairlift.kernels.paged_cpu import attend_rows  # compiled on first use
-
-        attend_rows(
-            q.contiguous().numpy(),  # a slice of the fused projection would keep the loops from vectorising
-            self.storage.keys[layer.index].numpy(),
-            self.storage.values[layer.index].numpy(),
-            self.layout.tables.numpy(),
-            self.short.rows,
-            self.short.sequences,
-            self.short.lengths,
-            np.float32(layer.scale),
-            layer.window or 0,
-            np.float32(layer.softcap or 0.0),
+        storage, layout = self.storage, self.layout
+        the_team().run(
+            attend_layer,
+            *(side.contiguous().numpy() for side in (q, k, v)),
+            layout.slots.numpy(),
+            Cache(as_array(storage.keys[layer.index]), as_array(storage.values[layer.index]), layout.tables.numpy()),
+            self.work(layer),
+            Score(np.float32(layer.scale), layer.window or 0, np.float32(layer.softcap or 0.0)),
             out.numpy(),
         )
+        return out
 
-    def _attend_long(self, layer: AttentionLayer, i: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        layout = self.layout
-        start, end = layout.starts[i], layout.ends[i]
-        rows = slice(layout.offsets[i], layout.offsets[i + 1])
-        if start == 0:
-            keys, values = k[rows], v[rows]
-        else:
-            keys, values = self.storage.read(layer.index, layout.tables[i], end)
-        windowed = layer.window is not None and end > layer.window
-        if layer.softcap is not None:
-            mask = visible_mask(start, end, layer.window, q.device)
-            out[rows] = attention_by_formula(layer, q[rows], keys, values, mask)
-            return
-        causal_only = start == 0 and not windowed
-        attended = F.scaled_dot_product_attention(
-            q[rows].transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            attn_mask=None if causal_only else visible_mask(start, end, layer.window, q.device),
-            is_causal=causal_only,
-            scale=layer.scale,
-            enable_gqa=layer.num_heads != layer.num_kv_heads,
-        )
-        out[rows] = attended[0].transpose(0, 1)
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """The same memory for a compiled kernel; numpy has no bfloat16, so it goes as unsigned integers."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()

@@ -92,12 +92,17 @@ def bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int
 def allocate_storage(
     layers: Sequence[AttentionLayer], plan: MemoryPlan, dtype: torch.dtype, device: torch.device
 ) -> KVStorage:
-    def one_side() -> list[torch.Tensor]:
-        # One block more than the scheduler knows of: padding is written there.
-        shapes = [(plan.num_blocks + 1, plan.block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
-        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    # One block more than the scheduler knows of: padding is written there.
+    shapes = [(plan.num_blocks + 1, plan.block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
+    alike = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), len(shapes))  # draft layers may differ
 
-    return KVStorage(one_side(), one_side())
+    def one_side() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        stacked = torch.empty((alike, *shapes[0]), dtype=dtype, device=device)
+        others = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes[alike:]]
+        return stacked, [*stacked.unbind(0), *others]
+
+    (all_keys, keys), (all_values, values) = one_side(), one_side()
+    return KVStorage(keys, values, (all_keys, all_values))
 
 
 def free_memory(device: torch.device) -> int:

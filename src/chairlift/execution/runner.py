@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,6 +21,21 @@ from chairlift.execution.sampler import Sampler
 from chairlift.execution.sampler_beams import beam_candidates
 from chairlift.execution.structured import StructuredOutput
 from chairlift.models.base import CausalLM
+
+
+@contextmanager
+def _few_threads(model: CausalLM) -> Iterator[None]:
+    """A model that brings its own threads needs the cores for itself: torch's would go on spinning after each of the
+    small operations that are left to it."""
+    if not getattr(model, "brings_threads", False):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class ModelRunner:
@@ -46,8 +62,11 @@ class ModelRunner:
         self.host: HostBlocks | None = None  # where preempted requests leave their blocks, if anywhere
         self.sampler = Sampler(model.vocab_size, model.device)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
+        with torch.inference_mode(), _few_threads(self.model):
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         begun = time.perf_counter()
         make_copies(plan, self.storage, self.host)
         batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.rectangular)

@@ -20,7 +20,7 @@ from chairlift.core.scheduler import Scheduler
 from chairlift.core.swap import SwapCost, SwapSpace
 from chairlift.core.work_forecast import WorkForecast
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
-from chairlift.execution.config import EngineConfig
+from chairlift.execution.config import DTYPES, EngineConfig
 from chairlift.execution.draft_model import load_draft
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_runner import GPURunner
@@ -33,12 +33,14 @@ from chairlift.execution.structured import StructuredOutput
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.store import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
-from chairlift.models import build_model, describe
+from chairlift.models import build_model, describe, int8_obstacles
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
+
+SMALLEST_ROUNDED = 20_000_000  # weights of a model that is rounded to 8 bits without being asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     _max_model_len(config, info.max_len)
     if config.load_format != "dummy":
         _require_plausible_size(checkpoint, info.num_parameters)
+    quantization = _quantization(config, checkpoint, info.num_parameters)
     with torch.inference_mode():
         model = build_model(
             checkpoint.config,
@@ -78,10 +81,21 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
             dtype=config.torch_dtype(),
             device=config.torch_device(),
             max_len=config.max_model_len,
+            quantization=quantization,
         )
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = str(model.dtype).removeprefix("torch.") if quantization == "none" else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
     return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer))
+
+
+def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> str:
+    """8 bits unless a precision was asked for, where they pay: on a CPU, for models that do not fit into its caches."""
+    if config.quantization not in (None, "auto"):
+        return config.quantization
+    if config.dtype != "auto" or num_parameters < SMALLEST_ROUNDED:
+        return "none"
+    dtype, device = config.torch_dtype(), config.torch_device()
+    return "none" if int8_obstacles(checkpoint.config, dtype, device) else "int8"
 
 
 def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoint, Tokenizer]:
@@ -100,23 +114,24 @@ def start_engine(
     max_model_len = _max_model_len(config, model.max_len)
     draft = load_draft(config.speculate, model, loaded.tokenizer, max_model_len) if config.speculate else None
     layers = (*model.attention_layers, *(draft.layers if draft else ()))
+    attention = choose_backend(config.attention, layers, device, dtype)
+    kv_dtype = _kv_dtype(config, model, attention)
     memory = plan_memory(
         layers,
         weight_bytes=model.num_weight_bytes() + (draft.weight_bytes if draft else 0),
         kv_memory=config.kv_memory,
         memory_share=config.memory_share,
-        dtype=dtype,
+        dtype=kv_dtype,
         device=device,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_batch_requests=config.seats(),
     )
-    attention = choose_backend(config.attention, layers, device, dtype)
     compiler = GrammarCompiler(loaded.tokenizer, model.vocab_size, loaded.eos_ids)
     structured = StructuredOutput(compiler, model.vocab_size)
     seats = config.max_batch_requests or memory.seats(config.seats())
     runner = _make_runner(
-        model, attention, allocate_storage(layers, memory, dtype, device), config, seats, max_model_len, structured
+        model, attention, allocate_storage(layers, memory, kv_dtype, device), config, seats, max_model_len, structured
     )
     proposer = draft.make_proposer(attention, runner.storage) if draft else None
     runner.warm_up()
@@ -162,6 +177,18 @@ def start_engine(
     for line in (*memory.lines(), f"step       {step}, {attention.name} attention"):
         log.info(line)
     return StartedEngine(engine, runner, memory)
+
+
+def _kv_dtype(config: EngineConfig, model: CausalLM, attention: AttentionBackend) -> torch.dtype:
+    """The model's own precision, or half of it where the weights are rounded too."""
+    if config.kv_dtype == "auto":
+        rounded = getattr(model, "quantization", "none") != "none"
+        return torch.bfloat16 if rounded else model.dtype
+    dtype = DTYPES[config.kv_dtype]
+    if dtype is not model.dtype and (model.device.type != "cpu" or dtype is torch.float16):
+        problem = f"{config.kv_dtype} is not possible for a model in {model.dtype} on {model.device.type}"
+        raise InvalidParameter("kv_dtype", problem)
+    return dtype
 
 
 def _targets(config: EngineConfig) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:  # numba takes its time
+    from chairlift.kernels.cpu_int8 import PackedWeight
 
 # oneDNN chooses the packed layout for an expected number of rows. Decode steps have some tens of rows; a
 # layout chosen for 32 is within noise of the best one measured at 1, 8, 32 and 512 rows.
@@ -29,10 +34,16 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> None:
         self.weight: Tensor | None = weight
         self.bias = bias
-        self.out_features = weight.shape[0]
+        self.out_features, self.in_features = weight.shape
         self._packed: Tensor | None = None
+        self._rounded: PackedWeight | None = None  # to 8 bits
         own_weight = can_pack(weight) or not shared
-        self.num_bytes = (weight.nbytes if own_weight else 0) + (0 if bias is None else bias.nbytes)
+        self._weight_bytes = weight.nbytes if own_weight else 0
+
+    @property
+    def num_bytes(self) -> int:
+        weight = self._weight_bytes if self._rounded is None else self._rounded.nbytes
+        return weight + (0 if self.bias is None else self.bias.nbytes)
 
     @classmethod
     def empty(
@@ -43,11 +54,24 @@ class Linear:
 
     def finalize(self) -> None:
         """Call once the weight is filled: packs it where that pays, and lets go of the plain copy."""
-        if self.weight is not None and can_pack(self.weight):
+        if self._rounded is None and self.weight is not None and can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, EXPECTED_ROWS)
             self.weight = None
 
+    def round(self, place: PackedWeight | None = None) -> None:
+        """Instead of `finalize`: keep the weight in 8 bits (in `place`), and let go of the plain copy. CPU only."""
+        from chairlift.kernels.cpu_int8 import PackedWeight
+
+        assert self.weight is not None
+        self._rounded = place or PackedWeight.empty(1, self.out_features, self.in_features).layer(0)
+        self._rounded.fill(self.weight.float().numpy())
+        self.weight = None
+
     def __call__(self, x: Tensor) -> Tensor:
+        if self._rounded is not None:
+            from chairlift.kernels.cpu_decoder import rounded_linear
+
+            return rounded_linear(x, self._rounded, self.bias, self.out_features)
         if self._packed is None:
             assert self.weight is not None
             if self.adds_in_place(x):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from chairlift.errors import UnsupportedModel
+from chairlift.errors import InvalidParameter, UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +22,10 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     max_len: int | None = None,
+    quantization: str = "none",
 ) -> CausalLM:
-    """The model that `config` (a config.json) describes, with its weights from `tensors`.
+    """The model that `config` (a config.json) describes, with its weights from `tensors`, rounded to 8 bits if
+    `quantization` is int8.
 
     `tensors` yields (name, tensor) under the names of the checkpoint's safetensors files, in any order; each
     is copied to its place and let go. `max_len` promises that no sequence will be longer; by default the
@@ -32,13 +35,17 @@ def build_model(
     from chairlift.models.read_config import decoder_config
     from chairlift.models.weights import fill
 
+    if quantization != "none":
+        reasons = int8_obstacles(config, dtype, device)
+        if reasons:
+            raise InvalidParameter("quantization", f"int8 is not possible: {'; '.join(reasons)}")
     if not _is_decoder(config):
         from chairlift.models.fallback import load_fallback
 
         return load_fallback(config, tensors, dtype=dtype, device=device, max_len=max_len)
     description = decoder_config(config, max_len)
     try:
-        model = Decoder(description, dtype=dtype, device=device)
+        model = Decoder(description, dtype=dtype, device=device, quantization=quantization)
     except (RuntimeError, MemoryError) as error:  # torch has no type of its own for this on the CPU
         count, kind = f"{description.num_parameters:,}", str(dtype).removeprefix("torch.")
         raise UnsupportedModel(
@@ -50,9 +57,30 @@ def build_model(
         tensors,
         text_part_only=description.text_part_only,
         tied=description.tied_head,
+        filled_one=model.filled,
     )
     model.finalize()
     return model
+
+
+def int8_obstacles(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Why this model cannot have 8-bit weights there; empty if it can."""
+    if not _is_decoder(config):
+        return ["this model runs on transformers' code"]
+    import torch
+
+    from chairlift.models.read_config import decoder_config
+
+    found = []
+    if device.type != "cpu":
+        found.append(f"it is for the CPU, not for {device.type}")
+    if dtype is not torch.float32:
+        found.append(f"activations are float32 with it, not {dtype}")
+    if any(layer.experts is not None for layer in decoder_config(config).layers):
+        found.append("this model has experts")
+    if importlib.util.find_spec("numba") is None:
+        found.append("numba is not installed")
+    return found
 
 
 def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelInfo:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.base import Attend, AttentionLayer, FusedAttend
+from chairlift.attention.paged_cpu import PagedCPUStep
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.moe import MixtureOfExperts
@@ -16,6 +18,9 @@ from chairlift.layers.norm import RMSNorm
 from chairlift.layers.rope import RotaryEmbedding, Rotation, rotate_
 from chairlift.models.config import DecoderConfig, ExpertNames, LayerConfig
 from chairlift.models.weights import EMBEDDING, HEAD
+
+if TYPE_CHECKING:  # numba takes its time
+    from chairlift.models.fused_cpu import FusedCPUDecoder, LayerWeights
 
 Targets = Iterator[tuple[str, Tensor]]  # the checkpoint's name of a tensor, and where it goes
 
@@ -127,6 +132,10 @@ class DecoderLayer:
         else:
             yield from _prefixed("mlp", _mlp_targets(self.mlp, self.fused_names))
 
+    def linears(self) -> Iterator[Linear]:
+        assert isinstance(self.mlp, GatedMLP), "experts are not rounded"
+        yield from (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down)
+
     def parts(self) -> Iterator[Linear | RMSNorm | GatedMLP | MixtureOfExperts]:
         yield from self.attention.parts()
         yield from self.norms.values()
@@ -146,8 +155,11 @@ class DecoderLayer:
 class Decoder:
     """Embedding, layers, final norm, head. Built with empty weights; see `targets` and `finalize`."""
 
-    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, quantization: str = "none"
+    ) -> None:
         self.config = config
+        self.quantization = quantization
         self.vocab_size = config.vocab_size
         self.max_len = config.max_len
         self.attention_layers = config.attention_layers
@@ -164,6 +176,18 @@ class Decoder:
             self.head = Linear(self.embedding, shared=True)
         else:
             self.head = Linear.empty(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
+        self._fused: FusedCPUDecoder | None = None
+        self._layer_weights: LayerWeights | None = None
+        self._missing: list[int] = []  # how many targets of each layer are still to be filled
+        if quantization == "int8":
+            self._prepare_rounding()
+
+    def _prepare_rounding(self) -> None:
+        from chairlift.models.fused_cpu import LayerWeights, can_fuse
+
+        self._missing = [sum(1 for _ in layer.targets()) for layer in self.layers]
+        if can_fuse(self.config):
+            self._layer_weights = LayerWeights(self.config)
 
     def targets(self) -> Targets:
         """Every tensor a checkpoint must hold, and the part of the model that it fills."""
@@ -175,16 +199,41 @@ class Decoder:
             assert self.head.weight is not None
             yield HEAD, self.head.weight
 
+    def filled(self, name: str) -> None:
+        """Call after each target is filled: a layer that is complete is rounded at once, if the model is to be, so
+        that memory never holds all of it in full precision."""
+        if not self._missing or not name.startswith("layers."):
+            return
+        index = int(name.split(".")[1])
+        self._missing[index] -= 1
+        if self._missing[index] > 0:
+            return
+        if self._layer_weights is not None:
+            self._layer_weights.take(index, self.layers[index])
+        else:
+            for linear in self.layers[index].linears():
+                linear.round()
+
     def finalize(self) -> None:
         """Call once every target is filled. One part after the other, so that memory never holds two models."""
+        if self.quantization == "int8":
+            self.head.round()
         for part in self._parts():
             part.finalize()
+        if self._layer_weights is not None:
+            from chairlift.models.fused_cpu import FusedCPUDecoder
+
+            self._fused = FusedCPUDecoder(self, self._layer_weights)
 
     def _parts(self) -> Iterator[Linear | RMSNorm | GatedMLP | MixtureOfExperts]:
         for layer in self.layers:
             yield from layer.parts()
         yield self.norm
         yield self.head
+
+    @property
+    def brings_threads(self) -> bool:
+        return self._fused is not None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, hidden], what the first layer reads."""
@@ -194,6 +243,8 @@ class Decoder:
     def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         rotations = {rope: rotary(positions) for rope, rotary in self.rotary.items()}
         x = self.embed(tokens)
+        if self._fused is not None and isinstance(attend, PagedCPUStep):
+            return self._fused(x, rotations, attend)
         delta: Tensor | None = None
         for layer in self.layers:
             delta = layer(x, delta, None if layer.rope is None else rotations[layer.rope], attend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -31,9 +31,15 @@ def canonical_name(name: str) -> str:
 
 
 def fill(
-    targets: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], *, text_part_only: bool, tied: bool
+    targets: dict[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    text_part_only: bool,
+    tied: bool,
+    filled_one: Callable[[str], None] | None = None,
 ) -> None:
-    """Copy every tensor of the stream to its target; each target must be filled exactly once.
+    """Copy every tensor of the stream to its target; each target must be filled exactly once, and is then let go of
+    here, so that `filled_one`, which is told its name, may give back the memory.
 
     With a `tied` head, the head's name is another name of the embedding table; a checkpoint may hold either,
     or both if they are equal.
@@ -44,6 +50,8 @@ def fill(
         if name.endswith(DERIVED_SUFFIX) or (text_part_only and name.startswith(VISION_PREFIXES)):
             continue
         destination = EMBEDDING if tied and name == HEAD else name
+        if filled.get(destination) == name:
+            raise CorruptCheckpoint(f"tensor {full_name} is in the checkpoint more than once")
         if destination not in targets:
             raise CorruptCheckpoint(f"unexpected tensor {full_name} of shape {_shape(tensor)}")
         target = targets[destination]
@@ -51,8 +59,10 @@ def fill(
         if destination not in filled:
             target.copy_(tensor)
             filled[destination] = name
-        elif filled[destination] == name:
-            raise CorruptCheckpoint(f"tensor {full_name} is in the checkpoint more than once")
+            if destination != EMBEDDING:  # which may come again as the head
+                del targets[destination], target
+            if filled_one is not None:
+                filled_one(destination)
         elif not bool((target == tensor.to(target)).all()):
             raise CorruptCheckpoint(
                 f"{HEAD} and {EMBEDDING} differ, but config.json says tie_word_embeddings: set it to false there"

@@ -1,0 +1,325 @@
+"""Tiles of matrix products in SIMD instructions that numba has no words for.
+
+Each is a few lines of LLVM, inlined into the kernels that use it: no compiler is needed where Chairlift is installed.
+A tile is the inner loop of a matrix product, with all its sums in registers. Everything is passed by address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+PANEL = 16  # columns of a weight that lie together
+GROUP = 4  # numbers of one column that lie together: as many as one dot-product instruction adds up
+F32_ROWS, F32_COLUMNS = 6, 64  # of a tile of floats
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+LANES = 16 if _FEATURES.get("avx512f") else 8  # float32 numbers in a register
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """How a machine multiplies small integers."""
+
+    name: str
+    rows: int  # of the largest tile
+    panels: int  # of a tile, side by side
+    wide_rows: bool  # whether the left side comes as 16-bit integers
+
+
+VNNI_512 = InstructionSet("AVX-512 VNNI", rows=8, panels=3, wide_rows=False)
+VNNI_256 = InstructionSet("AVX-VNNI", rows=6, panels=1, wide_rows=False)
+AVX2 = InstructionSet("AVX2", rows=6, panels=1, wide_rows=True)
+PLAIN = InstructionSet("portable code", rows=6, panels=1, wide_rows=True)
+
+
+def find_instruction_set() -> InstructionSet:
+    if _FEATURES.get("avx512vnni") and _FEATURES.get("avx512vl"):
+        return VNNI_512
+    if _FEATURES.get("avxvnni"):
+        return VNNI_256
+    return AVX2 if _FEATURES.get("avx2") else PLAIN
+
+
+def int8_tile(isa: InstructionSet, rows: int) -> Any:
+    """sums [rows, panels * PANEL] int32 = left [rows, GROUP * groups] times neighbouring panels of a packed weight.
+
+    The weight's numbers are unsigned and the left side's signed, because that is what the instructions take.
+    """
+    dot = {VNNI_512: _vnni_512, VNNI_256: _vnni_256, AVX2: _multiply_add_pairs, PLAIN: _multiply_add_pairs}[isa]
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def tile(_: Any, sums: Any, left: Any, left_stride: Any, weight: Any, panel_stride: Any, groups: Any) -> Any:
+        def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
+            dot(b, isa, rows, *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 6), generate
+
+    return tile
+
+
+def _vnni_512(
+    b: ir.IRBuilder,
+    isa: InstructionSet,
+    rows: int,
+    sums: ir.Value,
+    left: ir.Value,
+    left_stride: ir.Value,
+    weight: ir.Value,
+    panel_stride: ir.Value,
+    groups: ir.Value,
+) -> None:
+    addresses = [b.add(weight, b.mul(panel_stride, I64(panel))) for panel in range(isa.panels)]
+    targets = [[I64((row * isa.panels + panel) * 64) for panel in range(isa.panels)] for row in range(rows)]
+    _vnni(b, 16, rows, sums, left, left_stride, addresses, targets, groups)
+
+
+def _vnni_256(
+    b: ir.IRBuilder,
+    isa: InstructionSet,
+    rows: int,
+    sums: ir.Value,
+    left: ir.Value,
+    left_stride: ir.Value,
+    weight: ir.Value,
+    panel_stride: ir.Value,
+    groups: ir.Value,
+) -> None:
+    addresses = [b.add(weight, I64(32 * half)) for half in range(2)]
+    targets = [[I64(row * 64 + half * 32) for half in range(2)] for row in range(rows)]
+    _vnni(b, 8, rows, sums, left, left_stride, addresses, targets, groups)
+
+
+def _vnni(
+    b: ir.IRBuilder,
+    lanes: int,
+    rows: int,
+    sums: ir.Value,
+    left: ir.Value,
+    left_stride: ir.Value,
+    addresses: list[ir.Value],
+    targets: list[list[ir.Value]],
+    groups: ir.Value,
+) -> None:
+    """One instruction multiplies four pairs of each lane and adds them to its sum."""
+    words, numbers = ir.VectorType(I32, lanes), ir.VectorType(I8, 4 * lanes)
+    # LLVM 22 changed the type of the operands.
+    operand = numbers if llvmlite.binding.llvm_version_info[0] >= 22 else words
+    signature = ir.FunctionType(words, [words, operand, operand])
+    instruction = cgutils.get_or_insert_function(b.module, signature, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}")
+    total = [[cgutils.alloca_once_value(b, ir.Constant(words, None)) for _ in addresses] for _ in range(rows)]
+    with cgutils.for_range(b, groups) as loop:
+        columns = [_load(b, b.add(address, b.mul(loop.index, I64(64))), operand, 1) for address in addresses]
+        for row in range(rows):
+            address = b.add(b.add(left, b.mul(left_stride, I64(row))), b.mul(loop.index, I64(GROUP)))
+            four = b.bitcast(_splat(b, _load(b, address, I32, 1), lanes), operand)
+            for column, place in zip(columns, total[row], strict=True):
+                b.store(b.call(instruction, [b.load(place), column, four]), place)
+    for places, offsets in zip(total, targets, strict=True):
+        for place, offset in zip(places, offsets, strict=True):
+            _store(b, b.load(place), b.add(sums, offset), 4)
+
+
+def _multiply_add_pairs(
+    b: ir.IRBuilder,
+    isa: InstructionSet,
+    rows: int,
+    sums: ir.Value,
+    left: ir.Value,
+    left_stride: ir.Value,
+    weight: ir.Value,
+    panel_stride: ir.Value,
+    groups: ir.Value,
+) -> None:
+    """Without dot products of bytes: widened to 16 bits, where products of two neighbours are added exactly. Half a
+    panel at a time, for the sums of a group come in two lanes and would not fit into the registers otherwise."""
+    bytes_, shorts, words = ir.VectorType(I8, 16), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
+    for half in range(2):
+        total = [[cgutils.alloca_once_value(b, ir.Constant(words, None)) for _ in range(2)] for _ in range(rows)]
+        with cgutils.for_range(b, groups) as loop:
+            start = b.add(weight, b.add(b.mul(loop.index, I64(64)), I64(32 * half)))
+            columns = [b.zext(_load(b, b.add(start, I64(16 * part)), bytes_, 1), shorts) for part in range(2)]
+            for row in range(rows):
+                address = b.add(b.add(left, b.mul(left_stride, I64(row))), b.mul(loop.index, I64(2 * GROUP)))
+                four = b.bitcast(_splat(b, _load(b, address, I64, 2), 4), shorts)
+                for column, place in zip(columns, total[row], strict=True):
+                    b.store(b.add(b.load(place), _pair_products(b, isa, column, four)), place)
+        for row, places in enumerate(total):
+            low, high = (b.load(place) for place in places)
+            _store(b, _add_neighbours(b, low, high, words), b.add(sums, I64(row * 64 + half * 32)), 4)
+
+
+def _pair_products(b: ir.IRBuilder, isa: InstructionSet, x: ir.Value, y: ir.Value) -> ir.Value:
+    shorts, words = ir.VectorType(I16, 16), ir.VectorType(I32, 8)
+    if isa is AVX2:
+        signature = ir.FunctionType(words, [shorts, shorts])
+        return b.call(cgutils.get_or_insert_function(b.module, signature, "llvm.x86.avx2.pmadd.wd"), [x, y])
+    products = b.mul(b.sext(x, ir.VectorType(I32, 16)), b.sext(y, ir.VectorType(I32, 16)))
+    even, odd = (_pick(b, products, products, range(first, 16, 2)) for first in (0, 1))
+    return b.add(even, odd)
+
+
+def _add_neighbours(b: ir.IRBuilder, low: ir.Value, high: ir.Value, words: ir.Type) -> ir.Value:
+    even, odd = (_pick(b, low, high, range(first, 16, 2)) for first in (0, 1))
+    return b.add(even, odd)
+
+
+def f32_tile(rows: int) -> Any:
+    """sums [rows, F32_COLUMNS] += left [rows, depth] times right [depth, F32_COLUMNS]. All are float32, but the right
+    side's numbers may be bfloat16. The strides count numbers from one row to the next."""
+    vectors_at_once = 4 if _FEATURES.get("avx512f") else 1  # as many as fit into the registers
+    numbers = ir.VectorType(F32, 16)
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def tile(
+        _: Any,
+        sums: Any,
+        sums_stride: Any,
+        left: Any,
+        left_stride: Any,
+        right: Any,
+        right_stride: Any,
+        depth: Any,
+        like: Any,  # a number of the right side, for its type
+    ) -> Any:
+        size = like.bitwidth // 8
+
+        def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
+            sums, sums_stride, left, left_stride, right, right_stride, depth, _like = args
+            fma = _fma(b, 16)
+            sums_bytes, left_bytes = (b.mul(stride, I64(4)) for stride in (sums_stride, left_stride))
+            right_bytes = b.mul(right_stride, I64(size))
+            for first in range(0, F32_COLUMNS // 16, vectors_at_once):
+                offsets = [I64(64 * (first + i)) for i in range(vectors_at_once)]
+                places = [
+                    [b.add(b.add(sums, b.mul(sums_bytes, I64(row))), offset) for offset in offsets]
+                    for row in range(rows)
+                ]
+                total = [[cgutils.alloca_once_value(b, _load(b, place, numbers, 4)) for place in row] for row in places]
+                with cgutils.for_range(b, depth) as loop:
+                    start = b.add(right, b.mul(right_bytes, loop.index))
+                    places_right = [I64(16 * size * (first + i)) for i in range(vectors_at_once)]
+                    columns = [_load_numbers(b, b.add(start, place), size) for place in places_right]
+                    for row in range(rows):
+                        address = b.add(b.add(left, b.mul(left_bytes, I64(row))), b.mul(loop.index, I64(4)))
+                        number = _splat(b, _load(b, address, F32, 4), 16)
+                        for column, sum_ in zip(columns, total[row], strict=True):
+                            b.store(b.call(fma, [number, column, b.load(sum_)]), sum_)
+                for row, row_places in zip(total, places, strict=True):
+                    for sum_, place in zip(row, row_places, strict=True):
+                        _store(b, b.load(sum_), place, 4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 7, like), generate
+
+    return tile
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def dots(_: Any, sums: Any, left: Any, right: Any, right_stride: Any, depth: Any, like: Any) -> Any:
+    """sums [LANES] = the products of one row with LANES others, float32 or bfloat16 as `like` is; `right_stride` counts
+    numbers, and `depth` is a multiple of LANES."""
+    size = like.bitwidth // 8
+    numbers = ir.VectorType(F32, LANES)
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+        sums, left, right, right_stride, depth, _like = args
+        fma = _fma(b, LANES)
+        totals = [cgutils.alloca_once_value(b, ir.Constant(numbers, None)) for _ in range(LANES)]
+        stride = b.mul(right_stride, I64(size))
+        with cgutils.for_range(b, b.udiv(depth, I64(LANES))) as loop:
+            x = _load(b, b.add(left, b.mul(loop.index, I64(4 * LANES))), numbers, 4)
+            start = b.add(right, b.mul(loop.index, I64(size * LANES)))
+            for row, total in enumerate(totals):
+                y = _load_numbers(b, b.add(start, b.mul(stride, I64(row))), size, LANES)
+                b.store(b.call(fma, [x, y, b.load(total)]), total)
+        _store(b, _sum_each(b, [b.load(total) for total in totals]), sums, 4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 5, like), generate
+
+
+def _sum_each(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """The sum of each of n vectors of n lanes, as one vector: at every level two become one, with half of their lanes
+    added to the other half."""
+    lanes = width = len(vectors)
+    while len(vectors) > 1:
+        width //= 2
+        low = [lane for first in range(0, 2 * lanes, 2 * width) for lane in range(first, first + width)]
+        high = [lane + width for lane in low]
+        vectors = [
+            b.fadd(_pick(b, x, y, low), _pick(b, x, y, high)) for x, y in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_: Any, address: Any) -> Any:
+    """Ask for a cache line that will be read soon."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+        pointer = I8.as_pointer()
+        signature = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+        function = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
+        b.call(function, [b.inttoptr(args[0], pointer), I32(0), I32(2), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widen_row(_: Any, target: Any, source: Any, count: Any, like: Any) -> Any:
+    """target = source, as float32; `count` is a multiple of 16."""
+    size = like.bitwidth // 8
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+        target, source, count, _like = args
+        with cgutils.for_range(b, b.lshr(count, I64(4))) as loop:
+            row = _load_numbers(b, b.add(source, b.mul(loop.index, I64(16 * size))), size)
+            _store(b, row, b.add(target, b.mul(loop.index, I64(64))), 4)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, like), generate
+
+
+def _load_numbers(b: ir.IRBuilder, address: ir.Value, size: int, lanes: int = 16) -> ir.Value:
+    """Numbers as float32, from float32 or bfloat16."""
+    numbers, words = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
+    if size == 4:
+        return _load(b, address, numbers, 4)
+    halves = b.zext(_load(b, address, ir.VectorType(I16, lanes), 2), words)
+    return b.bitcast(b.shl(halves, ir.Constant(words, [16] * lanes)), numbers)
+
+
+def _fma(b: ir.IRBuilder, lanes: int) -> ir.Function:
+    numbers = ir.VectorType(F32, lanes)
+    return cgutils.get_or_insert_function(b.module, ir.FunctionType(numbers, [numbers] * 3), f"llvm.fma.v{lanes}f32")
+
+
+def _load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:
+    value = b.load(b.inttoptr(address, kind.as_pointer()))
+    value.align = align
+    return value
+
+
+def _store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int) -> None:
+    b.store(value, b.inttoptr(address, value.type.as_pointer())).align = align
+
+
+def _splat(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
+    kind = ir.VectorType(value.type, lanes)
+    single = b.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
+    return _pick(b, single, single, [0] * lanes)
+
+
+def _pick(b: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: Sequence[int]) -> ir.Value:
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))

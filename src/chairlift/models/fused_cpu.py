@@ -1,0 +1,147 @@
+"""A decoder with 8-bit weights on the CPU, all its layers one call of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chairlift.attention.base import KVStorage
+from chairlift.attention.paged_cpu import PagedCPUStep, as_array
+from chairlift.kernels.cpu_decoder import GELU_TANH, SILU, Buffers, Network, Step, decode_step
+from chairlift.kernels.cpu_int8 import PackedWeight
+from chairlift.kernels.cpu_threads import the_team
+from chairlift.layers.mlp import GatedMLP
+from chairlift.layers.norm import RMSNorm
+from chairlift.layers.rope import Rope, Rotation
+from chairlift.models.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from chairlift.models.decoder import Decoder, DecoderLayer
+
+ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
+
+
+def can_fuse(config: DecoderConfig) -> bool:
+    """Whether all layers are alike and made of what the kernel knows."""
+    norms, first = config.norms, config.layers[0]
+    alike = all(
+        layer.experts is None
+        and layer.intermediate_size == first.intermediate_size
+        and layer.attention.num_heads == first.attention.num_heads
+        and layer.attention.num_kv_heads == first.attention.num_kv_heads
+        and layer.attention.head_dim == first.attention.head_dim
+        for layer in config.layers
+    )
+    pairs = {len(layer.rope.inv_freq) for layer in config.layers if layer.rope is not None}
+    plain_norms = norms.before_attention and norms.before_mlp and not norms.after_attention and not norms.after_mlp
+    return bool(
+        alike and plain_norms and len(pairs) <= 1 and config.qk_norm != "full" and config.activation in ACTIVATIONS
+    )
+
+
+class LayerWeights:
+    """The 8-bit weights of all layers, one behind the other, as the kernel wants them."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        layer = config.layers[0]
+        queries = layer.attention.num_heads * layer.attention.head_dim
+        both = 2 * layer.attention.num_kv_heads * layer.attention.head_dim
+        count, hidden, inner = len(config.layers), config.hidden_size, layer.intermediate_size
+        self.qkv = PackedWeight.empty(count, queries + both, hidden)
+        self.output = PackedWeight.empty(count, hidden, queries)
+        self.gate_up = PackedWeight.empty(count, 2 * inner, hidden)
+        self.down = PackedWeight.empty(count, hidden, inner)
+
+    def take(self, index: int, layer: DecoderLayer) -> None:
+        """Round the weights of one layer, which are let go."""
+        assert isinstance(layer.mlp, GatedMLP)
+        layer.attention.qkv.round(self.qkv.layer(index))
+        layer.attention.output.round(self.output.layer(index))
+        layer.mlp.gate_up.round(self.gate_up.layer(index))
+        layer.mlp.down.round(self.down.layer(index))
+
+
+class FusedCPUDecoder:
+    """Runs the layers of `decoder`, whose weights are in `weights`."""
+
+    def __init__(self, decoder: Decoder, weights: LayerWeights) -> None:
+        config, layers = decoder.config, decoder.layers
+        self._ropes = list(decoder.rotary)
+        mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, GatedMLP)]
+        attentions = [layer.attention for layer in layers]
+        self._network = Network(
+            before_attention=_stack([layer.before_attention for layer in layers]),
+            qkv=weights.qkv,
+            qkv_bias=_stack_biases([attention.qkv.bias for attention in attentions]),
+            q_norm=_stack([attention.q_norm for attention in attentions]),
+            k_norm=_stack([attention.k_norm for attention in attentions]),
+            output=weights.output,
+            output_bias=_stack_biases([attention.output.bias for attention in attentions]),
+            before_mlp=_stack([layer.before_mlp for layer in layers]),
+            gate_up=weights.gate_up,
+            gate_up_bias=_stack_biases([mlp.gate_up.bias for mlp in mlps]),
+            down=weights.down,
+            down_bias=_stack_biases([mlp.down.bias for mlp in mlps]),
+            final_norm=decoder.norm.weight.numpy(),
+            eps=np.float32(config.norm_eps),
+            activation=ACTIVATIONS[config.activation],
+            ropes=np.array([-1 if layer.rope is None else self._ropes.index(layer.rope) for layer in layers]),
+            scales=np.array([attention.layer.scale for attention in attentions], dtype=np.float32),
+            windows=np.array([attention.layer.window or 0 for attention in attentions]),
+            softcaps=np.array([attention.layer.softcap or 0.0 for attention in attentions], dtype=np.float32),
+        )
+        self._layer = attentions[0].layer
+        self._inner = config.layers[0].intermediate_size
+        self._buffers: Buffers | None = None
+        self._team = the_team()  # sized by torch's threads, of which few will be left
+
+    def __call__(self, x: Tensor, rotations: Mapping[Rope, Rotation], attend: PagedCPUStep) -> Tensor:
+        """x [T, hidden], the embedded tokens -> [T, hidden], in the same memory, after the final norm."""
+        keys, values = _all_layers(attend.storage)
+        angles = [rotations[rope] for rope in self._ropes]
+        step = Step(
+            x=x.numpy(),
+            cos=_stack_angles([rotation.cos for rotation in angles], len(x)),
+            sin=_stack_angles([rotation.sin for rotation in angles], len(x)),
+            slots=attend.layout.slots.numpy(),
+            keys=keys,
+            values=values,
+            tables=attend.layout.tables.numpy(),
+            work=attend.work(self._layer),
+        )
+        self._team.run(decode_step, self._network, step, self._room_for(len(x), x.shape[1]))
+        return x
+
+    def _room_for(self, rows: int, hidden: int) -> Buffers:
+        if self._buffers is None or len(self._buffers.qkv) < rows:
+            layer = self._layer
+            self._buffers = Buffers.empty(
+                rows, hidden, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._inner
+            )
+        return self._buffers
+
+
+def _all_layers(storage: KVStorage) -> tuple[np.ndarray, np.ndarray]:
+    assert storage.stacked is not None, "layers that are alike are stored together"
+    keys, values = storage.stacked
+    return as_array(keys), as_array(values)
+
+
+def _stack(norms: list[RMSNorm | None]) -> np.ndarray:
+    rows = [np.empty(0, dtype=np.float32) if norm is None else norm.weight.float().numpy() for norm in norms]
+    return np.stack(rows)
+
+
+def _stack_biases(biases: list[Tensor | None]) -> np.ndarray:
+    return np.stack([np.empty(0, dtype=np.float32) if bias is None else bias.numpy() for bias in biases])
+
+
+def _stack_angles(angles: list[Tensor], rows: int) -> np.ndarray:
+    """[T, 1, pairs] each -> [ropes, T, pairs]."""
+    if not angles:
+        return np.empty((0, rows, 0), dtype=np.float32)
+    return torch.stack([angle[:, 0] for angle in angles]).numpy()

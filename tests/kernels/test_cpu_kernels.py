@@ -1,0 +1,170 @@
+"""The CPU's kernels against exact integers or float64, over random shapes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from chairlift.kernels import cpu_simd
+from chairlift.kernels.cpu_decoder import rounded_linear
+from chairlift.kernels.cpu_int8 import PackedWeight, Rows, round_row
+from chairlift.kernels.cpu_math import exp, narrow, widen
+from chairlift.kernels.cpu_simd import AVX2, GROUP, PANEL, PLAIN, VNNI_256, VNNI_512, InstructionSet, int8_tile
+from chairlift.kernels.cpu_threads import Team, claim, meet
+
+torch = pytest.importorskip("torch")
+
+NEEDS = {VNNI_512: "avx512vnni", VNNI_256: "avxvnni", AVX2: "avx2", PLAIN: None}
+
+
+@pytest.mark.parametrize("isa", NEEDS, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("rows", [1, 2, 4, "all"])
+def test_tiles_of_every_instruction_set_are_exact(isa: InstructionSet, rows: int | str) -> None:
+    needed = NEEDS[isa]
+    if needed is not None and not cpu_simd._FEATURES.get(needed) and not cpu_simd._FEATURES.get("avx512vnni"):
+        pytest.skip(f"this CPU has no {isa.name}")
+    count = isa.rows if rows == "all" else int(rows)
+    groups, random = 37, np.random.default_rng(count)
+    left = random.integers(-127, 128, (count, groups * GROUP)).astype(np.int16 if isa.wide_rows else np.int8)
+    weight = random.integers(0, 256, (isa.panels, groups, PANEL, GROUP)).astype(np.uint8)
+    left[0], weight[0] = 127, 255  # the largest sums that there are
+    tile, strides = int8_tile(isa, count), (left.strides[0], weight.strides[0])
+
+    @njit
+    def run(sums: Any, left: Any, weight: Any) -> None:
+        tile(sums.ctypes.data, left.ctypes.data, strides[0], weight.ctypes.data, strides[1], groups)
+
+    sums = np.zeros((count, isa.panels * PANEL), dtype=np.int32)
+    run(sums, left, weight)
+    columns = weight.transpose(1, 3, 0, 2).reshape(groups * GROUP, -1).astype(np.int64)
+    assert np.array_equal(sums, left.astype(np.int64) @ columns)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    depth=st.sampled_from([4, 8, 30, 64, 132]),
+    channels=st.integers(1, 130),
+    biased=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_products_with_rounded_weights(rows: int, depth: int, channels: int, biased: bool, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((rows, depth), dtype=np.float32)
+    weight = random.standard_normal((channels, depth), dtype=np.float32)
+    bias = random.standard_normal(channels, dtype=np.float32) if biased else None
+    packed = PackedWeight.empty(1, channels, depth).layer(0)
+    packed.fill(weight)
+
+    def multiply(some: np.ndarray) -> np.ndarray:
+        found: np.ndarray = rounded_linear(
+            torch.from_numpy(some), packed, None if bias is None else torch.from_numpy(bias), channels
+        ).numpy()
+        return found
+
+    # What rounding to 8 bits should give, computed in another way.
+    weight_scale, x_scale = (np.abs(side).max(axis=1, keepdims=True) / 127 for side in (weight, x))
+    rounded = np.rint(x.astype(np.float64) / x_scale) @ np.rint(weight.astype(np.float64) / weight_scale).T
+    expected = rounded * x_scale * weight_scale.T + (0 if bias is None else bias)
+    found = multiply(x)
+    # A number may fall on the other side of a half: one step of one factor.
+    assert np.abs(found - expected).max() < 1e-4 * depth + 2 * float(x_scale.max() * np.abs(weight).max())
+    assert np.abs(found - expected).mean() < 0.02
+    # Nobody's result depends on who else is there.
+    for row in random.choice(rows, size=min(rows, 4), replace=False):
+        assert np.array_equal(multiply(x[row : row + 1])[0], found[row])
+
+
+def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other() -> None:
+    x = np.ones((3, 8), dtype=np.float32)
+    x[1, 3] = np.nan
+    x[2] = 0.0
+    packed = PackedWeight.empty(1, 16, 8).layer(0)
+    packed.fill(np.ones((16, 8), dtype=np.float32))
+    found = rounded_linear(torch.from_numpy(x), packed, None, 16).numpy()
+    assert np.allclose(found[0], 8.0)
+    assert np.isnan(found[1]).all()
+    assert (found[2] == 0).all()
+
+
+def test_rounding_a_row_keeps_its_largest_number() -> None:
+    rows = Rows.empty(1, 6)
+    round_row(np.array([0.0, -2.54, 1.0, 0.01, -0.009, 2.0], dtype=np.float32), rows, 0)
+    assert rows.numbers[0, :6].tolist() == [0, -127, 50, 0, 0, 100]
+    assert rows.sums[0] == 23
+    assert np.isclose(rows.scales[0], 0.02)
+
+
+def test_exp_is_accurate() -> None:
+    @njit
+    def each(values: Any) -> None:
+        for i in range(values.shape[0]):
+            values[i] = exp(values[i])
+
+    x = np.linspace(-86.9, 87.9, 100_001, dtype=np.float32)
+    found = x.copy()
+    each(found)
+    exact = np.exp(x.astype(np.float64))
+    assert np.abs(found / exact - 1).max() < 3e-7
+    ends = np.array([-np.inf, -1e30, -100.0, 0.0, np.nan], dtype=np.float32)
+    each(ends)
+    assert ends[:4].tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert np.isnan(ends[4])
+
+
+def test_bfloat16_rounds_as_torch_does() -> None:
+    x = np.random.default_rng(0).standard_normal(1000, dtype=np.float32) * 100
+
+    @njit
+    def there_and_back(values: Any, halves: Any) -> None:
+        for i in range(values.shape[0]):
+            halves[i] = narrow(values[i], halves[i])
+            values[i] = widen(halves[i])
+
+    found = x.copy()
+    there_and_back(found, np.zeros(1000, dtype=np.uint16))
+    assert np.array_equal(found, torch.from_numpy(x).bfloat16().float().numpy())
+
+
+@njit(nogil=True)
+def _work(shared: Any, members: int, done: Any) -> None:
+    """Each piece of a turn needs all of the turn before."""
+    for turn in range(done.shape[0]):
+        while True:
+            piece = claim(shared, 1)
+            if piece >= done.shape[1]:
+                break
+            done[turn, piece] += 1 if turn == 0 or done[turn - 1].all() else 100
+        meet(shared, members)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_team_does_every_piece_once_and_in_order(size: int) -> None:
+    team = Team(size)
+    for _ in range(20):
+        done = np.zeros((30, 10), dtype=np.int64)
+        team.run(_work, done)
+        assert (done == 1).all()
+
+
+def test_callers_take_turns_and_errors_reach_them() -> None:
+    team = Team(2)
+
+    def fail(shared: Any, members: int) -> None:
+        raise ValueError("no kernel")
+
+    with pytest.raises(ValueError, match="no kernel"):
+        team.run(fail)
+    work = [np.zeros((50, 7), dtype=np.int64) for _ in range(4)]
+    threads = [threading.Thread(target=team.run, args=(_work, done)) for done in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert all((done == 1).all() for done in work)

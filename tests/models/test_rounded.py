@@ -1,0 +1,108 @@
+"""Models with 8-bit weights: the fused kernel against the layers one by one, both against full precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift.attention import BACKENDS, KVStorage, RaggedLayout, choose_backend
+from chairlift.errors import InvalidParameter
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.startup import load_model, start_engine
+from tests.api.conftest import run_greedy
+from tests.models.checkpoints import CPU, VOCAB, load, make_reference, save
+from tests.models.test_families import CONFIGS
+from tests.tiny import write_tiny_checkpoint
+
+FUSED = [
+    "llama gqa",
+    "llama mqa, tied, biases",
+    "mistral",
+    "qwen2 window",
+    "qwen3",
+    "smollm3",
+    "phi3 partial rotary",
+]
+NOT_FUSED = ["llama wide heads, gelu", "gemma2", "gemma3"]
+BLOCK = 4
+
+
+def run(model: Any, attention: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Two prompts, the first in two chunks, and then a decode of both: the logits of every token."""
+    backend = choose_backend(attention, model.attention_layers, CPU, torch.float32)
+    layer = model.attention_layers[0]
+    shape = (len(model.attention_layers), 20, BLOCK, layer.num_kv_heads, layer.head_dim)
+    stacked = (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+    storage = KVStorage(stacked[0].unbind(0), stacked[1].unbind(0), stacked)
+    tables = torch.tensor([[7, 3, 11, 0, 5, 9, 2], [1, 8, 4, 12, 6, 10, 13]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(3, VOCAB, (2, 28), generator=generator)
+    found = []
+    for chunks in ([(0, 13), (0, 6)], [(13, 21), (6, 8)], [(21, 22), (8, 9)], [(22, 23), (9, 10)]):
+        starts, ends = zip(*chunks, strict=True)
+        counts = [end - start for start, end in chunks]
+        positions = torch.cat([torch.arange(start, end) for start, end in chunks])
+        owner = torch.repeat_interleave(torch.arange(2), torch.tensor(counts))
+        slots = tables[owner, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        layout = RaggedLayout([0, counts[0], sum(counts)], starts, ends, tables, slots)
+        hidden = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage))
+        found.append(model.logits(hidden))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", [*FUSED, *NOT_FUSED])
+@torch.inference_mode()
+def test_rounded_models(name: str, tmp_path: Path) -> None:
+    config = save(make_reference(CONFIGS[name]()), tmp_path)
+    exact, rounded = load(tmp_path, config), load(tmp_path, config, quantization="int8")
+    assert rounded.num_weight_bytes() < exact.num_weight_bytes()
+    assert rounded.brings_threads == (name in FUSED)
+    reference, fused, by_layers = run(exact, "ragged"), run(rounded, "ragged"), run(rounded, "bursted")
+    spread = reference.std()
+    assert (run(exact, "bursted") - reference).abs().max() < 1e-4 * spread
+    # The same integers, but a number may fall on the other side of a half where sums differ in their last bit.
+    assert (fused - by_layers).abs().mean() < 0.01 * spread
+    assert 0 < (fused - reference).abs().mean() < 0.05 * spread  # 8 bits, and no more than 8 bits
+    halved = run(rounded, "ragged", torch.bfloat16)
+    assert 0 < (halved - fused).abs().mean() < 0.05 * spread
+
+
+def test_what_cannot_be_rounded_says_why(tmp_path: Path) -> None:
+    config = save(make_reference(CONFIGS["mixtral"]()), tmp_path)
+    with pytest.raises(InvalidParameter, match=r"quantization.*experts"):
+        load(tmp_path, config, quantization="int8")
+    with pytest.raises(InvalidParameter, match=r"quantization.*float32"):
+        load(tmp_path, config, quantization="int8", dtype=torch.bfloat16)
+    with pytest.raises(InvalidParameter, match="unknown 'int3'"):
+        EngineConfig(quantization="int3")
+    with pytest.raises(InvalidParameter, match="unknown type"):
+        EngineConfig(kv_dtype="int8")
+
+
+@pytest.mark.parametrize("attention", sorted(BACKENDS))
+@pytest.mark.parametrize("kv_dtype", ["auto", "float32"])
+def test_tokens_do_not_depend_on_neighbours(attention: str, kv_dtype: str, tmp_path: Path) -> None:
+    """Bit for bit, since every row has a scale of its own."""
+    try:
+        choose_backend(attention, [], CPU, torch.float32)
+    except InvalidParameter:
+        pytest.skip("not a backend of the CPU")
+    name = str(write_tiny_checkpoint(tmp_path / "tiny"))
+    config = EngineConfig(
+        quantization="int8",
+        kv_dtype=kv_dtype,
+        attention=attention,
+        kv_memory="4MiB",
+        device="cpu",
+        prefix_caching=False,
+    )
+    loaded = load_model(name, config, progress=False)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in (5, 40, 1, 17, 90, 3, 64, 33)]
+    together = run_greedy(start_engine(loaded, config).engine, prompts, 12).outputs
+    alone = [run_greedy(start_engine(loaded, config).engine, [prompt], 12).outputs[0] for prompt in prompts]
+    assert together == alone

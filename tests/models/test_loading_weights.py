@@ -148,7 +148,7 @@ def test_fill_copies_each_tensor_when_it_arrives() -> None:
         for name, value in (("a", 1.0), ("b", 2.0)):
             yield name, buffer.fill_(value)
 
-    fill(target, stream(), text_part_only=False, tied=False)
+    fill(dict(target), stream(), text_part_only=False, tied=False)
     assert target["a"].tolist() == [1.0, 1.0]
 
 

@@ -51,8 +51,8 @@ class PagedCPUStep:
         shape = (layer.num_heads, layer.head_dim)
         if shape not in self._work:
             layout = self.layout
-            bounds = (np.asarray(side, dtype=np.int64) for side in (layout.offsets, layout.starts, layout.ends))
-            self._work[shape] = split_work(*bounds, *shape)
+            offsets, starts, ends = (np.asarray(x, np.int64) for x in (layout.offsets, layout.starts, layout.ends))
+            self._work[shape] = split_work(offsets, starts, ends, *shape)
         return self._work[shape]
 
     def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

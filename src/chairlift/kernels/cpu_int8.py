@@ -52,7 +52,7 @@ class PackedWeight(NamedTuple):
 
     def fill(self, weight: np.ndarray) -> None:
         """Round `weight` [channels, depth] float32, some channels at a time so that no large copy is made."""
-        channels, depth = weight.shape
+        depth = weight.shape[1]
         panels, groups = self.numbers.shape[0], self.numbers.shape[1]
         for first in range(0, panels * PANEL, 64 * PANEL):
             part = weight[first : first + 64 * PANEL]

@@ -53,7 +53,7 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chairlift" / "kernels" / digest
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def bits(_: Any, number: Any) -> Any:
     """The 32 bits of a float32, as an integer."""
 
@@ -63,7 +63,7 @@ def bits(_: Any, number: Any) -> Any:
     return types.int32(types.float32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def from_bits(_: Any, number: Any) -> Any:
     """The float32 that has these bits."""
 
@@ -73,7 +73,7 @@ def from_bits(_: Any, number: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def nearest(_: Any, number: Any) -> Any:
     """The nearest whole number, as a float32."""
 
@@ -102,7 +102,7 @@ def exp(x: Any) -> Any:
     return result if x >= _LOWEST else (np.float32(0.0) if x < _LOWEST else x)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def widen(_: Any, number: Any) -> Any:
     """A float32, whether it is stored as one or as its upper half (bfloat16, which numba sees as uint16)."""
 
@@ -115,7 +115,7 @@ def widen(_: Any, number: Any) -> Any:
     return types.float32(number), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def narrow(_: Any, number: Any, like: Any) -> Any:
     """The opposite of `widen`, rounded to the nearest: as what `like` is stored."""
 

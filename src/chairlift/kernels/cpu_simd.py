@@ -56,7 +56,7 @@ def int8_tile(isa: InstructionSet, rows: int) -> Any:
     """
     dot = {VNNI_512: _vnni_512, VNNI_256: _vnni_256, AVX2: _multiply_add_pairs, PLAIN: _multiply_add_pairs}[isa]
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def tile(_: Any, sums: Any, left: Any, left_stride: Any, weight: Any, panel_stride: Any, groups: Any) -> Any:
         def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
             dot(b, isa, rows, *args)
@@ -179,7 +179,7 @@ def f32_tile(rows: int) -> Any:
     vectors_at_once = 4 if _FEATURES.get("avx512f") else 1  # as many as fit into the registers
     numbers = ir.VectorType(F32, 16)
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def tile(
         _: Any,
         sums: Any,
@@ -199,24 +199,23 @@ def f32_tile(rows: int) -> Any:
             sums_bytes, left_bytes = (b.mul(stride, I64(4)) for stride in (sums_stride, left_stride))
             right_bytes = b.mul(right_stride, I64(size))
             for first in range(0, F32_COLUMNS // 16, vectors_at_once):
-                offsets = [I64(64 * (first + i)) for i in range(vectors_at_once)]
+                vectors = range(first, first + vectors_at_once)
                 places = [
-                    [b.add(b.add(sums, b.mul(sums_bytes, I64(row))), offset) for offset in offsets]
+                    [b.add(b.add(sums, b.mul(sums_bytes, I64(row))), I64(64 * vector)) for vector in vectors]
                     for row in range(rows)
                 ]
                 total = [[cgutils.alloca_once_value(b, _load(b, place, numbers, 4)) for place in row] for row in places]
                 with cgutils.for_range(b, depth) as loop:
                     start = b.add(right, b.mul(right_bytes, loop.index))
-                    places_right = [I64(16 * size * (first + i)) for i in range(vectors_at_once)]
-                    columns = [_load_numbers(b, b.add(start, place), size) for place in places_right]
+                    columns = [_load_numbers(b, b.add(start, I64(16 * size * vector)), size) for vector in vectors]
                     for row in range(rows):
                         address = b.add(b.add(left, b.mul(left_bytes, I64(row))), b.mul(loop.index, I64(4)))
                         number = _splat(b, _load(b, address, F32, 4), 16)
-                        for column, sum_ in zip(columns, total[row], strict=True):
-                            b.store(b.call(fma, [number, column, b.load(sum_)]), sum_)
-                for row, row_places in zip(total, places, strict=True):
-                    for sum_, place in zip(row, row_places, strict=True):
-                        _store(b, b.load(sum_), place, 4)
+                        for column, one in zip(columns, total[row], strict=True):
+                            b.store(b.call(fma, [number, column, b.load(one)]), one)
+                for row_total, row_places in zip(total, places, strict=True):
+                    for one, place in zip(row_total, row_places, strict=True):
+                        _store(b, b.load(one), place, 4)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 7, like), generate
@@ -224,7 +223,7 @@ def f32_tile(rows: int) -> Any:
     return tile
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def dots(_: Any, sums: Any, left: Any, right: Any, right_stride: Any, depth: Any, like: Any) -> Any:
     """sums [LANES] = the products of one row with LANES others, float32 or bfloat16 as `like` is; `right_stride` counts
     numbers, and `depth` is a multiple of LANES."""
@@ -262,7 +261,7 @@ def _sum_each(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     return vectors[0]
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch(_: Any, address: Any) -> Any:
     """Ask for a cache line that will be read soon."""
 
@@ -276,7 +275,7 @@ def prefetch(_: Any, address: Any) -> Any:
     return types.void(types.intp), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def widen_row(_: Any, target: Any, source: Any, count: Any, like: Any) -> Any:
     """target = source, as float32; `count` is a multiple of 16."""
     size = like.bitwidth // 8

@@ -26,7 +26,7 @@ PATIENCE = 2000  # looks at the shared state before a waiting thread gives up it
 _I64 = ir.IntType(64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _fetch_add(_: Any, address: Any, amount: Any) -> Any:
     """Add to a shared number, and return what it was."""
 
@@ -36,7 +36,7 @@ def _fetch_add(_: Any, address: Any, amount: Any) -> Any:
     return types.int64(types.intp, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _read(_: Any, address: Any) -> Any:
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         return b.load_atomic(b.inttoptr(args[0], _I64.as_pointer()), "seq_cst", 8)
@@ -44,7 +44,7 @@ def _read(_: Any, address: Any) -> Any:
     return types.int64(types.intp), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _write(_: Any, address: Any, value: Any) -> Any:
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
         b.store_atomic(args[1], b.inttoptr(args[0], _I64.as_pointer()), "seq_cst", 8)
@@ -53,7 +53,7 @@ def _write(_: Any, address: Any, value: Any) -> Any:
     return types.void(types.intp, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _give_way(_: Any) -> Any:
     """Let another thread have this core, if there is one."""
 
@@ -82,7 +82,7 @@ def meet(shared: Any, members: int) -> None:
 
 
 @compiled()
-def claim(shared: Any, amount: int) -> int:
+def claim(shared: Any, amount: int) -> Any:
     """The first of the next `amount` pieces of work that nobody has taken since the team last met."""
     return _fetch_add(shared.ctypes.data + CLAIMED, amount)
 

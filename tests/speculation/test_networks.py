@@ -58,7 +58,7 @@ def test_a_model_that_guesses_itself_is_always_right(tiny: LoadedModel, folder: 
 def proposer_of(engine: Engine, network: Any) -> NetworkProposer:
     runner = engine.executor
     assert isinstance(runner, ModelRunner)
-    return NetworkProposer("test", network, runner.attention, runner.storage)
+    return NetworkProposer("test", network, runner.attention, runner.storage, vocab_size=runner.model.vocab_size)
 
 
 def test_all_layers_are_always_right_and_the_first_not_always(tiny: LoadedModel) -> None:
@@ -162,6 +162,8 @@ def test_a_head_needs_no_more_state_than_that_of_open_requests(tiny: LoadedModel
     run(engine, uneven_work(4))
     runner = engine.executor
     assert isinstance(runner, ModelRunner)
-    assert isinstance(runner.draft_network, Head)
-    assert not runner.draft_network._known
-    assert not runner.draft_network._guessed
+    assert runner.drafter is not None
+    network = runner.drafter.network
+    assert isinstance(network, Head)
+    assert not network._known
+    assert not network._guessed

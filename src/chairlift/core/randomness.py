@@ -10,12 +10,16 @@ from chairlift.core.sampling import MAX_SEED
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: consecutive multiples spread evenly over 64 bits
+_STREAM = 0x9FB21C651E98DF25  # keeps several numbers for the same token apart
 _CHILDREN = 0xD1B54A32D192ED03  # keeps the seeds of children apart from the numbers of the parent
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, for the token at `position` of the output."""
-    return (_mix(_mix(seed) + (position + 1) * _GOLDEN) >> 11) * 2.0**-53
+def uniform(seed: int, position: int, stream: int = 0) -> float:
+    """A number in [0, 1) with 53 random bits, for the token at `position` of the output.
+
+    Stream 0 draws the token. The others are for drafts that are drawn too: 1 draws the draft, 2 accepts it.
+    """
+    return (_mix(_mix(seed ^ (stream * _STREAM & _MASK)) + (position + 1) * _GOLDEN) >> 11) * 2.0**-53
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -37,13 +37,17 @@ class Draft:
     layers: tuple[AttentionLayer, ...] = ()
     weight_bytes: int = 0
 
-    def make_proposer(self, attention: AttentionBackend, storage: KVStorage) -> Proposer:
+    def make_proposer(
+        self, attention: AttentionBackend, storage: KVStorage, *, vocab_size: int, repeatable: bool
+    ) -> Proposer:
+        """`repeatable`: requests without a seed of their own must come out the same every time, too."""
         if self.network is None:
             return NgramProposer()
         for layer in self.layers:  # what is read before it is written must at least be numbers
             storage.keys[layer.index].zero_()
             storage.values[layer.index].zero_()
-        return NetworkProposer(self.name, self.network, attention, storage)
+        draws = not repeatable
+        return NetworkProposer(self.name, self.network, attention, storage, vocab_size=vocab_size, draws=draws)
 
 
 def load_draft(speculate: str, target: CausalLM, tokenizer: Tokenizer, max_model_len: int) -> Draft:

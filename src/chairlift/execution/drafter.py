@@ -19,9 +19,13 @@ from torch import Tensor
 from chairlift.attention import AttentionBackend, KVStorage
 from chairlift.attention.base import Attend
 from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
+from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Wanted
 from chairlift.execution.input_batch import InputBatch, build_batch
+from chairlift.execution.sampler import COLDEST
+from chairlift.execution.sampler_draw import draw, filter_weights
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import Decoder
 from chairlift.speculative.head import DraftHead
@@ -37,8 +41,10 @@ class DraftNetwork(Protocol):
         """The first of the request's tokens that the network has not computed yet."""
         ...
 
-    def guess(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> list[int]:
-        """Compute the batch, and guess the token after the last row of each chunk."""
+    token_ids: Tensor | None  # [R]: the tokens that it scores; None if those are the first R of the vocabulary
+
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+        """Compute the batch, and score what may follow the last row of each chunk [chunks, R]."""
         ...
 
     def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
@@ -54,9 +60,24 @@ class NetworkProposer:
 
     max_length = MAX_LENGTH
 
-    def __init__(self, name: str, network: DraftNetwork, attention: AttentionBackend, storage: KVStorage) -> None:
+    def __init__(
+        self,
+        name: str,
+        network: DraftNetwork,
+        attention: AttentionBackend,
+        storage: KVStorage,
+        *,
+        vocab_size: int,
+        draws: bool = True,
+    ) -> None:
+        """With `draws`, requests that are sampled without a seed of their own get guesses that are drawn, too: more of
+        them can be kept, but which tokens come out then depends on which were guessed, and so on the batch. The others
+        get the likeliest tokens."""
         self.name = name
         self.network = network
+        self._vocab_size = vocab_size
+        self._draws = draws
+        self._drawn_from: dict[str, list[Tensor]] = {}  # of the last drafts, by request id
         self._attention = attention
         self._storage = storage
         self.spent = 0.0
@@ -69,6 +90,7 @@ class NetworkProposer:
     def propose(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
         started = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in wanted]
+        self._drawn_from = {}
         for place in range(max(one.length for one in wanted)):
             asked = [index for index, one in enumerate(wanted) if one.length > place]
             begun = time.perf_counter()
@@ -94,7 +116,40 @@ class NetworkProposer:
         batch = build_batch(plan, self._storage, device, rectangular=self._attention.rectangular)
         rows = [offset + chunk.count - 1 for offset, chunk in zip(batch.layout.offsets, chunks, strict=False)]
         attend = self._attention.plan(batch.layout, self._storage)
-        return self.network.guess(batch, chunks, torch.tensor(rows, device=device), attend)
+        scores = self.network.scores(batch, chunks, torch.tensor(rows, device=device), attend)
+        return self._choose(scores, chunks)
+
+    def _choose(self, scores: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+        ids = self.network.token_ids
+        tokens = scores.argmax(dim=-1)
+        drawing = [index for index, chunk in enumerate(chunks) if self._is_drawn(chunk.request.params)]
+        if drawing:
+            requests = [chunks[index].request for index in drawing]
+            weights = _probabilities(scores[drawing], [request.params for request in requests])
+            places = [chunks[index].end - chunks[index].request.num_prompt for index in drawing]
+            uniforms = [uniform(request.seed, place, stream=1) for request, place in zip(requests, places, strict=True)]
+            tokens[drawing] = draw(weights, uniforms)
+            for request, row in zip(requests, self._in_vocabulary(weights), strict=True):
+                self._drawn_from.setdefault(request.id, []).append(row)
+        chosen: list[int] = (tokens if ids is None else ids[tokens]).tolist()
+        return chosen
+
+    def _is_drawn(self, params: SamplingParams) -> bool:
+        return self._draws and params.seed is None and params.temperature >= COLDEST
+
+    def _in_vocabulary(self, weights: Tensor) -> Tensor:
+        """Over all tokens of the target: those that the network does not score have none."""
+        whole = torch.zeros(len(weights), self._vocab_size, device=weights.device)
+        if self.network.token_ids is None:
+            whole[:, : weights.shape[1]] = weights
+        else:
+            whole[:, self.network.token_ids] = weights
+        return whole
+
+    def drawn_from(self, request_id: str) -> Tensor | None:
+        """The probabilities [drafts, vocab] that the last drafts of a request were drawn with, if they were drawn."""
+        found = self._drawn_from.get(request_id)
+        return None if found is None else torch.stack(found)
 
     def _note_seconds(self, num_requests: int, seconds: float) -> None:
         size = num_requests.bit_length()
@@ -116,14 +171,15 @@ class FirstLayers:
     writes there again when it verifies it."""
 
     def __init__(self, model: Decoder, num_layers: int) -> None:
+        self.token_ids: Tensor | None = None
         self._model = copy.copy(model)
         self._model.layers = model.layers[:num_layers]
 
     def first_position(self, request: Request) -> int:
         return request.num_computed
 
-    def guess(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> list[int]:
-        return _greedy(self._model, batch, last_rows, attend)
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+        return _scores(self._model, batch, last_rows, attend)
 
     def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
         pass
@@ -137,16 +193,17 @@ class SmallModel:
     that got no drafts for a while when it gets some again."""
 
     def __init__(self, model: CausalLM) -> None:
+        self.token_ids: Tensor | None = None
         self._model = model
         self._computed: dict[str, int] = {}  # by request id: how many of its first tokens
 
     def first_position(self, request: Request) -> int:
         return min(self._computed.get(request.id, 0), request.num_computed)
 
-    def guess(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> list[int]:
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
         for chunk in chunks:
             self._computed[chunk.request.id] = chunk.end
-        return _greedy(self._model, batch, last_rows, attend)
+        return _scores(self._model, batch, last_rows, attend)
 
     def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
         if all(chunk.decodes for chunk in plan.chunks):
@@ -165,6 +222,7 @@ class Head:
     """A draft head. It computes all that the target computes, from the target's states, and guesses from there."""
 
     def __init__(self, head: DraftHead) -> None:
+        self.token_ids: Tensor | None = head.token_ids
         self._head = head
         # By request id: a position, and the state of the token before it, as the target and as the head computed it.
         self._known: dict[str, tuple[int, Tensor]] = {}
@@ -173,7 +231,7 @@ class Head:
     def first_position(self, request: Request) -> int:
         return request.num_known - 1
 
-    def guess(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> list[int]:
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
         head = self._head
         previous = torch.zeros(len(batch.tokens), head.hidden_size, dtype=head.target.dtype, device=batch.tokens.device)
         for offset, chunk in zip(batch.layout.offsets, chunks, strict=False):
@@ -181,8 +239,7 @@ class Head:
         states = head.states(batch.tokens, previous, batch.positions, attend)[last_rows]
         for chunk, state in zip(chunks, states, strict=True):
             self._guessed[chunk.request.id] = chunk.end, state
-        tokens: list[int] = head.guess(states).tolist()
-        return tokens
+        return head.scores(states)
 
     def _recall(self, states: dict[str, tuple[int, Tensor]], chunk: Chunk, place: Tensor) -> None:
         """Write the state before `chunk` to its place. Behind a prefix hit there is none: the token has to do."""
@@ -209,7 +266,13 @@ class Head:
         self._guessed.pop(request_id, None)
 
 
-def _greedy(model: CausalLM, batch: InputBatch, last_rows: Tensor, attend: Attend) -> list[int]:
-    hidden = model.hidden_states(batch.tokens, batch.positions, attend)
-    tokens: list[int] = model.logits(hidden[last_rows]).argmax(dim=-1).tolist()
-    return tokens
+def _scores(model: CausalLM, batch: InputBatch, last_rows: Tensor, attend: Attend) -> Tensor:
+    return model.logits(model.hidden_states(batch.tokens, batch.positions, attend)[last_rows])
+
+
+def _probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """As the requests want their tokens drawn, but for penalties and the like: a guess need not be that good."""
+    temperatures = torch.tensor([one.temperature for one in params], device=scores.device)
+    weights = (scores.float().nan_to_num() / temperatures[:, None]).softmax(dim=-1)
+    filter_weights(weights, params)
+    return weights / weights.sum(dim=-1, keepdim=True)

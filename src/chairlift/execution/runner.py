@@ -14,7 +14,7 @@ from chairlift.attention.base import Attend
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
-from chairlift.execution.drafter import DraftNetwork
+from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.host_blocks import HostBlocks, make_copies
 from chairlift.execution.input_batch import InputBatch, build_batch
 from chairlift.execution.sampler import Sampler
@@ -58,7 +58,7 @@ class ModelRunner:
         self.attention = attention
         self.storage = storage
         self.structured = structured
-        self.draft_network: DraftNetwork | None = None  # what guesses, if it needs to see what the model computes
+        self.drafter: NetworkProposer | None = None  # what guesses, if it is a network
         self.host: HostBlocks | None = None  # where preempted requests leave their blocks, if anywhere
         self.sampler = Sampler(model.vocab_size, model.device)
 
@@ -77,7 +77,7 @@ class ModelRunner:
         masks = self.structured.begin_masks(sampling, drafts) if self.structured else None  # computed meanwhile
         hidden = self.model.hidden_states(batch.tokens, batch.positions, attend)
         if not sampling:
-            self._show_draft_network(plan, batch, attend, hidden, {})
+            self._show_drafter(plan, batch, attend, hidden, {})
             timing = StepTiming(built - begun, time.perf_counter() - built)
             return StepResult(plan, [], [], timing, batch.num_padding)
         num_scored = len(sampling) + plan.num_drafts  # the rows of idle seats come last
@@ -92,16 +92,17 @@ class ModelRunner:
             [request.num_output for request in sampling],
             masks.wait() if masks else None,
             drafts if plan.num_drafts else None,
+            [self.drafter.drawn_from(request.id) for request in sampling] if self.drafter and plan.num_drafts else None,
         )
         accepted = {request.id: count for request, count in zip(sampling, sampled.accepted, strict=False) if count}
-        self._show_draft_network(plan, batch, attend, hidden, accepted)
+        self._show_drafter(plan, batch, attend, hidden, accepted)
         timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
         return StepResult(plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted, candidates)
 
-    def _show_draft_network(
+    def _show_drafter(
         self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, accepted: Mapping[str, int]
     ) -> None:
-        if self.draft_network is None:
+        if self.drafter is None:
             return
         ends = zip(batch.layout.offsets, plan.chunks, strict=False)
         kept = [
@@ -109,7 +110,7 @@ class ModelRunner:
             for offset, chunk in ends
             if chunk.samples
         ]
-        self.draft_network.follow(plan, batch, attend, hidden, kept)
+        self.drafter.network.follow(plan, batch, attend, hidden, kept)
 
     def warm_up(self) -> None:
         """Compile what is compiled on first use, so that the first request does not wait for it. Runs one token

@@ -23,7 +23,7 @@ from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.execution.sampler_draw import draw, filter_weights, greedy
+from chairlift.execution.sampler_draw import draw, draw_or_accept, filter_weights, greedy
 from chairlift.execution.sampler_edits import Bias, Ids, TokenCounts, TokenMasks, add_bias, allow_only, ban, penalise
 from chairlift.execution.sampler_logprobs import token_logprobs
 
@@ -61,6 +61,7 @@ class _Row:
     output_length: int  # the index of the token
     guessed: Sequence[int] = ()  # the tokens before it that are not known to be right
     guess: int | None = None  # of the token itself; None for the last of a request
+    drawn_from: Tensor | None = None  # [V]: what the guess was drawn with, if it was
 
 
 class Sampler:
@@ -127,6 +128,7 @@ class Sampler:
         output_lengths: Sequence[int],
         masks: TokenMasks | None = None,
         drafts: Sequence[Sequence[int]] | None = None,
+        drawn_from: Sequence[Tensor | None] | None = None,
     ) -> SampledBatch:
         """Choose one token per row. The logits are used up: they are changed in place.
 
@@ -136,8 +138,12 @@ class Sampler:
         drafts[i]: guesses of the request's next tokens. It then has a row for its next token and one for the token
         after each guess. Every row's token is chosen as if the guesses before it were the request's own; those up to
         and including the first that differs from its guess are what the request would have got without any.
+
+        drawn_from[i] [drafts, V]: the probabilities that those guesses were drawn with, if they were drawn. Then they
+        are kept as often as they can be while every token is distributed as it would have been without any.
         """
-        rows = _rows([self._requests[request_id] for request_id in request_ids], output_lengths, drafts)
+        requests = [self._requests[request_id] for request_id in request_ids]
+        rows = _rows(requests, output_lengths, drafts, drawn_from)
         assert logits.shape == (len(rows), self.vocab_size)
         assert logits.device.type == self.device.type
         if not rows:  # a step of nothing but unfinished prefills
@@ -183,26 +189,32 @@ class Sampler:
 
     def _choose(self, logits: Tensor, all_rows: Sequence[_Row]) -> list[int]:
         rows = [row for row, one in enumerate(all_rows) if not one.request.greedy]
-        params = [all_rows[row].request.params for row in rows]
-        uniforms = [uniform(all_rows[row].request.seed, all_rows[row].output_length) for row in rows]
         if len(rows) == len(all_rows):
-            tokens = _draw(logits, params, uniforms)
+            tokens = _draw(logits, all_rows)
         else:
             tokens = greedy(logits)  # of every row: cheaper than picking the greedy ones out
             if rows:
-                tokens[rows] = _draw(_copy_rows(logits, rows), params, uniforms)
+                tokens[rows] = _draw(_copy_rows(logits, rows), [all_rows[row] for row in rows])
         chosen: list[int] = tokens.tolist()
         return chosen
 
 
 def _rows(
-    requests: Sequence[_Request], output_lengths: Sequence[int], drafts: Sequence[Sequence[int]] | None
+    requests: Sequence[_Request],
+    output_lengths: Sequence[int],
+    drafts: Sequence[Sequence[int]] | None,
+    drawn_from: Sequence[Tensor | None] | None,
 ) -> list[_Row]:
     if drafts is None:
         return [_Row(request, length) for request, length in zip(requests, output_lengths, strict=True)]
     rows = []
-    for request, length, guesses in zip(requests, output_lengths, drafts, strict=True):
-        rows += [_Row(request, length + i, guesses[:i], guess) for i, guess in enumerate(guesses)]
+    sources = drawn_from or [None] * len(requests)
+    for request, length, guesses, source in zip(requests, output_lengths, drafts, sources, strict=True):
+        known = None if request.greedy else source
+        rows += [
+            _Row(request, length + i, guesses[:i], guess, None if known is None else known[i])
+            for i, guess in enumerate(guesses)
+        ]
         rows.append(_Row(request, length + len(guesses), guesses))
     return rows
 
@@ -231,12 +243,24 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidParameter(name, f"token ids must be below {vocab_size}, got {worst}")
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+def _draw(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
     """One random token per row [R] of logits [R, V], which are changed in place."""
+    params = [row.request.params for row in rows]
     temperatures = torch.tensor([p.temperature for p in params], device=logits.device)
     weights = logits.div_(temperatures[:, None]).softmax(dim=-1)
     filter_weights(weights, params)
-    return draw(weights, uniforms)
+    uniforms = [uniform(row.request.seed, row.output_length) for row in rows]
+    tokens = draw(weights, uniforms)
+    guessed = {place: row.drawn_from for place, row in enumerate(rows) if row.drawn_from is not None}
+    if guessed:
+        tokens[[*guessed]] = draw_or_accept(
+            _copy_rows(weights, [*guessed]),
+            [uniforms[place] for place in guessed],
+            [rows[place].guess or 0 for place in guessed],
+            torch.stack([*guessed.values()]),
+            [uniform(rows[place].request.seed, rows[place].output_length, stream=2) for place in guessed],
+        )
+    return tokens
 
 
 def _copy_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:

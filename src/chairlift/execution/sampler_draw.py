@@ -119,6 +119,24 @@ def draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
     return tokens.where(total > 0, BAD_LOGITS).squeeze(1)
 
 
+def draw_or_accept(
+    weights: Tensor, uniforms: Sequence[float], guesses: Sequence[int], guessed_from: Tensor, chances: Sequence[float]
+) -> Tensor:
+    """One token per row [R], distributed as `weights` say, though each guess was drawn from `guessed_from` [R, V].
+
+    A guess is kept with the probability weight / weight that it was drawn with, at most 1. Otherwise the token is drawn
+    from what the weights exceed the others by: just as much as the guesses left out (Leviathan, Kalman and Matias,
+    2023). guessed_from sums to 1 in every row. The weights are changed.
+    """
+    weights /= weights.sum(dim=-1, keepdim=True)
+    guess = torch.tensor(guesses, device=weights.device)[:, None]
+    chance = torch.tensor(chances, dtype=weights.dtype, device=weights.device)[:, None]
+    kept = chance * guessed_from.gather(1, guess) < weights.gather(1, guess)
+    rest = (weights - guessed_from).clamp_(min=0)
+    none_left = rest.sum(dim=-1, keepdim=True) <= 0  # the two are equal but for rounding
+    return guess.squeeze(1).where(kept.squeeze(1), draw(rest.where(~none_left, weights), uniforms))
+
+
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Where each row first exceeds its target, and the sum before that place. All [R, 1].
 

@@ -22,6 +22,7 @@ from chairlift.core.work_forecast import WorkForecast
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.execution.config import DTYPES, EngineConfig
 from chairlift.execution.draft_model import load_draft
+from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.grammar import GrammarCompiler
@@ -133,10 +134,14 @@ def start_engine(
     runner = _make_runner(
         model, attention, allocate_storage(layers, memory, kv_dtype, device), config, seats, max_model_len, structured
     )
-    proposer = draft.make_proposer(attention, runner.storage) if draft else None
+    proposer = None
+    if draft is not None:
+        proposer = draft.make_proposer(
+            attention, runner.storage, vocab_size=model.vocab_size, repeatable=config.seed is not None
+        )
     runner.warm_up()
-    if draft is not None and isinstance(runner, ModelRunner):
-        runner.draft_network = draft.network
+    if isinstance(proposer, NetworkProposer) and isinstance(runner, ModelRunner):
+        runner.drafter = proposer
     cost_model = CostModel()
     tokens = config.batch_tokens()
     prompts = min(config.max_prefill_tokens or tokens, tokens)

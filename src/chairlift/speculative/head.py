@@ -74,9 +74,9 @@ class DraftHead:
         delta = self.layer(x, None, self.rotary(positions), attend)
         return self.norm(x if delta is None else x + delta)
 
-    def guess(self, states: Tensor) -> Tensor:
-        """[S, hidden] -> the likeliest next token of each [S]."""
-        return self.token_ids[self.head(states).argmax(dim=-1)]
+    def scores(self, states: Tensor) -> Tensor:
+        """[S, hidden] -> [S, draft vocab], of the tokens that `token_ids` lists."""
+        return self.head(states)
 
 
 def head_rows(target: Decoder, token_ids: Tensor) -> Tensor:

@@ -4,84 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from chairlift.cli_bench_output import ReportOptions, show_comparison, show_table, watch
+from chairlift.cli_machine_options import MACHINE, MachineOptions, TargetOptions
 from chairlift.cli_options import refuse_given, with_option_groups
 from chairlift.errors import InvalidParameter
 
-if TYPE_CHECKING:
-    from chairlift.bench.simulation import MemoryBudget
-    from chairlift.simulate.devices import Device
-    from chairlift.simulate.figures import Targets
-    from chairlift.simulate.roofline import ModelShape
-
-_MACHINE, _TRAFFIC, _TARGETS = "Model and device", "Traffic", "Targets"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineOptions:
-    model: Annotated[
-        str,
-        typer.Option(
-            help="config.json, a folder with one, a GGUF file, or a name: qwen3-0.6b, llama3-8b, smollm2-135m.",
-            rich_help_panel=_MACHINE,
-        ),
-    ] = "llama3-8b"
-    device: Annotated[str, typer.Option(help="h200, h100, a100, l4, cpu or custom.", rich_help_panel=_MACHINE)] = "h200"
-    dtype: Annotated[
-        str, typer.Option(help="Of the weights: bfloat16, float16, float32, int8, int4.", rich_help_panel=_MACHINE)
-    ] = "bfloat16"
-    kv_dtype: Annotated[
-        str, typer.Option(help="Of the cache: bfloat16, float16, float32, int8.", rich_help_panel=_MACHINE)
-    ] = "bfloat16"
-    bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s of the device instead of what is known.", rich_help_panel=_MACHINE)
-    ] = None
-    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of the device instead.", rich_help_panel=_MACHINE)] = (
-        None
-    )
-    memory: Annotated[float | None, typer.Option(help="GB of the device instead.", rich_help_panel=_MACHINE)] = None
-
-    def resolve(self) -> tuple[ModelShape, Device, MemoryBudget]:
-        from chairlift.bench.model_shape import BYTES_PER_WEIGHT, model_shape, read_config
-        from chairlift.bench.simulation import MemoryBudget
-        from chairlift.simulate.devices import device_named
-
-        if self.kv_dtype not in BYTES_PER_WEIGHT:
-            choices = ", ".join(BYTES_PER_WEIGHT)
-            raise InvalidParameter("kv_dtype", f"unknown type {self.kv_dtype!r}; choose from {choices}")
-        model, _ = model_shape(read_config(self.model), self.dtype, BYTES_PER_WEIGHT[self.kv_dtype])
-        device = device_named(
-            self.device,
-            bytes_per_second=_times(self.bandwidth, 1e9),
-            flops_per_second=_times(self.tflops, 1e12),
-            memory_bytes=_times(self.memory, 1e9),
-        )
-        return model, device, MemoryBudget.of(model, device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetOptions:
-    target_ttft_ms: Annotated[float | None, typer.Option(help="Time to first token.", rich_help_panel=_TARGETS)] = None
-    target_tpot_ms: Annotated[
-        float | None, typer.Option(help="Time per output token after the first.", rich_help_panel=_TARGETS)
-    ] = None
-    target_e2e_ms: Annotated[float | None, typer.Option(help="Whole answer.", rich_help_panel=_TARGETS)] = None
-
-    def resolve(self) -> Targets:
-        from chairlift.simulate.figures import Targets
-
-        for name in ("target_ttft_ms", "target_tpot_ms", "target_e2e_ms"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidParameter(name, f"must be above 0, got {value}")
-        seconds = (_times(value, 1e-3) for value in (self.target_ttft_ms, self.target_tpot_ms, self.target_e2e_ms))
-        return Targets(*seconds)
+_TRAFFIC = "Traffic"
 
 
 @with_option_groups
@@ -94,11 +28,11 @@ def simulate(
         Path | None,
         typer.Option(
             help="Step times as `chairlift bench profile` measured them, instead of a prediction.",
-            rich_help_panel=_MACHINE,
+            rich_help_panel=MACHINE,
         ),
     ] = None,
     kv_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of the KV cache, instead of what fits.", rich_help_panel=_MACHINE)
+        int | None, typer.Option(help="Blocks of the KV cache, instead of what fits.", rich_help_panel=MACHINE)
     ] = None,
     rate: Annotated[float, typer.Option(help="Requests per second.", rich_help_panel=_TRAFFIC)] = 4.0,
     arrivals: Annotated[str, typer.Option(help="poisson, bursty or uniform.", rich_help_panel=_TRAFFIC)] = "poisson",
@@ -119,6 +53,12 @@ def simulate(
     router: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affine.")] = "least-loaded",
     policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
     order: Annotated[str, typer.Option(help="fcfs, priority, shortest or fair.")] = "fcfs",
+    preemption: Annotated[
+        str, typer.Option(help="When memory runs out: recompute, swap (to the host) or auto (what is cheaper).")
+    ] = "recompute",
+    swap_blocks: Annotated[
+        int | None, typer.Option(help="Blocks in host memory.", show_default="as many as on the device")
+    ] = None,
     max_batch_requests: Annotated[int, typer.Option(help="Seats of an engine.")] = 256,
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 8192,
     prefix_caching: Annotated[
@@ -144,10 +84,11 @@ def simulate(
         _simulate_again(context, against, report)
         return
     from chairlift.bench.arrivals import Arrivals
-    from chairlift.bench.simulation import ReplicaSettings, load_profile, random_arrivals, trace_arrivals
+    from chairlift.bench.simulation import BLOCK_SIZE, ReplicaSettings, load_profile, random_arrivals, trace_arrivals
     from chairlift.bench.simulation_plot import plot_outcome
     from chairlift.bench.traces import load_trace
     from chairlift.bench.workload import LengthRange
+    from chairlift.core.swap import check_mode
     from chairlift.simulate.figures import figures
     from chairlift.simulate.roofline import Roofline, StepCost
     from chairlift.simulate.router import make_router
@@ -160,12 +101,17 @@ def simulate(
     model, device, memory = machine.resolve()
     goal = targets.resolve()
     cost: StepCost = Roofline(model, device) if profile is None else load_profile(profile)
+    check_mode(preemption, swap_blocks)
     settings = ReplicaSettings(
         num_blocks=kv_blocks or memory.num_blocks,
         seats=max_batch_requests,
         max_batch_tokens=max_batch_tokens,
         policy=policy,
         order=order,
+        preemption=preemption,
+        swap_blocks=memory.num_blocks if swap_blocks is None else swap_blocks,
+        block_bytes=BLOCK_SIZE * model.kv_bytes_per_token,
+        host_bytes_per_second=device.host_bytes_per_second,
     )
     if trace is not None:
         entries = [entry.scaled(1.0, trace_speed) for entry in load_trace(trace)[:requests]]
@@ -184,7 +130,14 @@ def simulate(
     row = figures(outcome, replicas, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
     _show_figures(row, replicas)
     asked = {"model": machine.model, "device": device.name, "replicas": replicas, "router": router, "policy": policy}
-    asked |= {"order": order, "rate": rate, "trace": str(trace) if trace else None, "requests": requests, "seed": seed}
+    asked |= {
+        "order": order,
+        "preemption": preemption,
+        "rate": rate,
+        "trace": str(trace) if trace else None,
+        "requests": requests,
+        "seed": seed,
+    }
     report.write("simulate", asked, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
 
 
@@ -296,7 +249,3 @@ def plan(
     }
     title = f"{machine.model} on {device.name}"
     report.write("plan", asked, [found], lambda path, here: plot_plan(path, title, curve, goal.tpot, here))
-
-
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chairlift.bench.simulation import ReplicaSettings
 from chairlift.core.budget import FixedBudget
 from chairlift.core.cost_model import StepShape
 from chairlift.core.integrity import check_quiescent
@@ -112,7 +113,7 @@ def test_leaps_change_nothing(
             check_quiescent(replica.scheduler)
     plain, leaping = outcomes
     assert times(leaping) == times(plain)
-    assert leaping.steps == plain.steps
+    assert (leaping.seconds, leaping.steps) == (plain.seconds, plain.steps)
     assert leaping.preemptions == plain.preemptions
     assert sorted(leaping.gaps) == sorted(plain.gaps)
 
@@ -121,6 +122,22 @@ def test_short_memory_preempts() -> None:
     """So that the test above has something to be wrong about."""
     outcome = simulate(arrivals(60), [make_replica(num_blocks=9)], make_router("round-robin"))
     assert outcome.preemptions > 0
+
+
+def test_swaps_are_paid_for() -> None:
+    """One step longer by each block that goes to the host or comes back; auto does what is cheaper."""
+    outcomes = {}
+    for mode, speed in (("recompute", 1.0), ("swap", 1e9), ("swap", 1e3), ("auto", 1e9), ("auto", 1.0)):
+        engine = ReplicaSettings(
+            num_blocks=9, seats=8, max_batch_tokens=64, preemption=mode, swap_blocks=50, block_bytes=100,
+            host_bytes_per_second=speed,
+        )  # fmt: skip
+        outcomes[mode, speed] = simulate(arrivals(60), [engine.make(Linear())], make_router("round-robin"))
+    assert all(outcome.preemptions for outcome in outcomes.values())
+    assert outcomes["swap", 1e9].busy_seconds < outcomes["recompute", 1.0].busy_seconds
+    assert outcomes["swap", 1e3].busy_seconds > outcomes["recompute", 1.0].busy_seconds
+    assert outcomes["auto", 1e9].busy_seconds == outcomes["swap", 1e9].busy_seconds
+    assert outcomes["auto", 1.0].busy_seconds == outcomes["recompute", 1.0].busy_seconds
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic", "continuous"])

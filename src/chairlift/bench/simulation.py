@@ -13,11 +13,13 @@ from chairlift.bench.arrivals import Arrivals
 from chairlift.bench.traces import HASHED_TOKENS, TraceEntry
 from chairlift.bench.workload import LengthRange
 from chairlift.core.budget import FixedBudget
+from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.courtesy import Courtesy
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.ordering import FairOrdering, make_ordering
 from chairlift.core.policy import make_policy
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.swap import SwapCost, SwapSpace, check_mode
 from chairlift.errors import InvalidParameter
 from chairlift.simulate.devices import Device
 from chairlift.simulate.figures import Targets, percentile
@@ -29,19 +31,24 @@ from chairlift.simulate.run import Arrival, simulate
 
 SHARE_OF_MEMORY = 0.9  # what is left free is for the step's own tensors
 HIGHEST_RATE = 1e5
+BLOCK_SIZE = 16
 OWN_TOKENS = 2**31  # from here on, tokens that no other request has
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     num_blocks: int
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     seats: int = 256
     max_batch_tokens: int = 8192
     max_prefill_tokens: int | None = None
     policy: str = "continuous"
     order: str = "fcfs"
     prefix_caching: bool = False
+    preemption: str = "recompute"
+    swap_blocks: int = 0  # in host memory
+    block_bytes: int = 0  # with swapping: what it takes to copy a block, and how fast
+    host_bytes_per_second: float = 25e9
 
     def make(self, cost: StepCost) -> Replica:
         ordering = make_ordering(self.order)
@@ -53,8 +60,35 @@ class ReplicaSettings:
             self.seats,
             ordering=ordering,
             courtesy=Courtesy(ordering, cost, most) if isinstance(ordering, FairOrdering) else None,
+            swap=self._swap_space(cost, most),
         )
-        return Replica(scheduler, cost)
+        return Replica(scheduler, cost, seconds_per_swap=self.block_bytes / self.host_bytes_per_second)
+
+    def _swap_space(self, cost: StepCost, chunk: int) -> SwapSpace:
+        check_mode(self.preemption, None)
+        if self.preemption == "recompute":
+            return SwapSpace()
+        if self.preemption == "swap":
+            return SwapSpace(self.swap_blocks)
+        price = SwapCost(self.block_bytes, self.host_bytes_per_second, _Recompute(cost, chunk))
+        return SwapSpace(self.swap_blocks, price)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recompute:
+    """What it adds to steps that run anyway to compute a victim's tokens again, in chunks."""
+
+    cost: StepCost
+    chunk: int
+
+    def recompute_seconds(self, tokens: int) -> float:
+        empty = self.cost.predict(StepShape())
+        seconds = 0.0
+        for done in range(0, tokens, self.chunk):
+            count = min(self.chunk, tokens - done)
+            shape = StepShape(prefill_tokens=count, prefill_kv=chunk_kv(done, count), requests=1)
+            seconds += self.cost.predict(shape) - empty
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +101,7 @@ class MemoryBudget:
     num_tokens: int
 
     @classmethod
-    def of(cls, model: ModelShape, device: Device, block_size: int = 16) -> MemoryBudget:
+    def of(cls, model: ModelShape, device: Device, block_size: int = BLOCK_SIZE) -> MemoryBudget:
         left = device.memory_bytes * SHARE_OF_MEMORY - model.weight_bytes
         blocks = int(left // (model.kv_bytes_per_token * block_size))
         if blocks < 1:

@@ -16,9 +16,10 @@ class Device:
     flops_per_second: float  # dense, in the type the weights are computed in
     memory_bytes: float
     step_seconds: float  # what a step costs however small it is: kernels that wait for each other
+    host_bytes_per_second: float = 25e9  # to host memory or back, where preempted requests may be swapped to
 
     def __post_init__(self) -> None:
-        for name in ("bytes_per_second", "flops_per_second", "memory_bytes"):
+        for name in ("bytes_per_second", "flops_per_second", "memory_bytes", "host_bytes_per_second"):
             if not getattr(self, name) > 0:
                 raise InvalidParameter(name, f"must be above 0, got {getattr(self, name)}")
         if not self.step_seconds >= 0:
@@ -26,15 +27,16 @@ class Device:
 
 
 # h200: measured with `chairlift bench shapes`. cpu: two cores with AVX-512, measured. The others: their datasheets'
-# bandwidth and bf16 rate, times the share that the h200 reaches of its own (0.90 and 0.80).
+# bandwidth and bf16 rate, times the share that the h200 reaches of its own (0.90 and 0.80). To the host: about 80% of
+# what their PCIe promises; on a CPU, a copy from memory to memory.
 DEVICES = {
     device.name: device
     for device in (
-        Device("h200", 4.3e12, 788e12, 141e9, 0.7e-3),
-        Device("h100", 3.35e12 * 0.9, 989e12 * 0.8, 80e9, 0.7e-3),
+        Device("h200", 4.3e12, 788e12, 141e9, 0.7e-3, 50e9),
+        Device("h100", 3.35e12 * 0.9, 989e12 * 0.8, 80e9, 0.7e-3, 50e9),
         Device("a100", 2.04e12 * 0.9, 312e12 * 0.8, 80e9, 0.9e-3),
         Device("l4", 0.3e12 * 0.9, 121e12 * 0.8, 24e9, 1.0e-3),
-        Device("cpu", 14e9, 0.25e12, 16e9, 2e-3),
+        Device("cpu", 14e9, 0.25e12, 16e9, 2e-3, 5e9),
     )
 }
 

@@ -21,9 +21,13 @@ class Replica:
     shown to the scheduler while a newcomer's prompt is computed.
     """
 
-    def __init__(self, scheduler: Scheduler, cost: StepCost, *, leaps: bool = True) -> None:
+    def __init__(
+        self, scheduler: Scheduler, cost: StepCost, *, leaps: bool = True, seconds_per_swap: float = 0.0
+    ) -> None:
+        """`seconds_per_swap`: what it takes to copy a block to host memory or back, which a step does first."""
         self.scheduler = scheduler
         self.cost = cost
+        self.seconds_per_swap = seconds_per_swap
         self.leaps = leaps
         self.num_steps = 0
         self.busy_seconds = 0.0
@@ -56,7 +60,8 @@ class Replica:
             wakeup = self.scheduler.next_wakeup(now)
             return wakeup if wakeup is not None and wakeup > now else None
         self._plan, self.busy = plan, True
-        self._ends_at = now + self._take(self._shape(plan))
+        swaps = len(plan.swap_outs) + len(plan.swap_ins) if plan else 0
+        self._ends_at = now + self._take(self._shape(plan), swaps * self.seconds_per_swap)
         return self._ends_at
 
     def end(self) -> None:
@@ -82,8 +87,8 @@ class Replica:
             shape.idle_rows,
         )
 
-    def _take(self, shape: StepShape) -> float:
-        seconds = self.cost.predict(shape)
+    def _take(self, shape: StepShape, swapping: float = 0.0) -> float:
+        seconds = self.cost.predict(shape) + swapping
         self.num_steps += 1
         self.busy_seconds += seconds
         if shape.decode_tokens:

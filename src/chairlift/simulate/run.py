@@ -96,7 +96,6 @@ class _Run:
                 if version == self.version[index]:
                     self._wake(index, following.at if following else float("inf"))
         outcome = self.outcome
-        outcome.seconds = self.now
         for replica in self.replicas:
             outcome.steps += replica.num_steps
             outcome.busy_seconds += replica.busy_seconds
@@ -145,6 +144,7 @@ class _Run:
         elif isinstance(event, RequestFinished):
             record = self.open.pop(event.request_id)
             record.end = event.time
+            self.outcome.seconds = max(self.outcome.seconds, event.time)
             replica.load -= record.n_in + record.n_out
             self.num_done += 1
             self.progress(self.num_done)

@@ -22,6 +22,7 @@ from chairlift.bench.workload import LengthRange, Workload, load_workload, make_
 from chairlift.cli_bench_attention import bench_attention
 from chairlift.cli_bench_chunking import bench_chunking
 from chairlift.cli_bench_claims import bench_claims
+from chairlift.cli_bench_dashboard import bench_dashboard
 from chairlift.cli_bench_policies import bench_policies
 from chairlift.cli_bench_prefix import bench_prefix
 from chairlift.cli_bench_profile import bench_profile
@@ -234,3 +235,10 @@ bench_app.command(
         "chairlift bench speculation --proposers ngram,draft:smollm2-135m --scenarios chat --plot speed.png",
     ),
 )(bench_speculation)
+bench_app.command(
+    "dashboard",
+    epilog=examples(
+        "chairlift bench dashboard --json result.json",
+        "chairlift bench dashboard --streams 64 --pairs 2 --seconds 5 --frames",
+    ),
+)(bench_dashboard)

@@ -52,6 +52,7 @@ COMMANDS = [
     ["bench", "claims"],
     ["bench", "chunking"],
     ["bench", "speculation"],
+    ["bench", "dashboard"],
 ]
 FAST = ["--device", "cpu", "--kv-memory", "4MiB"]
 

@@ -31,7 +31,7 @@ Frame = dict[str, Any]
 FORMAT = 1
 SHOWN_WAITING = 60  # of a long queue, those in front; all are counted
 UNKNOWN = -1  # how much of a table the page knows, where it has changed in the middle
-_FREQUENT = (TokenProduced, TextProduced)
+_FREQUENT = frozenset({TokenProduced, TextProduced})  # hundreds of them in every step
 
 
 class _Seen:
@@ -78,9 +78,7 @@ class Recorder:
         plan = done.plan if done is not None else None
         self._in_step = plan.chunks if plan is not None else ()
         accepted: dict[str, int] = {}
-        for event in events:
-            if isinstance(event, _FREQUENT):
-                continue
+        for event in [each for each in events if type(each) not in _FREQUENT]:
             match event:
                 case DraftsVerified():
                     accepted[event.request_id] = event.accepted
@@ -171,8 +169,10 @@ class Recorder:
             ]
         )
         if done.prefill_tokens or done.decode_tokens > len(plan.chunks):
-            decoding = [chunk.request for chunk in plan.chunks if _is_plain_decode(chunk)]
-            self._note_chunks(plan.chunks, index, accepted)
+            # What makes a plain decode, without the call of a function for each.
+            decoding = [one.request for one in plan.chunks if one.count == 1 and one.start >= one.request.num_prompt]
+            others = [one for one in plan.chunks if one.count > 1 or one.start < one.request.num_prompt]
+            self._note_chunks(others, index, accepted)
         else:
             decoding = [chunk.request for chunk in plan.chunks]
         if decoding != self._decoding:
@@ -181,7 +181,7 @@ class Recorder:
 
     def _note_chunks(self, chunks: Sequence[Chunk], index: int, accepted: Mapping[str, int]) -> None:
         for chunk in chunks:
-            seen = None if _is_plain_decode(chunk) else self._know(chunk.request.id)
+            seen = self._know(chunk.request.id)
             if seen is not None:
                 drafts = (len(chunk.drafts), accepted.get(chunk.request.id, 0)) if chunk.drafts else ()
                 self._list("chunks").append([seen.handle, index, chunk.start, chunk.count, *drafts])
@@ -194,7 +194,7 @@ class Recorder:
         if now - before:
             starts = {chunk.request.id: chunk.start for chunk in chunks}
             for request in now - before:
-                seen = self._know(request.id)
+                seen = self._seen.get(request.id) or self._know(request.id)
                 if seen is not None:
                     self._runs[request.id] = [seen.handle, index, 0, starts[request.id]]
         self._decoding = decoding
@@ -296,10 +296,6 @@ class Recorder:
         """block, references, cached; block, references, cached; …"""
         pool = self._kv.pool
         return [number for block in blocks for number in (block, pool.references(block), int(pool.is_cached(block)))]
-
-
-def _is_plain_decode(chunk: Chunk) -> bool:
-    return chunk.decodes and not chunk.drafts
 
 
 def _seconds(value: float) -> float:

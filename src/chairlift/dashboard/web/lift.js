@@ -3,6 +3,7 @@
 import { Picture, pointerOn } from "./canvas.js";
 import { byId, element, formatSeconds, setText, shortId } from "./format.js";
 import { LiftDrawing } from "./lift_draw.js";
+import { LiftTiles } from "./lift_tiles.js";
 import { LiftView } from "./lift_view.js";
 
 const ROW = 20; // pixels of a seat, where there are few
@@ -12,6 +13,7 @@ export class LiftPanel {
   constructor(app) {
     this.app = app;
     this.view = new LiftView();
+    this.tiles = new LiftTiles();
     this.canvas = byId("lift-canvas");
     this.tip = byId("tip");
     this.hovered = null;
@@ -25,7 +27,7 @@ export class LiftPanel {
     const { model } = this.app;
     this.view.layout(width, height, model);
     const marks = { hovered: this.hovered, selected: this.app.selected, cursor: this.app.cursor };
-    new LiftDrawing(context, this.view, model, marks).draw();
+    new LiftDrawing(context, this.view, model, this.tiles, marks).draw();
   }
 
   refresh() {

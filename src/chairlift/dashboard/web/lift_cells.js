@@ -1,0 +1,161 @@
+// What the seats carried in a range of steps: the cells of the timeline, without anything around them.
+
+import { hatching } from "./canvas.js";
+import { formatCount } from "./format.js";
+import { upperBound } from "./stats.js";
+import { palette } from "./theme.js";
+
+const SHADES = [50, 60, 70, 80, 90, 100];
+
+export class LiftCells {
+  // `view` says where columns and seats are, and how large.
+  constructor(context, view, model, from, to) {
+    this.colours = palette();
+    Object.assign(this, { context, view, model });
+    this.from = Math.max(model.firstCol, from);
+    this.to = Math.min(model.nextCol, to);
+    this.inset = view.rowHeight > 7 ? 1.5 : view.rowHeight > 3 ? 0.5 : 0;
+    this.bubble = hatching(context, this.colours.bubble);
+    this.shades = SHADES.map((share) => `color-mix(in srgb, ${this.colours.prefill} ${share}%, ${this.colours.card})`);
+    this.rects = new Map(); // by style
+    this.labels = [];
+    this.drafts = []; // drawn over what is drawn first
+  }
+
+  draw() {
+    for (const seat of this.model.seats.keys()) this.drawSeat(seat);
+    this.fillRects();
+    for (const draw of this.drafts) draw();
+    this.fillRects();
+    this.drawLabels();
+    this.drawGrid();
+    for (const seat of this.model.seats.keys()) this.drawMarks(seat);
+    this.fillRects();
+  }
+
+  staysIn(seat) {
+    const stays = this.model.seats[seat];
+    const found = [];
+    for (let index = upperBound(stays, this.to, (stay) => stay.from) - 1; index >= 0; index--) {
+      if (stays[index].to <= this.from) break;
+      found.push(stays[index]);
+    }
+    return found;
+  }
+
+  drawSeat(seat) {
+    const { view, inset } = this;
+    const y = view.yOf(seat) + inset;
+    const height = Math.max(1, view.rowHeight - 2 * inset);
+    for (const stay of this.staysIn(seat)) {
+      this.rect(this.colours.stay, stay.from, stay.to, y, height);
+      if (stay.idleFrom < stay.to) this.rect(this.bubble, stay.idleFrom, stay.to, y, height);
+      this.drawParts(stay, y, height);
+    }
+  }
+
+  // Noted first and filled later, all of a colour at once: changing it costs more than filling.
+  rect(style, from, to, y, height) {
+    const x = this.view.xOf(Math.max(from, this.from));
+    const width = this.view.xOf(Math.min(to, this.model.nextCol)) - x;
+    if (width <= 0) return;
+    let rects = this.rects.get(style);
+    if (!rects) this.rects.set(style, (rects = []));
+    rects.push(x, y, Math.max(width, 0.6), height);
+  }
+
+  fillRects() {
+    const { context } = this;
+    for (const [style, rects] of this.rects) {
+      context.fillStyle = style;
+      for (let at = 0; at < rects.length; at += 4) context.fillRect(rects[at], rects[at + 1], rects[at + 2], rects[at + 3]);
+    }
+    this.rects.clear();
+  }
+
+  drawParts(stay, y, height) {
+    const { parts } = stay.request;
+    const until = Math.min(stay.to, this.to);
+    for (let index = Math.max(0, upperBound(parts, Math.max(stay.from, this.from), (part) => part.col) - 1);
+      index < parts.length && parts[index].col < until; index++) {
+      const part = parts[index];
+      const [from, to] = [Math.max(part.col, stay.from), Math.min(part.col + part.n, stay.to)];
+      if (part.kind === "prefill") this.drawChunk(part, from, to, y, height);
+      else this.drawDecode(part, from, to, y, height);
+    }
+  }
+
+  // The fuller the chunk, the stronger its colour.
+  drawChunk(part, from, to, y, height) {
+    const { view } = this;
+    const step = view.colWidth >= 2 ? this.model.stepAt(part.col) : null;
+    const share = step ? Math.min(1, part.count / Math.max(1, step.prefillLimit)) : 1;
+    this.rect(this.shades[Math.round(share * (this.shades.length - 1))], from, to, y, height);
+    if (view.colWidth >= 24 && view.rowHeight >= 14) this.labels.push([formatCount(part.count), view.xOf(from + 0.5), y + height / 2 + 0.5]);
+  }
+
+  drawLabels() {
+    const { context } = this;
+    context.fillStyle = "#fff";
+    context.textAlign = "center";
+    for (const [text, x, y] of this.labels) context.fillText(text, x, y);
+  }
+
+  // Drafted tokens fill the cell from below: those accepted in one colour, the rejected as an empty frame.
+  drawDecode(part, from, to, y, height) {
+    this.rect(this.colours.decode, from, to, y, height);
+    if (!part.proposed) return;
+    const accepted = (height * part.accepted) / (part.proposed + 1);
+    const rejected = (height * (part.proposed - part.accepted)) / (part.proposed + 1);
+    this.drafts.push(() => {
+      this.rect(this.colours.draft, from, to, y + height - accepted, accepted);
+      this.rect(this.colours.preempt, from, to, y, rejected);
+      if (this.view.colWidth <= 4 || rejected < 3) return;
+      this.rect(this.colours.card, from + 1.5 / this.view.colWidth, to - 1.5 / this.view.colWidth, y + 1, rejected - 2);
+    });
+  }
+
+  // Thin gaps between the columns turn a bar into steps.
+  drawGrid() {
+    const { context, view } = this;
+    if (view.colWidth < 4) return;
+    context.fillStyle = this.colours.card;
+    for (let col = this.from; col <= this.to; col++) context.fillRect(view.xOf(col) - 0.5, 0, 1, view.axisTop);
+  }
+
+  // Where a request boards (with what was cached), gives way, and ends.
+  drawMarks(seat) {
+    const { view, inset } = this;
+    const y = view.yOf(seat) + inset;
+    const height = Math.max(1, view.rowHeight - 2 * inset);
+    for (const stay of this.staysIn(seat)) {
+      const { request } = stay;
+      const board = request.boards.find((each) => each.col === stay.from);
+      if (board && board.cached + board.swapped > 0) {
+        const share = Math.min(1, (board.cached + board.swapped) / Math.max(1, request.prompt));
+        const width = Math.max(1.5, Math.min(view.colWidth * 0.45, 8)) / view.colWidth;
+        const colour = board.swapped ? this.colours.swap : this.colours.cached;
+        this.rect(colour, stay.from, stay.from + width, y + height * (1 - share), height * share);
+      }
+      if (stay.to <= this.model.nextCol) this.drawLeaving(stay, y, height);
+    }
+  }
+
+  drawLeaving(stay, y, height) {
+    const { context, view } = this;
+    const { request } = stay;
+    const isEnd = request.end && stay.to >= request.end.col + 1 && !request.preempts.some((each) => each.col === stay.to);
+    const col = isEnd ? Math.min(request.end.col + 1, stay.to) : stay.to;
+    const width = Math.max(1, Math.min(2.5, view.colWidth / 3));
+    const isGood = isEnd && (request.end.reason === "stop" || request.end.reason === "length");
+    this.rect(isGood ? this.colours.text : this.colours.preempt, col - width / view.colWidth, col, y, height);
+    if (isEnd || view.colWidth < 3 || height < 5) return;
+    const x = view.xOf(col) - width;
+    context.fillStyle = this.colours.preempt;
+    context.beginPath(); // thrown out: an arrow pointing back to the queue
+    context.moveTo(x, y);
+    context.lineTo(x - Math.min(6, view.colWidth), y + height / 2);
+    context.lineTo(x, y + height);
+    context.fill();
+  }
+}

@@ -89,7 +89,7 @@ def show_cost(rows: Sequence[Mapping[str, Any]]) -> None:
             [
                 row["name"],
                 f"{row['output_tokens_per_s']:,.1f}",
-                f"{row['ratio']:.1%} ± {row['ratio_error']:.1%}",
+                f"{row['ratio']:.1%}" + (f" ± {row['ratio_error']:.1%}" if row["ratio_error"] else ""),
                 f"{row['engine_cpu_share']:.1%}",
                 f"{row['front_end_cpu_share']:.1%}",
                 f"{row['stream_bytes_per_s'] / 1000:,.1f}",

@@ -59,10 +59,10 @@ class DashboardCost:
         return statistics.fmean(self._pairs())
 
     @property
-    def ratio_error(self) -> float:
-        """One standard error of it."""
+    def ratio_error(self) -> float | None:
+        """One standard error of it; None if there is one pair only."""
         pairs = self._pairs()
-        return statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else float("nan")
+        return statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else None
 
     def _pairs(self) -> list[float]:
         """Each open window against its closed neighbour."""

@@ -17,7 +17,8 @@ def plot_cost(path: Path, cost: DashboardCost, here: str) -> None:
             axes.bar(chosen, heights, color=colour, label="page open" if is_open else "page closed")
         axes.set_xlabel("window, in the order of time")
         axes.set_ylabel("output tokens/s")
-        axes.set_title(f"open: {cost.ratio:.1%} ± {cost.ratio_error:.1%} of closed")
+        error = f" ± {cost.ratio_error:.1%}" if cost.ratio_error is not None else ""
+        axes.set_title(f"open: {cost.ratio:.1%}{error} of closed")
         axes.legend(loc="lower right")
 
     save_panels(path, "What an open dashboard costs", here, [draw])

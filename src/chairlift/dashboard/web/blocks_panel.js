@@ -32,13 +32,22 @@ export class BlocksPanel {
     setText(byId("blocks-evicted"), formatCount(blocks.evictions || 0));
     this.canvas.setAttribute("aria-label",
       `KV pool of ${blocks.count} blocks: ${found.used} used, ${found.shared} of them shared, ${found.kept} cached but free, ${found.empty} empty`);
+    this.fitHeight(blocks.count);
     this.showTable();
     this.picture.invalidate();
   }
 
+  // A small pool needs no large map.
+  fitHeight(count) {
+    if (count === this.fittedCount || !this.canvas.clientWidth) return;
+    this.fittedCount = count;
+    const rows = Math.ceil(count / Math.floor(this.canvas.clientWidth / 26));
+    this.canvas.style.height = `${Math.max(60, Math.min(250, rows * 26))}px`;
+  }
+
   layout(width, height) {
     const { count } = this.app.model.blocks;
-    let size = Math.min(22, Math.max(2, Math.floor(Math.sqrt((width * height) / Math.max(1, count)))));
+    let size = Math.min(26, Math.max(2, Math.floor(Math.sqrt((width * height) / Math.max(1, count)))));
     while (size > 2 && Math.ceil(count / Math.floor(width / size)) * size > height) size--;
     this.size = size;
     this.perRow = Math.max(1, Math.floor(width / size));

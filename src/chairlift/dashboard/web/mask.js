@@ -5,18 +5,19 @@ import { shortId } from "./format.js";
 import { palette } from "./theme.js";
 
 const GAP = 2; // between requests
-const LARGEST = 16; // pixels of a token
+const WIDEST_TOKEN = 16; // pixels
+const HIGHEST_TOKEN = 34;
 
 export class MaskLayout {
   constructor(work, width, height) {
     this.rows = work.reduce((sum, chunk) => sum + chunk.count, 0);
     this.cols = work.reduce((sum, chunk) => sum + chunk.start + chunk.count, 0);
     const gaps = GAP * Math.max(0, work.length - 1);
-    const fits = (space, tokens) => Math.max(0.02, Math.min(LARGEST, (space - Math.min(gaps, space / 3)) / Math.max(1, tokens)));
+    const fits = (space, tokens, most) => Math.max(0.02, Math.min(most, (space - Math.min(gaps, space / 3)) / Math.max(1, tokens)));
     this.gapX = Math.min(GAP, width / 3 / Math.max(1, work.length));
     this.gapY = Math.min(GAP, height / 3 / Math.max(1, work.length));
-    this.tokenWidth = fits(width, this.cols);
-    this.tokenHeight = fits(height, this.rows);
+    this.tokenWidth = fits(width, this.cols, WIDEST_TOKEN);
+    this.tokenHeight = fits(height, this.rows, HIGHEST_TOKEN);
     let [x, y] = [0, 0];
     this.boxes = work.map((chunk) => {
       const box = { ...chunk, x, y, width: (chunk.start + chunk.count) * this.tokenWidth, height: chunk.count * this.tokenHeight };

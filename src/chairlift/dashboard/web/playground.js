@@ -135,8 +135,10 @@ export class Playground {
   async burst(kind) {
     const plan = BURSTS[kind];
     const all = plan.prompts.reduce((sum, count) => sum + count, 0);
-    // A word is mostly one or two tokens; with this, it still fits if it is four.
-    const mostWords = Math.max(8, Math.floor(((this.app.model.hello.max_model_len || 256) - Math.max(...plan.outputs)) / 6));
+    // A word is mostly one or two tokens; with this, it still fits if it is four, and leaves room for others.
+    const { hello, blocks } = this.app.model;
+    const mostTokens = Math.min(hello.max_model_len || 256, (blocks.count * blocks.size) / 2) - Math.max(...plan.outputs);
+    const mostWords = Math.max(8, Math.floor(mostTokens / 6));
     const shared = plan.shared ? someWords(Math.min(plan.shared, Math.floor(mostWords * 0.75))) + " " : "";
     let [answered, problem, index] = [0, "", 0];
     const show = () => setText(byId("burst-said"), `${answered} of ${all} answered${problem && `. ${problem}`}`);

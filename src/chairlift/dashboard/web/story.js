@@ -14,6 +14,7 @@ export class StoryPanel {
     byId("story-close").addEventListener("click", () => this.close());
     this.box.addEventListener("keydown", (event) => event.key === "Escape" && this.close());
     this.textAt = 0;
+    this.tokenGaps = [];
   }
 
   open(request) {

@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Two workers, each taking whole files, so that what a file sets up (a model, a server) is set up once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install serve chat test test-all lint typecheck format bench clean
 .DEFAULT_GOAL := help
@@ -29,10 +31,10 @@ chat: install  ## talk to the default model in the terminal
 	$(BIN)/chairlift chat
 
 test: install lint typecheck  ## what CI runs: style, types, and the tests
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: install lint typecheck  ## everything, the slow checks too
-	$(BIN)/python -m pytest -m ''
+	$(PYTEST) -m ''
 
 lint: install
 	$(BIN)/ruff check .

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
+
+import pytest
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # There are as many workers as cores. Set here, before torch and numba are imported.
+    os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file that takes longest goes first: workers take whole files, and at the end one would wait for the other."""
+    items.sort(key=lambda item: "model" not in item.keywords)

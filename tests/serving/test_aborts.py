@@ -16,26 +16,20 @@ import pytest
 
 from tests.serving.conftest import NAME, RunningServer, start_server, wait_for
 from tests.serving.raw_client import RawClient
+from tests.tiny import write_tiny_checkpoint
 
 PATH = "/v1/completions"
-ENDLESS = {"model": NAME, "max_tokens": 220, "ignore_eos": True}
-SHORT, LONG = [7, 8, 9], [11] * 150
+# So long that even on a busy machine a moment is not enough to get to their ends.
+ENDLESS = {"model": NAME, "max_tokens": 3000, "ignore_eos": True}
+SHORT, LONG = [7, 8, 9], [11] * 1000
 
 
 @pytest.fixture(scope="module")
-def small(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Four seats, four places in the queue, and prompts that take many steps."""
-    options = (
-        "--max-batch-requests",
-        "4",
-        "--max-waiting",
-        "4",
-        "--max-batch-tokens",
-        "8",
-        "--heartbeat-timeout",
-        "300",
-    )
-    server = start_server(tiny_folder, tmp_path_factory.mktemp("small") / "log", *options, "--drain-timeout", "300")
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("small") / "tiny", positions=4096)
+    options = ["--max-batch-requests=4", "--max-waiting=4", "--max-batch-tokens=8", "--kv-memory=8MiB"]
+    server = start_server(folder, folder.parent / "log", *options, "--heartbeat-timeout=300", "--drain-timeout=300")
     yield server
     if server.process.poll() is None:
         assert server.stop() == 0, server.tail()

@@ -15,7 +15,7 @@ from chairlift.errors import EngineDead
 from chairlift.serving.engine_client import EngineClient, EngineState, Supervision
 from chairlift.serving.messages import Submit
 
-CARE = Supervision(heartbeat_timeout=2.0, step_timeout=1.0, max_restarts=2, first_backoff=0.01)
+CARE = Supervision(heartbeat_timeout=3.0, step_timeout=1.0, max_restarts=2, first_backoff=0.01)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def lives(tmp_path: Path) -> int:
 
 
 async def settled(client: EngineClient) -> EngineState:
-    return await asyncio.wait_for(client.wait_until_settled(), 30)
+    return await asyncio.wait_for(client.wait_until_settled(), 120)
 
 
 @pytest.mark.parametrize("illness", ["hangs", "silent", "babbles"])
@@ -50,7 +50,7 @@ def test_a_sick_engine_is_replaced_and_its_requests_end(
         assert await settled(client) is EngineState.READY
         stream = client.submit([Submit("a", [1], SamplingParams(), None, "")])
         with pytest.raises(EngineDead):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await anext(aiter(stream))
         assert await settled(client) is EngineState.READY
         assert client.restarts == 1

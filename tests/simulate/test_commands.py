@@ -61,7 +61,7 @@ def test_simulate_a_trace(tmp_path: Path) -> None:
 def test_a_profile_of_this_machine_feeds_the_simulator(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     profile, result = tmp_path / "profile.json", tmp_path / "result.json"
-    options = "--load-format dummy --device cpu --max-batch-requests 4 --rounds 1 --quiet"
+    options = "--load-format dummy --device cpu --max-batch-requests 4 --kv-memory 16MiB --rounds 1 --quiet"
     options += " --record --requests 6 --prompt-len 4:16 --output-len 2:8"
     text = run("bench", "profile", "--model", str(tmp_path), *options.split(), "--out", str(profile))
     assert "output_tokens_per_s" in text

@@ -28,5 +28,9 @@ class CorruptCheckpoint(ChairliftError):
     """A file of the checkpoint is damaged, truncated or hostile."""
 
 
+class TemporaryFailure(ChairliftError):
+    """Something beside the request went wrong; the same request may well succeed a moment later."""
+
+
 class EngineDead(ChairliftError):
     """The engine met a fatal error earlier and takes no more work."""

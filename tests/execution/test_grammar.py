@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import random
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 from tokenizers import AddedToken
 
 from chairlift.core.structure import Structure
-from chairlift.errors import InvalidParameter
+from chairlift.errors import InvalidParameter, TemporaryFailure
+from chairlift.execution import grammar_trial
 from chairlift.execution.grammar import GrammarCompiler, GrammarLimits
-from chairlift.execution.grammar_source import BadStructure
+from chairlift.execution.grammar_source import BadStructure, grammar_of
+from chairlift.execution.grammar_trial import Trial
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends
 from tests.tiny import byte_level_tokenizer
@@ -198,6 +201,35 @@ def test_what_nobody_waits_for_is_not_compiled() -> None:
     compiler.give_up(waiting)
     assert future.cancelled()
     assert compiler.compile(waiting).result() is not None
+
+
+def test_a_process_that_is_killed_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(make_compiler()._vocabulary, 30.0)
+    grammar = grammar_of(Structure.choice(["a"]))
+    assert trial.problem(grammar) is None
+    assert trial._process is not None
+    trial._process.kill()  # while it has nothing to do
+    trial._process.wait()
+    assert trial.problem(grammar) is None
+
+    def ask_and_kill(process: subprocess.Popen[str], message: object) -> str:
+        if isinstance(message, dict):  # the vocabulary, at the start
+            return ask(process, message)
+        process.kill()
+        process.wait()
+        kills.append(process.pid)
+        return ""
+
+    ask, kills = grammar_trial._ask, list[int]()
+    monkeypatch.setattr(grammar_trial, "_ask", ask_and_kill)
+    with pytest.raises(TemporaryFailure):
+        trial.problem(grammar)
+    assert len(set(kills)) == 2
+    monkeypatch.undo()
+    assert trial.problem(grammar) is None
+    trial.close()
+    with pytest.raises(TemporaryFailure):
+        trial.problem(grammar)
 
 
 def test_no_process_and_no_file_is_left_behind() -> None:

@@ -24,6 +24,7 @@ from chairlift.execution import sampler_edits
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.engine import Engine
 from chairlift.execution.startup import LoadedModel, StartedEngine, load_model, start_engine
+from chairlift.execution.structured import OUTGROWN
 from tests.tiny import write_tiny_checkpoint
 
 SCHEMA = {
@@ -325,8 +326,8 @@ def test_a_matcher_that_fails_ends_one_request_with_an_error(
     while engine.has_work:
         take_in(outcomes, engine.step())
     assert outcomes[ids[0]].tokens == expected
-    assert outcomes[ids[1]].ending is not None
-    assert outcomes[ids[1]].ending.reason is FinishReason.ERROR
+    parameter = params("schema").structure.parameter  # type: ignore[union-attr]
+    assert outcomes[ids[1]].ending == Ending(FinishReason.ERROR, OUTGROWN, parameter)
     check_quiescent(engine.scheduler)
 
 

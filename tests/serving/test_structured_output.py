@@ -230,6 +230,29 @@ def test_what_cannot_be_is_named(server: RunningServer, change: dict[str, Any], 
     assert server.get("/health").status_code == 200
 
 
+# All forty rules may be at any depth of themselves: after some fifty characters that is too much to keep in mind.
+OUTGROWING = f"start: {' | '.join(f'r{i}' for i in range(40))}\n" + "\n".join(
+    f'r{i}: "!" r{i} | "!"' for i in range(40)
+)
+
+
+def test_a_grammar_that_becomes_too_complex_on_the_way_is_the_fault_of_its_parameter(server: RunningServer) -> None:
+    asked = body(prompt="lift", guided_grammar=OUTGROWING, ignore_eos=True, max_tokens=120)
+    whole = server.post(TEXT, asked)
+    assert whole.status_code == 400
+    streamed = server.post(TEXT, {**asked, "stream": True})
+    assert streamed.status_code == 200
+    events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    last = json.loads(events[-2])
+    assert len(events) > 10
+    assert events[-1] == "[DONE]"
+    for error in (whole.json()["error"], last["error"]):
+        assert (error["type"], error["param"]) == ("invalid_request_error", "guided_grammar")
+        assert "too complex" in error["message"]
+    assert server.post(TEXT, body(prompt="lift", max_tokens=3)).status_code == 200
+    server.wait_idle()
+
+
 def test_responses_names_it_as_its_clients_do(server: RunningServer) -> None:
     format_ = {"type": "json_schema", "name": "a", "schema": {"type": "objet"}}
     response = server.post("/v1/responses", {"model": NAME, "input": "lift", "text": {"format": format_}})

@@ -34,6 +34,7 @@ class Ending:
     reason: FinishReason
     detail: int | str | None = None
     parameter: str | None = None  # of the caller's, if the error is one that showed only after submission
+    temporary: bool = False  # an accident: the same request may well succeed a moment later
 
 
 def completion_ids(request_id: str, n: int) -> list[str]:

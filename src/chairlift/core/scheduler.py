@@ -31,7 +31,8 @@ from chairlift.core.waiting import MAX_OVERTAKES, WaitingLine, WaitReason
 from chairlift.errors import InvalidParameter
 
 EndingCheck = Callable[[Request, int], Ending | None]
-"""Looks at a token just appended to a request and returns the ending that its text or grammar calls for, if any."""
+"""Looks at a token just appended to a request and returns the ending that its text or grammar calls for, if any. Also
+asked with BAD_LOGITS, of which nothing was appended: the grammar may know why no token could be chosen."""
 
 _Sample = tuple[int, TokenLogprobs | None]
 
@@ -282,7 +283,8 @@ class Scheduler:
                 request.num_computed += 1
                 self.kv.commit(request)
             if token == BAD_LOGITS:
-                self._finish(request, Ending(FinishReason.ERROR, NO_TOKEN), now)
+                known = ends(request, token) if ends else None
+                self._finish(request, known or Ending(FinishReason.ERROR, NO_TOKEN), now)
                 return
             request.append(token)
             self.ordering.grew(request)

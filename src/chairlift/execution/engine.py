@@ -14,7 +14,7 @@ from chairlift.core.beam_search import BeamSearch
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced, TokenProduced
 from chairlift.core.ordering import PriorityOrdering
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.plan import BAD_LOGITS, StepPlan, StepResult
 from chairlift.core.policy import Policy
 from chairlift.core.randomness import child_seed
 from chairlift.core.request import Ending, FinishReason, Request, completion_ids
@@ -336,8 +336,8 @@ class Engine:
             self._structured.wait_for_compiler(GRAMMAR_POLL)
 
     def _ending(self, request: Request, token: int) -> Ending | None:
-        """What the text or the grammar of a request says about going on after its last token."""
-        stop = self._text.push(request, token)
+        """What the text or the grammar of a request says about going on after its last token, or after BAD_LOGITS."""
+        stop = self._text.push(request, token) if token != BAD_LOGITS else None
         if stop is not None:
             return Ending(FinishReason.STOP, stop)
         return self._structured.ending(request) if self._structured else None

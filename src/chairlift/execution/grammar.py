@@ -81,7 +81,7 @@ class GrammarCompiler:
         self._workers.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for trial in self._trials.values():
-                trial.kill()
+                trial.close()
 
     @cached_property
     def _obstacle(self) -> str | None:

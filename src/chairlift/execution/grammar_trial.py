@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from chairlift.errors import ChairliftError
+from chairlift.errors import TemporaryFailure
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -30,6 +30,8 @@ MEMORY = 4 << 30  # bytes of address space
 STACK = 1 << 20  # half of what the smallest stack in the engine has: what passes here has room there
 TOKENS = 24  # how far a grammar is followed
 MAX_LEXER_STATES = 20_000  # of about 2 KB, and every request has its own
+TRIES = 2
+ACCIDENTS = (-signal.SIGKILL, -signal.SIGTERM)  # by an administrator, or by the kernel when others use up the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +80,28 @@ class Trial:
         self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
         self._end: Callable[[], Any] = lambda: None
+        self._closed = False
 
     def problem(self, grammar: str) -> str | None:
-        """What is wrong with a grammar; None if it can be used."""
-        process = self._process or self._start()
-        reply = _ask(process, [grammar, self._seconds])
-        if reply:
-            problem: str | None = json.loads(reply)
-            return problem
-        self._process = None
-        self._end()
-        if process.returncode in (-signal.SIGPROF, -signal.SIGALRM):
-            return f"takes more than {self._seconds:g} s to compile: simplify it"
-        return "is too complex to compile"
+        """What is wrong with a grammar; None if it can be used. An accident is no fault of the grammar: it is tried
+        once more, and if that is not enough, this raises."""
+        for _ in range(TRIES):
+            process = self._process or self._start()
+            reply = _ask(process, [grammar, self._seconds])
+            if reply:
+                problem: str | None = json.loads(reply)
+                return problem
+            self._process = None
+            self._end()
+            if process.returncode in (-signal.SIGPROF, -signal.SIGALRM):
+                return f"takes more than {self._seconds:g} s to compile: simplify it"
+            if process.returncode not in ACCIDENTS:
+                return "is too complex to compile"
+        raise TemporaryFailure("the process that tries grammars was killed")
 
-    def kill(self) -> None:
-        """From any thread: the grammar that is being tried, if any, is taken for bad."""
+    def close(self) -> None:
+        """From any thread: nothing more is tried, and what is being tried fails."""
+        self._closed = True
         process = self._process
         if process is not None:
             process.kill()
@@ -108,11 +116,13 @@ class Trial:
             encoding="utf-8",
         )
         self._end = weakref.finalize(self, _end, process)
+        if self._closed:  # perhaps too early for `close` to see this process
+            process.kill()
         tokens = [token.decode("latin-1") for token in self._vocabulary.tokens]
         if not _ask(process, asdict(self._vocabulary) | {"tokens": tokens}):
             self._process = None
             self._end()
-            raise ChairliftError("the process that tries grammars could not be started")
+            raise TemporaryFailure("the process that tries grammars could not be started")
         return process
 
 

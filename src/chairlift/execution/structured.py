@@ -20,7 +20,7 @@ from chairlift.execution.sampler_edits import Bits, TokenMasks
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-BROKEN = "the text left the grammar, or the grammar became too complex to follow"
+OUTGROWN = "became too complex to follow while the answer was written: simplify it"
 
 
 class MaskJob:
@@ -79,7 +79,8 @@ class StructuredOutput:
             except InvalidParameter as error:
                 ending = Ending(FinishReason.ERROR, error.problem, error.parameter)
             except Exception as error:  # the compiler itself failed: no processes left, say
-                ending = Ending(FinishReason.ERROR, f"the grammar could not be compiled: {error}")
+                problem = f"the grammar could not be compiled: {error}"
+                ending = Ending(FinishReason.ERROR, problem, temporary=True)
             found.append((request_id, ending))
         return found
 
@@ -107,7 +108,8 @@ class StructuredOutput:
             return None
         place.follow(request)
         if place.matcher.is_error():
-            return Ending(FinishReason.ERROR, BROKEN)
+            structure = request.params.structure
+            return Ending(FinishReason.ERROR, OUTGROWN, structure.parameter if structure else None)
         return Ending(FinishReason.STOP) if place.matcher.is_stopped() else None
 
     # ---- masks ---------------------------------------------------------------------------------------------------

@@ -18,8 +18,10 @@ class Limits:
     """What a client may ask for at most."""
 
     max_waiting: int = 256  # completions beyond the seats; more are answered with 429
+    max_text_jobs: int = 64  # texts that are tokenised or detokenised for their own sake; more are answered with 429
     max_completions: int = 256  # prompts x n of one request
     max_body_bytes: int = 8 * 2**20
+    max_body_values: int = 2**18  # numbers, strings, lists … in a body; nothing else can be done while they are read
     max_held_bytes: int = 512 * 2**20  # of the bodies of all requests under way; more are answered with 429
     max_headers: int = 128
     max_header_bytes: int = 32 * 2**10  # with the path and the query
@@ -38,6 +40,7 @@ class Admission:
         self._metrics = metrics
         self._limits = limits
         self._preparing = 0  # completions that have a place but are not with the engine yet
+        self._text_jobs = 0
 
     @contextmanager
     def places(self, num_prompts: int, n: int) -> Iterator[Loaded]:
@@ -60,12 +63,31 @@ class Admission:
         finally:
             self._preparing -= count
 
+    @contextmanager
+    def text_place(self) -> Iterator[None]:
+        """A place for a text that is only tokenised or detokenised. The engine is not needed for that."""
+        self._check_not_draining()
+        if self._text_jobs >= self._limits.max_text_jobs:
+            self._metrics.refused.labels("429").inc()
+            raise too_busy("too many texts are being tokenised; try again in a moment")
+        self._text_jobs += 1
+        try:
+            yield
+        finally:
+            self._text_jobs -= 1
+
     def _check_open(self) -> Loaded:
+        self._check_not_draining()
         loaded, state = self._engine.loaded, self._engine.state
-        if self.draining or state is not EngineState.READY or loaded is None:
+        if state is not EngineState.READY or loaded is None:
             self._metrics.refused.labels("503").inc()
-            raise unavailable("the server is shutting down" if self.draining else f"the engine is {state.value}")
+            raise unavailable(f"the engine is {state.value}")
         return loaded
+
+    def _check_not_draining(self) -> None:
+        if self.draining:
+            self._metrics.refused.labels("503").inc()
+            raise unavailable("the server is shutting down")
 
 
 def too_busy(message: str) -> APIError:

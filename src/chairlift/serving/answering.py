@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from chairlift.serving.errors import APIError, as_api_error
+from chairlift.serving.errors import APIError, as_api_error, timed_out
 from chairlift.serving.messages import Update
 from chairlift.serving.replies import Answer
 
@@ -83,9 +83,7 @@ def _events_of(batch: list[Update], answer: Answer) -> bytes:
 def _raise_if_cut_short(update: Update) -> None:
     """Endings that are no answer."""
     if update.finish_reason == "deadline":
-        raise APIError(
-            408, "the request's timeout passed before it was finished", type_="timeout_error", code="timeout"
-        )
+        raise timed_out()
     if update.finish_reason in ("error", "cancelled"):
         raise APIError(500, "the request could not be finished", type_="server_error")
 

@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 import chairlift
 from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.serving.answering import unless_gone
 from chairlift.serving.api_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from chairlift.serving.dashboard_routes import add_dashboard
 from chairlift.serving.engine_client import EngineState
@@ -45,7 +46,7 @@ def make_app(
         pinging.cancel()
 
     app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guards, api_keys=list(api_keys), limits=service.limits)
+    app.add_middleware(Guards, api_keys=list(api_keys), limits=service.limits, metrics=service.metrics)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -143,16 +144,19 @@ def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=_ERRORS)
     async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
         service.check_model(body.model)
-        size = len(await http.body())
-        tokens = await service.text.run(size, partial(_tokens_of, body, service))
+        with service.admission.text_place():
+            size = len(await http.body())
+            tokens = await unless_gone(http, service.text.run(size, partial(_tokens_of, body, service)))
         loaded = service.engine.loaded
         return {"tokens": tokens, "count": len(tokens), "max_model_len": loaded.max_model_len if loaded else None}
 
     @app.post("/detokenize", responses=_ERRORS)
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, Any]:
         service.check_model(body.model)
         tokens = check_ids("tokens", body.tokens)
-        return {"prompt": await service.text.run(len(tokens), partial(service.tokenizer.decode, tokens))}
+        with service.admission.text_place():
+            work = service.text.run(len(tokens), partial(service.tokenizer.decode, tokens))
+            return {"prompt": await unless_gone(http, work)}
 
 
 def _tokens_of(body: TokenizeRequest, service: Service) -> list[int]:

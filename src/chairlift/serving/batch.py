@@ -7,7 +7,6 @@ import json
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.serving.batch_input import BatchLine, read_lines, scan
@@ -110,5 +109,7 @@ class BatchRun:
 
 
 def _output_tokens(body: bytes) -> int:
-    usage: dict[str, Any] = json.loads(body).get("usage") or {}
-    return int(usage.get("completion_tokens") or usage.get("output_tokens") or 0)
+    """As the server counted them; nothing depends on it but what the progress shows."""
+    usage = json.loads(body).get("usage")
+    counts = [usage.get("completion_tokens"), usage.get("output_tokens")] if isinstance(usage, dict) else []
+    return next((count for count in counts if isinstance(count, int)), 0)

@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from chairlift.core.request import completion_ids
-from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.errors import ChairliftError, EngineDead, InvalidParameter, TemporaryFailure
 from chairlift.serving.engine_life import EngineLife, spawn
 from chairlift.serving.messages import (
     Cancel,
@@ -254,7 +254,7 @@ class EngineClient:
                     stream = self._streams.get(message.request_id)
                     if stream is not None:
                         # With it end the other prompts of the same HTTP request.
-                        self._end(stream, "refused", InvalidParameter(message.parameter, message.problem))
+                        self._end(stream, "refused", _error(message))
                 case Frame():
                     self.on_frame(message)
                 case Heartbeat():
@@ -272,3 +272,9 @@ class EngineClient:
         for stream in set(self._streams.values()):
             stream.end("error", error)
         self._streams.clear()
+
+
+def _error(refused: Refused) -> ChairliftError:
+    if refused.parameter is None:
+        return TemporaryFailure(refused.problem)
+    return InvalidParameter(refused.parameter, refused.problem)

@@ -163,8 +163,11 @@ class EngineProcess:
 
     def _report(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, RequestFinished) and event.ending.parameter is not None:
-                self._send(Refused(event.request_id, event.ending.parameter, str(event.ending.detail)))
+            if not isinstance(event, RequestFinished):
+                continue
+            ending = event.ending
+            if ending.parameter is not None or ending.temporary:
+                self._send(Refused(event.request_id, ending.parameter, str(ending.detail)))
         scheduler = self.engine.scheduler
         pool = scheduler.kv.pool
         report = StepReport(

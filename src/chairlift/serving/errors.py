@@ -7,7 +7,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from chairlift.errors import EngineDead, InvalidParameter, UnsupportedModel
+from chairlift.errors import EngineDead, InvalidParameter, TemporaryFailure, UnsupportedModel
 
 
 class APIError(HTTPException):
@@ -42,6 +42,8 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(400, str(error), param=error.parameter, code="invalid_value")
     if isinstance(error, UnsupportedModel):
         return APIError(400, "the model's chat template or tokenizer cannot take this input", code="invalid_value")
+    if isinstance(error, TemporaryFailure):
+        return unavailable("the request could not be answered just now; try again shortly")
     if isinstance(error, EngineDead):
         return unavailable("the engine is not available; try again shortly")
     return APIError(500, "internal error", type_="server_error")
@@ -49,3 +51,8 @@ def as_api_error(error: Exception) -> APIError:
 
 def unavailable(message: str) -> APIError:
     return APIError(503, message, type_="service_unavailable", headers={"Retry-After": "1"})
+
+
+def timed_out() -> APIError:
+    problem = "the request's timeout passed before it was finished"
+    return APIError(408, problem, type_="timeout_error", code="timeout")

@@ -18,6 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.serving.admission import Limits, too_busy
 from chairlift.serving.errors import APIError, as_api_error
+from chairlift.serving.json_values import ValueCounter
+from chairlift.serving.metrics import Metrics
 
 log = logging.getLogger("chairlift.server")
 
@@ -57,11 +59,11 @@ class Outermost:
 
 
 class Guards:
-    def __init__(self, app: ASGIApp, *, api_keys: Iterable[str], limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: Iterable[str], limits: Limits, metrics: Metrics) -> None:
         self._app = app
         self._tenants = dict(_named(api_keys))
         self._limits = limits
-        self._held = _Held(limits.max_held_bytes)
+        self._held = _Held(limits.max_held_bytes, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -115,14 +117,20 @@ def _named(api_keys: Iterable[str]) -> Iterator[tuple[bytes, str]]:
 class _Held:
     """Bytes of the bodies of all requests under way. Each is bounded by itself; this bounds many at once."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, metrics: Metrics) -> None:
         self.size = 0
+        self._limit = limit
+        self._metrics = metrics
+
+    def check(self) -> None:
+        if self.size > self._limit:
+            self._metrics.refused.labels("429").inc()
+            raise too_busy("the server holds too many large requests; try again in a moment")
 
 
 class _Body:
     """A request's body as it arrives: it must be neither too large, whatever its length was said to be, nor too
-    slow. The request counts as arrived when all of it is there."""
+    full, nor too slow. The request counts as arrived when all of it is there."""
 
     def __init__(self, receive: Receive, limits: Limits, held: _Held, state: dict[str, object]) -> None:
         self._receive = receive
@@ -130,6 +138,7 @@ class _Body:
         self._held = held
         self._state = state
         self._size = 0
+        self._values = ValueCounter()
         self._complete = False
         self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
 
@@ -142,13 +151,15 @@ class _Body:
         except TimeoutError:
             problem = f"the body did not arrive within {self._limits.body_seconds:g} seconds"
             raise APIError(408, problem, type_="timeout_error", code="timeout") from None
-        size = len(message.get("body", b""))
-        self._size += size
-        self._held.size += size
+        piece: bytes = message.get("body", b"")
+        self._size += len(piece)
+        self._held.size += len(piece)
         if self._size > self._limits.max_body_bytes:
             raise _too_large(self._limits.max_body_bytes)
-        if self._held.size > self._held.limit:
-            raise too_busy("the server holds too many large requests; try again in a moment")
+        self._held.check()
+        self._values.take_in(piece)
+        if self._values.count > self._limits.max_body_values:
+            raise APIError(400, f"the body has more than {self._limits.max_body_values} values", code="too_many_values")
         if not message.get("more_body", False):
             self._complete = True
             self._state["arrived"] = time.monotonic()

@@ -57,10 +57,10 @@ class FailedToLoad(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request that the engine would not queue."""
+    """A request that the engine cannot answer as it is, or cannot answer just now."""
 
     request_id: str
-    parameter: str
+    parameter: str | None  # None if nothing is wrong with it: it may be sent again
     problem: str
 
 

@@ -20,6 +20,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.serving.admission import Admission, Limits, check_lengths
 from chairlift.serving.answering import EventStream, collect, events, first_of, unless_gone
 from chairlift.serving.api_types import ChatRequest, Completing, CompletionRequest, Sampling
+from chairlift.serving.deadline import Deadline
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.errors import APIError
 from chairlift.serving.messages import Submit
@@ -164,16 +165,18 @@ class Service:
         with self.admission.places(job.num_prompts, job.n) as loaded:
             size = len(await http.body())
             prepare = partial(job.prepare, loaded.max_model_len)
-            prepared = await unless_gone(http, self.text.run(size, prepare))
+            timeout = self.limits.default_timeout if body.timeout is None else body.timeout
+            deadline = Deadline(http.state.arrived, timeout)
+            async with deadline.watched():
+                prepared = await unless_gone(http, self.text.run(size, prepare))
             check_lengths(job.parameter, prepared.prompts, loaded.max_model_len)
             answer_id = f"{job.id_prefix}{uuid.uuid4().hex}"
-            timeout = self.limits.default_timeout if body.timeout is None else body.timeout
             requests = [
                 Submit(
                     request_id=f"{answer_id}-{index}",
                     prompt=prompt,
                     params=prepared.params,
-                    timeout=timeout,
+                    timeout=deadline.seconds_left(),
                     cache_salt=self._salt(http, body),
                     priority=body.priority or 0,
                     # Who has a key of his own cannot get a larger share by calling himself otherwise.

@@ -1,0 +1,42 @@
+"""Few rows in which any two values of different factors meet at least once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
+from typing import TypeVar
+
+Value = TypeVar("Value")
+Row = dict[str, Value]
+Pair = frozenset[tuple[str, int]]
+
+
+def pairwise_rows(factors: Mapping[str, Sequence[Value]], *, seed: int = 0, tries: int = 60) -> list[Row[Value]]:
+    """Each row is the best of some random ones: greedy, but always complete, and the same for the same arguments."""
+    rng = random.Random(seed)
+    missing = _all_pairs(factors)
+    rows: list[Row[Value]] = []
+    while missing:
+        wanted = min(missing, key=sorted)  # so that every row meets at least one pair that is missing
+        candidates = [_random_row(factors, dict(wanted), rng) for _ in range(tries)]
+        best = max(candidates, key=lambda row: len(missing & _pairs(row)))
+        missing -= _pairs(best)
+        rows.append({name: factors[name][index] for name, index in best.items()})
+    return rows
+
+
+def _all_pairs(factors: Mapping[str, Sequence[Value]]) -> set[Pair]:
+    return {
+        frozenset({(one, i), (other, j)})
+        for one, other in combinations(factors, 2)
+        for i, j in product(range(len(factors[one])), range(len(factors[other])))
+    }
+
+
+def _random_row(factors: Mapping[str, Sequence[Value]], fixed: Mapping[str, int], rng: random.Random) -> dict[str, int]:
+    return {name: fixed.get(name, rng.randrange(len(values))) for name, values in factors.items()}
+
+
+def _pairs(row: Mapping[str, int]) -> set[Pair]:
+    return {frozenset(pair) for pair in combinations(row.items(), 2)}

@@ -126,12 +126,7 @@ def test_guesses_of_a_network_keep_the_distribution(tiny: LoadedModel, draws: bo
         assert isinstance(runner, ModelRunner)
         if proposing:
             runner.drafter = NetworkProposer(
-                "test",
-                FirstLayers(model, 1),
-                runner.attention,
-                runner.storage,
-                vocab_size=model.vocab_size,
-                draws=draws,
+                "test", FirstLayers(model, 1), runner.attention, runner.storage, model, draws=draws
             )
             engine.scheduler.speculation = Speculation(runner.drafter, FixedLength(2))
         outcome = run(engine, [([7, 8, 9], params.clone(n=40)) for _ in range(4)])

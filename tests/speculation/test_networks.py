@@ -18,7 +18,7 @@ from chairlift.execution.config import EngineConfig
 from chairlift.execution.drafter import FirstLayers, Head, NetworkProposer
 from chairlift.execution.engine import Engine
 from chairlift.execution.runner import ModelRunner
-from chairlift.execution.startup import LoadedModel, start_engine
+from chairlift.execution.startup import LoadedModel, load_model, start_engine
 from chairlift.models.decoder import Decoder
 from chairlift.speculative.head_config import HeadConfig
 from chairlift.training.train_draft import TrainSettings, train_draft
@@ -58,7 +58,7 @@ def test_a_model_that_guesses_itself_is_always_right(tiny: LoadedModel, folder: 
 def proposer_of(engine: Engine, network: Any) -> NetworkProposer:
     runner = engine.executor
     assert isinstance(runner, ModelRunner)
-    return NetworkProposer("test", network, runner.attention, runner.storage, vocab_size=runner.model.vocab_size)
+    return NetworkProposer("test", network, runner.attention, runner.storage, runner.model)
 
 
 def test_all_layers_are_always_right_and_the_first_not_always(tiny: LoadedModel) -> None:
@@ -74,6 +74,24 @@ def test_all_layers_are_always_right_and_the_first_not_always(tiny: LoadedModel)
     first = run(start(tiny, speculate="layers:1", draft_length=2), work)
     same(plain, first)
     assert first.proposed > first.accepted
+
+
+def test_with_8_bit_weights_all_of_it_is_the_same(folder: Path, draft: Path) -> None:
+    """There, all layers are one kernel, which must be told to do fewer of them; and the head is rounded, too."""
+    rounded = load_model(str(folder), EngineConfig(device="cpu", quantization="int8"), progress=False)
+    model = rounded.model
+    assert isinstance(model, Decoder)
+    work = uneven_work(6)
+    plain = run(start(rounded), work)
+    engine = start(rounded)
+    engine.scheduler.speculation = Speculation(proposer_of(engine, FirstLayers(model, 2)), FixedLength(3))
+    all_layers = run(engine, work)
+    same(plain, all_layers)
+    assert all_layers.proposed == all_layers.accepted > 10
+    for speculate in ("layers:1", f"draft:{draft}"):
+        some = run(start(rounded, speculate=speculate, draft_length=2), work)
+        same(plain, some)
+        assert some.proposed > some.accepted
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ class Draft:
     weight_bytes: int = 0
 
     def make_proposer(
-        self, attention: AttentionBackend, storage: KVStorage, *, vocab_size: int, repeatable: bool
+        self, attention: AttentionBackend, storage: KVStorage, target: CausalLM, *, repeatable: bool
     ) -> Proposer:
         """`repeatable`: requests without a seed of their own must come out the same every time, too."""
         if self.network is None:
@@ -46,8 +46,7 @@ class Draft:
         for layer in self.layers:  # what is read before it is written must at least be numbers
             storage.keys[layer.index].zero_()
             storage.values[layer.index].zero_()
-        draws = not repeatable
-        return NetworkProposer(self.name, self.network, attention, storage, vocab_size=vocab_size, draws=draws)
+        return NetworkProposer(self.name, self.network, attention, storage, target, draws=not repeatable)
 
 
 def load_draft(speculate: str, target: CausalLM, tokenizer: Tokenizer, max_model_len: int) -> Draft:

@@ -23,6 +23,7 @@ from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Wanted
+from chairlift.execution.few_threads import few_threads
 from chairlift.execution.input_batch import InputBatch, build_batch
 from chairlift.execution.sampler import COLDEST
 from chairlift.execution.sampler_draw import draw, filter_weights
@@ -66,8 +67,8 @@ class NetworkProposer:
         network: DraftNetwork,
         attention: AttentionBackend,
         storage: KVStorage,
+        target: CausalLM,
         *,
-        vocab_size: int,
         draws: bool = True,
     ) -> None:
         """With `draws`, requests that are sampled without a seed of their own get guesses that are drawn, too: more of
@@ -75,7 +76,7 @@ class NetworkProposer:
         get the likeliest tokens."""
         self.name = name
         self.network = network
-        self._vocab_size = vocab_size
+        self._target = target
         self._draws = draws
         self._drawn_from: dict[str, list[Tensor]] = {}  # of the last drafts, by request id
         self._attention = attention
@@ -86,8 +87,11 @@ class NetworkProposer:
     def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
         return [0] * len(requests)
 
-    @torch.inference_mode()
     def propose(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
+        with torch.inference_mode(), few_threads(self._target):
+            return self._propose(wanted)
+
+    def _propose(self, wanted: Sequence[Wanted]) -> list[list[int]]:
         started = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in wanted]
         self._drawn_from = {}
@@ -139,7 +143,7 @@ class NetworkProposer:
 
     def _in_vocabulary(self, weights: Tensor) -> Tensor:
         """Over all tokens of the target: those that the network does not score have none."""
-        whole = torch.zeros(len(weights), self._vocab_size, device=weights.device)
+        whole = torch.zeros(len(weights), self._target.vocab_size, device=weights.device)
         if self.network.token_ids is None:
             whole[:, : weights.shape[1]] = weights
         else:
@@ -173,7 +177,7 @@ class FirstLayers:
     def __init__(self, model: Decoder, num_layers: int) -> None:
         self.token_ids: Tensor | None = None
         self._model = copy.copy(model)
-        self._model.layers = model.layers[:num_layers]
+        self._model.use_layers(num_layers)
 
     def first_position(self, request: Request) -> int:
         return request.num_computed

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,27 +14,13 @@ from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.execution.drafter import NetworkProposer
+from chairlift.execution.few_threads import few_threads
 from chairlift.execution.host_blocks import HostBlocks, make_copies
 from chairlift.execution.input_batch import InputBatch, build_batch
 from chairlift.execution.sampler import Sampler
 from chairlift.execution.sampler_beams import beam_candidates
 from chairlift.execution.structured import StructuredOutput
 from chairlift.models.base import CausalLM
-
-
-@contextmanager
-def _few_threads(model: CausalLM) -> Iterator[None]:
-    """A model that brings its own threads needs the cores for itself: torch's would go on spinning after each of the
-    small operations that are left to it."""
-    if not getattr(model, "brings_threads", False):
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class ModelRunner:
@@ -63,7 +48,7 @@ class ModelRunner:
         self.sampler = Sampler(model.vocab_size, model.device)
 
     def run(self, plan: StepPlan) -> StepResult:
-        with torch.inference_mode(), _few_threads(self.model):
+        with torch.inference_mode(), few_threads(self.model):
             return self._run(plan)
 
     def _run(self, plan: StepPlan) -> StepResult:

@@ -136,9 +136,7 @@ def start_engine(
     )
     proposer = None
     if draft is not None:
-        proposer = draft.make_proposer(
-            attention, runner.storage, vocab_size=model.vocab_size, repeatable=config.seed is not None
-        )
+        proposer = draft.make_proposer(attention, runner.storage, model, repeatable=config.seed is not None)
     runner.warm_up()
     if isinstance(proposer, NetworkProposer) and isinstance(runner, ModelRunner):
         runner.drafter = proposer

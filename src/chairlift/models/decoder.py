@@ -199,6 +199,15 @@ class Decoder:
             assert self.head.weight is not None
             yield HEAD, self.head.weight
 
+    def use_layers(self, count: int) -> None:
+        """Be a model of the first `count` layers from now on. For copies: another model may hold the same parts."""
+        self.layers = self.layers[:count]
+        if self._fused is not None:
+            from chairlift.models.fused_cpu import FusedCPUDecoder
+
+            assert self._layer_weights is not None
+            self._fused = FusedCPUDecoder(self, self._layer_weights)
+
     def filled(self, name: str) -> None:
         """Call after each target is filled: a layer that is complete is rounded at once, if the model is to be, so
         that memory never holds all of it in full precision."""

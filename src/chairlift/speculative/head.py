@@ -49,6 +49,9 @@ class DraftHead:
         self.norm = RMSNorm(config.hidden_size, EPS, unit_offset=False, dtype=dtype, device=device)
         self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: what its guesses stand for
         self.head = Linear(head_rows(target, self.token_ids))
+        if target.quantization == "int8":
+            for linear in (self.mix, *self.layer.linears(), self.head):
+                linear.round()
         for part in (self.mix, *self.layer.parts(), self.norm, self.head):
             part.finalize()
 

@@ -1,0 +1,25 @@
+"""Models that bring threads of their own, beside torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from chairlift.models.base import CausalLM
+
+
+@contextmanager
+def few_threads(model: CausalLM) -> Iterator[None]:
+    """A model that brings its own threads needs the cores for itself: torch's would go on spinning after each of the
+    small operations that are left to it."""
+    if not getattr(model, "brings_threads", False):
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

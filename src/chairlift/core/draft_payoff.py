@@ -17,25 +17,32 @@ _OUTLIER = 3.0
 
 
 @dataclass(slots=True)
-class Mean:
-    """Of the last few steps."""
+class Pace:
+    """Seconds per token of the last few steps: all their time by all their tokens, for steps differ in how many."""
 
-    value: float = 0.0
+    seconds: float = 0.0  # per step
+    tokens: float = 0.0  # per step
     count: int = 0
 
-    def add(self, value: float) -> None:
+    def add(self, seconds: float, tokens: int) -> None:
         self.count += 1
         if self.count > _ENOUGH:
-            value = min(value, _OUTLIER * self.value)  # a garbage collection, a busy neighbour
-        self.value += max(_GAIN, 1 / self.count) * (value - self.value)
+            seconds = min(seconds, _OUTLIER * self.seconds)  # a garbage collection, a busy neighbour
+        gain = max(_GAIN, 1 / self.count)
+        self.seconds += gain * (seconds - self.seconds)
+        self.tokens += gain * (tokens - self.tokens)
+
+    @property
+    def value(self) -> float:
+        return self.seconds / self.tokens
 
 
 @dataclass(slots=True)
 class _Batch:
     """Steps of one size."""
 
-    plain: Mean = field(default_factory=Mean)  # seconds per token without drafts
-    drafted: Mean = field(default_factory=Mean)  # and with
+    plain: Pace = field(default_factory=Pace)  # without drafts
+    drafted: Pace = field(default_factory=Pace)
     pause: int = 0  # steps without drafts left
     next_pause: int = _FIRST_PAUSE
     since_plain: int = 0
@@ -48,7 +55,12 @@ class _Batch:
 class DraftPayoff:
     def __init__(self) -> None:
         self._batches: dict[int, _Batch] = {}
-        self.speedup = 1.0  # estimated, of the last steps
+        self._without = self._with = 0.0  # seconds that the last steps would have taken without drafts, and took
+
+    @property
+    def speedup(self) -> float:
+        """Of the last steps, estimated."""
+        return self._without / self._with if self._with > 0 else 1.0
 
     def allows_drafts(self, num_requests: int) -> bool:
         """Whether the next step of so many requests may have drafts."""
@@ -61,23 +73,23 @@ class DraftPayoff:
     def observe(self, num_requests: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
         """A step that only decoded took so long."""
         batch = self._batches.setdefault(num_requests.bit_length(), _Batch())
-        per_token = seconds / (num_requests + num_accepted)
-        if not num_drafts:
-            batch.plain.add(per_token)
+        tokens = num_requests + num_accepted
+        if num_drafts:
+            batch.drafted.add(seconds, tokens)
+            batch.since_plain += 1
+        else:
+            batch.plain.add(seconds, tokens)
             batch.since_plain = 0
-            self._note_speedup(1.0)
-            return
-        batch.drafted.add(per_token)
-        batch.since_plain += 1
         if batch.plain.count:
-            self._note_speedup(batch.plain.value / per_token)
-        if not batch.known:
+            self._note_speedup(tokens * batch.plain.value, seconds)
+        if not num_drafts or not batch.known:
             return
         if batch.drafted.value > batch.plain.value:
             batch.pause, batch.next_pause = batch.next_pause, min(2 * batch.next_pause, _LONGEST_PAUSE)
-            batch.drafted = Mean()
+            batch.drafted = Pace()
         elif batch.drafted.count > 4 * _ENOUGH:
             batch.next_pause = _FIRST_PAUSE
 
-    def _note_speedup(self, ratio: float) -> None:
-        self.speedup += 0.05 * (min(ratio, 10.0) - self.speedup)
+    def _note_speedup(self, seconds_without: float, seconds: float) -> None:
+        self._without += _GAIN / 3 * (seconds_without - self._without)
+        self._with += _GAIN / 3 * (seconds - self._with)

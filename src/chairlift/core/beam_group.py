@@ -15,10 +15,11 @@ all of them, the leader computes its tokens again, and the others join it with w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from chairlift.core.beam_search import BeamSearch, Candidates
+from chairlift.core.events import RequestFinished, TokenProduced
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.lift import Lift
 from chairlift.core.request import Request, Status
@@ -88,6 +89,19 @@ class BeamGroup:
         for carrier in self.carriers:
             if carrier.status is not Status.RUNNING:
                 lift.join(carrier, now)
+
+    def tell(self, lift: Lift, now: float, hear: Callable[[Request, int], object] | None = None) -> None:
+        """The search is over: only now is it known which tokens its requests stand for, the first one for the best.
+        `hear` is called with each of them, as it is with every token that a request without beams gets."""
+        for request, found in zip(self.members, self.search.finished, strict=True):
+            request.take_back_output()
+            for beam in found.beam.path():
+                request.append(beam.token)
+                lift.events.append(TokenProduced(now, request.id, beam.token, beam.scored))
+                if hear is not None:
+                    hear(request, beam.token)
+            request.ending = found.ending
+            lift.events.append(RequestFinished(now, request.id, found.ending, found.beam.total, found.score))
 
     def gather(self) -> None:
         """All have lost their seats: from now on, the leader stands for them again."""

@@ -304,7 +304,8 @@ class Scheduler:
             return
         request.group.take(request, result.candidates[request.id], self.lift, now)
         if request.group.search.over:
-            self._conclude(request.group, now, ends)
+            request.group.tell(self.lift, now, ends)
+            self._leave(request.companions)
 
     def _note_drafts(self, chunk: Chunk, accepted: int, now: float) -> None:
         self.lift.events.append(DraftsVerified(now, chunk.request.id, len(chunk.drafts), accepted))
@@ -325,19 +326,6 @@ class Scheduler:
                 self.lift.let_go(request)
             elif request.status is Status.RUNNING:
                 self.lift.preempt(request, now)
-
-    def _conclude(self, group: BeamGroup, now: float, ends: EndingCheck | None) -> None:
-        """A beam search is over: only now is it known which tokens are its completions, best first."""
-        for request, found in zip(group.members, group.search.finished, strict=True):
-            request.take_back_output()
-            for beam in found.beam.path():
-                request.append(beam.token)
-                self.lift.events.append(TokenProduced(now, request.id, beam.token, beam.scored))
-                if ends is not None:
-                    ends(request, beam.token)  # for its text; beams end by tokens only
-            request.ending = found.ending
-            self.lift.events.append(RequestFinished(now, request.id, found.ending, found.beam.total, found.score))
-        self._leave(group.members)
 
     def _finish(self, request: Request, ending: Ending, now: float) -> None:
         """End a request, and if it is a beam, its whole search."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
+from chairlift.core.events import DraftsVerified
 from chairlift.outputs import RequestOutput
 from tests.tiny import write_tiny_checkpoint
 
@@ -128,6 +129,27 @@ def test_least_length_logprobs_and_text(llm: LLM, reference: Any) -> None:
             assert set(entry) == {token, *row.topk(3).indices.tolist()}
         ends = output.finish_reason == "stop"
         assert output.text == llm.get_tokenizer().decode(output.token_ids[:-1] if ends else output.token_ids)
+
+
+def test_beside_speculation_and_with_a_prefix_hit(checkpoint: Path, reference: Any) -> None:
+    """Drafts of others give a step more rows than chunks; beams have none, but find their prompt in the cache."""
+    llm = LLM(str(checkpoint), dtype="float32", progress=False, block_size=4, speculate="ngram", draft_length=3)
+    search = SamplingParams(beam_width=4, n=4, max_tokens=10, ignore_eos=True)
+    plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias={5: 100.0})  # repeats itself
+    prompts = [[5, 6, 7] * 6, [8, 9, 10, 30, 200, 11], [5, 6, 7] * 5, [12, 13, 14, 15, 16, 17]]
+    wanted = expected(reference, [prompts[1], prompts[3]], search, eos_token_id=None)
+    drafted = []
+    llm.engine.subscribe(lambda events: drafted.extend(event for event in events if isinstance(event, DraftsVerified)))
+    for hits in (0, 4):
+        results = llm.generate(prompts, [plain, search, plain, search], use_tqdm=False)
+        check(results[1], wanted[0])
+        check(results[3], wanted[1])
+        assert results[1].cached_tokens == results[3].cached_tokens == hits
+    assert drafted
+    assert {event.request_id for event in drafted} <= {result.request_id for result in results[::2]} | {
+        "request-0",
+        "request-2",
+    }
 
 
 def test_memory_of_eight_beams_on_a_long_prompt(checkpoint: Path) -> None:

@@ -26,6 +26,7 @@ from chairlift.cli_bench_dashboard import bench_dashboard
 from chairlift.cli_bench_policies import bench_policies
 from chairlift.cli_bench_prefix import bench_prefix
 from chairlift.cli_bench_profile import bench_profile
+from chairlift.cli_bench_quality import bench_quality
 from chairlift.cli_bench_serve import bench_serve
 from chairlift.cli_bench_shapes import bench_shapes
 from chairlift.cli_bench_speculation import bench_speculation
@@ -242,3 +243,10 @@ bench_app.command(
         "chairlift bench dashboard --streams 64 --pairs 2 --seconds 5 --frames",
     ),
 )(bench_dashboard)
+bench_app.command(
+    name="quality",
+    epilog=examples(
+        "chairlift bench quality --json quality.json --plot quality.png",
+        "chairlift bench quality --model path/to/model --modes 'int8, KV bfloat16'",
+    ),
+)(bench_quality)

@@ -1,0 +1,64 @@
+"""`chairlift bench quality`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from chairlift.cli_bench_output import ReportOptions, show_table, watch
+from chairlift.cli_console import show_log
+from chairlift.cli_options import with_option_groups
+from chairlift.loading.store import DEFAULT_MODEL
+
+
+@with_option_groups
+def bench_quality(
+    report: ReportOptions,
+    model: Annotated[str, typer.Option("--model", "-m", help="Which model to judge.")] = DEFAULT_MODEL,
+    modes: Annotated[
+        str | None, typer.Option(help="What to compare with float32, with ; between them.", show_default="all of them")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """What 8-bit weights and a smaller KV cache cost, on a fixed set of texts.
+
+    Perplexity against float32, and how often the likeliest next token is the same. An option that costs more than 2%
+    of perplexity must not be a default.
+    """
+    from chairlift.bench.quality import LARGEST_LOSS, MODES, measure_quality, parse_modes
+    from chairlift.bench.quality_plot import plot_quality
+    from chairlift.execution.memory import format_bytes
+
+    chosen = parse_modes(modes) if modes is not None else list(MODES)
+    report.check()
+    show_log(quiet=True)
+    with watch(enabled=not quiet) as note:
+        found = measure_quality(model, chosen, note)
+    show_table(
+        f"Quality of {model}",
+        [
+            "",
+            "Perplexity",
+            "Change",
+            "Same\nlikeliest token",
+            "Weights",
+            "KV bytes\nper token",
+            f"Within {LARGEST_LOSS:.0%}",
+        ],
+        (
+            [
+                quality.mode,
+                f"{quality.perplexity:.3f}",
+                f"{quality.change:+.2%}",
+                f"{quality.agreement:.1%}",
+                format_bytes(quality.weight_bytes),
+                f"{quality.kv_bytes_per_token:,}",
+                "yes" if quality.change <= LARGEST_LOSS else "no",
+            ]
+            for quality in found
+        ),
+        "Perplexity: how many tokens the model hesitates between, on average; less is better",
+    )
+    rows = [quality.row() for quality in found]
+    report.write("quality", {"model": model, "modes": chosen}, rows, lambda path, here: plot_quality(path, found, here))

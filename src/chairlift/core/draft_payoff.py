@@ -14,6 +14,7 @@ _ENOUGH = 6  # steps that say something
 _REFRESH = 48  # steps with drafts after which one without tells whether the comparison still holds
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 2048  # steps
 _OUTLIER = 3.0
+_WORTHWHILE = 0.97  # drafts that save less are not worth what trying them costs
 
 
 @dataclass(slots=True)
@@ -84,7 +85,7 @@ class DraftPayoff:
             self._note_speedup(tokens * batch.plain.value, seconds)
         if not num_drafts or not batch.known:
             return
-        if batch.drafted.value > batch.plain.value:
+        if batch.drafted.value > _WORTHWHILE * batch.plain.value:
             batch.pause, batch.next_pause = batch.next_pause, min(2 * batch.next_pause, _LONGEST_PAUSE)
             batch.drafted = Pace()
         elif batch.drafted.count > 4 * _ENOUGH:

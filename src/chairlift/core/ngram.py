@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from chairlift.core.request import Request
 from chairlift.core.speculation import Wanted
 
+FEW = 16  # tokens up to which indexing one by one is faster than preparing to do it at once
 LONG, SHORT = 4, 2  # how many tokens must stand there again; what follows the longer one is the better guess
 
 
@@ -74,10 +75,12 @@ class _Index:
     def _extend(self, tokens: Sequence[int], end: int) -> None:
         """All runs but the one at the very end: nothing is known to follow that."""
         start = self._num_indexed
-        if start == end - 1:  # one new token, as after most steps
-            a, b, c, d = tokens[start - LONG : start]
-            self._behind_long[a, b, c, d] = start
-            self._behind_short[c, d] = start
+        if end - start <= FEW:  # as after most steps
+            behind_long, behind_short = self._behind_long, self._behind_short
+            for place in range(start, end):
+                a, b, c, d = tokens[place - LONG : place]
+                behind_long[a, b, c, d] = place
+                behind_short[c, d] = place
         else:
             recent = tokens[start - LONG : end - 1]
             one, two, three = recent[1:], recent[2:], recent[3:]

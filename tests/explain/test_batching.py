@@ -16,6 +16,11 @@ def batching_data(stage: Stage) -> batching.BatchingData:
     return batching.run(stage)
 
 
+@pytest.fixture(scope="module")
+def drawn(batching_data: batching.BatchingData) -> dict[str, dict[str, int]]:
+    return batching.draw(batching_data, LIGHT).drawn
+
+
 def idle_rows(run: Run) -> int:
     """From the events alone: after a request of a batch is done, it costs a row in every step until all are."""
     on_board: set[str] = set()
@@ -40,9 +45,10 @@ def idle_rows(run: Run) -> int:
 
 
 @pytest.mark.parametrize("policy", batching.WAYS)
-def test_the_seats_drawn_are_those_of_the_run(batching_data: batching.BatchingData, policy: str) -> None:
+def test_the_seats_drawn_are_those_of_the_run(
+    batching_data: batching.BatchingData, drawn: dict[str, dict[str, int]], policy: str
+) -> None:
     run, line = batching_data.runs[policy], batching_data.timelines[policy]
-    drawn = batching.draw(batching_data, LIGHT).drawn
     seats, tokens = drawn[policy], drawn[f"{policy} tokens"]
     done = run.done()
     assert seats["decode"] == sum(step.decode_tokens for step in done)

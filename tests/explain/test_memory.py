@@ -18,6 +18,11 @@ def prefix_data(stage: Stage) -> prefix.PrefixData:
     return prefix.run(stage)
 
 
+@pytest.fixture(scope="module")
+def drawn(prefix_data: prefix.PrefixData) -> dict[str, dict[str, int]]:
+    return prefix.draw(prefix_data, LIGHT).drawn
+
+
 def _references(tables: dict[str, tuple[int, ...]]) -> Counter[int]:
     return Counter(block for table in tables.values() for block in table)
 
@@ -32,8 +37,9 @@ def test_the_books_of_a_run_agree(prefix_data: prefix.PrefixData) -> None:
 
 
 @pytest.mark.parametrize("moment", prefix.MOMENTS)
-def test_the_tables_drawn_are_those_of_the_step(prefix_data: prefix.PrefixData, moment: str) -> None:
-    drawn = prefix.draw(prefix_data, LIGHT).drawn
+def test_the_tables_drawn_are_those_of_the_step(
+    prefix_data: prefix.PrefixData, drawn: dict[str, dict[str, int]], moment: str
+) -> None:
     step = prefix_data.run.steps[getattr(prefix_data, moment)]
     counted = _references(step.tables)
     table, pool = drawn[moment], drawn[f"{moment} pool"]

@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from chairlift.cli import app
 from chairlift.errors import InvalidParameter
 from chairlift.explain import registry
+from chairlift.explain.page import index_page
 from chairlift.explain.palette import LIGHT
 from chairlift.explain.stage import readable
 from chairlift.explain.words import to_html, to_markdown
+from chairlift.explain.write import neighbours
 
 
 class Page(HTMLParser):
@@ -141,3 +143,30 @@ def test_words_become_html() -> None:
 )
 def test_labels_show_any_token(text: str, shown: str) -> None:
     assert readable(text) == shown
+
+
+def test_the_first_page_leads_to_every_topic() -> None:
+    topics = [registry.topic_named(name) for name in registry.TOPICS]
+    images = {topic.name: {"light": b"x", "dark": b"y"} for topic in topics}
+    page = Page(index_page(topics, images, "some-model"))
+    assert [link["href"] for link in page.all("a")] == [f"{name}.html" for name in registry.TOPICS]
+    assert len(page.all("img")) == 2 * len(topics)
+
+
+def test_pages_lead_to_their_neighbours() -> None:
+    first, second, *_ = (registry.topic_named(name) for name in registry.TOPICS)
+    assert neighbours(first) == (None, second)
+    assert neighbours(registry.topic_named(registry.TOPICS[-1]))[1] is None
+
+
+@pytest.mark.slow
+def test_one_command_writes_the_whole_guide(tiny_folder: Path, tmp_path: Path) -> None:
+    code, said = explain("all", "--out", str(tmp_path), "--model", str(tiny_folder), "--formats", "html,json,md")
+    assert code == 0, said
+    index = Page((tmp_path / "index.html").read_text())
+    for link in index.all("a"):
+        assert (tmp_path / (link["href"] or "")).is_file()
+    for name in registry.TOPICS:
+        _check_page((tmp_path / f"{name}.html").read_text(), pictures=len(registry.topic_named(name).pictures))
+        assert json.loads((tmp_path / f"{name}.json").read_text())["drawn"]
+        assert f"({name}.md)" in (tmp_path / "README.md").read_text()

@@ -10,8 +10,18 @@ from chairlift.explain.stage import Stage
 from chairlift.explain.topics import cache, chunking, cost, flash, kernels, speculation
 
 
-def test_what_is_computed_again_is_counted(stage: Stage) -> None:
-    data = cache.run(stage)
+@pytest.fixture(scope="module")
+def cache_data(stage: Stage) -> cache.CacheData:
+    return cache.run(stage)
+
+
+@pytest.fixture(scope="module")
+def chunking_data(stage: Stage) -> chunking.ChunkingData:
+    return chunking.run(stage)
+
+
+def test_what_is_computed_again_is_counted(cache_data: cache.CacheData) -> None:
+    data = cache_data
     drawn = cache.draw_generation(data, LIGHT).drawn
     done = data.run.done()
     computed = sum(step.prefill_tokens + step.decode_tokens for step in done)
@@ -22,8 +32,8 @@ def test_what_is_computed_again_is_counted(stage: Stage) -> None:
     assert data.same_output
 
 
-def test_a_new_token_changes_nothing_before_it(stage: Stage) -> None:
-    data = cache.run(stage)
+def test_a_new_token_changes_nothing_before_it(stage: Stage, cache_data: cache.CacheData) -> None:
+    data = cache_data
     drawn = cache.draw_past(data, LIGHT).drawn["layers"]
     layers, length = len(data.differences), len(data.before)
     assert layers == len(stage.loaded.model.attention_layers)
@@ -52,8 +62,8 @@ def test_three_kernels_do_the_same_step(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("name", chunking.NAMES)
-def test_every_chunk_is_drawn(stage: Stage, name: str) -> None:
-    data = chunking.run(stage)
+def test_every_chunk_is_drawn(chunking_data: chunking.ChunkingData, name: str) -> None:
+    data = chunking_data
     run = data.runs[name]
     drawn = chunking.draw(data, LIGHT).drawn[name]
     done = run.done()
@@ -66,6 +76,7 @@ def test_every_chunk_is_drawn(stage: Stage, name: str) -> None:
     produced = sum(isinstance(event, TokenProduced) for event in run.events)
     assert produced == sum(rider.new_tokens for rider in run.riders)
     assert chunking.longest_gap(data, name) > 0
+    assert chunking.first_token(data, name) > 0
 
 
 def test_guesses_are_drawn_as_they_were_verified(stage: Stage) -> None:

@@ -129,7 +129,7 @@ class Panel:
 class Sheet:
     """A picture in the making: a title, panels, and a legend of the kinds that were drawn."""
 
-    def __init__(self, theme: Theme, title: str, note: str, *, size: tuple[float, float]) -> None:
+    def __init__(self, theme: Theme, title: str, *, size: tuple[float, float]) -> None:
         require_matplotlib()
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -140,7 +140,6 @@ class Sheet:
         self.figure = Figure(figsize=size, layout=layout, facecolor=theme.background)
         FigureCanvasAgg(self.figure)
         self.figure.suptitle(title, x=0.012, ha="left", fontweight="bold", fontsize=13, color=theme.ink)
-        self.note = note
         self.panels: dict[str, Panel] = {}
 
     def panel(self, name: str, place: Any) -> Panel:
@@ -179,11 +178,15 @@ class Sheet:
             columnspacing=1.8,
         )
 
+    def sign(self, note: str) -> None:
+        """Say where this comes from, in the upper right corner."""
+        self.figure.text(0.99, 0.985, note, ha="right", va="top", fontsize=7.5, color=self.theme.muted)
+
     def save(self, target: Path | BytesIO, *, kind: str = "png", dpi: int = DPI) -> None:
         from matplotlib import rc_context
 
-        self.figure.text(0.99, 0.985, self.note, ha="right", va="top", fontsize=7.5, color=self.theme.muted)
         # Without a date or a version, the same run gives the same file.
         metadata = {"Date": None} if kind == "svg" else {"Software": None}
         with rc_context({"svg.hashsalt": "chairlift", "hatch.linewidth": 0.7}):
             self.figure.savefig(target, format=kind, dpi=dpi, metadata=metadata, facecolor=self.theme.background)
+        self.figure.set_layout_engine("none")  # everything has its place now; finding it takes longer than drawing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from chairlift.explain.words import to_markdown
 
 FORMATS = ("png", "svg", "html", "json", "md")
 DEFAULT_FORMATS = ("png", "svg", "html", "json")
+THUMBNAIL_DPI = 55
 PAGE_DPI = 150  # on a page, pictures are as wide as the text allows
 
 Note = Callable[[str], None]
@@ -32,12 +33,21 @@ class Told:
     topic: Topic
     data: Any
     model: str
+    drawn: dict[str, dict[str, Sheet]] = field(default_factory=dict)  # by theme: each is drawn once, and saved often
 
     def sheets(self, theme: str = LIGHT.name) -> dict[str, Sheet]:
-        sheets = {picture.name: picture.draw(self.data, THEMES[theme]) for picture in self.topic.pictures}
-        for sheet in sheets.values():
-            sheet.note = f"{self.model} · {self.topic.command}"
-        return sheets
+        if theme not in self.drawn:
+            self.drawn[theme] = {
+                picture.name: picture.draw(self.data, THEMES[theme]) for picture in self.topic.pictures
+            }
+            for sheet in self.drawn[theme].values():
+                sheet.sign(f"{self.model} · {self.topic.command}")
+        return self.drawn[theme]
+
+    def png(self, picture: str, theme: str, *, dpi: int = PAGE_DPI) -> bytes:
+        buffer = BytesIO()
+        self.sheets(theme)[picture].save(buffer, dpi=dpi)
+        return buffer.getvalue()
 
     def alts(self) -> dict[str, str]:
         return {picture.name: picture.says(self.data) for picture in self.topic.pictures}
@@ -96,7 +106,10 @@ def write_topic(told: Told, out: Path, formats: Sequence[str]) -> list[Path]:
         write("json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
     if "html" in formats:
         text = told.topic.teach(told.data)
-        page = topic_page(told.topic, text, _images(told), told.alts(), told.model, neighbours(told.topic))
+        images = {
+            picture.name: {theme: told.png(picture.name, theme) for theme in THEMES} for picture in told.topic.pictures
+        }
+        page = topic_page(told.topic, text, images, told.alts(), told.model, neighbours(told.topic))
         write("html", page)
     if "md" in formats:
         write("md", markdown_page(told))
@@ -133,9 +146,7 @@ def _write_index(told: Sequence[Told], out: Path, formats: Sequence[str]) -> lis
     topics = [one.topic for one in told]
     if "html" in formats:
         thumbnails = {
-            one.topic.name: {
-                theme: _png(one.topic.pictures[0].draw(one.data, THEMES[theme]), dpi=55) for theme in THEMES
-            }
+            one.topic.name: {theme: one.png(one.topic.pictures[0].name, theme, dpi=THUMBNAIL_DPI) for theme in THEMES}
             for one in told
         }
         path = out / "index.html"
@@ -173,17 +184,3 @@ chairlift explain {ALL} --out docs/guide --formats md,png
 
 `tests/explain` checks what each picture shows against the events of the run that it was drawn from.
 """
-
-
-def _images(told: Told) -> dict[str, dict[str, bytes]]:
-    by_theme = {theme: told.sheets(theme) for theme in THEMES}
-    return {
-        picture.name: {theme: _png(sheets[picture.name]) for theme, sheets in by_theme.items()}
-        for picture in told.topic.pictures
-    }
-
-
-def _png(sheet: Sheet, dpi: int = PAGE_DPI) -> bytes:
-    buffer = BytesIO()
-    sheet.save(buffer, dpi=dpi)
-    return buffer.getvalue()

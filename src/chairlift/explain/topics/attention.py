@@ -151,7 +151,7 @@ def _matrix(tensor: Tensor) -> Matrix:
 
 def draw(data: AttentionData, theme: Theme) -> Sheet:
     title = f"One attention head at work: layer {data.layer + 1} of {data.layers}, head {data.head + 1} of {data.heads}"
-    sheet = Sheet(theme, title, "", size=(12, 8.6))
+    sheet = Sheet(theme, title, size=(12, 8.6))
     grid = sheet.grid(2, 12, height_ratios=[1, 1.35])
     top = {"hidden": grid[0, 0:3], "q": grid[0, 3:6], "k": grid[0, 6:9], "v": grid[0, 9:12]}
     size = len(data.q[0])

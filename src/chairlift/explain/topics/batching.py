@@ -49,7 +49,7 @@ def run(stage: Stage) -> BatchingData:
 
 
 def draw(data: BatchingData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "The same eight requests, three ways to batch them", "", size=(11, 8.6))
+    sheet = Sheet(theme, "The same eight requests, three ways to batch them", size=(11, 8.6))
     turns = max(one.turns for one in data.timelines.values())
     most = max(
         map(sum, (pair for one in data.timelines.values() for pair in zip(one.useful, one.padding, strict=True)))

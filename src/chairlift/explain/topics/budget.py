@@ -30,7 +30,7 @@ def run(stage: Stage) -> BudgetData:
 
 
 def draw(data: BudgetData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, f"Every step has room for {data.budget} tokens: decodes first, then prompts", "", size=(11, 6))
+    sheet = Sheet(theme, f"Every step has room for {data.budget} tokens: decodes first, then prompts", size=(11, 6))
     panel = sheet.panel("steps", sheet.grid(1, 1)[0, 0])
     for step in data.run.steps:
         height = 0

@@ -106,7 +106,7 @@ def _keys_and_values(stage: Stage, tokens: tuple[int, ...]) -> list[Tensor]:
 
 
 def draw_generation(data: CacheData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "Making the same text without a KV cache, and with one", "", size=(11.5, 5.6))
+    sheet = Sheet(theme, "Making the same text without a KV cache, and with one", size=(11.5, 5.6))
     grid = sheet.grid(1, 2)
     without, kept = sheet.panel("without", grid[0, 0]), sheet.panel("with", grid[0, 1])
     without.title("without a cache", f"{computed(data.without)} tokens computed")
@@ -143,7 +143,7 @@ def _draw_steps(panel: Panel, data: CacheData, spans: tuple[tuple[int, int], ...
 
 def draw_past(data: CacheData, theme: Theme) -> Sheet:
     title = f"Exchange one word (“{data.before[data.changed]}” for “{data.after[data.changed]}”): what changes?"
-    sheet = Sheet(theme, title, "", size=(10, 6.2))
+    sheet = Sheet(theme, title, size=(10, 6.2))
     panel = sheet.panel("layers", sheet.grid(1, 1)[0, 0])
     import matplotlib
     from matplotlib.colors import to_hex

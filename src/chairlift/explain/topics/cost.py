@@ -112,7 +112,7 @@ def shown(data: CostData) -> Decision:
 
 
 def draw(data: CostData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "The cost model, and the chunk that it chose", "", size=(11.5, 7.6))
+    sheet = Sheet(theme, "The cost model, and the chunk that it chose", size=(11.5, 7.6))
     grid = sheet.grid(2, 2, height_ratios=[1, 1])
     _draw_choice(sheet.panel("choice", grid[0, 0]), data)
     _draw_predictions(sheet.panel("predictions", grid[0, 1]), data)

@@ -188,7 +188,7 @@ def _walk(
 
 
 def draw(data: FlashData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "A tiled kernel: what is loaded, what is held, what is never written", "", size=(11.5, 7.2))
+    sheet = Sheet(theme, "A tiled kernel: what is loaded, what is held, what is never written", size=(11.5, 7.2))
     grid = sheet.grid(2, 2, width_ratios=[1.25, 1])
     _draw_tiles(sheet.panel("tiles", grid[:, 0]), data)
     _draw_walk(sheet.panel("walk", grid[0, 1]), data)

@@ -84,7 +84,7 @@ def _variant(stage: Stage, name: str, kv_heads: int, *, own: bool) -> Variant:
 
 
 def draw(data: HeadsData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "Query heads that share keys and values", "", size=(11.5, 6.8))
+    sheet = Sheet(theme, "Query heads that share keys and values", size=(11.5, 6.8))
     grid = sheet.grid(2, 6, height_ratios=[1, 1.15])
     for index, variant in enumerate(data.variants):
         panel = sheet.panel(variant.name, grid[0, 2 * index : 2 * index + 2])

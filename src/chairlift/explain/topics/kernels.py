@@ -110,7 +110,7 @@ def _best_seconds(call: AttentionCall) -> float:
 
 
 def draw(data: KernelsData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "The attention of one step, computed in three ways", "", size=(11.5, 7.6))
+    sheet = Sheet(theme, "The attention of one step, computed in three ways", size=(11.5, 7.6))
     grid = sheet.grid(2, 2)
     for place, (name, way) in zip(((0, 0), (0, 1), (1, 0)), data.ways.items(), strict=True):
         panel = sheet.panel(name, grid[place])

@@ -101,7 +101,7 @@ def _sequence(chunk: ChunkRecord, rows: int) -> Sequence:
 
 
 def draw(data: MasksData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "Who may look at whom: four masks, each asked from the engine", "", size=(11.5, 8.8))
+    sheet = Sheet(theme, "Who may look at whom: four masks, each asked from the engine", size=(11.5, 8.8))
     grid = sheet.grid(2, 2, width_ratios=[1, 2.05], height_ratios=[1, 1.12])
     causal = sheet.panel("causal", grid[0, 0])
     causal.title("causal: one prompt, one step")

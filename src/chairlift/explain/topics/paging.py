@@ -58,7 +58,7 @@ def contents(data: PagingData) -> dict[int, tuple[str, tuple[str, ...]]]:
 
 
 def draw(data: PagingData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "From a token's place in its text to its place in memory", "", size=(11.5, 8.4))
+    sheet = Sheet(theme, "From a token's place in its text to its place in memory", size=(11.5, 8.4))
     panel = sheet.panel("memory", sheet.grid(1, 1)[0, 0])
     physical = contents(data)
     spot = 1.3  # the width of a token's slot

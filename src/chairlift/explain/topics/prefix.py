@@ -56,7 +56,7 @@ def copies_of(step: StepRecord) -> list[tuple[str, int, int]]:
 
 
 def draw(data: PrefixData, theme: Theme) -> Sheet:
-    sheet = Sheet(theme, "Block tables of requests that begin alike", "", size=(11.5, 9.6))
+    sheet = Sheet(theme, "Block tables of requests that begin alike", size=(11.5, 9.6))
     grid = sheet.grid(3, 2, width_ratios=[1.25, 1], height_ratios=[2.3, 4.2, 3.3])
     for row, (name, what) in enumerate(MOMENTS.items()):
         step = data.run.steps[getattr(data, name)]

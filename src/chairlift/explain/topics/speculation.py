@@ -71,7 +71,7 @@ def _plain_steps(data: SpeculationData, name: str) -> int:
 
 def draw(data: SpeculationData, theme: Theme) -> Sheet:
     longest = max(map(len, data.rows.values()))
-    sheet = Sheet(theme, "Guess several tokens, check them in one step", "", size=(12, max(4.5, 1.9 + 0.34 * longest)))
+    sheet = Sheet(theme, "Guess several tokens, check them in one step", size=(12, max(4.5, 1.9 + 0.34 * longest)))
     grid = sheet.grid(1, len(data.rows))
     for column, (name, rows) in enumerate(data.rows.items()):
         panel = sheet.panel(name, grid[0, column])

@@ -97,19 +97,27 @@ def test_guesses_are_drawn_as_they_were_verified(stage: Stage) -> None:
     assert data.same_output
 
 
-def test_the_kernel_loads_what_it_sees_and_writes_no_scores(stage: Stage) -> None:
+def test_the_tiles_are_those_of_the_kernel_and_no_score_is_written(stage: Stage) -> None:
     data = flash.run(stage)
     drawn = flash.draw(data, LIGHT).drawn["tiles"]
-    triangle = data.tokens * (data.tokens + 1) // 2
-    assert drawn["loaded"] + drawn["held"] == triangle == sum(map(len, data.keys_read))
-    assert drawn["held"] == data.block_size
-    assert drawn["skipped"] == data.tokens**2 - triangle
-    assert data.loads["keys"] == data.loads["values"] == triangle * data.head_dim
-    assert data.stores == {"output": data.tokens * data.head_dim, "elsewhere": 0}
-    assert [list(read) for read in data.keys_read] == [list(range(row + 1)) for row in range(data.tokens)]
-    assert data.difference < 1e-4
-    assert data.walk[-1].error < 1e-6
-    assert len(data.walk) == -(-(data.row + 1) // data.block_size)
+    lasts = [tile.last for tile in data.made if tile.keys == 0]
+    made = sum(keys <= last for last in lasts for keys in range(0, data.tokens, data.tile_keys))
+    assert drawn["loaded"] + drawn["held"] == made == len(data.made)
+    assert drawn["held"] == 1
+    assert drawn["skipped"] == len(data.skipped) == len(lasts) * -(-data.tokens // data.tile_keys) - made
+    assert all(tile.keys > tile.last for tile in data.skipped)
+    seen = {(row, key) for tile in data.made for row in range(tile.first, tile.last + 1) for key in _keys(tile)}
+    assert all((row, key) in seen for row in range(data.tokens) for key in range(row + 1)), "nothing is left out"
+    assert data.stores["output"] == data.tokens * data.heads * data.head_dim
+    assert flash.written_besides(data) == 0
+    assert data.loads["keys"] == data.loads["values"] < flash.table_size(data) * data.head_dim
+    assert data.difference < 1e-4, "the compiled kernel came to the same"
+    assert data.walk[-1].error < 1e-4
+    assert len(data.walk) == data.row // data.tile_keys + 1
+
+
+def _keys(tile: flash.ScoreTile) -> range:
+    return range(tile.keys, tile.keys + tile.count)
 
 
 def test_the_chunk_drawn_is_the_one_that_was_chosen(stage: Stage) -> None:

@@ -48,6 +48,7 @@ class Panel:
         height: float = 1,
         look: Look | None = None,
         size: float = 7.5,
+        gap: float = GAP,
     ) -> None:
         """A box with its upper left corner at (x, y), y growing downwards. `look` is that of the kind by default."""
         from matplotlib.patches import Rectangle
@@ -55,9 +56,9 @@ class Panel:
         look = look or self.theme.look(kind)
         self.drawn[kind] += 1
         box = Rectangle(
-            (x + GAP / 2, y + GAP / 2),
-            width - GAP,
-            height - GAP,
+            (x + gap / 2, y + gap / 2),
+            width - gap,
+            height - gap,
             facecolor=look.fill,
             edgecolor=(look.edge or self.theme.background) if look.hatch or look.edge else look.fill,
             hatch=look.hatch or None,

@@ -294,5 +294,5 @@ TOPIC = Topic(
     run=run,
     pictures=(Picture("attention", draw, says),),
     teach=teach,
-    code=("chairlift/models/decoder.py", "chairlift/attention/bursted.py", "chairlift/kernels/paged_cpu.py"),
+    code=("chairlift/models/decoder.py", "chairlift/attention/bursted.py", "chairlift/kernels/cpu_attention.py"),
 )

@@ -1,12 +1,12 @@
-"""FlashAttention: what a tiled kernel loads, and what it never writes. The engine's own kernel, watched."""
+"""FlashAttention: what a tiled kernel loads, and what it never writes. The engine's own tiles, in slow motion."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from chairlift.errors import InvalidParameter
 from chairlift.explain.palette import Theme
 from chairlift.explain.recording import Rider, Run, record
 from chairlift.explain.sheet import Panel, Sheet
@@ -18,16 +18,24 @@ if TYPE_CHECKING:
 
     from chairlift.explain.listening import AttentionCall
 
-Note = Callable[[Any], None]
-TOKENS, BLOCK_SIZE = 24, 4
-ROW = 18  # whose walk over the blocks is shown
+TOKENS = 252
+ROW = 230  # whose walk over the tiles is shown
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTile:
+    """Scores of some tokens against some keys: made, used and forgotten."""
+
+    first: int  # token
+    last: int
+    keys: int  # the first key
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """One block of keys and values that a row has walked over: what it remembers afterwards."""
+    """What a row remembers after one more tile of keys and values."""
 
-    block: int
     highest: float  # score so far
     total: float  # of exp(score - highest) so far
     error: float  # of the output that these would give, relative to the final one
@@ -36,155 +44,159 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class FlashData:
     tokens: int
-    block_size: int
+    heads: int  # query heads that share the keys of this KV head
     head_dim: int
     layer: int
-    head: int
-    loads: dict[str, int]  # numbers that the kernel read, by what they are
-    stores: dict[str, int]  # numbers that it wrote
-    keys_read: tuple[tuple[int, ...], ...]  # [row]: positions whose key it read
+    kv_head: int
+    tile_rows: int  # of a tile of scores
+    tile_keys: int
+    made: tuple[ScoreTile, ...]
+    skipped: tuple[ScoreTile, ...]  # all of it lies in the future
+    loads: dict[str, int]  # numbers that were read, by what they are
+    stores: dict[str, int]  # numbers that were written
     row: int
     walk: tuple[Stop, ...]
-    difference: float  # between the watched kernel and the compiled one
+    difference: float  # between the slow motion and what the compiled kernel had in the run
     run: Run
-
-
-class _Watched:
-    """An array that notes what is read from it and written to it."""
-
-    def __init__(self, array: np.ndarray, read: Note, write: Note) -> None:
-        self.array, self.read, self.write, self.shape = array, read, write, array.shape
-
-    def __getitem__(self, index: Any) -> Any:
-        self.read(index)
-        return self.array[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.write(index)
-        self.array[index] = value
 
 
 def run(stage: Stage) -> FlashData:
     from chairlift.explain.listening import listening
 
-    started = stage.start(block_size=BLOCK_SIZE, prefix_caching=False, max_batch_tokens=8)  # short chunks: our kernel
-    model = stage.loaded.model
-    middle = len(model.attention_layers) // 2
+    started = stage.start(prefix_caching=False, max_batch_tokens=TOKENS, attention="ragged")
+    middle = len(stage.loaded.model.attention_layers) // 2
     calls: list[AttentionCall] = []
 
     def listen(call: AttentionCall) -> None:
         if call.layer.index == middle:
             calls.append(call)
 
+    prompt = (*stage.prompt(TOKENS - 102), *stage.prompt(102, skip=3))
     with listening(started, listen):
-        played = record(started.engine, [Rider("A", stage.prompt(TOKENS), 1)])
-    return _watch(calls, played)
+        played = record(started.engine, [Rider("A", prompt, 1)])
+    if calls[0].layer.window is not None or calls[0].layer.softcap is not None:
+        raise InvalidParameter("model", "this topic needs a layer with plain attention in the middle of the model")
+    return max((_watch(calls[0], kv, played) for kv in range(calls[0].layer.num_kv_heads)), key=_rises)
 
 
-def _watch(calls: list[AttentionCall], played: Run) -> FlashData:
-    """Run the kernel's Python source once more on what one head of the run had, and note every access."""
+def _rises(data: FlashData) -> int:
+    """How often a tile brought a new highest score: the more, the more there is to see."""
+    return len({stop.highest for stop in data.walk})
+
+
+class _Watched:
+    """An array that notes how many numbers are read from it and written to it."""
+
+    def __init__(self, array: np.ndarray, name: str, loads: Counter[str], stores: Counter[str]) -> None:
+        self.array, self.name, self.loads, self.stores = array, name, loads, stores
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        found: np.ndarray = self.array[index]
+        self.loads[self.name] += found.size
+        return found
+
+    def __setitem__(self, index: Any, values: np.ndarray) -> None:
+        self.stores[self.name] += values.size
+        self.array[index] = values
+
+
+def _watch(call: AttentionCall, kv_head: int, played: Run) -> FlashData:
+    """Go through the tiles that the engine's kernel was given in the run, one by one."""
     import numpy as np
-    import torch
 
-    from chairlift.kernels.paged_cpu import attend_rows
+    from chairlift.kernels.cpu_attention import KEYS
+    from chairlift.kernels.cpu_simd import F32_ROWS
 
-    last = calls[-1]
-    layer, storage = last.layer, last.storage
-    table = last.layout.tables[:1].numpy()
-    q, keys, values, head, walk = max(
-        (_head(calls, table[0], head) for head in range(layer.num_heads)), key=lambda found: _rises(found[-1])
-    )
-    place_of = {int(block): place for place, block in enumerate(table[0])}
+    layer, storage = call.layer, call.storage
+    group = layer.num_heads // layer.num_kv_heads
+    heads = slice(kv_head * group, (kv_head + 1) * group)
+    table = call.layout.tables[0].long()
+    blocks = (side[layer.index][table][:, :, kv_head].flatten(0, 1).numpy() for side in (storage.keys, storage.values))
     loads: Counter[str] = Counter()
-    reads: list[set[int]] = [set() for _ in range(len(q))]
-    row = 0
-
-    def note_query(index: Any) -> None:
-        nonlocal row
-        row = int(index[0])
-        loads["queries"] += 1
-
-    def note_key(index: Any) -> None:
-        reads[row].add(place_of[int(index[0])] * storage.block_size + int(index[1]))
-        loads["keys"] += 1
-
-    def counts(counter: Counter[str], name: str) -> Note:
-        return lambda index: counter.update({name: 1})
-
-    stores: Counter[str] = Counter(output=0, elsewhere=0)
-    elsewhere = counts(stores, "elsewhere")
-    out = np.zeros_like(q)
-    rows = np.arange(len(q))
-    attend_rows.py_func(
-        _Watched(q, note_query, elsewhere),
-        _Watched(keys, note_key, elsewhere),
-        _Watched(values, counts(loads, "values"), elsewhere),
-        table,
-        rows,
-        np.zeros_like(rows),
-        rows + 1,
-        np.float32(layer.scale),
-        layer.window or 0,
-        np.float32(layer.softcap or 0.0),
-        _Watched(out, counts(loads, "output"), counts(stores, "output")),
-    )
-    compiled = torch.cat([call.output[:, head : head + 1] for call in calls]).numpy()
+    stores: Counter[str] = Counter(output=0, queries=0, keys=0, values=0)
+    q = call.q[:, heads].numpy()
+    keys, values = (_Watched(side, name, loads, stores) for side, name in zip(blocks, ("keys", "values"), strict=True))
+    queries, out = _Watched(q, "queries", loads, stores), _Watched(np.zeros_like(q), "output", loads, stores)
+    attend: Any = call.attend
+    tiles = attend.work(layer).tiles
+    made: list[ScoreTile] = []
+    skipped: list[ScoreTile] = []
+    walk: list[Stop] = []
+    row = min(ROW, len(q) - 1)
+    final = call.output[row, heads.start].numpy()
+    for first_row, tokens, position in zip(tiles.rows, tiles.counts, tiles.positions, strict=True):
+        state = _Rows(queries[first_row : first_row + tokens] * layer.scale)
+        end = int(position + tokens)  # the kernel goes no further; what lies behind is the future of all its rows
+        for base in range(0, len(q), KEYS):
+            count = min(KEYS, end - base) if base < end else min(KEYS, len(q) - base)
+            if base < end:
+                key_tile, value_tile = keys[base : base + count], values[base : base + count]
+            for first in range(0, tokens * group, F32_ROWS):
+                last = min(first + F32_ROWS, tokens * group)
+                tile = ScoreTile(int(position + first // group), int(position + (last - 1) // group), base, count)
+                if base > tile.last:
+                    skipped.append(tile)
+                else:
+                    made.append(tile)
+                    state.take(first, last, position, group, base, key_tile, value_tile)
+            if first_row <= row < first_row + tokens and base <= row:
+                walk.append(state.stop((row - first_row) * group, final))
+        out[first_row : first_row + tokens] = state.output().reshape(tokens, group, -1)
     return FlashData(
         tokens=len(q),
-        block_size=storage.block_size,
+        heads=group,
         head_dim=layer.head_dim,
         layer=layer.index,
-        head=head,
+        kv_head=kv_head,
+        tile_rows=F32_ROWS,
+        tile_keys=KEYS,
+        made=tuple(made),
+        skipped=tuple(skipped),
         loads=dict(loads),
         stores=dict(stores),
-        keys_read=tuple(tuple(sorted(found)) for found in reads),
-        row=min(ROW, len(q) - 1),
-        walk=walk,
-        difference=float(np.abs(out - compiled).max()),
+        row=row,
+        walk=tuple(walk),
+        difference=float(np.abs(out.array - call.output[:, heads].numpy()).max()),
         run=played,
     )
 
 
-def _head(
-    calls: list[AttentionCall], table: np.ndarray, head: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, tuple[Stop, ...]]:
-    """One head of the layer: queries [T, 1, d], keys and values [blocks, slots, 1, d], and a row's walk over them."""
-    import torch
+class _Rows:
+    """The rows of a tile of queries, one per token and head, and what they remember from tile to tile."""
 
-    layer, storage = calls[-1].layer, calls[-1].storage
-    kv_head = head // (layer.num_heads // layer.num_kv_heads)
-    q = torch.cat([call.q[:, head : head + 1] for call in calls]).numpy()
-    keys = storage.keys[layer.index][:, :, kv_head : kv_head + 1].numpy()
-    values = storage.values[layer.index][:, :, kv_head : kv_head + 1].numpy()
-    row = min(ROW, len(q) - 1)
-    return q, keys, values, head, _walk(q[row, 0], keys[:, :, 0], values[:, :, 0], table, row + 1, layer.scale)
+    def __init__(self, queries: np.ndarray) -> None:
+        import numpy as np
 
+        self.queries = queries.reshape(-1, queries.shape[-1])
+        self.sums = np.zeros_like(self.queries)
+        self.highest = np.full(len(self.queries), -np.inf)
+        self.totals = np.zeros(len(self.queries))
 
-def _rises(walk: tuple[Stop, ...]) -> int:
-    """How often a block brought a new highest score: the more, the more there is to see."""
-    return len({stop.highest for stop in walk})
+    def take(
+        self, first: int, last: int, position: int, group: int, base: int, keys: np.ndarray, values: np.ndarray
+    ) -> None:
+        """One tile of scores: add what it says, and let what was added before shrink with a new highest score."""
+        import numpy as np
 
+        rows = np.arange(first, last)
+        scores = self.queries[rows] @ keys.T
+        sees = (position + rows // group - base)[:, None]
+        scores = np.where(np.arange(len(keys)) <= sees, scores, -np.inf)
+        highest = np.maximum(self.highest[rows], scores.max(axis=1))
+        weights, shrink = np.exp(scores - highest[:, None]), np.exp(self.highest[rows] - highest)
+        self.highest[rows] = highest
+        self.totals[rows] = self.totals[rows] * shrink + weights.sum(axis=1)
+        self.sums[rows] = self.sums[rows] * shrink[:, None] + weights @ values
 
-def _walk(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, table: np.ndarray, length: int, scale: float
-) -> tuple[Stop, ...]:
-    """What is known after each block, as the kernel goes."""
-    import numpy as np
+    def output(self) -> np.ndarray:
+        found: np.ndarray = self.sums / self.totals[:, None]
+        return found
 
-    size = keys.shape[1]
-    scores = np.array([keys[table[place // size], place % size] @ q * scale for place in range(length)])
-    stored = np.array([values[table[place // size], place % size] for place in range(length)])
-    weights = np.exp(scores - scores.max())
-    final = weights @ stored / weights.sum()
-    stops = []
-    for block in range(-(-length // size)):
-        seen = slice(0, min(length, (block + 1) * size))
-        highest = scores[seen].max()
-        shares = np.exp(scores[seen] - highest)
-        partial = shares @ stored[seen] / shares.sum()
-        error = float(np.linalg.norm(partial - final) / np.linalg.norm(final))
-        stops.append(Stop(block, float(highest), float(shares.sum()), error))
-    return tuple(stops)
+    def stop(self, row: int, final: np.ndarray) -> Stop:
+        import numpy as np
+
+        apart = np.linalg.norm(self.sums[row] / self.totals[row] - final) / np.linalg.norm(final)
+        return Stop(float(self.highest[row]), float(self.totals[row]), float(apart))
 
 
 def draw(data: FlashData, theme: Theme) -> Sheet:
@@ -195,59 +207,72 @@ def draw(data: FlashData, theme: Theme) -> Sheet:
     _draw_traffic(sheet.panel("traffic", grid[1, 1]), data)
     sheet.legend(
         {
-            "loaded": "key read, score used at once",
-            "held": f"the {data.block_size} scores that exist at one moment",
-            "skipped": "never loaded: it comes later",
+            "loaded": "scores made, used and forgotten",
+            "held": f"the {data.tile_rows} × {data.tile_keys} scores of one moment",
+            "skipped": "never made: all of it comes later",
         }
     )
     return sheet
 
 
 def _draw_tiles(panel: Panel, data: FlashData) -> None:
-    panel.title(
-        f"layer {data.layer + 1}, head {data.head + 1}: {data.tokens} tokens, keys in blocks of {data.block_size}"
-    )
-    held = {place for place in data.keys_read[data.row] if place // data.block_size == len(data.walk) - 2}
-    for row, read in enumerate(data.keys_read):
-        found = set(read)
-        for place in range(data.tokens):
-            kind = "loaded" if place in found else "skipped"
-            panel.cell(place, row, "held" if row == data.row and place in held else kind)
-    for edge in range(data.block_size, data.tokens, data.block_size):
+    panel.title(f"layer {data.layer + 1}, KV head {data.kv_head + 1}: {data.tokens} tokens in tiles")
+    held = next(tile for tile in reversed(data.made) if tile.first <= data.row <= tile.last)
+    for kind, tiles in (("loaded", data.made), ("skipped", data.skipped)):
+        for tile in tiles:
+            if tile is not held:
+                _draw_tile(panel, tile, kind)
+    _draw_tile(panel, held, "held")
+    for edge in range(data.tile_keys, data.tokens, data.tile_keys):
         panel.axes.plot([edge, edge], [0, data.tokens], color=panel.theme.ink, linewidth=0.7)
+        panel.axes.plot([0, data.tokens], [edge, edge], color=panel.theme.ink, linewidth=0.7)
     panel.grid_only(data.tokens, data.tokens)
-    panel.axes.set_xticks(
-        [edge + data.block_size / 2 for edge in range(0, data.tokens, data.block_size)],
-        [f"block {edge // data.block_size}" for edge in range(0, data.tokens, data.block_size)],
-    )
     panel.axes.set_anchor("NW")
-    panel.axes.set_yticks([data.row + 0.5], [f"row {data.row} →"], color=panel.theme.ink)
+    edges = [*range(0, data.tokens, data.tile_keys), data.tokens]
+    panel.axes.set_xticks(edges, [str(edge) for edge in edges])
+    panel.axes.set_yticks([data.row], [f"row {data.row} →"], color=panel.theme.ink)
+    panel.axes.set_xlabel("token that is seen (key)", color=panel.theme.muted)
     panel.axes.set_ylabel("token that looks (query)", color=panel.theme.muted)
 
 
+def _draw_tile(panel: Panel, tile: ScoreTile, kind: str) -> None:
+    height = tile.last - tile.first + 1
+    panel.cell(tile.keys, tile.first, kind, width=tile.count, height=height, gap=-0.4)  # too many to be told apart
+
+
 def _draw_walk(panel: Panel, data: FlashData) -> None:
-    panel.title(f"row {data.row} after each block")
-    blocks = [stop.block for stop in data.walk]
-    ink = panel.theme
-    panel.axes.plot(blocks, [stop.highest for stop in data.walk], "o-", color=ink.look("key").fill)
-    panel.axes.plot(blocks, [stop.total for stop in data.walk], "s-", color=ink.look("own").fill)
-    panel.axes.plot(blocks, [stop.error for stop in data.walk], "^-", color=ink.look("shared").fill)
-    panel.drawn["stop"] += len(blocks)
-    panel.chart("block", "")
-    panel.axes.set_xticks(blocks)
+    panel.title(f"row {data.row} after each tile of keys")
+    tiles = list(range(1, len(data.walk) + 1))
+    theme = panel.theme
+    panel.axes.plot(tiles, [stop.highest for stop in data.walk], "o-", color=theme.look("key").fill)
+    panel.axes.plot(tiles, [stop.total for stop in data.walk], "s-", color=theme.look("own").fill)
+    panel.axes.plot(tiles, [stop.error for stop in data.walk], "^-", color=theme.look("shared").fill)
+    panel.drawn["stop"] += len(tiles)
+    panel.chart("tiles read", "")
+    panel.axes.set_xticks(tiles)
     labels = ["highest score so far", "sum so far (softmax)", "error of the output so far"]
-    panel.axes.legend(labels, frameon=False, fontsize=8, labelcolor=ink.ink)
+    panel.axes.legend(labels, frameon=False, fontsize=8, labelcolor=theme.ink)
+
+
+def table_size(data: FlashData) -> int:
+    """Scores that would be written if they all were."""
+    return data.heads * data.tokens**2
+
+
+def written_besides(data: FlashData) -> int:
+    """Numbers that went to memory and are no output: among them would be the scores."""
+    return sum(count for name, count in data.stores.items() if name != "output")
 
 
 def _draw_traffic(panel: Panel, data: FlashData) -> None:
-    panel.title("numbers, for this head")
+    panel.title(f"numbers, for {data.heads} query heads and their KV head")
     bars = {
-        "scores of the full table": data.tokens**2,
-        "scores written to memory": data.stores["elsewhere"],
-        "scores held at a time": data.block_size,
-        "output written": data.stores["output"],
+        "scores of the full table": table_size(data),
+        "scores written to memory": written_besides(data),
+        "scores held at a time": data.tile_rows * data.tile_keys,
         "keys read": data.loads["keys"],
         "values read": data.loads["values"],
+        "output written": data.stores["output"],
     }
     values = list(bars.values())
     drawn = panel.axes.barh(range(len(bars)), values, 0.6, color=panel.theme.look("loaded").fill)
@@ -255,31 +280,33 @@ def _draw_traffic(panel: Panel, data: FlashData) -> None:
     panel.axes.bar_label(drawn, [f" {value:,}" for value in values], color=panel.theme.ink, fontsize=8.5)
     panel.chart("", "")
     panel.axes.grid(visible=False)
-    panel.axes.set_xscale("symlog")
     panel.axes.set_xticks([])
     panel.axes.set_yticks(range(len(bars)), list(bars), color=panel.theme.ink, fontsize=8.5)
     panel.axes.invert_yaxis()
-    panel.axes.margins(x=0.25)
+    panel.axes.margins(x=0.2)
 
 
 def says(data: FlashData) -> str:
     return (
-        f"{data.tokens} rows over {-(-data.tokens // data.block_size)} blocks of keys: {sum(map(len, data.keys_read))} "
-        f"scores are made, {data.block_size} at a time, and {data.stores['elsewhere']} are written to memory."
+        f"{data.tokens} tokens: {len(data.made)} tiles of scores are made and {len(data.skipped)} are skipped; "
+        f"{written_besides(data)} of {table_size(data):,} scores are written to memory."
     )
 
 
 def teach(data: FlashData) -> str:
     first, last = data.walk[0], data.walk[-1]
     return f"""
-Written down as a formula, attention makes a table of scores: each token against each other one. For 24 tokens that is
-nothing. For 100,000 tokens it is ten billion numbers for **each head of each layer**. Writing them to memory and
-reading them again would take far longer than computing them. **FlashAttention** is the trick to never write them.
+Written down as a formula, attention makes a table of scores: each token against each other one. For {data.tokens}
+tokens and the {data.heads} query heads in this picture that is {table_size(data):,} numbers. For 100,000 tokens it is
+ten billion numbers for **each head of each layer**. Writing them to memory and reading them again would take far longer
+than computing them. **FlashAttention** is the trick to never write them.
 
 [[flash]]
 
-The kernel walks over the keys and values in **tiles**, here the blocks of the KV cache ({data.block_size} tokens). For
-each tile it computes the scores, uses them, and forgets them. At any moment only {data.block_size} scores exist.
+The kernel works in **tiles**. It loads the queries of some tokens and {data.tile_keys} keys, makes the scores of
+{data.tile_rows} rows against them, uses them, and forgets them. At any moment only {data.tile_rows} × {data.tile_keys}
+scores exist (orange). A tile of keys that was loaded serves all queries of its tile, and all heads that share it. Tiles
+that only hold later tokens (grey) are skipped.
 
 But softmax needs the sum over **all** scores. How can it work in pieces? By keeping two numbers for each row:
 
@@ -287,18 +314,13 @@ But softmax needs the sum over **all** scores. How can it work in pieces? By kee
 - the **sum so far** of e^(score − highest).
 
 When a tile brings a higher score, what was added up before is made smaller by the right factor. After the last tile
-the result is exact. In the picture, row {data.row} starts with an output that is {first.error:.0%} off and ends at
-{last.error:.0%}: nothing has to be done twice.
+the result is exact. In the picture, row {data.row} has an output that is {first.error:.0%} off after its first tile,
+and {last.error:.0%} off after the last: nothing has to be done twice.
 
-Tiles that only hold later tokens (grey) are not loaded at all.
-
-These are not estimates. The engine's own CPU kernel (`attend_rows`) was run with arrays that note every access: it read
-{data.loads["keys"]:,} numbers of keys and {data.loads["values"]:,} of values, wrote {data.stores["output"]:,} numbers
-of output and {data.stores["elsewhere"]} others. Its result differs by at most {data.difference:.0e} from the compiled
-kernel in the run.
-
-On a GPU the same idea goes one step further: a tile of many queries is kept in fast memory too, so that each key that
-is loaded serves all of them.
+The tiles are those that the engine's compiled kernel was given in the run. Here they are gone through once more in slow
+motion, with arrays that note every access: {data.loads["keys"]:,} numbers of keys and {data.loads["values"]:,} of
+values are read, {data.stores["output"]:,} numbers of output are written, and {written_besides(data)} scores. The result
+differs by at most {data.difference:.0e} from what the compiled kernel had.
 """
 
 
@@ -309,5 +331,5 @@ TOPIC = Topic(
     run=run,
     pictures=(Picture("flash", draw, says),),
     teach=teach,
-    code=("chairlift/kernels/paged_cpu.py", "chairlift/kernels/triton_attention.py"),
+    code=("chairlift/kernels/cpu_attention.py", "chairlift/kernels/triton_attention.py"),
 )

@@ -51,7 +51,7 @@ def run(stage: Stage) -> KernelsData:
         Rider("A", stage.prompt(13), 6),
         Rider("B", stage.prompt(4, skip=9), 6),
         Rider("C", stage.prompt(8, skip=20), 6, turn=1),
-        Rider("D", stage.prompt(5, skip=31), 2, turn=3),
+        Rider("D", stage.prompt(4, skip=31), 2, turn=3),
     ]
     ways, outputs, runs = {}, [], {}
     for name in NAMES:
@@ -230,6 +230,6 @@ TOPIC = Topic(
         "chairlift/attention/bursted.py",
         "chairlift/attention/padded.py",
         "chairlift/attention/paged_cpu.py",
-        "chairlift/kernels/paged_cpu.py",
+        "chairlift/kernels/cpu_attention.py",
     ),
 )

@@ -163,5 +163,5 @@ TOPIC = Topic(
     run=run,
     pictures=(Picture("paging", draw, says),),
     teach=teach,
-    code=("chairlift/core/kv_cache.py", "chairlift/core/blocks.py", "chairlift/kernels/paged_cpu.py"),
+    code=("chairlift/core/kv_cache.py", "chairlift/core/blocks.py", "chairlift/kernels/cpu_attention.py"),
 )

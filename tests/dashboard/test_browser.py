@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +180,18 @@ def test_a_file_that_is_no_run_is_refused_in_words(page: Page, tmp_path: Path) -
 
 
 def test_a_recorded_page_needs_no_server(browser: Any, lift_server: RunningServer, tmp_path: Path) -> None:
-    page = Page(browser)
-    page.open(f"{lift_server.url}/dashboard")
-    page.wait_for("return document.documentElement.dataset.state === 'live' && chairlift.model.key !== null")
-    page.click("[data-burst=mixed]")
+    page, over = Page(browser), threading.Event()
+
+    def keep_busy() -> None:
+        while not over.is_set():
+            lift_server.post("/v1/completions", {"model": NAME, "prompt": ["a lift", "and on"], "max_tokens": 9})
+
     out = tmp_path / "run.html"
-    done = CliRunner().invoke(app, ["record", str(out), "--url", lift_server.url, "--seconds", "2"])
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(keep_busy)
+        done = CliRunner().invoke(app, ["record", str(out), "--url", lift_server.url, "--seconds", "1"])
+        over.set()
+        busy.result()
     assert done.exit_code == 0, done.output
     page.open(out.as_uri())
     page.wait_for("return document.documentElement.dataset.state === 'replay'")

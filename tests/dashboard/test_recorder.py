@@ -94,4 +94,4 @@ def test_nothing_is_noted_once_it_is_stopped() -> None:
 def test_forgets_requests_that_are_over() -> None:
     run = random_run(3)
     assert run.recorder._seen == {}
-    assert run.recorder._runs == {}
+    assert len(run.recorder._runs) <= run.scheduler.max_batch_requests  # those of the last step

@@ -46,6 +46,17 @@ class _Seen:
         self.over = request.status is Status.FINISHED  # and the page knows
 
 
+class _Run:
+    """A request that decodes a token in every step, since the last frame or a later step."""
+
+    __slots__ = ("first", "handle", "start")
+
+    def __init__(self, handle: int, first: int, start: int) -> None:
+        self.handle = handle
+        self.first = first  # index of its first step in the frame
+        self.start = start  # position of its token there
+
+
 class Recorder:
     """Watches one engine from the first keyframe on. Everything it says is cleared by saying it."""
 
@@ -58,7 +69,8 @@ class Recorder:
         self._tenants: dict[str, int] = {}
         self._new_tenants: dict[int, str] = {}
         self._decoding: list[Request] = []  # in the last step
-        self._runs: dict[str, list[int]] = {}  # those under way, by request
+        self._decoding_set: set[Request] = set()  # the same
+        self._runs: dict[str, _Run] = {}  # those under way, by request
         self._policy = ""
         self._in_step: Sequence[Chunk] = ()
         self._clear()
@@ -188,30 +200,33 @@ class Recorder:
 
     def _change_runs(self, chunks: Sequence[Chunk], decoding: list[Request], index: int) -> None:
         """End the runs of those who no longer decode, and begin one for everyone who does now."""
-        now, before = set(decoding), set(self._decoding)
+        now, before = set(decoding), self._decoding_set
         for request in before - now:
-            self._end_run(request.id, index)
-        if now - before:
-            starts = {chunk.request.id: chunk.start for chunk in chunks}
-            for request in now - before:
-                seen = self._seen.get(request.id) or self._know(request.id)
+            run = self._runs.pop(request.id, None)
+            if run is not None and index > run.first:
+                self._list("runs").append([run.handle, run.first, index - run.first, run.start])
+        if joined := now - before:
+            for chunk in chunks:
+                seen = self._know(chunk.request.id) if chunk.request in joined else None
                 if seen is not None:
-                    self._runs[request.id] = [seen.handle, index, 0, starts[request.id]]
-        self._decoding = decoding
+                    self._runs[chunk.request.id] = _Run(seen.handle, index, chunk.start)
+        self._decoding, self._decoding_set = decoding, now
 
-    def _end_run(self, request_id: str, index: int) -> None:
-        run = self._runs.pop(request_id, None)
-        if run is not None:
-            run[2] = index - run[1]
-            self._list("runs").append(run)
+    def _cut_runs(self) -> None:
+        """What was told of them is told; they go on from here."""
+        runs, steps = self._list("runs"), self._num_steps
+        for run in self._runs.values():
+            count = steps - run.first
+            if count:
+                runs.append([run.handle, run.first, count, run.start])
+                run.start += count
+            run.first = 0
 
     # ---- what is said of it --------------------------------------------------------------------------------------
 
     def frame(self, now: float) -> Frame:
         """All since the last frame, and how things stand."""
-        for request_id in list(self._runs):
-            self._end_run(request_id, self._num_steps)
-        self._decoding = []
+        self._cut_runs()
         self._note_tables()
         frame = {"t": "batch", "now": _seconds(now), **self._standing(), **self._lists}
         changed = self._kv.pool.changed

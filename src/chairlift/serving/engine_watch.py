@@ -16,8 +16,9 @@ from chairlift.serving.messages import Frame, Watch
 if TYPE_CHECKING:
     from chairlift.execution.engine import Engine
 
-FRAME_SECONDS = 0.1  # what an eye calls live; with frames more often, the engine would work for the page
+FRAME_SECONDS = 0.1  # between frames: what an eye calls live
 QUIET_SECONDS = 1.0  # the same while nothing happens
+MOST_OF_THE_TIME = 0.003  # that the engine makes frames; where they are large, there are fewer of them
 
 _encoder = msgspec.json.Encoder()
 
@@ -30,6 +31,7 @@ class EngineWatch:
         self._is_new = True
         self._happened = False  # anything, since the last frame
         self._last_frame = 0.0
+        self._pause = FRAME_SECONDS  # until the next frame
         self._ends = 0.0
 
     def go_on(self, wanted: Watch) -> None:
@@ -50,8 +52,11 @@ class EngineWatch:
         if now > self._ends:
             self._recorder.stop()
             return False
-        if now - self._last_frame >= (FRAME_SECONDS if self._happened else QUIET_SECONDS):
+        if now - self._last_frame >= (self._pause if self._happened else QUIET_SECONDS):
+            begun = time.thread_time()
             self._tell(self._recorder.frame(self._engine.now()))
+            cost = time.thread_time() - begun
+            self._pause = min(QUIET_SECONDS, max(FRAME_SECONDS, cost / MOST_OF_THE_TIME))
         return True
 
     def _tell(self, record: Record, *, is_key: bool = False) -> None:

@@ -22,7 +22,9 @@ def window(is_open: bool, tokens: int) -> Window:
 
 def test_each_open_window_is_held_against_its_neighbour(tmp_path: Path) -> None:
     # The machine slows down by half in between: pairs do not notice.
-    cost = DashboardCost([window(False, 100), window(True, 99), window(True, 48), window(False, 50)], 4000, [7, 9])
+    cost = DashboardCost(
+        [window(False, 100), window(True, 99), window(True, 48), window(False, 50)], 4000, [7, 9], [1, 2]
+    )
     assert [one.is_open for one in cost.windows] == list(_turns(2))
     assert cost.ratio == pytest.approx((0.99 + 0.96) / 2)
     assert cost.ratio_error == pytest.approx(0.015)
@@ -49,4 +51,5 @@ def test_measures_a_server_with_the_page_open_and_closed(tmp_path: Path) -> None
     closed, opened = json.loads(out.read_text())["rows"]
     assert closed["output_tokens_per_s"] > 0
     assert opened["stream_bytes_per_s"] > 100
-    assert opened["memory_first_bytes"] > 0
+    assert opened["engine_memory_first_bytes"] > opened["front_end_memory_first_bytes"] > 0
+    assert opened["engine_cpu_ms_per_token"] > 0

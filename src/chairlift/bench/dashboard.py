@@ -48,7 +48,8 @@ class Window:
 class DashboardCost:
     windows: list[Window] = field(default_factory=list)
     stream_bytes: int = 0
-    memory_bytes: list[int] = field(default_factory=list)  # of the server's two processes, after each window
+    front_end_memory: list[int] = field(default_factory=list)  # after each window
+    engine_memory: list[int] = field(default_factory=list)  # grows until all of the KV cache has been written to
 
     def rate(self, *, is_open: bool) -> float:
         return statistics.fmean(window.tokens_per_s for window in self.windows if window.is_open is is_open)
@@ -83,8 +84,11 @@ class DashboardCost:
                 "ratio": self.ratio if is_open else 1.0,
                 "ratio_error": self.ratio_error if is_open else 0.0,
                 "stream_bytes_per_s": self._stream_rate() if is_open else 0.0,
-                "memory_first_bytes": self.memory_bytes[0],
-                "memory_last_bytes": self.memory_bytes[-1],
+                "engine_cpu_ms_per_token": self._cpu_per_token(is_open),
+                "front_end_memory_first_bytes": self.front_end_memory[0],
+                "front_end_memory_last_bytes": self.front_end_memory[-1],
+                "engine_memory_first_bytes": self.engine_memory[0],
+                "engine_memory_last_bytes": self.engine_memory[-1],
             }
             for is_open in (False, True)
         ]
@@ -93,6 +97,11 @@ class DashboardCost:
         mine = [window for window in self.windows if window.is_open is is_open]
         seconds: float = sum(getattr(window, name) for window in mine)
         return seconds / sum(window.seconds for window in mine)
+
+    def _cpu_per_token(self, is_open: bool) -> float:
+        """What others on the machine cannot slow down."""
+        mine = [window for window in self.windows if window.is_open is is_open]
+        return 1000 * sum(window.engine_cpu for window in mine) / max(1, sum(window.tokens for window in mine))
 
     def _stream_rate(self) -> float:
         return self.stream_bytes / sum(window.seconds for window in self.windows if window.is_open)
@@ -130,7 +139,8 @@ async def _measure(
             note(f"window {number} of {2 * pairs}: the page is {'open' if is_open else 'closed'}")
             async with _page(server.port, cost) if is_open else _nobody():
                 cost.windows.append(await _window(server, seconds, is_open=is_open))
-            cost.memory_bytes.append(_memory(server.process.pid))
+            cost.front_end_memory.append(_memory([server.process.pid]))
+            cost.engine_memory.append(_memory(children(server.process.pid)))
             failed = next((record.error for record in load.records if record.error is not None), None)
             if failed is not None or running.done():
                 raise ChairliftError(f"the load did not last: {failed or 'there were too few requests'}")
@@ -189,10 +199,10 @@ async def _nobody() -> AsyncIterator[None]:
     yield
 
 
-def _memory(pid: int) -> int:
-    """Resident, of a process and its children; 0 where the system does not tell."""
+def _memory(pids: Iterable[int]) -> int:
+    """Resident, in bytes; 0 where the system does not tell."""
     total = 0
-    for one in (pid, *children(pid)):
+    for one in pids:
         with suppress(OSError, ValueError, IndexError):
             lines = Path(f"/proc/{one}/status").read_text().splitlines()
             total += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))

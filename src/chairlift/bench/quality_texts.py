@@ -28,9 +28,9 @@ TEXTS = (
     "and the energy they give up is stored in two carriers, ATP and NADPH. In the second stage these carriers pay for "
     "the making of sugar from carbon dioxide. The oxygen that we breathe is a by-product of the first stage.",
     "Dear Ms Keller,\n\nThank you for your letter of 3 March about the noise from the workshop below your flat. We "
-    "have spoken with the tenant, who was not aware that the machines can be heard on the second floor. From next Monday "
-    "they will be used only between nine and five, and the largest one will be moved to the other side of the building. "
-    "Please let us know in two weeks whether this has helped.\n\nYours sincerely,\nThe house management",
+    "have spoken with the tenant, who was not aware that the machines can be heard on the second floor. From next "
+    "Monday they will be used only between nine and five, and the largest one will be moved to the other side of the "
+    "building. Please let us know in two weeks whether this has helped.\n\nYours sincerely,\nThe house management",
     '{"name": "chairlift", "version": "0.1.0", "seats": 64, "policy": "continuous", "limits": {"waiting": 1024, '
     '"prompt_tokens": 8192, "timeout_s": 600}, "routes": ["/v1/chat/completions", "/v1/completions", "/v1/models", '
     '"/health", "/metrics"], "keys": [{"tenant": "alice", "weight": 2}, {"tenant": "bob", "weight": 1}]}',

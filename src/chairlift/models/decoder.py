@@ -227,6 +227,7 @@ class Decoder:
         """Call once every target is filled. One part after the other, so that memory never holds two models."""
         if self.quantization == "int8":
             self.head.round()
+            self.embedding = self.embedding.half()  # far finer than 8 bits, and half the memory
         for part in self._parts():
             part.finalize()
         if self._layer_weights is not None:
@@ -246,7 +247,7 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, hidden], what the first layer reads."""
-        x = F.embedding(tokens, self.embedding)
+        x = F.embedding(tokens, self.embedding).to(self.dtype)
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

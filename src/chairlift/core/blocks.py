@@ -6,8 +6,11 @@ A block is in exactly one of three states:
     cached    reference count 0, but its contents are indexed: a later request may take it up again
     empty     reference count 0, contents worthless
 
-Cached and empty blocks are both *free*: both may be handed out. The free list is ordered so that empty ones go
-first and, among the cached, the least recently used; handing out a cached block drops it from the index.
+Cached and empty blocks are both *free*: both may be handed out. Empty ones go first, those used last before the rest,
+then the cached ones, the least recently used first; handing out a cached block drops it from the index.
+
+Blocks that were never used are written down nowhere: a simulation may have thousands of pools, each as large as a
+GPU's.
 """
 
 from __future__ import annotations
@@ -20,35 +23,35 @@ class BlockPool:
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
-        self._references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks))
+        self._references: list[int] = []  # of the blocks that were used at some time: the first so many
+        self._empty: list[int] = []  # used before, and next to be handed out: the last first
         self._cached: set[int] = set()  # blocks whose contents are indexed, used or free
-        self._num_empty = num_blocks
+        self._cached_free: OrderedDict[int, None] = OrderedDict()  # the free ones of them, least recently used first
         self._on_evict = on_evict
         self.num_evictions = 0
         self.changed: set[int] | None = None  # while someone watches: blocks whose state may have changed
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.num_empty + len(self._cached_free)
 
     @property
     def num_empty(self) -> int:
-        return self._num_empty
+        return len(self._empty) + self.num_blocks - len(self._references)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def references(self, block: int) -> int:
-        return self._references[block]
+        return self._references[block] if block < len(self._references) else 0
 
     def is_free(self, block: int) -> bool:
-        return block in self._free
+        return self.references(block) == 0
 
     def free_blocks(self) -> list[int]:
         """The free list, next to be handed out first."""
-        return list(self._free)
+        return [*reversed(self._empty), *range(len(self._references), self.num_blocks), *self._cached_free]
 
     def is_cached(self, block: int) -> bool:
         return block in self._cached
@@ -62,28 +65,33 @@ class BlockPool:
 
     def take(self, count: int) -> list[int] | None:
         """`count` blocks for one new owner, or None (and no change) if there are not as many."""
-        free, cached = self._free, self._cached
-        if count > len(free):
+        if count > self.num_free:
             return None
-        blocks = [free.popitem(last=False)[0] for _ in range(count)]
-        for block in blocks:
-            self._references[block] = 1
-            if block in cached:
-                cached.remove(block)
-                self._on_evict(block)
-                self.num_evictions += 1
-            else:
-                self._num_empty -= 1
+        blocks = [self._take_one() for _ in range(count)]
         if self.changed is not None:
             self.changed.update(blocks)
         return blocks
+
+    def _take_one(self) -> int:
+        if self._empty:
+            block = self._empty.pop()
+        elif len(self._references) < self.num_blocks:
+            self._references.append(1)
+            return len(self._references) - 1
+        else:
+            block, _ = self._cached_free.popitem(last=False)
+            self._cached.remove(block)
+            self._on_evict(block)
+            self.num_evictions += 1
+        self._references[block] = 1
+        return block
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner for each of these; a cached free block comes back to life."""
         for block in blocks:
             if self._references[block] == 0:
                 assert block in self._cached, f"block {block} is shared but holds nothing"
-                del self._free[block]
+                del self._cached_free[block]
             self._references[block] += 1
             if self.changed is not None:
                 self.changed.add(block)
@@ -96,7 +104,7 @@ class BlockPool:
             if self.changed is not None:
                 self.changed.add(block)
             if self._references[block] == 0:
-                self._free[block] = None
-                if block not in self._cached:
-                    self._num_empty += 1
-                    self._free.move_to_end(block, last=False)
+                if block in self._cached:
+                    self._cached_free[block] = None
+                else:
+                    self._empty.append(block)

@@ -18,10 +18,13 @@ def check_accounting(scheduler: Scheduler) -> None:
     tables = kv.tables()
     holders = Counter(block for table in tables.values() for block in table)
     free = pool.free_blocks()
-    assert len(free) == len(set(free)), "the free list names a block twice"
+    listed = set(free)
+    assert len(free) == len(listed) == pool.num_free, "the free list names a block twice"
     for block in range(pool.num_blocks):
         assert pool.references(block) == holders[block], f"block {block}: reference count differs from its tables"
-        assert pool.is_free(block) == (holders[block] == 0), f"block {block} is lost or handed out twice"
+        assert (block in listed) == pool.is_free(block) == (holders[block] == 0), (
+            f"block {block} is lost or handed out twice"
+        )
     assert pool.num_empty == sum(not pool.is_cached(block) for block in free), "empty blocks are counted wrong"
     for request_id, table in tables.items():
         assert len(table) == len(set(table)), f"{request_id} holds a block twice"

@@ -42,6 +42,15 @@ def share_rest_among_prompts(lift: Lift, draft: PlanDraft, before: Urgency | Non
             draft.add(request, count, lift.kv, copies)
 
 
+def keep_moving(lift: Lift, draft: PlanDraft, now: float) -> None:
+    """If nobody computes anything, the first prompt on board does, at the expense of others if memory is short: one who
+    comes before it was expected to board, and did not."""
+    for request in sorted(lift.running, key=lift.ordering.rank):
+        if draft.chunks:
+            return
+        _compute(request, draft.room_for(request), lift, draft, now)
+
+
 def _compute(request: Request, count: int, lift: Lift, draft: PlanDraft, now: float) -> None:
     """Plan `count` tokens of one on board; at the expense of others if memory is short."""
     if count <= 0 or request.status is not Status.RUNNING:  # someone ahead may have preempted it meanwhile

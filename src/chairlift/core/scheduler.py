@@ -215,6 +215,8 @@ class Scheduler:
         packing.advance_prompts(self.lift, draft, now)
         board_waiting(self.lift, self.policy, draft, now)
         packing.share_rest_among_prompts(self.lift, draft)
+        if not draft.chunks:
+            packing.keep_moving(self.lift, draft, now)
         if self.speculation is not None:
             self.speculation.add_drafts(self.lift, draft)
         plan = self._seal(draft)

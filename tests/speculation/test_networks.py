@@ -183,5 +183,5 @@ def test_a_head_needs_no_more_state_than_that_of_open_requests(tiny: LoadedModel
     assert runner.drafter is not None
     network = runner.drafter.network
     assert isinstance(network, Head)
-    assert not network._known
+    assert not network._ahead
     assert not network._guessed

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -32,6 +33,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.speculative.head import DraftHead
 
 MAX_LENGTH = 7
+MOST_STATES = 64  # of a request, that wait for its draft head
 _GAIN = 0.1  # how far one measurement moves the estimate of what a pass takes
 
 
@@ -223,51 +225,81 @@ class SmallModel:
 
 
 class Head:
-    """A draft head. It computes all that the target computes, from the target's states, and guesses from there."""
+    """A draft head. It computes prompts when the target does. Of what is generated, the target's states are kept until
+    guesses are asked for: a request that gets none costs nothing."""
 
     def __init__(self, head: DraftHead) -> None:
         self.token_ids: Tensor | None = head.token_ids
         self._head = head
-        # By request id: a position, and the state of the token before it, as the target and as the head computed it.
-        self._known: dict[str, tuple[int, Tensor]] = {}
-        self._guessed: dict[str, tuple[int, Tensor]] = {}
+        self._ahead: dict[str, _Ahead] = {}  # by request id
+        self._guessed: dict[str, Tensor] = {}  # by request id: the head's own state of the last guess
 
     def first_position(self, request: Request) -> int:
-        return request.num_known - 1
+        ahead = self._ahead.get(request.id)
+        if ahead is None or ahead.first + len(ahead.states) != request.num_known:
+            return request.num_known - 1  # it has just come back: the token has to do
+        return min(ahead.first, request.num_known - 1)
 
     def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
         head = self._head
         previous = torch.zeros(len(batch.tokens), head.hidden_size, dtype=head.target.dtype, device=batch.tokens.device)
         for offset, chunk in zip(batch.layout.offsets, chunks, strict=False):
-            self._recall(self._guessed if chunk.drafts else self._known, chunk, previous[offset])
+            request_id = chunk.request.id
+            if chunk.drafts:
+                previous[offset] = self._guessed[request_id]
+                continue
+            ahead = self._ahead.get(request_id)
+            if ahead is not None and (ahead.first, len(ahead.states)) == (chunk.start, chunk.count):
+                previous[offset : offset + chunk.count] = torch.stack(ahead.states)
+            # Its last token is computed once more next time: a step with prompts may compute it without its state.
+            self._ahead[request_id] = _Ahead(chunk.end - 1, [previous[offset + chunk.count - 1]])
         states = head.states(batch.tokens, previous, batch.positions, attend)[last_rows]
         for chunk, state in zip(chunks, states, strict=True):
-            self._guessed[chunk.request.id] = chunk.end, state
+            self._guessed[chunk.request.id] = state
         return head.scores(states)
 
-    def _recall(self, states: dict[str, tuple[int, Tensor]], chunk: Chunk, place: Tensor) -> None:
-        """Write the state before `chunk` to its place. Behind a prefix hit there is none: the token has to do."""
-        position, state = states.get(chunk.request.id, (-1, None))
-        if state is not None and position == chunk.start:
-            place.copy_(state)
-        else:
-            place.zero_()
-
     def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
+        if not all(chunk.decodes for chunk in plan.chunks):
+            self._compute_prompts(plan, batch, attend, hidden)
+        rows = iter(kept)
+        for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
+            last = next(rows) if chunk.samples else offset + chunk.count - 1
+            ahead = self._ahead.get(chunk.request.id)
+            if not chunk.decodes or ahead is None or ahead.first + len(ahead.states) != chunk.start + 1:
+                self._ahead[chunk.request.id] = _Ahead(chunk.start + last - offset + 1, [hidden[last].clone()])
+                continue
+            ahead.states += hidden[offset : last + 1].clone().unbind(0)
+            ahead.forget_all_but(MOST_STATES)
+
+    def _compute_prompts(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor) -> None:
+        """All of the step, for it is one batch: what decodes is computed once more when it is asked for guesses."""
         previous = torch.zeros_like(hidden)
         previous[1:] = hidden[:-1]
-        offsets = batch.layout.offsets
-        for offset, chunk in zip(offsets, plan.chunks, strict=False):
-            self._recall(self._known, chunk, previous[offset])
+        for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
+            ahead = self._ahead.get(chunk.request.id)
+            known = ahead is not None and len(ahead.states) == 1 and ahead.first == chunk.start
+            previous[offset] = ahead.states[0] if ahead is not None and known else 0.0  # behind a prefix hit: none
         self._head.states(batch.tokens, previous, batch.positions, attend)
-        rows = iter(kept)
-        for offset, chunk in zip(offsets, plan.chunks, strict=False):
-            row = next(rows) if chunk.samples else offset + chunk.count - 1
-            self._known[chunk.request.id] = chunk.start + row - offset + 1, hidden[row].clone()
 
     def forget(self, request_id: str) -> None:
-        self._known.pop(request_id, None)
+        self._ahead.pop(request_id, None)
         self._guessed.pop(request_id, None)
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """What a draft head has to catch up with: its first token that is not computed, and for that and all later ones the
+    target's state of the token before."""
+
+    first: int
+    states: list[Tensor]
+
+    def forget_all_but(self, most: int) -> None:
+        """Guesses are worth less for the gap, but after so long it is not known whether any are wanted."""
+        spare = len(self.states) - most
+        if spare > 0:
+            self.first += spare
+            del self.states[:spare]
 
 
 def _scores(model: CausalLM, batch: InputBatch, last_rows: Tensor, attend: Attend) -> Tensor:

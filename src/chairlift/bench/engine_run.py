@@ -33,11 +33,19 @@ class Session:
 
 
 def measure_engine(
-    engine: Engine, workload: Workload, advance: Advance, arrivals: Sequence[float] | None = None
+    engine: Engine,
+    workload: Workload,
+    advance: Advance,
+    arrivals: Sequence[float] | None = None,
+    in_flight: int | None = None,
 ) -> Measurement:
-    """Run all requests, after a short warm-up. They come at once, or each at its own time (seconds, rising)."""
+    """Run all requests, after a short warm-up.
+
+    They come at once, or each at its own time (seconds, rising). With `in_flight`, no more than so many are under way:
+    the next one comes when one has ended.
+    """
     run_sessions(engine, _single_turns(workload.warm_up()))
-    return run_sessions(engine, _single_turns(workload), advance, arrivals)
+    return run_sessions(engine, _single_turns(workload), advance, arrivals, in_flight)
 
 
 def _single_turns(workload: Workload) -> list[Session]:
@@ -49,13 +57,14 @@ def run_sessions(
     sessions: Sequence[Session],
     advance: Advance = lambda tokens: None,
     arrivals: Sequence[float] | None = None,
+    in_flight: int | None = None,
 ) -> Measurement:
     """Serve every session to its end. Whoever comes on time waits for a step that is under way; that counts."""
     longest = max(session.longest for session in sessions)
     if longest > engine.max_model_len:
         problem = f"a request of {longest} tokens, prompt and output, exceeds the {engine.max_model_len}"
         raise InvalidParameter("max_model_len", f"{problem} of this model; ask for shorter ones")
-    return _Run(engine, sessions, arrivals or [0.0] * len(sessions)).to_end(advance)
+    return _Run(engine, sessions, arrivals or [0.0] * len(sessions), in_flight or len(sessions)).to_end(advance)
 
 
 @dataclass(slots=True)
@@ -75,9 +84,11 @@ class _Turn:
 
 
 class _Run:
-    def __init__(self, engine: Engine, sessions: Sequence[Session], arrivals: Sequence[float]) -> None:
+    def __init__(self, engine: Engine, sessions: Sequence[Session], arrivals: Sequence[float], in_flight: int) -> None:
         self._engine = engine
         self._coming = deque(zip(arrivals, sessions, strict=True))
+        self._in_flight = in_flight
+        self._is_capped = in_flight < len(sessions)
         self._begun = 0.0
         self._open: dict[str, _Turn] = {}
         self._turns: list[_Turn] = []
@@ -105,9 +116,9 @@ class _Run:
         return self._engine.now() - self._begun
 
     def _let_in(self) -> None:
-        while self._coming and self._coming[0][0] <= self._now():
+        while self._coming and self._coming[0][0] <= self._now() and len(self._open) < self._in_flight:
             came, session = self._coming.popleft()
-            self._submit(session, 0, [], came)
+            self._submit(session, 0, [], self._now() if self._is_capped else came)
 
         if not self._coming and all(turn.is_last for turn in self._open.values()):
             self._engine.expect_no_more()

@@ -14,6 +14,8 @@ from chairlift.bench.workload import Workload, text_like_ids
 from chairlift.errors import InvalidParameter
 
 ENGINES = ("chairlift", "one-at-a-time", "transformers")
+OWN_ENGINES = ("chairlift", "chairlift-fp32")
+ALL_ENGINES = tuple(dict.fromkeys(ENGINES + OWN_ENGINES))
 
 Watch = Callable[[str], AbstractContextManager[Advance]]
 """Shows the progress of the engine of that name."""
@@ -21,12 +23,17 @@ Watch = Callable[[str], AbstractContextManager[Advance]]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Which model to run, on which engines, and how. `options` are those of `EngineConfig`."""
+    """Which model to run, on which engines, and how. `options` are those of `EngineConfig`.
+
+    All requests are submitted at once, or with `closed_loop` no more of them than there are seats: the next comes when
+    one has ended. That is for our own engines.
+    """
 
     model: str
     engines: Sequence[str] = ENGINES
     options: Mapping[str, Any] = field(default_factory=dict)
     progress: bool = True  # of fetching the model
+    closed_loop: bool = False
 
     def run(self, workload: Workload, watch: Watch) -> list[dict[str, Any]]:
         """One row per engine. Each is loaded, warmed up, measured and let go before the next."""
@@ -34,6 +41,7 @@ class Comparison:
 
         runs = {
             "chairlift": self._run_batched,
+            "chairlift-fp32": self._run_fp32,
             "one-at-a-time": self._run_one_at_a_time,
             "transformers": self._run_transformers,
         }
@@ -48,6 +56,11 @@ class Comparison:
         add_speedups(rows)
         return rows
 
+    def seats(self) -> int:
+        """The most requests in a step."""
+        seats: int = self._config().seats()
+        return seats
+
     def settings(self) -> dict[str, Any]:
         """The choices that were left open, as they were made here."""
         import torch
@@ -59,6 +72,7 @@ class Comparison:
             "threads": torch.get_num_threads(),
             "device": str(config.torch_device()),
             "dtype": str(config.torch_dtype()).removeprefix("torch."),
+            "quantization": config.quantization,
             "concurrency": config.seats(),
             "max_model_len": config.max_model_len,
             "max_batch_tokens": config.batch_tokens(),
@@ -100,8 +114,12 @@ class Comparison:
         from chairlift.bench.engine_run import measure_engine
         from chairlift.execution.startup import load_engine
 
-        loaded = load_engine(self.model, self._config(**changes), progress=self.progress)
-        return measure_engine(loaded.engine, workload, advance)
+        config = self._config(**changes)
+        loaded = load_engine(self.model, config, progress=self.progress)
+        return measure_engine(loaded.engine, workload, advance, in_flight=config.seats() if self.closed_loop else None)
+
+    def _run_fp32(self, workload: Workload, advance: Advance) -> Measurement:
+        return self._run_batched(workload, advance, quantization="none", dtype="float32")
 
     def _run_one_at_a_time(self, workload: Workload, advance: Advance) -> Measurement:
         """The same engine with a single seat."""
@@ -127,12 +145,12 @@ class Comparison:
         return self.options.get("max_batch_tokens") or MAX_BATCH_TOKENS
 
 
-def parse_engines(text: str) -> list[str]:
+def parse_engines(text: str, known: Sequence[str] = ALL_ENGINES) -> list[str]:
     """ "chairlift,transformers" -> both, in this order."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in ENGINES:
-            raise InvalidParameter("engines", f"there is no {name!r}; choose from {', '.join(ENGINES)}")
+        if name not in known:
+            raise InvalidParameter("engines", f"there is no {name!r}; choose from {', '.join(known)}")
     if len(set(names)) < len(names):
         raise InvalidParameter("engines", f"{text!r} names one twice")
     return names

@@ -74,7 +74,7 @@ def measure_quality(model: str, modes: Sequence[str], note: Note, *, texts: Sequ
     for mode in ["float32", *(mode for mode in modes if mode != "float32")]:
         note(f"{mode}: loading")
         options: dict[str, Any] = {"device": "cpu", "kv_memory": "256MiB", "max_batch_requests": 1}
-        config = EngineConfig(**options, **MODES[mode])
+        config = EngineConfig(**(options | dict(MODES[mode])))
         loaded = load_model(model, config, progress=False)
         started = start_engine(loaded, config)
         assert isinstance(started.runner, ModelRunner)

@@ -41,14 +41,14 @@ def ragged_cases(draw: st.DrawFn) -> tuple[AttentionLayer, list[tuple[int, int]]
     kv_heads = draw(st.sampled_from([1, 2, 3]))
     layer = AttentionLayer(
         index=0,
-        num_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4])),
+        num_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 4, 5, 7])),
         num_kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([8, 16, 40, 64])),
+        head_dim=draw(st.sampled_from([8, 16, 40, 64, 96])),
         scale=draw(st.sampled_from([0.05, 0.125, 1.0])),
         window=draw(st.none() | st.integers(1, 30)),
         softcap=draw(st.sampled_from([None, 5.0, 50.0])),
     )
-    chunk = st.tuples(st.integers(0, 60), st.sampled_from([1, 1, 1, 2, 7, 8, 9, 33]))
+    chunk = st.tuples(st.integers(0, 60) | st.integers(60, 300), st.sampled_from([1, 1, 1, 2, 7, 8, 9, 33]))
     return (
         layer,
         draw(st.lists(chunk, min_size=1, max_size=6)),

@@ -153,6 +153,16 @@ def test_a_team_does_every_piece_once_and_in_order(size: int) -> None:
         assert (done == 1).all()
 
 
+_lone = threading.Lock()
+
+
+def _fail_alone(shared: Any, members: int, done: Any) -> None:
+    """One member fails; the other would wait for it for ever."""
+    if _lone.acquire(blocking=False):
+        raise ValueError("only one of us")
+    _work(shared, members, done)
+
+
 def test_callers_take_turns_and_errors_reach_them() -> None:
     team = Team(2)
 
@@ -161,6 +171,8 @@ def test_callers_take_turns_and_errors_reach_them() -> None:
 
     with pytest.raises(ValueError, match="no kernel"):
         team.run(fail)
+    with pytest.raises(ValueError, match="only one"):
+        team.run(_fail_alone, np.zeros((5, 3), dtype=np.int64))
     work = [np.zeros((50, 7), dtype=np.int64) for _ in range(4)]
     threads = [threading.Thread(target=team.run, args=(_work, done)) for done in work]
     for thread in threads:

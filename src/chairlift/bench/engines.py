@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.memory import bytes_per_token
-from chairlift.execution.startup import LoadedModel, StartedEngine, load_model, start_engine
+from chairlift.execution.startup import LoadedModel, StartedEngine, kv_dtype, load_model, start_engine
 
 if TYPE_CHECKING:
     from chairlift.execution.engine import Engine
@@ -36,8 +36,8 @@ class EngineMaker:
 
     def kv_memory(self, num_blocks: int) -> int:
         """The bytes of so many blocks."""
-        model = self.loaded.model
-        return num_blocks * self.config().block_size * bytes_per_token(model.attention_layers, model.dtype)
+        model, config = self.loaded.model, self.config()
+        return num_blocks * config.block_size * bytes_per_token(model.attention_layers, kv_dtype(config, model))
 
     def vocabulary(self) -> list[int]:
         """The token ids that prompts can be made of."""
@@ -64,6 +64,8 @@ class EngineMaker:
             "model": self.loaded.name,
             "device": str(config.torch_device()),
             "dtype": str(config.torch_dtype()).removeprefix("torch."),
+            "quantization": getattr(self.loaded.model, "quantization", "none"),
+            "kv_dtype": str(kv_dtype(config, self.loaded.model)).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "block_size": config.block_size,
             "max_batch_tokens": config.batch_tokens(),

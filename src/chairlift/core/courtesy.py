@@ -61,7 +61,14 @@ class Courtesy:
             return
         decoding = [request for request in lift.running if request.decoding]
         room = self._room(guest, decoding)
-        if any(request.tenant not in crowds and not request.decoding for request in (*lift.running, *lift.waiting)):
+        least = min(self._ordering.served(tenant) for tenant in crowds)
+        if any(
+            request.tenant not in crowds
+            and request.ready
+            and not request.decoding
+            and self._ordering.served(request.tenant) <= least  # else it had its share already, and waits its turn
+            for request in (*lift.running, *lift.waiting)
+        ):
             room = min(room, _LEAST)  # a guest is here: the coming step is its own
         draft.restrain(crowds, room)
         full = len(lift.running) >= self._seats(guest, decoding, lift.max_batch_requests)

@@ -115,6 +115,10 @@ class FairOrdering(Ordering):
     def weight(self, tenant: str) -> float:
         return self.weights.get(tenant, 1.0)
 
+    def served(self, tenant: str) -> float:
+        """What a tenant who has open requests was given so far: tokens, divided by its weight."""
+        return self._served[tenant]
+
     def claim(self, request: Request) -> float:
         return self._served[request.tenant]
 

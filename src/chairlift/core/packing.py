@@ -34,9 +34,11 @@ def share_rest_among_prompts(lift: Lift, draft: PlanDraft, before: Urgency | Non
         return
     unserved = [(lift.urgency(request, draft), request.order, request) for request in lift.unserved_prompts(draft)]
     for urgency, _, request in sorted(unserved, key=lambda entry: entry[:2]):
-        count = draft.room_for(request)
-        if not count or (before is not None and urgency >= before):
+        if before is not None and urgency >= before:
             return
+        count = draft.room_for(request)
+        if not count:
+            continue  # its tenant is held back; others may not be
         copies = lift.kv.reserve(request, draft.count(request) + count)
         if copies is not None:
             draft.add(request, count, lift.kv, copies)

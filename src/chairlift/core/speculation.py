@@ -70,7 +70,8 @@ class Speculation:
         self.length = length
 
     def add_drafts(self, lift: Lift, plan: PlanDraft) -> None:
-        if plan.memory_was_short or not plan.room:
+        # Blocks that are still to be copied to the host must not be given to drafts, which may be written before that.
+        if plan.memory_was_short or plan.swap_outs or not plan.room:
             return
         requests = [chunk.request for chunk in plan.chunks.values() if _may_have_drafts(chunk, plan)]
         kinds = self.proposer.foresee(requests) if requests else ()

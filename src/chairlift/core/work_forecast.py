@@ -13,10 +13,12 @@ _ENOUGH_STEPS = 50  # observed before anybody is given up
 class WorkForecast:
     """Prompts are thought to be computed in chunks of `chunk` tokens."""
 
-    def __init__(self, cost: CostModel, chunk: int) -> None:
+    def __init__(self, cost: CostModel, chunk: int, most_per_step: int = 1) -> None:
+        """`most_per_step`: new tokens that a request may get in one step, more than one with drafts."""
         assert chunk >= 1
         self._cost = cost
         self._chunk = chunk
+        self._most_per_step = most_per_step
 
     def recompute_seconds(self, tokens: int, start: int = 0, beside: StepShape | None = None) -> float:
         """What it adds to steps that run anyway to compute `tokens` tokens of one request, the first at position
@@ -38,7 +40,7 @@ class WorkForecast:
         steps = -(-prompt_tokens // self._chunk)
         seconds = steps * self._cost.predict(nothing) + self.recompute_seconds(prompt_tokens)
         # The first token comes with the prompt's last step.
-        decodes = max(0, new_tokens - 1)
+        decodes = -(-max(0, new_tokens - 1) // self._most_per_step)
         if decodes:
             middle = prompt_tokens + decodes // 2
             seconds += decodes * self._cost.predict(StepShape(decode_tokens=1, decode_kv=middle, requests=1))

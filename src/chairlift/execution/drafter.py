@@ -90,7 +90,7 @@ class NetworkProposer:
         return [0] * len(requests)
 
     def propose(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
-        with torch.inference_mode(), few_threads(self._target):
+        with torch.inference_mode(), few_threads(self._target, self._attention):
             return self._propose(wanted)
 
     def _propose(self, wanted: Sequence[Wanted]) -> list[list[int]]:
@@ -141,7 +141,9 @@ class NetworkProposer:
         return chosen
 
     def _is_drawn(self, params: SamplingParams) -> bool:
-        return self._draws and params.seed is None and params.temperature >= COLDEST
+        # A guess that a grammar forbids is left out before it is verified. Only the likeliest guess allows that: one
+        # that was drawn would have to be refused, so that another is drawn from what is left.
+        return self._draws and params.seed is None and params.structure is None and params.temperature >= COLDEST
 
     def _in_vocabulary(self, weights: Tensor) -> Tensor:
         """Over all tokens of the target: those that the network does not score have none."""

@@ -7,14 +7,16 @@ from contextlib import contextmanager
 
 import torch
 
+from chairlift.attention import AttentionBackend
+from chairlift.attention.paged_cpu import PagedCPUAttention
 from chairlift.models.base import CausalLM
 
 
 @contextmanager
-def few_threads(model: CausalLM) -> Iterator[None]:
-    """A model that brings its own threads needs the cores for itself: torch's would go on spinning after each of the
-    small operations that are left to it."""
-    if not getattr(model, "brings_threads", False):
+def few_threads(model: CausalLM, attention: AttentionBackend) -> Iterator[None]:
+    """A model that brings its own threads (for the attention that it is made for) needs the cores for itself: torch's
+    would go on spinning after each of the small operations that are left to it."""
+    if not getattr(model, "brings_threads", False) or not isinstance(attention, PagedCPUAttention):
         yield
         return
     before = torch.get_num_threads()

@@ -48,7 +48,7 @@ class ModelRunner:
         self.sampler = Sampler(model.vocab_size, model.device)
 
     def run(self, plan: StepPlan) -> StepResult:
-        with torch.inference_mode(), few_threads(self.model):
+        with torch.inference_mode(), few_threads(self.model, self.attention):
             return self._run(plan)
 
     def _run(self, plan: StepPlan) -> StepResult:

@@ -29,7 +29,7 @@ from chairlift.execution.grammar import GrammarCompiler
 from chairlift.execution.host_blocks import HostBlocks, num_host_slots
 from chairlift.execution.memory import MemoryPlan, allocate_storage, format_bytes, plan_memory
 from chairlift.execution.runner import ModelRunner
-from chairlift.execution.speculate import make_speculation
+from chairlift.execution.speculate import MAX_DRAFTS, make_speculation
 from chairlift.execution.structured import StructuredOutput
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.store import resolve_model
@@ -116,13 +116,13 @@ def start_engine(
     draft = load_draft(config.speculate, model, loaded.tokenizer, max_model_len) if config.speculate else None
     layers = (*model.attention_layers, *(draft.layers if draft else ()))
     attention = choose_backend(config.attention, layers, device, dtype)
-    kv_dtype = _kv_dtype(config, model, attention)
+    cache_dtype = kv_dtype(config, model)
     memory = plan_memory(
         layers,
         weight_bytes=model.num_weight_bytes() + (draft.weight_bytes if draft else 0),
         kv_memory=config.kv_memory,
         memory_share=config.memory_share,
-        dtype=kv_dtype,
+        dtype=cache_dtype,
         device=device,
         block_size=config.block_size,
         max_model_len=max_model_len,
@@ -132,7 +132,13 @@ def start_engine(
     structured = StructuredOutput(compiler, model.vocab_size)
     seats = config.max_batch_requests or memory.seats(config.seats())
     runner = _make_runner(
-        model, attention, allocate_storage(layers, memory, kv_dtype, device), config, seats, max_model_len, structured
+        model,
+        attention,
+        allocate_storage(layers, memory, cache_dtype, device),
+        config,
+        seats,
+        max_model_len,
+        structured,
     )
     proposer = None
     if draft is not None:
@@ -143,7 +149,8 @@ def start_engine(
     cost_model = CostModel()
     tokens = config.batch_tokens()
     prompts = min(config.max_prefill_tokens or tokens, tokens)
-    forecast = WorkForecast(cost_model, prompts)
+    drafts = (config.draft_length or MAX_DRAFTS) if config.speculate else 0
+    forecast = WorkForecast(cost_model, prompts, most_per_step=1 + drafts)
     ordering = config.make_ordering()
     scheduler = Scheduler(
         KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
@@ -182,7 +189,7 @@ def start_engine(
     return StartedEngine(engine, runner, memory)
 
 
-def _kv_dtype(config: EngineConfig, model: CausalLM, attention: AttentionBackend) -> torch.dtype:
+def kv_dtype(config: EngineConfig, model: CausalLM) -> torch.dtype:
     """The model's own precision, or half of it where the weights are rounded too."""
     if config.kv_dtype == "auto":
         rounded = getattr(model, "quantization", "none") != "none"

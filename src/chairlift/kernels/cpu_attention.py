@@ -204,6 +204,9 @@ def _attend_piece(
             for first in range(kv_head * group, (kv_head + 1) * group, F32_ROWS):
                 last = min(first + F32_ROWS, (kv_head + 1) * group)
                 _score(queries, first, last, cache.keys, cache.tables, sequence, base, count, kv_head, scores)
+                for line in range(last - first, F32_ROWS):  # a tile adds all its rows: these are nobody's
+                    for j in range(KEYS):
+                        scores[line, j] = np.float32(0.0)
                 for head in range(first, last):
                     _soften(scores, head - first, peaks, totals, sums, head, max(low - base, 0), count, how.softcap)
                 if head_dim % F32_COLUMNS:

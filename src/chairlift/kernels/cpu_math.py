@@ -33,8 +33,8 @@ def compiled_and_kept(fastmath: set[str] | bool = False) -> Callable[[Callable[.
 
     def decorate(function: Callable[..., Any]) -> Any:
         before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(_cache_folder())
         try:
+            numba.config.CACHE_DIR = str(_cache_folder())
             return compiled(fastmath, cache=True)(function)
         except RuntimeError:  # nowhere to keep it, as in a read-only container: compiled again at every start
             return compiled(fastmath)(function)

@@ -8,8 +8,10 @@ same kernel, takes the next share of a piece whenever it is free (`claim`), and 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,8 @@ from numba.extending import intrinsic
 
 from chairlift.kernels.cpu_math import compiled
 
-ARRIVED, ROUND, CLAIMED = 0, 64, 128  # bytes into the shared state, on cache lines of their own
+ARRIVED, ROUND, CLAIMED, BROKEN = 0, 64, 128, 192  # bytes into the shared state, on cache lines of their own
+NOTHING_LEFT = 2**62
 PATIENCE = 2000  # looks at the shared state before a waiting thread gives up its core
 _I64 = ir.IntType(64)
 
@@ -66,7 +69,8 @@ def _give_way(_: Any) -> Any:
 
 @compiled()
 def meet(shared: Any, members: int) -> None:
-    """Return once every member of the team is here; then there is nothing claimed again."""
+    """Return once every member of the team is here; then there is nothing claimed again. If one of them has failed,
+    return at once: nothing more will be claimed, and the caller is told."""
     address = shared.ctypes.data
     now = _read(address + ROUND)
     if _fetch_add(address + ARRIVED, 1) == members - 1:
@@ -75,7 +79,7 @@ def meet(shared: Any, members: int) -> None:
         _write(address + ROUND, now + 1)
         return
     looks = 0
-    while _read(address + ROUND) == now:
+    while _read(address + ROUND) == now and _read(address + BROKEN) == 0:
         looks += 1
         if looks > PATIENCE:
             _give_way()
@@ -106,16 +110,27 @@ class Team:
         """`kernel(shared, size, *arguments)` on every thread of the team; returns when all are done."""
         with self._lock:
             self._kernel, self._arguments, self._failure = kernel, arguments, None
-            for start in self._starts:
-                start.release()
+            self._shared[:] = 0
+            started = 0
             try:
+                for start in self._starts:
+                    start.release()
+                    started += 1
                 kernel(self._shared, self.size, *arguments)
+            except BaseException:
+                self._give_up()
+                raise
             finally:
-                for _ in self._starts:
+                for _ in range(started):
                     self._done.acquire()
                 self._kernel, self._arguments = None, ()
             if self._failure is not None:
                 raise self._failure
+
+    def _give_up(self) -> None:
+        """Nothing is left to claim, and nobody waits for anybody."""
+        self._shared[CLAIMED // 8] = NOTHING_LEFT
+        self._shared[BROKEN // 8] = 1
 
     def _work(self, start: threading.Semaphore) -> None:
         while True:
@@ -125,6 +140,7 @@ class Team:
                 self._kernel(self._shared, self.size, *self._arguments)
             except BaseException as error:  # the caller is told, and the team goes on
                 self._failure = error
+                self._give_up()
             finally:
                 self._done.release()
 
@@ -136,5 +152,12 @@ def the_team() -> Team:
     """The one team of this process: as many threads as torch would use."""
     global _team
     if _team is None:
-        _team = Team(torch.get_num_threads())
+        _team = Team(min(torch.get_num_threads(), _cpu_quota()))
     return _team
+
+
+def _cpu_quota() -> int:
+    """How many cores a container may use: threads beyond them would only wait for each other."""
+    file = Path("/sys/fs/cgroup/cpu.max")
+    quota, period = file.read_text().split() if file.exists() else ("max", "")
+    return max(1, -(-int(quota) // int(period))) if quota != "max" else sys.maxsize

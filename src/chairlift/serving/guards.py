@@ -152,6 +152,8 @@ class _Body:
             problem = f"the body did not arrive within {self._limits.body_seconds:g} seconds"
             raise APIError(408, problem, type_="timeout_error", code="timeout") from None
         piece: bytes = message.get("body", b"")
+        if b"\0" in piece:  # UTF-16 or -32, which would also be read, but cannot be looked over on the way
+            raise APIError(400, "the body must be text in UTF-8", code="invalid_json")
         self._size += len(piece)
         self._held.size += len(piece)
         if self._size > self._limits.max_body_bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,22 +88,29 @@ def test_what_cannot_be_sent_leaves_nothing_behind() -> None:
     asyncio.run(check())
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Where sockets fit: their paths may have some hundred characters, which pytest's own folders come close to."""
+    with tempfile.TemporaryDirectory(prefix="lift") as folder:
+        yield Path(folder)
+
+
 def test_stopping_does_not_wait_for_an_engine_that_never_listened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deaf = tmp_path / "deaf"
     deaf.write_text("#!/bin/sh\nexec sleep 600\n")
     deaf.chmod(0o755)
-    folder = tmp_path / "temporary"
-    folder.mkdir()
+    folder = short_folder
     monkeypatch.setattr(sys, "executable", str(deaf))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
     async def check() -> None:
         client = idle_client()
         await client.start()
-        while (pid := client.pid) is None:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            while (pid := client.pid) is None:
+                await asyncio.sleep(0.01)
         await asyncio.wait_for(client.stop(), 30)
         assert not Path(f"/proc/{pid}").exists()
         assert list(folder.iterdir()) == []

@@ -53,6 +53,7 @@ COMMANDS = [
     ["bench", "chunking"],
     ["bench", "speculation"],
     ["bench", "dashboard"],
+    ["bench", "quality"],
 ]
 FAST = ["--device", "cpu", "--kv-memory", "4MiB"]
 

@@ -43,7 +43,7 @@ def write(path: Path, lines: list[Any]) -> Path:
 
 
 def answers(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
 # ---- input -------------------------------------------------------------------------------------------------------

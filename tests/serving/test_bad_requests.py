@@ -102,7 +102,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"\ud800": 1}}, "?"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "hello", "deep": nested(600)}]}, f"messages[0].deep{'[0]' * 32}"),
-    ({"messages": [{"role": "user", "content": "hello", "wide": [[]] * 200_000}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": "hello", "wide": [[]] * 100_000}]}, "messages[0]"),
     ({"messages": [called("[" * 5000)]}, "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [called("3")]}, "messages[0].tool_calls[0].function.arguments"),
 ]

@@ -25,7 +25,7 @@ from chairlift.kernels.cpu_math import compiled
 
 ARRIVED, ROUND, CLAIMED, BROKEN = 0, 64, 128, 192  # bytes into the shared state, on cache lines of their own
 NOTHING_LEFT = 2**62
-PATIENCE = 2000  # looks at the shared state before a waiting thread gives up its core
+PATIENCE = 100  # looks at the shared state before a waiting thread offers its core to others
 _I64 = ir.IntType(64)
 
 

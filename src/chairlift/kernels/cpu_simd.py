@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding
 from llvmlite import ir
@@ -54,12 +54,12 @@ def int8_tile(isa: InstructionSet, rows: int) -> Any:
 
     The weight's numbers are unsigned and the left side's signed, because that is what the instructions take.
     """
-    dot = {VNNI_512: _vnni_512, VNNI_256: _vnni_256, AVX2: _multiply_add_pairs, PLAIN: _multiply_add_pairs}[isa]
+    multiply = _multiply_add_pairs if isa.wide_rows else _multiply_add_fours
 
     @intrinsic
     def tile(_: Any, sums: Any, left: Any, left_stride: Any, weight: Any, panel_stride: Any, groups: Any) -> Any:
         def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
-            dot(b, isa, rows, *args)
+            multiply(b, isa, rows, _Operands(*args))
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 6), generate
@@ -67,95 +67,60 @@ def int8_tile(isa: InstructionSet, rows: int) -> Any:
     return tile
 
 
-def _vnni_512(
-    b: ir.IRBuilder,
-    isa: InstructionSet,
-    rows: int,
-    sums: ir.Value,
-    left: ir.Value,
-    left_stride: ir.Value,
-    weight: ir.Value,
-    panel_stride: ir.Value,
-    groups: ir.Value,
-) -> None:
-    addresses = [b.add(weight, b.mul(panel_stride, I64(panel))) for panel in range(isa.panels)]
-    targets = [[I64((row * isa.panels + panel) * 64) for panel in range(isa.panels)] for row in range(rows)]
-    _vnni(b, 16, rows, sums, left, left_stride, addresses, targets, groups)
+class _Operands(NamedTuple):
+    """Of a tile of integers: three addresses, two strides in bytes, and how many groups there are to go through."""
+
+    sums: ir.Value
+    left: ir.Value
+    left_stride: ir.Value
+    weight: ir.Value
+    panel_stride: ir.Value
+    groups: ir.Value
 
 
-def _vnni_256(
-    b: ir.IRBuilder,
-    isa: InstructionSet,
-    rows: int,
-    sums: ir.Value,
-    left: ir.Value,
-    left_stride: ir.Value,
-    weight: ir.Value,
-    panel_stride: ir.Value,
-    groups: ir.Value,
-) -> None:
-    addresses = [b.add(weight, I64(32 * half)) for half in range(2)]
-    targets = [[I64(row * 64 + half * 32) for half in range(2)] for row in range(rows)]
-    _vnni(b, 8, rows, sums, left, left_stride, addresses, targets, groups)
-
-
-def _vnni(
-    b: ir.IRBuilder,
-    lanes: int,
-    rows: int,
-    sums: ir.Value,
-    left: ir.Value,
-    left_stride: ir.Value,
-    addresses: list[ir.Value],
-    targets: list[list[ir.Value]],
-    groups: ir.Value,
-) -> None:
+def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Operands) -> None:
     """One instruction multiplies four pairs of each lane and adds them to its sum."""
+    lanes = 16 if isa is VNNI_512 else 8
     words, numbers = ir.VectorType(I32, lanes), ir.VectorType(I8, 4 * lanes)
     # LLVM 22 changed the type of the operands.
     operand = numbers if llvmlite.binding.llvm_version_info[0] >= 22 else words
     signature = ir.FunctionType(words, [words, operand, operand])
     instruction = cgutils.get_or_insert_function(b.module, signature, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}")
+    parts = range(0, 64, 4 * lanes)  # of a group of a panel, in bytes: as much as a register holds
+    addresses = [
+        b.add(b.add(of.weight, b.mul(of.panel_stride, I64(panel))), I64(part))
+        for panel in range(isa.panels)
+        for part in parts
+    ]
     total = [[cgutils.alloca_once_value(b, ir.Constant(words, None)) for _ in addresses] for _ in range(rows)]
-    with cgutils.for_range(b, groups) as loop:
+    with cgutils.for_range(b, of.groups) as loop:
         columns = [_load(b, b.add(address, b.mul(loop.index, I64(64))), operand, 1) for address in addresses]
         for row in range(rows):
-            address = b.add(b.add(left, b.mul(left_stride, I64(row))), b.mul(loop.index, I64(GROUP)))
+            address = b.add(b.add(of.left, b.mul(of.left_stride, I64(row))), b.mul(loop.index, I64(GROUP)))
             four = b.bitcast(_splat(b, _load(b, address, I32, 1), lanes), operand)
             for column, place in zip(columns, total[row], strict=True):
                 b.store(b.call(instruction, [b.load(place), column, four]), place)
-    for places, offsets in zip(total, targets, strict=True):
-        for place, offset in zip(places, offsets, strict=True):
-            _store(b, b.load(place), b.add(sums, offset), 4)
+    for index, place in enumerate(place for row in total for place in row):
+        _store(b, b.load(place), b.add(of.sums, I64(4 * lanes * index)), 4)
 
 
-def _multiply_add_pairs(
-    b: ir.IRBuilder,
-    isa: InstructionSet,
-    rows: int,
-    sums: ir.Value,
-    left: ir.Value,
-    left_stride: ir.Value,
-    weight: ir.Value,
-    panel_stride: ir.Value,
-    groups: ir.Value,
-) -> None:
+def _multiply_add_pairs(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Operands) -> None:
     """Without dot products of bytes: widened to 16 bits, where products of two neighbours are added exactly. Half a
     panel at a time, for the sums of a group come in two lanes and would not fit into the registers otherwise."""
     bytes_, shorts, words = ir.VectorType(I8, 16), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
     for half in range(2):
         total = [[cgutils.alloca_once_value(b, ir.Constant(words, None)) for _ in range(2)] for _ in range(rows)]
-        with cgutils.for_range(b, groups) as loop:
-            start = b.add(weight, b.add(b.mul(loop.index, I64(64)), I64(32 * half)))
+        with cgutils.for_range(b, of.groups) as loop:
+            start = b.add(of.weight, b.add(b.mul(loop.index, I64(64)), I64(32 * half)))
             columns = [b.zext(_load(b, b.add(start, I64(16 * part)), bytes_, 1), shorts) for part in range(2)]
             for row in range(rows):
-                address = b.add(b.add(left, b.mul(left_stride, I64(row))), b.mul(loop.index, I64(2 * GROUP)))
+                address = b.add(b.add(of.left, b.mul(of.left_stride, I64(row))), b.mul(loop.index, I64(2 * GROUP)))
                 four = b.bitcast(_splat(b, _load(b, address, I64, 2), 4), shorts)
                 for column, place in zip(columns, total[row], strict=True):
                     b.store(b.add(b.load(place), _pair_products(b, isa, column, four)), place)
         for row, places in enumerate(total):
             low, high = (b.load(place) for place in places)
-            _store(b, _add_neighbours(b, low, high, words), b.add(sums, I64(row * 64 + half * 32)), 4)
+            _store(b, _add_neighbours(b, low, high), b.add(of.sums, I64(row * 64 + half * 32)), 4)
 
 
 def _pair_products(b: ir.IRBuilder, isa: InstructionSet, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -164,11 +129,11 @@ def _pair_products(b: ir.IRBuilder, isa: InstructionSet, x: ir.Value, y: ir.Valu
         signature = ir.FunctionType(words, [shorts, shorts])
         return b.call(cgutils.get_or_insert_function(b.module, signature, "llvm.x86.avx2.pmadd.wd"), [x, y])
     products = b.mul(b.sext(x, ir.VectorType(I32, 16)), b.sext(y, ir.VectorType(I32, 16)))
-    even, odd = (_pick(b, products, products, range(first, 16, 2)) for first in (0, 1))
-    return b.add(even, odd)
+    return _add_neighbours(b, products, products)
 
 
-def _add_neighbours(b: ir.IRBuilder, low: ir.Value, high: ir.Value, words: ir.Type) -> ir.Value:
+def _add_neighbours(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+    """The sums of lanes 0 and 1, 2 and 3, and so on to 15: of two registers of 8, or of one of 16 given twice."""
     even, odd = (_pick(b, low, high, range(first, 16, 2)) for first in (0, 1))
     return b.add(even, odd)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,3 +19,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The file that takes longest goes first: workers take whole files, and at the end one would wait for the other."""
     items.sort(key=lambda item: "model" not in item.keywords)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,8 @@ Found = list[tuple[list[int], float]]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread(one_thread: None) -> None:
     """A few rows at a time: more threads mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def search(model: LoadedModel, prompts: list[list[int]], params: SamplingParams) -> list[Found]:

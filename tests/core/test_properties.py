@@ -40,17 +40,21 @@ class FlakyKVCache(KVCache):
         return super().reserve(request, count)
 
 
+# What random schedulers are made with.
+SCHEDULERS: dict[str, st.SearchStrategy[Any]] = {
+    "num_blocks": st.integers(8, 40),
+    "block_size": st.sampled_from([1, 2, 4, 16]),
+    "tokens": st.integers(1, 40),
+    "prefill": st.none() | st.integers(1, 20),
+    "seats": st.integers(1, 6),
+    "caching": st.booleans(),
+    "strategy": STRATEGIES,
+    "slots": st.sampled_from([0, 0, 5, 60]),
+}
+
+
 class Workload(RuleBasedStateMachine):
-    @initialize(
-        num_blocks=st.integers(8, 40),
-        block_size=st.sampled_from([1, 2, 4, 16]),
-        tokens=st.integers(1, 40),
-        prefill=st.none() | st.integers(1, 20),
-        seats=st.integers(1, 6),
-        caching=st.booleans(),
-        strategy=STRATEGIES,
-        slots=st.sampled_from([0, 0, 5, 60]),
-    )
+    @initialize(**SCHEDULERS)
     def start(
         self,
         num_blocks: int,

@@ -29,7 +29,7 @@ from tests.core.driving import (
     step,
 )
 from tests.core.memory_model import MemoryModel
-from tests.core.test_properties import STRATEGIES, FlakyKVCache, Workload
+from tests.core.test_properties import SCHEDULERS, FlakyKVCache, Workload
 from tests.speculation.guessing import Guesser
 
 
@@ -57,18 +57,7 @@ def speculation(length: DraftLength | None = None, seed: int = 0, kind: type[Gue
 class SpeculativeWorkload(Workload):
     """The workload of the scheduler's own property tests, with drafts."""
 
-    @initialize(
-        num_blocks=st.integers(8, 40),
-        block_size=st.sampled_from([1, 2, 4, 16]),
-        tokens=st.integers(1, 40),
-        prefill=st.none() | st.integers(1, 20),
-        seats=st.integers(1, 6),
-        caching=st.booleans(),
-        strategy=STRATEGIES,
-        slots=st.sampled_from([0, 0, 5, 60]),
-        length=st.integers(0, 7),
-        seed=st.integers(0, 1000),
-    )
+    @initialize(**SCHEDULERS, length=st.integers(0, 7), seed=st.integers(0, 1000))
     def start(self, **options: Any) -> None:
         length, seed = options.pop("length"), options.pop("seed")
         self.scheduler = make_scheduler(

@@ -34,7 +34,7 @@ test: install lint typecheck  ## what CI runs: style, types, and the tests
 	$(PYTEST)
 
 test-all: install lint typecheck  ## everything, the slow checks too
-	$(PYTEST) -m ''
+	HYPOTHESIS_PROFILE=searching $(PYTEST) -m ''
 
 lint: install
 	$(BIN)/ruff check .

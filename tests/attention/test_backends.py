@@ -94,11 +94,12 @@ def test_backend_equals_the_formula(name: str, case: tuple[AttentionLayer, list[
     out = backend.plan(layout, storage)(layer, q, k, v)
     assert out.shape == q.shape
     assert out.isfinite().all()  # padding too: in a model it goes on through the next layers
+    # The rounding of a score grows with its size, and softmax hands it on.
+    allowed = 2e-5 * max(1.0, layer.scale * layer.head_dim**0.5)
     for i, (keys, values) in enumerate(sequences):
         own = slice(rows[i].start, rows[i].start + chunks[i][1])
-        torch.testing.assert_close(
-            out[own].double(), reference(layer, q[own], keys, values, starts[i]), atol=2e-5, rtol=1e-4
-        )
+        expected = reference(layer, q[own], keys, values, starts[i])
+        torch.testing.assert_close(out[own].double(), expected, atol=allowed, rtol=1e-4)
 
 
 def batch_rows(counts: list[int], rectangular: bool) -> list[slice]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -180,3 +184,61 @@ def test_callers_take_turns_and_errors_reach_them() -> None:
     for thread in threads:
         thread.join(timeout=60)
     assert all((done == 1).all() for done in work)
+
+
+def test_a_forked_process_has_a_team_of_its_own() -> None:
+    team = Team(3)
+    done = np.zeros((30, 10), dtype=np.int64)
+    team.run(_work, done)
+
+    def run_again() -> None:
+        for _ in range(3):
+            team.run(_work, done)
+        sys.exit(int(done.sum() != 4 * done.size))
+
+    with team._lock:  # as if another thread ran a kernel
+        child = multiprocessing.get_context("fork").Process(target=run_again)
+        child.start()
+    child.join(timeout=30)
+    hangs = child.is_alive()
+    child.kill()
+    assert not hangs
+    assert child.exitcode == 0
+
+
+RESTRICTED = """
+import numpy as np
+from numba import njit
+from chairlift.kernels import cpu_simd
+
+isa = cpu_simd.find_instruction_set()
+tile = cpu_simd.int8_tile(isa, 1)
+
+@njit
+def run(sums, left, right, whole, bytes_, weight):
+    cpu_simd.dots(sums.ctypes.data, left.ctypes.data, right.ctypes.data, 64, 64, np.float32(0))
+    tile(whole.ctypes.data, bytes_.ctypes.data, 32, weight.ctypes.data, 256, 4)
+
+sums, left = np.zeros(cpu_simd.LANES, np.float32), np.ones(64, np.float32)
+whole, bytes_ = np.zeros(isa.panels * 16, np.int32), np.ones(32, np.int16 if isa.wide_rows else np.int8)
+run(sums, left, np.ones((cpu_simd.LANES, 64), np.float32), whole, bytes_, np.full(4 * 256, 3, np.uint8))
+assert (sums == 64).all() and (whole == 48).all(), (sums, whole)
+text = "".join(run.inspect_asm().values())
+print(isa.name, cpu_simd.LANES, "zmm" in text, "ymm" in text, "fmaf" in text)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [
+        ({"NUMBA_CPU_NAME": "generic"}, f"{PLAIN.name} 8 False False False"),
+        ({"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+avx,+avx2,-fma"}, f"{AVX2.name} 8 False True False"),
+    ],
+    ids=["generic", "AVX2 without FMA"],
+)
+def test_kernels_use_no_instruction_that_numba_was_told_to_avoid(setting: dict[str, str], found: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RESTRICTED], env=os.environ | setting, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == found

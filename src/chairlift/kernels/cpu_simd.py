@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 PANEL = 16  # columns of a weight that lie together
@@ -21,7 +22,10 @@ GROUP = 4  # numbers of one column that lie together: as many as one dot-product
 F32_ROWS, F32_COLUMNS = 6, 64  # of a tile of floats
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_FEATURES = llvmlite.binding.get_host_cpu_features()
+# Of the machine that numba compiles for: this one, unless NUMBA_CPU_FEATURES, NUMBA_CPU_NAME=generic or NUMBA_ENABLE_AVX
+# say something else.
+_TARGET = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
+_FEATURES = {feature[1:]: feature[0] == "+" for feature in _TARGET.split(",") if feature}
 LANES = 16 if _FEATURES.get("avx512f") else 8  # float32 numbers in a register
 
 
@@ -160,7 +164,7 @@ def f32_tile(rows: int) -> Any:
 
         def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
             sums, sums_stride, left, left_stride, right, right_stride, depth, _like = args
-            fma = _fma(b, 16)
+            multiply_add = _multiply_add(b, 16)
             sums_bytes, left_bytes = (b.mul(stride, I64(4)) for stride in (sums_stride, left_stride))
             right_bytes = b.mul(right_stride, I64(size))
             for first in range(0, F32_COLUMNS // 16, vectors_at_once):
@@ -177,7 +181,7 @@ def f32_tile(rows: int) -> Any:
                         address = b.add(b.add(left, b.mul(left_bytes, I64(row))), b.mul(loop.index, I64(4)))
                         number = _splat(b, _load(b, address, F32, 4), 16)
                         for column, one in zip(columns, total[row], strict=True):
-                            b.store(b.call(fma, [number, column, b.load(one)]), one)
+                            b.store(b.call(multiply_add, [number, column, b.load(one)]), one)
                 for row_total, row_places in zip(total, places, strict=True):
                     for one, place in zip(row_total, row_places, strict=True):
                         _store(b, b.load(one), place, 4)
@@ -197,7 +201,7 @@ def dots(_: Any, sums: Any, left: Any, right: Any, right_stride: Any, depth: Any
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
         sums, left, right, right_stride, depth, _like = args
-        fma = _fma(b, LANES)
+        multiply_add = _multiply_add(b, LANES)
         totals = [cgutils.alloca_once_value(b, ir.Constant(numbers, None)) for _ in range(LANES)]
         stride = b.mul(right_stride, I64(size))
         with cgutils.for_range(b, b.udiv(depth, I64(LANES))) as loop:
@@ -205,7 +209,7 @@ def dots(_: Any, sums: Any, left: Any, right: Any, right_stride: Any, depth: Any
             start = b.add(right, b.mul(loop.index, I64(size * LANES)))
             for row, total in enumerate(totals):
                 y = _load_numbers(b, b.add(start, b.mul(stride, I64(row))), size, LANES)
-                b.store(b.call(fma, [x, y, b.load(total)]), total)
+                b.store(b.call(multiply_add, [x, y, b.load(total)]), total)
         _store(b, _sum_each(b, [b.load(total) for total in totals]), sums, 4)
         return context.get_dummy_value()
 
@@ -264,9 +268,11 @@ def _load_numbers(b: ir.IRBuilder, address: ir.Value, size: int, lanes: int = 16
     return b.bitcast(b.shl(halves, ir.Constant(words, [16] * lanes)), numbers)
 
 
-def _fma(b: ir.IRBuilder, lanes: int) -> ir.Function:
+def _multiply_add(b: ir.IRBuilder, lanes: int) -> ir.Function:
+    """One instruction where there is one, and otherwise two: rounding only once in software would take a hundred."""
     numbers = ir.VectorType(F32, lanes)
-    return cgutils.get_or_insert_function(b.module, ir.FunctionType(numbers, [numbers] * 3), f"llvm.fma.v{lanes}f32")
+    signature = ir.FunctionType(numbers, [numbers] * 3)
+    return cgutils.get_or_insert_function(b.module, signature, f"llvm.fmuladd.v{lanes}f32")
 
 
 def _load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:

@@ -8,6 +8,7 @@ same kernel, takes the next share of a piece whenever it is free (`claim`), and 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -97,18 +98,29 @@ class Team:
     def __init__(self, size: int) -> None:
         self.size = size
         self._shared = np.zeros(64, dtype=np.int64)
+        self._set_up()
+        # The child of a fork has none of the threads, and a lock that another thread held stays closed there for ever.
+        os.register_at_fork(after_in_child=self._set_up)
+
+    def _set_up(self) -> None:
+        """Alone; the others are called in when there is something to do."""
         self._lock = threading.Lock()  # one kernel at a time
         self._kernel: Callable[..., None] | None = None
         self._arguments: tuple[Any, ...] = ()
         self._failure: BaseException | None = None
-        self._starts = [threading.Semaphore(0) for _ in range(size - 1)]
+        self._starts: list[threading.Semaphore] = []
         self._done = threading.Semaphore(0)
-        for start in self._starts:
+
+    def _call_in(self) -> None:
+        while len(self._starts) < self.size - 1:
+            start = threading.Semaphore(0)
             threading.Thread(target=self._work, args=(start,), name="chairlift-kernel", daemon=True).start()
+            self._starts.append(start)
 
     def run(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """`kernel(shared, size, *arguments)` on every thread of the team; returns when all are done."""
         with self._lock:
+            self._call_in()
             self._kernel, self._arguments, self._failure = kernel, arguments, None
             self._shared[:] = 0
             started = 0

@@ -22,8 +22,8 @@ GROUP = 4  # numbers of one column that lie together: as many as one dot-product
 F32_ROWS, F32_COLUMNS = 6, 64  # of a tile of floats
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-# Of the machine that numba compiles for: this one, unless NUMBA_CPU_FEATURES, NUMBA_CPU_NAME=generic or NUMBA_ENABLE_AVX
-# say something else.
+# Of the machine that numba compiles for: this one, if NUMBA_CPU_FEATURES, NUMBA_CPU_NAME=generic and NUMBA_ENABLE_AVX
+# do not say otherwise.
 _TARGET = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
 _FEATURES = {feature[1:]: feature[0] == "+" for feature in _TARGET.split(",") if feature}
 LANES = 16 if _FEATURES.get("avx512f") else 8  # float32 numbers in a register

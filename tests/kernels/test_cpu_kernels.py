@@ -19,7 +19,7 @@ from chairlift.kernels import cpu_simd
 from chairlift.kernels.cpu_decoder import rounded_linear
 from chairlift.kernels.cpu_int8 import PackedWeight, Rows, round_row
 from chairlift.kernels.cpu_math import exp, narrow, widen
-from chairlift.kernels.cpu_simd import AVX2, GROUP, PANEL, PLAIN, VNNI_256, VNNI_512, InstructionSet, int8_tile
+from chairlift.kernels.cpu_simd import AVX2, GROUP, PANEL, PLAIN, SPAN, VNNI_256, VNNI_512, InstructionSet, int8_tile
 from chairlift.kernels.cpu_threads import Team, claim, meet
 
 torch = pytest.importorskip("torch")
@@ -34,20 +34,24 @@ def test_tiles_of_every_instruction_set_are_exact(isa: InstructionSet, rows: int
     if needed is not None and not cpu_simd._FEATURES.get(needed) and not cpu_simd._FEATURES.get("avx512vnni"):
         pytest.skip(f"this CPU has no {isa.name}")
     count = isa.rows if rows == "all" else int(rows)
-    groups, random = 37, np.random.default_rng(count)
-    left = random.integers(-127, 128, (count, groups * GROUP)).astype(np.int16 if isa.wide_rows else np.int8)
-    weight = random.integers(0, 256, (isa.panels, groups, PANEL, GROUP)).astype(np.uint8)
+    spans, random = 3, np.random.default_rng(count)
+    left = random.integers(-127, 128, (count, spans * SPAN)).astype(np.int16 if isa.wide_rows else np.int8)
+    weight = random.integers(0, 256, (isa.panels, spans * SPAN // GROUP, PANEL, GROUP)).astype(np.uint8)
     left[0], weight[0] = 127, 255  # the largest sums that there are
+    scales = np.ldexp(np.float32(1), random.integers(0, 2, (count, spans)))  # so small that float32 is exact
+    starts = random.integers(-1000, 1000, (count, spans)).astype(np.int32)
     tile, strides = int8_tile(isa, count), (left.strides[0], weight.strides[0])
 
     @njit
-    def run(sums: Any, left: Any, weight: Any) -> None:
-        tile(sums.ctypes.data, left.ctypes.data, strides[0], weight.ctypes.data, strides[1], groups)
+    def run(sums: Any, left: Any, scales: Any, starts: Any, weight: Any) -> None:
+        sides = left.ctypes.data, strides[0], scales.ctypes.data, starts.ctypes.data, spans
+        tile(sums.ctypes.data, *sides, weight.ctypes.data, strides[1])
 
-    sums = np.zeros((count, isa.panels * PANEL), dtype=np.int32)
-    run(sums, left, weight)
-    columns = weight.transpose(1, 3, 0, 2).reshape(groups * GROUP, -1).astype(np.int64)
-    assert np.array_equal(sums, left.astype(np.int64) @ columns)
+    sums = np.full((count, isa.panels * PANEL), np.nan, dtype=np.float32)
+    run(sums, left, scales, starts, weight)
+    columns = weight.transpose(1, 3, 0, 2).reshape(spans, SPAN, -1).astype(np.int64)
+    products = np.einsum("rsd,sdc->rsc", left.reshape(count, spans, SPAN).astype(np.int64), columns)
+    assert np.array_equal(sums, ((products + starts[..., None]) * scales[..., None].astype(np.float64)).sum(axis=1))
 
 
 @settings(max_examples=40, deadline=None)
@@ -73,9 +77,12 @@ def test_products_with_rounded_weights(rows: int, depth: int, channels: int, bia
         return found
 
     # What rounding to 8 bits should give, computed in another way.
-    weight_scale, x_scale = (np.abs(side).max(axis=1, keepdims=True) / 127 for side in (weight, x))
-    rounded = np.rint(x.astype(np.float64) / x_scale) @ np.rint(weight.astype(np.float64) / weight_scale).T
-    expected = rounded * x_scale * weight_scale.T + (0 if bias is None else bias)
+    weight_scale = np.abs(weight).max(axis=1, keepdims=True) / 127
+    spans = np.arange(0, depth, SPAN)
+    x_scale = np.repeat(np.maximum.reduceat(np.abs(x), spans, axis=1) / 127, np.diff(spans, append=depth), axis=1)
+    rounded = np.rint(x.astype(np.float64) / x_scale) * x_scale
+    expected = rounded @ np.rint(weight.astype(np.float64) / weight_scale).T * weight_scale.T
+    expected += 0 if bias is None else bias
     found = multiply(x)
     # A number may fall on the other side of a half: one step of one factor.
     assert np.abs(found - expected).max() < 1e-4 * depth + 2 * float(x_scale.max() * np.abs(weight).max())
@@ -97,12 +104,14 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other() -> None:
     assert (found[2] == 0).all()
 
 
-def test_rounding_a_row_keeps_its_largest_number() -> None:
-    rows = Rows.empty(1, 6)
-    round_row(np.array([0.0, -2.54, 1.0, 0.01, -0.009, 2.0], dtype=np.float32), rows, 0)
-    assert rows.numbers[0, :6].tolist() == [0, -127, 50, 0, 0, 100]
-    assert rows.sums[0] == 23
-    assert np.isclose(rows.scales[0], 0.02)
+def test_rounding_a_row_keeps_the_largest_number_of_each_span() -> None:
+    rows = Rows.empty(1, SPAN + 6)
+    values = np.zeros(SPAN + 6, dtype=np.float32)
+    values[:2], values[SPAN:] = (1000.0, 500.0), (0.0, -2.54, 1.0, 0.01, -0.009, 2.0)
+    round_row(values, rows, 0)
+    assert rows.numbers[0, : SPAN + 6].tolist() == [127, 64] + [0] * (SPAN - 2) + [0, -127, 50, 0, 0, 100]
+    assert rows.starts[0].tolist() == [-128 * 191, -128 * 23]
+    assert np.allclose(rows.scales[0], [1000 / 127, 0.02])
 
 
 def test_exp_is_accurate() -> None:

@@ -1,8 +1,10 @@
 """Products with 8-bit weights.
 
 A weight is rounded once, each of its output channels with a scale of its own. Activations are rounded at every step,
-each row with a scale of its own: so a request's numbers do not depend on who shares its batch. Products of integers
-are exact, hence neither do they depend on how rows are grouped into tiles.
+every SPAN numbers of a row with a scale of their own: a row has a few numbers that are far larger than all others, and
+one scale for all would leave the others few steps. So a request's numbers do not depend on who shares its batch.
+Products of integers are exact and spans are added in order, hence neither do they depend on how rows are grouped into
+tiles.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from chairlift.kernels.cpu_math import FAST, bits, compiled, from_bits, nearest
-from chairlift.kernels.cpu_simd import GROUP, PANEL, find_instruction_set, int8_tile
+from chairlift.kernels.cpu_math import FAST, compiled
+from chairlift.kernels.cpu_simd import GROUP, OFFSET, PANEL, SPAN, find_instruction_set, int8_tile, span_rounder
 from chairlift.kernels.cpu_threads import claim
 
 ISA = find_instruction_set()
@@ -21,9 +23,9 @@ COLUMNS = PANELS * PANEL  # of a tile
 ROW_TYPE = np.int16 if ISA.wide_rows else np.int8
 ROW_BYTES = np.dtype(ROW_TYPE).itemsize
 ROWS_AT_ONCE = 192  # rows that one claim of work goes through: they stay in the second-level cache
-OFFSET = 128  # weights are stored as unsigned numbers: the instructions want it so
 LARGEST = np.float32(127.0)
 
+_round_span = span_rounder(ISA.wide_rows)
 _tile_all, _tile_4, _tile_2, _tile_1 = (int8_tile(ISA, rows) for rows in (ROWS, 4, 2, 1))
 
 
@@ -46,7 +48,7 @@ class PackedWeight(NamedTuple):
     @classmethod
     def empty(cls, layers: int, channels: int, depth: int) -> PackedWeight:
         panels = -(-channels // COLUMNS) * PANELS
-        groups = -(-depth // GROUP)
+        groups = -(-depth // SPAN) * (SPAN // GROUP)
         numbers = _aligned((layers, panels, groups, PANEL, GROUP))
         return cls(numbers, np.zeros((layers, panels * PANEL), dtype=np.float32))
 
@@ -70,32 +72,31 @@ class PackedWeight(NamedTuple):
 class Rows(NamedTuple):
     """Rounded activations."""
 
-    numbers: np.ndarray  # [rows, depth] ROW_TYPE, filled up with zeros to a multiple of GROUP
-    scales: np.ndarray  # [rows] float32
-    sums: np.ndarray  # [rows] int32: of the numbers
+    numbers: np.ndarray  # [rows, spans * SPAN] ROW_TYPE, filled up with zeros
+    scales: np.ndarray  # [rows, spans] float32
+    starts: np.ndarray  # [rows, spans] int32: what makes good for the offset of the weights
 
     @classmethod
     def empty(cls, rows: int, depth: int) -> Rows:
-        numbers = np.zeros((rows, -(-depth // GROUP) * GROUP), dtype=ROW_TYPE)
-        return cls(numbers, np.empty(rows, dtype=np.float32), np.empty(rows, dtype=np.int32))
+        spans = -(-depth // SPAN)
+        numbers = np.zeros((rows, spans * SPAN), dtype=ROW_TYPE)
+        return cls(numbers, np.empty((rows, spans), dtype=np.float32), np.empty((rows, spans), dtype=np.int32))
 
 
-@compiled(FAST)
+@compiled()
 def round_row(values: Any, rows: Rows, row: int) -> None:
-    """Round `values` [depth] float32 into a row. What is not a number makes the whole row so."""
-    highest = np.int32(0)
-    for i in range(values.shape[0]):
-        highest = max(highest, bits(values[i]) & np.int32(0x7FFFFFFF))  # positive floats compare like integers
-    largest = from_bits(highest)
-    factor = LARGEST / largest if highest > 0 else np.float32(0.0)
-    total = np.int32(0)
-    for i in range(values.shape[0]):
-        number = np.int32(nearest(values[i] * factor))
-        rows.numbers[row, i] = number
-        total += number
-    rows.sums[row] = total
-    finite = highest < np.int32(0x7F800000)
-    rows.scales[row] = largest / LARGEST if finite else np.float32(np.nan)
+    """Round `values` [depth] float32 into a row. What is not a number makes all products of the row so."""
+    spans, whole = rows.scales.shape[1], values.shape[0] // SPAN
+    numbers = rows.numbers.ctypes.data + row * spans * SPAN * ROW_BYTES
+    scales, starts = rows.scales.ctypes.data + row * spans * 4, rows.starts.ctypes.data + row * spans * 4
+    for span in range(whole):
+        _round_span(
+            values.ctypes.data + span * SPAN * 4, numbers + span * SPAN * ROW_BYTES, scales + span * 4, starts + span * 4
+        )
+    if whole < spans:  # the last one is filled up
+        last = np.zeros(SPAN, dtype=np.float32)
+        last[: values.shape[0] - whole * SPAN] = values[whole * SPAN :]
+        _round_span(last.ctypes.data, numbers + whole * SPAN * ROW_BYTES, scales + whole * 4, starts + whole * 4)
 
 
 @compiled(FAST)
@@ -104,11 +105,13 @@ def multiply(shared: Any, rows: Rows, count: int, weight: PackedWeight, bias: An
 
     The team shares the work: call `meet` before and after.
     """
-    depth, tiles = rows.numbers.shape[1], weight.numbers.shape[0] // PANELS
+    tiles = weight.numbers.shape[0] // PANELS
     at_once = max(1, tiles // 16)
     claims = -(-tiles // at_once)
     blocks = -(-count // ROWS_AT_ONCE)
-    sums = np.empty((ROWS, COLUMNS), dtype=np.int32)
+    room = np.empty(ROWS * COLUMNS + 16, dtype=np.float32)
+    start = -room.ctypes.data % 64 // 4  # of a cache line: sums are stored and loaded for every span
+    sums = room[start : start + ROWS * COLUMNS].reshape(ROWS, COLUMNS)
     while True:
         piece = claim(shared, 1)
         if piece >= claims * blocks:
@@ -118,45 +121,42 @@ def multiply(shared: Any, rows: Rows, count: int, weight: PackedWeight, bias: An
         for tile in range(first, min(first + at_once, tiles)):
             row = begin
             while row < end:
-                done = _one_tile(sums, rows, row, end - row, weight, tile, depth)
-                _scale(sums, rows, row, done, weight.scales, tile * COLUMNS, bias, adding, out)
+                done = _one_tile(sums, rows, row, end - row, weight, tile)
+                _scale(sums, row, done, weight.scales, tile * COLUMNS, bias, adding, out)
                 row += done
 
 
 @compiled()
-def _one_tile(sums: Any, rows: Rows, row: int, left: int, weight: PackedWeight, tile: int, depth: int) -> int:
+def _one_tile(sums: Any, rows: Rows, row: int, left: int, weight: PackedWeight, tile: int) -> int:
     """The products of as many of the `left` rows as there is a tile for; says how many."""
-    to, stride = sums.ctypes.data, depth * ROW_BYTES
+    spans, to = rows.scales.shape[1], sums.ctypes.data
+    stride, panel_stride = rows.numbers.shape[1] * ROW_BYTES, rows.numbers.shape[1] * PANEL
     source = rows.numbers.ctypes.data + row * stride
-    panel_stride = depth * PANEL
+    scales, starts = rows.scales.ctypes.data + row * spans * 4, rows.starts.ctypes.data + row * spans * 4
     panel = weight.numbers.ctypes.data + tile * PANELS * panel_stride
     if left >= ROWS:
-        _tile_all(to, source, stride, panel, panel_stride, depth // GROUP)
+        _tile_all(to, source, stride, scales, starts, spans, panel, panel_stride)
         return ROWS
     if left >= 4:
-        _tile_4(to, source, stride, panel, panel_stride, depth // GROUP)
+        _tile_4(to, source, stride, scales, starts, spans, panel, panel_stride)
         return 4
     if left >= 2:
-        _tile_2(to, source, stride, panel, panel_stride, depth // GROUP)
+        _tile_2(to, source, stride, scales, starts, spans, panel, panel_stride)
         return 2
-    _tile_1(to, source, stride, panel, panel_stride, depth // GROUP)
+    _tile_1(to, source, stride, scales, starts, spans, panel, panel_stride)
     return 1
 
 
 @compiled(FAST)
-def _scale(
-    sums: Any, rows: Rows, row: int, done: int, scales: Any, first: int, bias: Any, adding: bool, out: Any
-) -> None:
-    """Integers back to numbers: every product was off by OFFSET times its activation."""
+def _scale(sums: Any, row: int, done: int, scales: Any, first: int, bias: Any, adding: bool, out: Any) -> None:
     columns, biased = min(COLUMNS, out.shape[1] - first), bias.shape[0] > 0
     for i in range(done):
-        scale, correction = rows.scales[row + i], np.int32(OFFSET) * rows.sums[row + i]
         if adding:
             for j in range(columns):
-                out[row + i, first + j] += np.float32(sums[i, j] - correction) * (scale * scales[first + j])
+                out[row + i, first + j] += sums[i, j] * scales[first + j]
         else:
             for j in range(columns):
-                out[row + i, first + j] = np.float32(sums[i, j] - correction) * (scale * scales[first + j])
+                out[row + i, first + j] = sums[i, j] * scales[first + j]
         if biased:
             for j in range(columns):
                 out[row + i, first + j] += bias[first + j]

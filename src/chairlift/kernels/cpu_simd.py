@@ -6,7 +6,7 @@ A tile is the inner loop of a matrix product, with all its sums in registers. Ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from numba.extending import intrinsic
 
 PANEL = 16  # columns of a weight that lie together
 GROUP = 4  # numbers of one column that lie together: as many as one dot-product instruction adds up
+SPAN = 64  # numbers of a row of activations that share a scale
+OFFSET = 128  # weights are stored as unsigned numbers: the instructions want it so
 F32_ROWS, F32_COLUMNS = 6, 64  # of a tile of floats
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -39,7 +41,7 @@ class InstructionSet:
     wide_rows: bool  # whether the left side comes as 16-bit integers
 
 
-VNNI_512 = InstructionSet("AVX-512 VNNI", rows=8, panels=3, wide_rows=False)
+VNNI_512 = InstructionSet("AVX-512 VNNI", rows=4, panels=3, wide_rows=False)
 VNNI_256 = InstructionSet("AVX-VNNI", rows=6, panels=1, wide_rows=False)
 AVX2 = InstructionSet("AVX2", rows=6, panels=1, wide_rows=True)
 PLAIN = InstructionSet("portable code", rows=6, panels=1, wide_rows=True)
@@ -53,33 +55,95 @@ def find_instruction_set() -> InstructionSet:
     return AVX2 if _FEATURES.get("avx2") else PLAIN
 
 
-def int8_tile(isa: InstructionSet, rows: int) -> Any:
-    """sums [rows, panels * PANEL] int32 = left [rows, GROUP * groups] times neighbouring panels of a packed weight.
+def span_rounder(wide: bool) -> Any:
+    """Rounds SPAN float32 numbers to integers from -127 to 127, of 16 bits if `wide`, and finds their scale and what
+    their products start with. What is not a number makes the scale so."""
 
-    The weight's numbers are unsigned and the left side's signed, because that is what the instructions take.
+    @intrinsic
+    def round_span(_: Any, values: Any, numbers: Any, scale: Any, start: Any) -> Any:
+        def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
+            values, numbers, scale, start = args
+            floats, words = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
+            parts = [_load(b, b.add(values, I64(64 * part)), floats, 4) for part in range(SPAN // 16)]
+            sizes = [b.and_(b.bitcast(part, words), ir.Constant(words, [0x7FFFFFFF] * 16)) for part in parts]
+            highest = _reduce(b, "smax", _fold(sizes, lambda x, y: b.select(b.icmp_signed(">", x, y), x, y)))
+            largest = b.bitcast(highest, F32)  # positive floats compare like integers
+            none = b.icmp_signed("==", highest, I32(0))
+            factor = _splat(b, b.select(none, F32(0), b.fdiv(F32(127), largest)), 16)
+            rint = cgutils.get_or_insert_function(b.module, ir.FunctionType(floats, [floats]), "llvm.rint.v16f32")
+            whole = [b.fptosi(b.call(rint, [b.fmul(part, factor)]), words) for part in parts]
+            kind = ir.VectorType(I16 if wide else I8, 16)
+            for index, part in enumerate(whole):
+                _store(b, b.trunc(part, kind), b.add(numbers, I64(16 * (1 + wide) * index)), 1)
+            finite = b.icmp_signed("<", highest, I32(0x7F800000))
+            _store(b, b.select(finite, b.fdiv(largest, F32(127)), F32(float("nan"))), scale, 4)
+            _store(b, b.mul(_reduce(b, "add", _fold(whole, b.add)), I32(-OFFSET)), start, 4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 4), generate
+
+    return round_span
+
+
+def _fold(vectors: list[ir.Value], combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    total = vectors[0]
+    for vector in vectors[1:]:
+        total = combine(total, vector)
+    return total
+
+
+def _reduce(b: ir.IRBuilder, name: str, vector: ir.Value) -> ir.Value:
+    """One integer from all lanes."""
+    signature = ir.FunctionType(I32, [vector.type])
+    function = cgutils.get_or_insert_function(b.module, signature, f"llvm.vector.reduce.{name}.v{vector.type.count}i32")
+    return b.call(function, [vector])
+
+
+def int8_tile(isa: InstructionSet, rows: int) -> Any:
+    """sums [rows, panels * PANEL] float32 = left [rows, SPAN * spans] times neighbouring panels of a packed weight.
+
+    The weight's numbers are unsigned and the left side's signed, because that is what the instructions take. Every SPAN
+    numbers of a row of the left side have a scale of their own, and an integer that its sum starts with.
     """
     multiply = _multiply_add_pairs if isa.wide_rows else _multiply_add_fours
 
     @intrinsic
-    def tile(_: Any, sums: Any, left: Any, left_stride: Any, weight: Any, panel_stride: Any, groups: Any) -> Any:
+    def tile(
+        _: Any,
+        sums: Any,
+        left: Any,
+        left_stride: Any,
+        scales: Any,
+        starts: Any,
+        spans: Any,
+        weight: Any,
+        panel_stride: Any,
+    ) -> Any:
         def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
             multiply(b, isa, rows, _Operands(*args))
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 6), generate
+        return types.void(*[types.intp] * 8), generate
 
     return tile
 
 
 class _Operands(NamedTuple):
-    """Of a tile of integers: three addresses, two strides in bytes, and how many groups there are to go through."""
+    """Of a tile of integers: addresses, strides in bytes, and how many spans there are to go through."""
 
     sums: ir.Value
     left: ir.Value
     left_stride: ir.Value
+    scales: ir.Value  # [rows, spans] float32
+    starts: ir.Value  # [rows, spans] int32
+    spans: ir.Value
     weight: ir.Value
     panel_stride: ir.Value
-    groups: ir.Value
+
+    def of_span(self, b: ir.IRBuilder, table: ir.Value, row: int, span: ir.Value, kind: ir.Type) -> ir.Value:
+        """What `table`, the scales or the starts, has for a span of a row."""
+        index = b.add(b.mul(self.spans, I64(row)), span)
+        return _load(b, b.add(table, b.mul(index, I64(4))), kind, 4)
 
 
 def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Operands) -> None:
@@ -96,35 +160,64 @@ def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Op
         for panel in range(isa.panels)
         for part in parts
     ]
-    total = [[cgutils.alloca_once_value(b, ir.Constant(words, None)) for _ in addresses] for _ in range(rows)]
-    with cgutils.for_range(b, of.groups) as loop:
-        columns = [_load(b, b.add(address, b.mul(loop.index, I64(64))), operand, 1) for address in addresses]
-        for row in range(rows):
-            address = b.add(b.add(of.left, b.mul(of.left_stride, I64(row))), b.mul(loop.index, I64(GROUP)))
-            four = b.bitcast(_splat(b, _load(b, address, I32, 1), lanes), operand)
-            for column, place in zip(columns, total[row], strict=True):
-                b.store(b.call(instruction, [b.load(place), column, four]), place)
-    for index, place in enumerate(place for row in total for place in row):
-        _store(b, b.load(place), b.add(of.sums, I64(4 * lanes * index)), 4)
+    width = len(addresses)
+    zero = ir.Constant(words, None)
+    total = [[cgutils.alloca_once_value(b, zero) for _ in addresses] for _ in range(rows)]
+    for place in range(rows * width):
+        _store(b, b.bitcast(zero, ir.VectorType(F32, lanes)), b.add(of.sums, I64(4 * lanes * place)), 4)
+    with cgutils.for_range(b, of.spans) as span:
+        for row, places in enumerate(total):
+            start = _splat(b, of.of_span(b, of.starts, row, span.index, I32), lanes)
+            for place in places:
+                b.store(start, place)
+        with cgutils.for_range(b, I64(SPAN // GROUP)) as loop:
+            group = b.add(b.mul(span.index, I64(SPAN // GROUP)), loop.index)
+            columns = [_load(b, b.add(address, b.mul(group, I64(64))), operand, 1) for address in addresses]
+            for row in range(rows):
+                address = b.add(b.add(of.left, b.mul(of.left_stride, I64(row))), b.mul(group, I64(GROUP)))
+                four = b.bitcast(_splat(b, _load(b, address, I32, 1), lanes), operand)
+                for column, place in zip(columns, total[row], strict=True):
+                    b.store(b.call(instruction, [b.load(place), column, four]), place)
+        for row, places in enumerate(total):
+            scale = _splat(b, of.of_span(b, of.scales, row, span.index, F32), lanes)
+            for index, place in enumerate(places):
+                _add_scaled(b, b.load(place), scale, b.add(of.sums, I64(4 * lanes * (row * width + index))))
 
 
 def _multiply_add_pairs(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Operands) -> None:
     """Without dot products of bytes: widened to 16 bits, where products of two neighbours are added exactly. Half a
     panel at a time, for the sums of a group come in two lanes and would not fit into the registers otherwise."""
     bytes_, shorts, words = ir.VectorType(I8, 16), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
+    zero = ir.Constant(words, None)
     for half in range(2):
-        total = [[cgutils.alloca_once_value(b, ir.Constant(words, None)) for _ in range(2)] for _ in range(rows)]
-        with cgutils.for_range(b, of.groups) as loop:
-            start = b.add(of.weight, b.add(b.mul(loop.index, I64(64)), I64(32 * half)))
-            columns = [b.zext(_load(b, b.add(start, I64(16 * part)), bytes_, 1), shorts) for part in range(2)]
-            for row in range(rows):
-                address = b.add(b.add(of.left, b.mul(of.left_stride, I64(row))), b.mul(loop.index, I64(2 * GROUP)))
-                four = b.bitcast(_splat(b, _load(b, address, I64, 2), 4), shorts)
-                for column, place in zip(columns, total[row], strict=True):
-                    b.store(b.add(b.load(place), _pair_products(b, isa, column, four)), place)
-        for row, places in enumerate(total):
-            low, high = (b.load(place) for place in places)
-            _store(b, _add_neighbours(b, low, high), b.add(of.sums, I64(row * 64 + half * 32)), 4)
+        total = [[cgutils.alloca_once_value(b, zero) for _ in range(2)] for _ in range(rows)]
+        sums = [b.add(of.sums, I64(row * 64 + half * 32)) for row in range(rows)]
+        for place in sums:
+            _store(b, b.bitcast(zero, ir.VectorType(F32, 8)), place, 4)
+        with cgutils.for_range(b, of.spans) as span:
+            for place in (place for places in total for place in places):
+                b.store(zero, place)
+            with cgutils.for_range(b, I64(SPAN // GROUP)) as loop:
+                group = b.add(b.mul(span.index, I64(SPAN // GROUP)), loop.index)
+                start = b.add(of.weight, b.add(b.mul(group, I64(64)), I64(32 * half)))
+                columns = [b.zext(_load(b, b.add(start, I64(16 * part)), bytes_, 1), shorts) for part in range(2)]
+                for row in range(rows):
+                    address = b.add(b.add(of.left, b.mul(of.left_stride, I64(row))), b.mul(group, I64(2 * GROUP)))
+                    four = b.bitcast(_splat(b, _load(b, address, I64, 2), 4), shorts)
+                    for column, place in zip(columns, total[row], strict=True):
+                        b.store(b.add(b.load(place), _pair_products(b, isa, column, four)), place)
+            for row, places in enumerate(total):
+                low, high = (b.load(place) for place in places)
+                start = _splat(b, of.of_span(b, of.starts, row, span.index, I32), 8)
+                scale = _splat(b, of.of_span(b, of.scales, row, span.index, F32), 8)
+                _add_scaled(b, b.add(_add_neighbours(b, low, high), start), scale, sums[row])
+
+
+def _add_scaled(b: ir.IRBuilder, integers: ir.Value, scale: ir.Value, place: ir.Value) -> None:
+    """Add integers times a scale to the numbers that are at `place`."""
+    lanes = integers.type.count
+    numbers = ir.VectorType(F32, lanes)
+    _store(b, b.call(_fma(b, lanes), [b.sitofp(integers, numbers), scale, _load(b, place, numbers, 4)]), place, 4)
 
 
 def _pair_products(b: ir.IRBuilder, isa: InstructionSet, x: ir.Value, y: ir.Value) -> ir.Value:

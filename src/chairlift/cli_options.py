@@ -38,7 +38,7 @@ class EngineOptions:
     quantization: Annotated[
         str,
         typer.Option(
-            help="int8: weights in 8 bits, on a CPU: three times as fast, less exact. none. auto: none.",
+            help="int8: weights in 8 bits, on a CPU. none. auto: int8 where it is faster, unless a dtype is given.",
             rich_help_panel=_ENGINE,
         ),
     ] = "auto"

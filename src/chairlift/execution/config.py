@@ -30,7 +30,7 @@ class EngineConfig:
 
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto, float32, bfloat16, float16
-    quantization: str | None = "auto"  # none, int8 (weights, and what they are multiplied with; CPU), auto: none
+    quantization: str | None = "auto"  # none, int8 (weights, and what they are multiplied with; CPU), auto
     kv_dtype: str = "auto"  # of the KV cache: auto, float32, bfloat16, float16
     max_model_len: int | None = None  # longest prompt + output; the model's own limit by default
     max_batch_tokens: int | None = None  # tokens per step, of all requests together

@@ -34,12 +34,14 @@ from chairlift.execution.structured import StructuredOutput
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.store import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
-from chairlift.models import build_model, describe
+from chairlift.models import build_model, describe, int8_obstacles
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
+
+SMALLEST_ROUNDED = 20_000_000  # weights of a model that is rounded to 8 bits without being asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     _max_model_len(config, info.max_len)
     if config.load_format != "dummy":
         _require_plausible_size(checkpoint, info.num_parameters)
-    quantization = _quantization(config)
+    quantization = _quantization(config, checkpoint, info.num_parameters)
     with torch.inference_mode():
         model = build_model(
             checkpoint.config,
@@ -87,9 +89,20 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer))
 
 
-def _quantization(config: EngineConfig) -> str:
-    """Rounding costs more than a default may (see `bench quality`), so it is done only when asked for."""
-    return "none" if config.quantization in (None, "auto") else config.quantization
+def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> str:
+    """8 bits unless a precision was asked for, where they pay: on a CPU, for models that do not fit into its caches."""
+    if config.quantization not in (None, "auto"):
+        return config.quantization
+    if config.dtype != "auto" or num_parameters < SMALLEST_ROUNDED:
+        return "none"
+    if int8_obstacles(checkpoint.config, config.torch_dtype(), config.torch_device()):
+        return "none"
+    from chairlift.kernels.cpu_simd import PLAIN, find_instruction_set  # numba takes its time
+
+    if find_instruction_set() is PLAIN:
+        log.info("weights stay as they are: this CPU has no instructions for 8-bit products, which make it faster")
+        return "none"
+    return "int8"
 
 
 def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoint, Tokenizer]:

@@ -224,14 +224,16 @@ isa = cpu_simd.find_instruction_set()
 tile = cpu_simd.int8_tile(isa, 1)
 
 @njit
-def run(sums, left, right, whole, bytes_, weight):
+def run(sums, left, right, products, numbers, ones, nothing, weight):
     cpu_simd.dots(sums.ctypes.data, left.ctypes.data, right.ctypes.data, 64, 64, np.float32(0))
-    tile(whole.ctypes.data, bytes_.ctypes.data, 32, weight.ctypes.data, 256, 4)
+    sides = numbers.ctypes.data, 64, ones.ctypes.data, nothing.ctypes.data, 1
+    tile(products.ctypes.data, *sides, weight.ctypes.data, 1024)
 
-sums, left = np.zeros(cpu_simd.LANES, np.float32), np.ones(64, np.float32)
-whole, bytes_ = np.zeros(isa.panels * 16, np.int32), np.ones(32, np.int16 if isa.wide_rows else np.int8)
-run(sums, left, np.ones((cpu_simd.LANES, 64), np.float32), whole, bytes_, np.full(4 * 256, 3, np.uint8))
-assert (sums == 64).all() and (whole == 48).all(), (sums, whole)
+sums, left, ones = np.zeros(cpu_simd.LANES, np.float32), np.ones(64, np.float32), np.ones(1, np.float32)
+products, numbers = np.zeros(isa.panels * 16, np.float32), np.ones(64, np.int16 if isa.wide_rows else np.int8)
+right, weight = np.ones((cpu_simd.LANES, 64), np.float32), np.full(1024 * isa.panels, 3, np.uint8)
+run(sums, left, right, products, numbers, ones, np.zeros(1, np.int32), weight)
+assert (sums == 64).all() and (products == 192).all(), (sums, products)
 text = "".join(run.inspect_asm().values())
 print(isa.name, cpu_simd.LANES, "zmm" in text, "ymm" in text, "fmaf" in text)
 """

@@ -90,9 +90,8 @@ def round_row(values: Any, rows: Rows, row: int) -> None:
     numbers = rows.numbers.ctypes.data + row * spans * SPAN * ROW_BYTES
     scales, starts = rows.scales.ctypes.data + row * spans * 4, rows.starts.ctypes.data + row * spans * 4
     for span in range(whole):
-        _round_span(
-            values.ctypes.data + span * SPAN * 4, numbers + span * SPAN * ROW_BYTES, scales + span * 4, starts + span * 4
-        )
+        source, to = values.ctypes.data + span * SPAN * 4, numbers + span * SPAN * ROW_BYTES
+        _round_span(source, to, scales + span * 4, starts + span * 4)
     if whole < spans:  # the last one is filled up
         last = np.zeros(SPAN, dtype=np.float32)
         last[: values.shape[0] - whole * SPAN] = values[whole * SPAN :]

@@ -217,7 +217,9 @@ def _add_scaled(b: ir.IRBuilder, integers: ir.Value, scale: ir.Value, place: ir.
     """Add integers times a scale to the numbers that are at `place`."""
     lanes = integers.type.count
     numbers = ir.VectorType(F32, lanes)
-    _store(b, b.call(_fma(b, lanes), [b.sitofp(integers, numbers), scale, _load(b, place, numbers, 4)]), place, 4)
+    _store(
+        b, b.call(_multiply_add(b, lanes), [b.sitofp(integers, numbers), scale, _load(b, place, numbers, 4)]), place, 4
+    )
 
 
 def _pair_products(b: ir.IRBuilder, isa: InstructionSet, x: ir.Value, y: ir.Value) -> ir.Value:

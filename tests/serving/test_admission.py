@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chairlift.core.request import completion_ids
 from chairlift.serving.admission import Limits
 from chairlift.serving.json_values import ValueCounter
 from chairlift.serving.messages import Submit, Update
@@ -79,6 +80,23 @@ def test_the_time_of_a_request_counts_from_its_arrival(monkeypatch: pytest.Monke
         for bad in (0, -1.0):
             refused = post(front, PATH, model=NAME, prompt="a", timeout=bad)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "timeout")
+
+
+@pytest.mark.parametrize("search", [{"beam_width": 6}, {"best_of": 6, "n": 2}, {"n": 6}], ids=str)
+def test_every_sequence_takes_a_place_until_its_search_is_over(search: dict[str, int]) -> None:
+    with front_end(stay_silent, limits=Limits(max_waiting=2)) as front:  # 8 seats and 2 to wait in
+        asking = threading.Thread(target=post, args=(front, PATH), kwargs={"model": NAME, "prompt": "a", **search})
+        asking.start()
+        wait_for(lambda: front.engine.heard, 30, "the search to reach the engine")
+        assert front.engine.num_open == 6
+        refused = post(front, PATH, model=NAME, prompt="a", **search)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        submitted = front.engine.heard[0]
+        assert isinstance(submitted, Submit)
+        for one_id in completion_ids(submitted.request_id, submitted.params.n):
+            front.engine.say(Update(one_id, finish_reason="length"))
+        asking.join(30)
+        assert front.engine.num_open == 0
 
 
 def test_requests_turned_away_for_the_size_of_all_bodies_are_counted() -> None:

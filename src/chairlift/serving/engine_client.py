@@ -90,7 +90,8 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        return len(self._streams)
+        """Sequences that the engine was given and has not finished."""
+        return sum(stream.sequences[one_id] for one_id, stream in self._streams.items())
 
     @property
     def pid(self) -> int | None:
@@ -112,7 +113,9 @@ class EngineClient:
             raise EngineDead(f"the engine is {self.state.value}")
         messages = [encode(request) for request in requests]  # if one cannot be told, nothing has happened yet
         ids = [one_id for request in requests for one_id in completion_ids(request.request_id, request.params.n)]
-        stream = Stream(ids, watcher)
+        # Those of which nothing will be heard are over when the first completion is: all of a search end together.
+        sequences = {one.request_id: 1 + one.params.num_sequences - one.params.n for one in requests}
+        stream = Stream(ids, watcher, sequences)
         self._streams.update(dict.fromkeys(stream.ids, stream))
         for message in messages:
             self._send(message)

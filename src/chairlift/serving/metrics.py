@@ -29,7 +29,7 @@ class Metrics:
 
         self._waited_for: set[str] = set()  # reasons that anybody had at the last report
         self.running = gauge("requests_running", "Requests in the last step")
-        self.open = gauge("requests_open", "Completions that the front end has taken in and not yet answered")
+        self.open = gauge("requests_open", "Sequences that the front end has taken in and not yet answered")
         self.waiting = gauge("requests_waiting", "Requests in the engine's queue")
         self.wait_reasons = gauge("requests_waiting_for", "The same by what they wait for", ("reason",))
         for reason in WaitReason:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -24,8 +24,13 @@ class Stream:
     A slow reader therefore holds at most its own unread output, and nobody waits for it.
     """
 
-    def __init__(self, ids: Sequence[str], watcher: Watcher | None = None) -> None:
+    def __init__(
+        self, ids: Sequence[str], watcher: Watcher | None = None, sequences: Mapping[str, int] | None = None
+    ) -> None:
+        """`sequences`: how many the engine works on for a completion, where that is more than the completion itself:
+        beams, or those that `best_of` compares."""
         self.ids = list(ids)  # in the order of the choices
+        self.sequences = dict.fromkeys(self.ids, 1) | dict(sequences or {})
         self._watcher = watcher
         self._open = set(self.ids)
         self._pending: dict[str, list[Update]] = {}

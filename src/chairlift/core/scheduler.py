@@ -218,21 +218,25 @@ class Scheduler:
         if not draft.chunks:
             packing.keep_moving(self.lift, draft, now)
         if self.speculation is not None:
-            self.speculation.add_drafts(self.lift, draft)
-        plan = self._seal(draft)
-        for chunk in plan.chunks:
-            request = chunk.request
-            request.steps_in_flight += 1
-            request.num_planned = chunk.end
-            request.num_unread += chunk.samples
-        return plan
+            try:
+                self.speculation.add_drafts(self.lift, draft)
+            except BaseException:  # also Ctrl-C while a network guesses: copies that were planned will not be made
+                self.abandon(self._seal(draft), now)
+                raise
+        return self._seal(draft)
 
     def _seal(self, draft: PlanDraft) -> StepPlan:
+        """Nothing is added to the step any more: its requests count as planned so far."""
         chunks = tuple(draft.chunks.values())
         if not chunks:  # then nothing is run, and nothing copied
             for swap in draft.swap_outs:
                 self.lift.forget_swap(swap.request)
             draft.swap_outs.clear()
+        for chunk in chunks:
+            request = chunk.request
+            request.steps_in_flight += 1
+            request.num_planned = chunk.end
+            request.num_unread += chunk.samples
         self._num_steps += 1
         return StepPlan(self._num_steps - 1, chunks, len(self.idle), tuple(draft.swap_outs), tuple(draft.swap_ins))
 

@@ -291,9 +291,10 @@ class Engine:
         then about the step before. With nothing to compute, only what happened otherwise is reported.
         """
         begun = self._clock()
-        self._take_in_grammars(begun)
-        plan = self.scheduler.schedule(begun)
+        plan = StepPlan(step=0, chunks=())  # until there is one
         try:
+            self._take_in_grammars(begun)
+            plan = self.scheduler.schedule(begun)
             if plan:
                 self._begin(plan, begun)
             if len(self._under_way) <= (self._steps_ahead if plan else 0):
@@ -304,12 +305,13 @@ class Engine:
             ran = self._clock()
             self.scheduler.apply(result, ran, self._ending)
             self._under_way.popleft()
+            summary = self._summary(step, result, ran)
         except Exception as error:
             return self._die(error)
         except BaseException:  # Ctrl-C: the steps under way are lost, the engine is not
             self._abandon(plan)
             raise
-        return self._publish([self._summary(step, result, ran)])
+        return self._publish([summary])
 
     def _begin(self, plan: StepPlan, begun: float) -> None:
         schedule_seconds = self._clock() - begun
@@ -374,6 +376,7 @@ class Engine:
         """A step failed for good: give every open request its ending, and take no more work."""
         self.fatal = error
         self._under_way.clear()
+        self.scheduler.speculation = None  # it may be what failed, and would be told of every ending
         ending = Ending(FinishReason.ERROR, f"{type(error).__name__}: {error}")
         now = self._clock()
         for request_id in self.scheduler.open_requests():

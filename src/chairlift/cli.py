@@ -19,6 +19,7 @@ from chairlift.cli_explain import explain
 from chairlift.cli_generate import generate
 from chairlift.cli_models import models
 from chairlift.cli_options import examples
+from chairlift.cli_profile import profile
 from chairlift.cli_record import record
 from chairlift.cli_serve import serve
 from chairlift.cli_simulate import plan, simulate
@@ -150,6 +151,13 @@ app.command(
         "chairlift record run.html --url http://gpu-server:8000 --api-key SECRET",
     )
 )(record)
+app.command(
+    epilog=examples(
+        "chairlift profile --quantization int8 --out trace.json",
+        "chairlift profile Qwen/Qwen3-0.6B --batch 1,64 --prompt-tokens 512 --steps 64",
+        "chairlift profile --model-config qwen3-0.6b --device cuda --batch 64 --out trace.json --json profile.json",
+    )
+)(profile)
 app.command(epilog=examples("chairlift models", "chairlift models --json"))(models)
 app.add_typer(bench_app, name="bench")
 

@@ -143,7 +143,7 @@ def run_shape(
     """Returns the results, the device's ceilings, and the seconds until the first token."""
     begun = time.perf_counter()
     note("starting")
-    with _config_file(shape) as path:
+    with config_file(shape) as path:
         started = load_engine(path, config, progress=False)
     model = started.runner.model
     run_case(started.engine, Case("first", [[1]], [1]), None, None)
@@ -164,11 +164,11 @@ def run_shape(
 
 
 @contextmanager
-def _config_file(shape: str) -> Iterator[str]:
+def config_file(shape: str, parameter: str = "shape") -> Iterator[str]:
     """A shape by name as a file, or a path as it is."""
     if shape not in SHAPES:
         if not Path(shape).exists():
-            raise InvalidParameter("shape", f"{shape!r} is no file; name one of {', '.join(SHAPES)}")
+            raise InvalidParameter(parameter, f"{shape!r} is no file; name one of {', '.join(SHAPES)}")
         yield shape
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,136 @@
+"""`chairlift profile`: where the time of a step goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from chairlift.bench.report import check_writable, machine, machine_line, write_report
+from chairlift.cli_bench_output import parse_numbers, show_table, watch
+from chairlift.cli_options import EngineOptions, with_option_groups
+from chairlift.cli_shape_options import ShapeOptions
+
+if TYPE_CHECKING:
+    from chairlift.bench.floor import Ceilings
+    from chairlift.bench.profile_run import Profiled
+    from chairlift.bench.step_profile import BatchProfile, PartTime
+
+DEFAULT_SEATS = 64
+
+
+@with_option_groups
+def profile(
+    context: typer.Context,
+    engine: EngineOptions,
+    shape: ShapeOptions,
+    model_argument: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Requests that decode together; several give a table each.")] = "1,8,32",
+    prompt_tokens: Annotated[int, typer.Option(help="Length of their prompts.")] = 128,
+    steps: Annotated[int, typer.Option(help="Decode steps of each batch to look at.")] = 32,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace there, which opens in ui.perfetto.dev.", show_default="none"),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the figures there (keys: docs/bench-json.md)."),
+    ] = None,
+) -> None:
+    """Where the time of a decode step goes.
+
+    On a CPU: products, attention, sampling, the rest of the model, and Python,
+    with the arithmetic and the bytes per second that each reaches beside what
+    this machine can do. On a GPU: kernels by kind, and the time in which the GPU
+    waits: for the host between steps, and for the next kernel within one.
+
+    Requests are random tokens, greedy. Prompts are computed before the
+    steps that count.
+    """
+    from chairlift.bench.chrome_trace import write_trace
+    from chairlift.bench.profile_run import profile_engine
+    from chairlift.bench.step_profile import ProfileSettings
+    from chairlift.execution.startup import load_engine
+
+    settings = ProfileSettings(parse_numbers("batch", batch), prompt_tokens, steps)
+    for parameter, file in (("out", out), ("json", json_file)):
+        if file is not None:
+            check_writable(file, parameter)
+    if engine.max_batch_requests is None:
+        engine = replace(engine, max_batch_requests=max(DEFAULT_SEATS, *settings.batches))
+    with (
+        shape.resolve(context, engine, model_argument) as (path, config, name),
+        watch(enabled=not engine.quiet) as note,
+    ):
+        note("loading")
+        started = load_engine(path, config, progress=not engine.quiet)
+        found = profile_engine(started, settings, note)
+    _show(found, name)
+    here = machine()
+    Console().print(machine_line(here), style="dim", highlight=False)
+    asked = {
+        "model": name,
+        "batch": list(settings.batches),
+        "prompt_tokens": prompt_tokens,
+        "steps": steps,
+        "device": str(started.runner.model.device),
+        "dtype": str(started.runner.model.dtype).removeprefix("torch."),
+        "quantization": getattr(started.runner.model, "quantization", "none"),
+        "bytes_per_second": found.ceilings.bytes_per_second,
+        "flops_per_second": found.ceilings.flops_per_second,
+    }
+    if out is not None:
+        write_trace(out, found.trace, asked | {"machine": here})
+        Console().print(f"Trace written to {out}: open it in ui.perfetto.dev", highlight=False)
+    if json_file is not None:
+        write_report(json_file, "profile", asked, [one.row() for one in found.batches])
+
+
+def _show(found: Profiled, name: str) -> None:
+    for one in found.batches:
+        show_table(
+            f"{name}: {one.batch} requests, {one.context:.0f} tokens each: {1e3 * one.step_seconds:.3f} ms per step",
+            ["Part", "ms", "Share", "GFLOP/s", "of ceiling", "GB/s", "of ceiling"],
+            [_cells(part, one, found.ceilings) for part in one.parts],
+            _caption(one, found.ceilings),
+        )
+
+
+def _cells(part: PartTime, whole: BatchProfile, ceilings: Ceilings) -> Sequence[str]:
+    return [
+        part.name,
+        f"{1e3 * part.seconds:.3f}",
+        f"{part.seconds / whole.step_seconds:.1%}",
+        *_rate(part.flops_per_second, ceilings.flops_per_second),
+        *_rate(part.bytes_per_second, ceilings.bytes_per_second),
+    ]
+
+
+def _rate(value: float | None, ceiling: float) -> tuple[str, str]:
+    return ("", "") if value is None else (f"{value / 1e9:,.1f}", f"{value / ceiling:.0%}")
+
+
+def _caption(one: BatchProfile, ceilings: Ceilings) -> str:
+    lines = [
+        f"{one.steps} steps. Ceilings here: {ceilings.flops_per_second / 1e9:,.0f} GFLOP/s, "
+        f"{ceilings.bytes_per_second / 1e9:,.1f} GB/s"
+    ]
+    if "idle_share" in one.more:
+        lines.append(_gpu_line(one.more))
+    return "\n".join(lines)
+
+
+def _gpu_line(more: Any) -> str:
+    return (
+        f"The GPU is idle for {more['idle_share']:.1%} of a step with the profiler on; without it a step takes "
+        f"{1e3 * more['step_seconds_without_profiler']:.3f} ms, at least "
+        f"{more['idle_share_without_profiler']:.1%} of which are idle. The host works "
+        f"{1e3 * more['host_seconds']:.3f} ms for a step, {1e3 * more['launch_call_seconds']:.3f} ms of it launching "
+        f"{more['kernels_per_step']:.0f} kernels"
+    )

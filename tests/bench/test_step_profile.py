@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from chairlift.bench.step_profile import ProfileSettings
 from chairlift.bench.step_work import ATTENTION, GEMM, SAMPLING, attention_work, linear_work
 from chairlift.cli import app
 from chairlift.errors import InvalidParameter
+from chairlift.kernels.cpu_decoder import decode_step
 from chairlift.layers.linear import Linear
 from tests.kernels.tiny_config import CONFIG
 
@@ -98,8 +100,13 @@ def test_kernels_are_sorted_by_their_names() -> None:
     assert {kind: [name for name in each if kind_of(name) == kind] for kind, each in names.items()} == names
 
 
+def test_the_kernels_pieces_are_all_named() -> None:
+    """A piece of work more or less in the kernel must be named here too."""
+    assert inspect.getsource(decode_step.py_func).count(" meet(") == len([*LAYER_PIECES, LAST_PIECE])
+
+
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=pytest.mark.slow)])  # compiles for 10 s
 def test_a_tiny_model_from_the_command_line(tmp_path: Path, quantization: str) -> None:
     config, result, trace = (tmp_path / name for name in ("config.json", "result.json", "trace.json"))
     config.write_text(json.dumps(CONFIG))

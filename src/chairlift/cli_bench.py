@@ -8,6 +8,8 @@ from chairlift.cli_bench_attention import bench_attention
 from chairlift.cli_bench_chunking import bench_chunking
 from chairlift.cli_bench_claims import bench_claims
 from chairlift.cli_bench_dashboard import bench_dashboard
+from chairlift.cli_bench_kernels import bench_kernels
+from chairlift.cli_bench_latency import bench_latency
 from chairlift.cli_bench_policies import bench_policies
 from chairlift.cli_bench_prefix import bench_prefix
 from chairlift.cli_bench_profile import bench_profile
@@ -36,6 +38,22 @@ bench_app.command(
         "--peer-model openvino=OV_FOLDER",
     ),
 )(bench_throughput)
+bench_app.command(
+    "latency",
+    epilog=examples(
+        "chairlift bench latency",
+        "chairlift bench latency Qwen/Qwen3-0.6B --batch 1 --prompt-tokens 128,2048 --output-tokens 128",
+        "chairlift bench latency --model-config llama3-8b --device cuda --batch 1,8,32,128 --json result.json",
+    ),
+)(bench_latency)
+bench_app.command(
+    "kernels",
+    epilog=examples(
+        "chairlift bench kernels",
+        "chairlift bench kernels --quantization int8 --kernels products --rows 1,8,32",
+        "chairlift bench kernels --model-config qwen3-0.6b --device cuda --batch 1,64,256 --json result.json",
+    ),
+)(bench_kernels)
 bench_app.command(
     "attention",
     epilog=examples(

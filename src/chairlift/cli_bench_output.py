@@ -62,6 +62,26 @@ class ReportOptions:
             draw(self.plot, here)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonOptions:
+    """Where to leave the figures of a bench that draws nothing."""
+
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the figures there (keys: docs/bench-json.md)."),
+    ] = None
+
+    def check(self) -> None:
+        """Raise now rather than after minutes of measuring."""
+        if self.json_file is not None:
+            check_writable(self.json_file)
+
+    def write(self, bench: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        Console().print(machine_line(machine()), style="dim", highlight=False)
+        if self.json_file is not None:
+            write_report(self.json_file, bench, settings, rows)
+
+
 @contextmanager
 def watch(*, enabled: bool) -> Iterator[Note]:
     """Say what is being measured."""

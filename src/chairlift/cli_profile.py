@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from chairlift.bench.report import check_writable, machine, machine_line, write_report
-from chairlift.cli_bench_output import parse_numbers, show_table, watch
+from chairlift.bench.report import check_writable, machine
+from chairlift.cli_bench_output import JsonOptions, parse_numbers, show_table, watch
 from chairlift.cli_options import EngineOptions, with_option_groups
-from chairlift.cli_shape_options import ShapeOptions
+from chairlift.cli_shape_options import ShapeOptions, model_settings
 
 if TYPE_CHECKING:
     from chairlift.bench.floor import Ceilings
@@ -28,6 +28,7 @@ def profile(
     context: typer.Context,
     engine: EngineOptions,
     shape: ShapeOptions,
+    report: JsonOptions,
     model_argument: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
     ] = None,
@@ -37,10 +38,6 @@ def profile(
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a trace there, which opens in ui.perfetto.dev.", show_default="none"),
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the figures there (keys: docs/bench-json.md)."),
     ] = None,
 ) -> None:
     """Where the time of a decode step goes.
@@ -59,9 +56,9 @@ def profile(
     from chairlift.execution.startup import load_engine
 
     settings = ProfileSettings(parse_numbers("batch", batch), prompt_tokens, steps)
-    for parameter, file in (("out", out), ("json", json_file)):
-        if file is not None:
-            check_writable(file, parameter)
+    report.check()
+    if out is not None:
+        check_writable(out, "out")
     if engine.max_batch_requests is None:
         engine = replace(engine, max_batch_requests=max(DEFAULT_SEATS, *settings.batches))
     with (
@@ -72,24 +69,12 @@ def profile(
         started = load_engine(path, config, progress=not engine.quiet)
         found = profile_engine(started, settings, note)
     _show(found, name)
-    here = machine()
-    Console().print(machine_line(here), style="dim", highlight=False)
-    asked = {
-        "model": name,
-        "batch": list(settings.batches),
-        "prompt_tokens": prompt_tokens,
-        "steps": steps,
-        "device": str(started.runner.model.device),
-        "dtype": str(started.runner.model.dtype).removeprefix("torch."),
-        "quantization": getattr(started.runner.model, "quantization", "none"),
-        "bytes_per_second": found.ceilings.bytes_per_second,
-        "flops_per_second": found.ceilings.flops_per_second,
-    }
+    asked = {"batch": list(settings.batches), "prompt_tokens": prompt_tokens, "steps": steps}
+    asked |= model_settings(name, started.runner.model, found.ceilings)
     if out is not None:
-        write_trace(out, found.trace, asked | {"machine": here})
+        write_trace(out, found.trace, asked | {"machine": machine()})
         Console().print(f"Trace written to {out}: open it in ui.perfetto.dev", highlight=False)
-    if json_file is not None:
-        write_report(json_file, "profile", asked, [one.row() for one in found.batches])
+    report.write("profile", asked, [one.row() for one in found.batches])
 
 
 def _show(found: Profiled, name: str) -> None:

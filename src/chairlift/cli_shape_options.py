@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,9 @@ from chairlift.cli_options import EngineOptions, given
 from chairlift.errors import InvalidParameter
 
 if TYPE_CHECKING:
+    from chairlift.bench.floor import Ceilings
     from chairlift.execution.config import EngineConfig
+    from chairlift.models.base import CausalLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +52,19 @@ class ShapeOptions:
             raise InvalidParameter("load_format", "must be dummy with --model-config")
         with config_file(self.model_config, "model_config") as path:
             yield path, EngineConfig(**options | {"load_format": "dummy"}), self.model_config
+
+
+def model_settings(name: str, model: CausalLM, ceilings: Ceilings) -> dict[str, Any]:
+    """For a report: what was measured, and what the machine could do."""
+    return {
+        "model": name,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": getattr(model, "quantization", "none"),
+        "bytes_per_second": ceilings.bytes_per_second,
+        "flops_per_second": ceilings.flops_per_second,
+    }
+
+
+def ceilings_line(ceilings: Ceilings) -> str:
+    return f"Ceilings here: {ceilings.bytes_per_second / 1e9:,.1f} GB/s, {ceilings.flops_per_second / 1e9:,.0f} GFLOP/s"

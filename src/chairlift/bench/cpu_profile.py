@@ -127,7 +127,7 @@ def profile_on_cpu(
     profiles, spans = [], []
     for size in settings.batches:
         note(f"batch {size}: prompts of {settings.prompt_tokens} tokens")
-        batch = Batch(started.engine, size, settings.prompt_tokens, settings.tokens_per_request, rng)
+        batch = Batch(started.engine, size, settings.prompt_tokens, rng)
         with watch.on():
             batch.start()
             note(f"batch {size}: {settings.steps} steps")

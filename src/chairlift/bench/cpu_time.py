@@ -1,8 +1,9 @@
-"""CPU time of other processes, where the system tells (Linux)."""
+"""CPU time and age of processes, where the system tells (Linux)."""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 
@@ -22,3 +23,12 @@ def children(pid: int) -> list[int]:
     except OSError:
         return []
     return [int(child) for child in " ".join(lists).split()]
+
+
+def process_age() -> float | None:
+    """Seconds since this process was started."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError, AttributeError):
+        return None

@@ -53,7 +53,7 @@ def profile_on_gpu(
 def _run(
     started: StartedEngine, settings: ProfileSettings, size: int, rng: Random, *, watched: bool
 ) -> tuple[list[TimedStep], list[dict[str, Any]]]:
-    batch = Batch(started.engine, size, settings.prompt_tokens, settings.tokens_per_request, rng)
+    batch = Batch(started.engine, size, settings.prompt_tokens, rng)
     batch.start()
     if not watched:
         steps = list(batch.run(settings.steps))

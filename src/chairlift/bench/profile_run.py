@@ -9,6 +9,7 @@ from chairlift.bench.floor import Ceilings
 from chairlift.bench.step_profile import BatchProfile, ProfileSettings
 from chairlift.bench.timing import Note
 from chairlift.execution.startup import StartedEngine
+from chairlift.models.base import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Profiled:
 def profile_engine(started: StartedEngine, settings: ProfileSettings, note: Note = lambda text: None) -> Profiled:
     settings.check(started.engine)
     note("measuring what the machine can do")
-    ceilings = ceilings_for(started)
+    ceilings = ceilings_for(started.runner.model)
     if started.runner.model.device.type == "cuda":
         from chairlift.bench.gpu_profile import profile_on_gpu
 
@@ -33,9 +34,8 @@ def profile_engine(started: StartedEngine, settings: ProfileSettings, note: Note
     return Profiled(batches, ceilings, trace)
 
 
-def ceilings_for(started: StartedEngine) -> Ceilings:
+def ceilings_for(model: CausalLM) -> Ceilings:
     """Of the device that this model runs on, in its precision."""
-    model = started.runner.model
     if model.device.type == "cuda":
         return Ceilings.measure(model.device, model.dtype)
     from chairlift.bench.cpu_ceilings import cpu_ceilings

@@ -14,6 +14,7 @@ from typing import Any
 
 from chairlift.bench.floor import Ceilings, ModelCost, floor_seconds
 from chairlift.bench.plots import save_panels
+from chairlift.bench.step_work import linear_bytes, products, total
 from chairlift.bench.timing import Note
 from chairlift.core.events import StepDone, TokenProduced
 from chairlift.core.sampling import SamplingParams
@@ -179,17 +180,13 @@ def config_file(shape: str, parameter: str = "shape") -> Iterator[str]:
 
 def model_cost(started: StartedEngine) -> ModelCost:
     model = started.runner.model
-    weights = model.num_weight_bytes()
-    embedding = model.embedding.nbytes if isinstance(model, Decoder) and not model.config.tied_head else 0
+    kv_bytes = bytes_per_token(model.attention_layers, started.runner.storage.keys[0].dtype)
+    if not isinstance(model, Decoder):
+        weights = model.num_weight_bytes()
+        return ModelCost(weights, 2 * (weights // model.dtype.itemsize), kv_bytes)
     # Looking up an embedding reads one row of it; a head that shares it reads all of it.
-    read = weights - embedding
-    head = model.vocab_size * model.config.hidden_size if isinstance(model, Decoder) else 0
-    itemsize = model.dtype.itemsize
-    return ModelCost(
-        step_bytes=read,
-        token_flops=2 * (read // itemsize - head),
-        kv_bytes=bytes_per_token(model.attention_layers, model.dtype),
-    )
+    layers = total(products(model, rows=1))
+    return ModelCost(int(layers.bytes) + linear_bytes(model.head), int(layers.flops), kv_bytes)
 
 
 def run_case(engine: Engine, case: Case, cost: ModelCost | None, ceilings: Ceilings | None) -> CaseResult:

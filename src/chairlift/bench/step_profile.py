@@ -16,7 +16,6 @@ from chairlift.execution.engine import Engine
 from chairlift.execution.startup import StartedEngine
 
 WARM_UP_STEPS = 3  # decode steps of a batch before those that count
-MOST_PROMPT_STEPS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +38,13 @@ class ProfileSettings:
         if most > seats:
             raise InvalidParameter("batch", f"{most} requests do not fit in the {seats} seats; set max_batch_requests")
         kv = engine.scheduler.kv
-        tokens = self.prompt_tokens + self.tokens_per_request
+        tokens = self.prompt_tokens + self.steps + 2 * WARM_UP_STEPS + 2
         if tokens > engine.max_model_len:
             problem = f"with --steps {self.steps} a request has {tokens} tokens, but at most {engine.max_model_len} fit"
             raise InvalidParameter("prompt_tokens", problem)
         needed = most * -(-tokens // kv.block_size)
         if needed > kv.num_blocks:
             raise InvalidParameter("batch", f"{most} requests need {needed} KV blocks, there are {kv.num_blocks}")
-
-    @property
-    def tokens_per_request(self) -> int:
-        return self.steps + 2 * WARM_UP_STEPS + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +122,21 @@ class Batch:
     engine: Engine
     size: int
     prompt_tokens: int
-    most_tokens: int
     rng: random.Random
     ids: list[str] = field(default_factory=list)
 
     def start(self) -> None:
         """Compute the prompts, and some steps more, so that whatever is done once is done."""
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=self.most_tokens, detokenize=False)
+        # Without end: those whose prompts are done first go on while the others' are computed.
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None, detokenize=False)
         for _ in range(self.size):
             prompt = [self.rng.randrange(self.engine.vocab_size) for _ in range(self.prompt_tokens)]
             self.ids += self.engine.submit(prompt, params)
         self.engine.expect_no_more()
         decoded = 0
-        for _ in range(MOST_PROMPT_STEPS):
+        while decoded < WARM_UP_STEPS and self.engine.has_work:
             step = self.step()
             decoded += step is not None and step.done.decode_tokens == self.size
-            if decoded == WARM_UP_STEPS:
-                return
 
     def step(self) -> TimedStep | None:
         """None where a step reports nothing: the first one of an executor that works ahead."""

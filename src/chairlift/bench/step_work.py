@@ -38,7 +38,7 @@ def step_work(model: CausalLM, kv_itemsize: int, plan: StepPlan) -> Mapping[str,
         SAMPLING: Work(0.0, 4.0 * sampled * model.vocab_size),
     }
     if isinstance(model, Decoder):
-        parts[GEMM] = total(_products(model, rows)) + linear_work(model.head, sampled)
+        parts[GEMM] = total(products(model, rows)) + linear_work(model.head, sampled)
     return parts
 
 
@@ -46,7 +46,8 @@ def total(parts: Iterable[Work]) -> Work:
     return sum(parts, Work())
 
 
-def _products(model: Decoder, rows: int) -> Iterator[Work]:
+def products(model: Decoder, rows: int) -> Iterator[Work]:
+    """Those of the layers."""
     for layer in model.layers:
         yield linear_work(layer.attention.qkv, rows)
         yield linear_work(layer.attention.output, rows)

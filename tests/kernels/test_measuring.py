@@ -1,0 +1,70 @@
+"""What measures the GPU path, as far as Triton's interpreter goes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from chairlift.attention import PagedGPUAttention
+from chairlift.bench import kernel_speed
+from chairlift.bench.gpu_profile import make_profile
+from chairlift.bench.step_profile import Batch
+from chairlift.bench.step_work import GEMM
+from chairlift.core.sampling import SamplingParams
+from chairlift.execution.gpu_runner import GPURunner
+from chairlift.execution.memory import MemoryPlan
+from chairlift.execution.startup import StartedEngine
+from chairlift.models import build_model
+from chairlift.models.decoder import Decoder
+from chairlift.models.dummy import dummy_tensors
+from tests.bench.test_step_profile import number_of_weights, one_step
+from tests.kernels.test_gpu_runner import make_engine
+from tests.kernels.tiny_config import CONFIG
+
+
+@pytest.fixture(autouse=True)
+def few_splits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The interpreter runs one program after the other: do not give it hundreds that have nothing to do."""
+    if device.type == "cpu":
+        monkeypatch.setattr("chairlift.kernels.triton_attention.PROGRAMS", 16)
+
+
+@pytest.fixture(scope="module")
+def model(device: torch.device) -> Decoder:
+    built = build_model(CONFIG, dummy_tensors(CONFIG, device), dtype=torch.float32, device=device)
+    assert isinstance(built, Decoder)
+    return built
+
+
+def test_a_batch_on_the_pipelined_runner_is_profiled(model: Decoder) -> None:
+    engine = make_engine(model, gpu=True, prefill=8)
+    assert isinstance(engine.executor, GPURunner)
+    started = StartedEngine(engine, engine.executor, MemoryPlan(0, 0, 8, 64, 96, "test"))
+    batch = Batch(engine, 2, 7, random.Random(0))  # whose prompts do not fit in one step
+    batch.start()
+    steps = list(batch.run(2))
+    batch.end()
+    assert not engine.has_work
+    assert [step.done.decode_tokens for step in steps] == [2, 2]
+    recorded = [event for number in range(7) for event in one_step(100 * number)]
+    profile = make_profile(started, 2, steps, steps, recorded)
+    assert profile.step_seconds == pytest.approx(100e-6)
+    assert profile.share(GEMM) == pytest.approx(0.5)
+    assert profile.parts[0].flops_per_second == pytest.approx(2 * 2 * number_of_weights() / 50e-6)
+    assert profile.more["idle_share"] == pytest.approx(0.14)
+
+
+def test_attention_and_sampling_run_as_they_do_in_a_step(
+    model: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_speed, "choose_backend", lambda *_: PagedGPUAttention())
+    settings = kernel_speed.KernelSettings(batches=[2], contexts=[5])
+    decode, prompt = kernel_speed._attention(model, torch.float32, settings)
+    for case in (decode, prompt):
+        case.run()
+    assert (decode.calls, prompt.size) == (1, "5 tokens")
+    logits = torch.randn(2, 50, device=model.device)
+    kernel_speed._device_sampler(logits, SamplingParams(temperature=0.0))()

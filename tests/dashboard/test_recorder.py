@@ -8,6 +8,7 @@ import pytest
 
 from chairlift.core.draft_length import FixedLength
 from chairlift.core.speculation import Speculation
+from chairlift.dashboard.tenants import TenantNumbers
 from tests.core.driving import make_scheduler
 from tests.dashboard.recorded import RecordedRun, random_run, read_back
 from tests.speculation.guessing import Guesser
@@ -95,3 +96,23 @@ def test_forgets_requests_that_are_over() -> None:
     run = random_run(3)
     assert run.recorder._seen == {}
     assert len(run.recorder._runs) <= run.scheduler.max_batch_requests  # those of the last step
+
+
+def test_remembers_a_bounded_number_of_tenants_and_names_all_that_are_open() -> None:
+    run = RecordedRun(make_scheduler(num_blocks=400, max_batch_requests=8), steps_per_frame=1000)
+    run.recorder._tenants = TenantNumbers(most=10)
+    names: dict[int, str] = {}
+    for number in range(50):
+        run.submit(f"r{number}", 2, 1000 if number < 3 else 1, tenant=f"t{number}")
+        run.step()
+        names |= run.recorder.new_tenants()
+    assert [names[number] for number in range(50)] == [f"t{number}" for number in range(50)]
+    run.frame()
+    key = run.recorder.keyframe(run.now, 0.0)
+    told = run.recorder.new_tenants(all_of_them=True)
+    assert len(told) == 10
+    assert {given[1]: told[given[5]] for given in key["requests"]}.items() >= {
+        "r0": "t0",
+        "r1": "t1",
+        "r2": "t2",
+    }.items()

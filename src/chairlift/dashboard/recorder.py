@@ -25,6 +25,7 @@ from chairlift.core.events import (
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request, Status
 from chairlift.core.scheduler import Scheduler
+from chairlift.dashboard.tenants import TenantNumbers
 
 Frame = dict[str, Any]
 
@@ -66,8 +67,7 @@ class Recorder:
         self._seen: dict[str, _Seen] = {}
         self._num_seen = 0
         self._brief: dict[str, int] = {}  # handles of those whose end is all that is left to tell
-        self._tenants: dict[str, int] = {}
-        self._new_tenants: dict[int, str] = {}
+        self._tenants = TenantNumbers()
         self._decoding: list[Request] = []  # in the last step
         self._decoding_set: set[Request] = set()  # the same
         self._runs: dict[str, _Run] = {}  # those under way, by request
@@ -98,7 +98,7 @@ class Recorder:
                     if self._know(request_id) is None:  # over already: it was cancelled before the next step
                         self._brief[request_id] = self._num_seen
                         self._list("new").append(
-                            [self._num_seen, request_id, _seconds(time), num_prompt, 0, self._tenant(""), 0]
+                            [self._num_seen, request_id, _seconds(time), num_prompt, 0, self._tenants.number_of(""), 0]
                         )
                         self._num_seen += 1
                 case RequestBoarded(time, request_id, cached, miss, swapped):
@@ -138,16 +138,9 @@ class Recorder:
         return next((chunk.request for chunk in self._in_step if chunk.request.id == request_id), None)
 
     def _description(self, seen: _Seen) -> list[Any]:
-        request, tenant = seen.request, self._tenant(seen.request.tenant)
+        request, tenant = seen.request, self._tenants.number_of(seen.request.tenant)
         arrival = _seconds(request.arrival)
         return [seen.handle, request.id, arrival, request.num_prompt, request.max_new_tokens, tenant, request.priority]
-
-    def _tenant(self, name: str) -> int:
-        number = self._tenants.get(name)
-        if number is None:
-            number = self._tenants[name] = len(self._tenants)
-            self._new_tenants[number] = name
-        return number
 
     def _finish(self, request_id: str, time: float, reason: str) -> None:
         if request_id in self._brief:
@@ -264,8 +257,7 @@ class Recorder:
 
     def new_tenants(self, *, all_of_them: bool = False) -> dict[int, str]:
         """The names behind the numbers of tenants, as far as they were not told yet."""
-        found, self._new_tenants = self._new_tenants, {}
-        return {number: name for name, number in self._tenants.items()} if all_of_them else found
+        return self._tenants.take_all() if all_of_them else self._tenants.take_untold()
 
     def _whole_description(self, seen: _Seen) -> list[Any]:
         request, table = seen.request, list(self._kv.table(seen.request))

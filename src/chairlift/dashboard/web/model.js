@@ -290,6 +290,13 @@ export class Model {
         if (this.handles.get(request.handle) === request) this.handles.delete(request.handle);
       }
     }
+    this.forgetTenants();
+  }
+
+  forgetTenants() {
+    const known = new Set();
+    for (const request of this.requests.values()) known.add(request.tenant);
+    for (const number of this.tenants.keys()) if (!known.has(number)) this.tenants.delete(number);
   }
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from chairlift.serving.messages import Frame, SwitchPolicy, ToEngine, Update, Watch
+from chairlift.serving.messages import Frame, Loaded, RecorderFault, SwitchPolicy, ToEngine, Update, Watch
 from chairlift.serving.viewers import MAX_UNREAD, MAX_VIEWERS, Viewer
 from tests.serving.front_end import FrontEnd, ScriptedEngine, answer_ok, front_end
 
@@ -199,3 +199,32 @@ def test_shutting_down_lets_the_pages_go() -> None:
         until(frames, "key")
         front.engine.loop.call_soon_threadsafe(front.service.viewers.close)
         assert all(one["t"] in ("service", "lost") for one in frames)  # it ends
+
+
+def test_a_recorder_that_switched_itself_off_is_said_and_not_asked_again_until_the_engine_is_new() -> None:
+    with front_end(send_frames) as front:
+        viewers, engine = front.service.viewers, front.engine
+        engine.loop.call_soon_threadsafe(viewers.take_in, RecorderFault(is_off=True))
+        with watching(front) as frames:
+            service = until(frames, "service")
+            assert service["recorder_off"]
+            assert service["metrics"]["dashboard_faults_total"] == 1
+            until(frames, "service")
+        assert not any(isinstance(message, Watch) and message.keyframe for message in engine.heard)
+        engine.loaded = Loaded(max_model_len=256, vocab_size=320, max_batch_requests=8)
+        with watching(front) as frames:
+            until(frames, "key")
+
+
+def test_a_frame_that_cannot_be_passed_on_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("cannot")
+
+    with front_end(send_frames) as front, watching(front) as frames:
+        until(frames, "key")
+        with monkeypatch.context() as patch:
+            patch.setattr(Viewer, "offer", fail)
+            tell(front.engine, frame(1))
+            body = {"model": "scripted", "prompt": "the lift", "max_tokens": 2}
+            assert httpx.post(f"{front.url}/v1/completions", json=body).status_code == 200
+        assert until(frames, "key")["n"] == 0  # it goes on from the next one

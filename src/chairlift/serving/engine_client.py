@@ -23,6 +23,7 @@ from chairlift.serving.messages import (
     Frame,
     Heartbeat,
     Loaded,
+    RecorderFault,
     Refused,
     StepReport,
     Stop,
@@ -75,7 +76,8 @@ class EngineClient:
         self.loaded: Loaded | None = None
         self.problem = ""  # why it failed, for people
         self.restarts = 0
-        self.on_frame: Callable[[Frame], None] = lambda frame: None  # what is done with those for the dashboard
+        # What is done with those for the dashboard.
+        self.on_frame: Callable[[Frame | RecorderFault], None] = lambda frame: None
         self._model = model
         self._options = engine_options
         self._quiet = quiet
@@ -258,7 +260,7 @@ class EngineClient:
                     if stream is not None:
                         # With it end the other prompts of the same HTTP request.
                         self._end(stream, "refused", _error(message))
-                case Frame():
+                case Frame() | RecorderFault():
                     self.on_frame(message)
                 case Heartbeat():
                     life.turn_seconds = message.turn_seconds

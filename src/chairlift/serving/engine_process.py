@@ -71,7 +71,6 @@ class EngineProcess:
         self.inbox.connect(settings["commands"])
         self.outbox.connect(settings["reports"])
         self.stopping = False
-        self.watch: EngineWatch | None = None  # while somebody looks at the dashboard
         self.turn_began: float | None = None  # of the main loop; None while loading, which may take its time
 
     def main(self) -> int:
@@ -95,10 +94,8 @@ class EngineProcess:
             if self.engine.has_work:
                 events = self.engine.step()
                 self._report(events)
-                if self.watch is not None:
-                    self.watch.take(events)
-            if self.watch is not None and not self.watch.tell():
-                self.watch = None
+                self.watch.take(events)
+            self.watch.tell()
             if self.engine.fatal is not None:
                 logging.getLogger("chairlift").error("a step failed", exc_info=self.engine.fatal)
                 return 1
@@ -110,6 +107,7 @@ class EngineProcess:
 
         started = load_engine(self.settings["model"], EngineConfig(**self.settings["engine"]), progress=False)
         self.engine = started.engine
+        self.watch = EngineWatch(self.engine, self._send)
         seats = self.engine.scheduler.max_batch_requests
         self._send(Loaded(self.engine.max_model_len, self.engine.vocab_size, seats))
 
@@ -140,7 +138,6 @@ class EngineProcess:
                 for request_id in request_ids:
                     self.engine.cancel(request_id)
             case Watch() as wanted:
-                self.watch = self.watch or EngineWatch(self.engine, self._send)
                 self.watch.go_on(wanted)
             case SwitchPolicy(name, max_delay_ms):
                 self.engine.switch_policy(make_policy(name, max_delay_ms))  # the front end has checked it

@@ -1,9 +1,16 @@
-"""The engine process's side of the dashboard: records steps while somebody watches, and sends frames."""
+"""The engine process's side of the dashboard: records steps while somebody watches, and sends frames.
+
+Whatever goes wrong in here stays in here. A fault is counted and told, and the recorder begins anew; after too many of
+them in a short time it stays off for as long as the engine runs. No request ever notices.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,56 +18,97 @@ import msgspec
 from chairlift.core.events import Event
 from chairlift.dashboard.recorder import Frame as Record
 from chairlift.dashboard.recorder import Recorder
-from chairlift.serving.messages import Frame, Watch
+from chairlift.serving.messages import Frame, RecorderFault, Watch
 
 if TYPE_CHECKING:
     from chairlift.execution.engine import Engine
 
+log = logging.getLogger("chairlift")
+
 FRAME_SECONDS = 0.1  # between frames: what an eye calls live
 QUIET_SECONDS = 1.0  # the same while nothing happens
 MOST_OF_THE_TIME = 0.003  # that the engine makes frames; where they are large, there are fewer of them
+MOST_FAULTS = 3
+FAULT_SECONDS = 60.0  # so many in such a time, and it is switched off
 
 _encoder = msgspec.json.Encoder()
 
 
 class EngineWatch:
-    def __init__(self, engine: Engine, send: Callable[[Frame], None]) -> None:
+    def __init__(self, engine: Engine, send: Callable[[Frame | RecorderFault], None]) -> None:
         self._engine = engine
         self._send = send
-        self._recorder = Recorder(engine.scheduler)
-        self._is_new = True
+        self._recorder: Recorder | None = None  # while somebody watches
+        self._wants_key = False
         self._happened = False  # anything, since the last frame
         self._last_frame = 0.0
         self._pause = FRAME_SECONDS  # until the next frame
         self._ends = 0.0
+        self._faults: deque[float] = deque(maxlen=MOST_FAULTS)  # when the last of them were
+        self._is_off = False
 
     def go_on(self, wanted: Watch) -> None:
         self._ends = time.monotonic() + wanted.seconds
-        if self._is_new or wanted.keyframe:
-            if not self._is_new:
-                self._tell(self._recorder.frame(self._engine.now()))
-            self._is_new = False
-            self._tell(self._recorder.keyframe(self._engine.now(), time.time()), is_key=True)
+        self._wants_key |= wanted.keyframe
 
     def take(self, events: Sequence[Event]) -> None:
-        self._happened = True
-        self._recorder.take(events)
+        """What happened in a step."""
+        if self._recorder is None:
+            return
+        try:
+            self._recorder.take(events)
+            self._happened = True
+        except Exception:
+            self._note_fault()
 
-    def tell(self) -> bool:
-        """Send a frame if it is time for one. False if nobody watches any more."""
-        now = time.monotonic()
-        if now > self._ends:
-            self._recorder.stop()
-            return False
-        if now - self._last_frame >= (self._pause if self._happened else QUIET_SECONDS):
+    def tell(self) -> None:
+        """Send a frame if it is time for one."""
+        if self._is_off or (self._recorder is None and not self._is_watched()):
+            return
+        try:
+            self._tell_what_is_due()
+        except Exception:
+            self._note_fault()
+
+    def _is_watched(self) -> bool:
+        return time.monotonic() <= self._ends
+
+    def _tell_what_is_due(self) -> None:
+        if not self._is_watched():
+            self._stop()
+        elif self._recorder is None:
+            self._recorder = Recorder(self._engine.scheduler)
+            self._tell_everything(self._recorder)
+        elif self._wants_key:
+            self._tell(self._recorder, self._recorder.frame(self._engine.now()))
+            self._tell_everything(self._recorder)
+        elif time.monotonic() - self._last_frame >= (self._pause if self._happened else QUIET_SECONDS):
             begun = time.thread_time()
-            self._tell(self._recorder.frame(self._engine.now()))
+            self._tell(self._recorder, self._recorder.frame(self._engine.now()))
             cost = time.thread_time() - begun
             self._pause = min(QUIET_SECONDS, max(FRAME_SECONDS, cost / MOST_OF_THE_TIME))
-        return True
 
-    def _tell(self, record: Record, *, is_key: bool = False) -> None:
+    def _tell_everything(self, recorder: Recorder) -> None:
+        self._wants_key = False
+        self._tell(recorder, recorder.keyframe(self._engine.now(), time.time()), is_key=True)
+
+    def _tell(self, recorder: Recorder, record: Record, *, is_key: bool = False) -> None:
         self._happened = False
         self._last_frame = time.monotonic()
-        tenants = self._recorder.new_tenants(all_of_them=is_key)
+        tenants = recorder.new_tenants(all_of_them=is_key)
         self._send(Frame(_encoder.encode(record), is_key, tenants))
+
+    def _stop(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.stop()
+
+    def _note_fault(self) -> None:
+        """What it has noted so far may be wrong: it begins anew, with the next keyframe."""
+        log.exception("the dashboard's recorder failed; requests are not affected")
+        with suppress(Exception):
+            self._stop()
+        self._faults.append(time.monotonic())
+        is_often = len(self._faults) == MOST_FAULTS and self._faults[-1] - self._faults[0] < FAULT_SECONDS
+        self._is_off = self._is_off or is_often
+        self._send(RecorderFault(self._is_off))

@@ -109,6 +109,12 @@ class Frame(msgspec.Struct, tag=True, frozen=True):
     tenants: dict[int, str]  # what the numbers in it stand for, as far as that was not told yet
 
 
+class RecorderFault(msgspec.Struct, tag=True, frozen=True):
+    """What records the steps for the dashboard has failed. It begins anew, unless it failed too often."""
+
+    is_off: bool
+
+
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Sent by a thread of its own, so that a long step does not look like a dead engine."""
 
@@ -116,7 +122,7 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Submit | Cancel | Stop | Watch | SwitchPolicy
-FromEngine = Loaded | FailedToLoad | Refused | StepReport | Frame | Heartbeat
+FromEngine = Loaded | FailedToLoad | Refused | StepReport | Frame | RecorderFault | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToEngine)

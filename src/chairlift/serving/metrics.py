@@ -64,6 +64,7 @@ class Metrics:
         self.requests = counter("requests", "Completions, by how they ended", ("reason",))
         self.refused = counter("requests_refused", "Requests turned away for now, by status", ("status",))
         self.restarts = counter("engine_restarts", "Times the engine process was started again")
+        self.recorder_faults = counter("dashboard_faults", "Times that recording steps for the dashboard failed")
         self.first_token = histogram("time_to_first_token", "From the request to its first token")
         self.inter_token = histogram("inter_token", "Between consecutive tokens of a completion")
         self.end_to_end = histogram("end_to_end", "From the request to its end")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -13,9 +14,11 @@ import msgspec
 
 from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.errors import APIError
-from chairlift.serving.messages import Frame, Watch
+from chairlift.serving.messages import Frame, Loaded, RecorderFault, Watch
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.request_texts import RequestTexts
+
+log = logging.getLogger("chairlift.server")
 
 MAX_VIEWERS = 32
 MAX_UNREAD = 50  # frames, of which there are about ten a second
@@ -94,6 +97,7 @@ class Viewers:
         self._asked_for_key = self._renewed = float("-inf")
         self._service: tuple[float, bytes] = (float("-inf"), b"")
         self._closed = False
+        self._failed_in: Loaded | None = None  # the life of the engine in which its recorder has switched itself off
         engine.on_frame = self.take_in
 
     @property
@@ -106,9 +110,31 @@ class Viewers:
         for viewer in self._viewers:
             viewer.news.set()
 
-    def take_in(self, frame: Frame) -> None:
+    @property
+    def is_recording(self) -> bool:
+        """False if the engine's recorder failed too often, until the engine is started again."""
+        return self._failed_in is None or self._failed_in is not self._engine.loaded
+
+    def take_in(self, message: Frame | RecorderFault) -> None:
+        """Whatever fails in here, the answers that come from the same engine are more important."""
+        try:
+            if isinstance(message, RecorderFault):
+                self._note_fault(message)
+            else:
+                self._pass_on(message)
+        except Exception:
+            log.exception("a frame could not be passed on to the dashboard's pages")
+            for viewer in self._viewers:
+                viewer.synced = False
+
+    def _pass_on(self, frame: Frame) -> None:
         for viewer in self._viewers:
             viewer.offer(frame, self._names_for(viewer, frame.tenants))
+
+    def _note_fault(self, fault: RecorderFault) -> None:
+        self._metrics.recorder_faults.inc()
+        if fault.is_off:
+            self._failed_in = self._engine.loaded
 
     def _names_for(self, viewer: Viewer, tenants: dict[int, str]) -> dict[int, str]:
         """With isolated keys, nobody learns who the others are."""
@@ -145,7 +171,7 @@ class Viewers:
 
     def _keep_watching(self, viewer: Viewer) -> None:
         now = time.monotonic()
-        wants_key = not viewer.synced and now - self._asked_for_key > SERVICE_SECONDS / 2
+        wants_key = not viewer.synced and self.is_recording and now - self._asked_for_key > SERVICE_SECONDS / 2
         if wants_key or now - self._renewed > LEASE_SECONDS / 4:
             self._renewed = now
             self._asked_for_key = now if wants_key else self._asked_for_key
@@ -155,7 +181,8 @@ class Viewers:
         """The same numbers as /metrics has, for all pages at once."""
         made, frame = self._service
         if time.monotonic() - made >= SERVICE_SECONDS / 2:
-            totals = {"t": "service", "engine": self._engine.state.value, "open": self._engine.num_open}
+            state, is_off = self._engine.state.value, not self.is_recording
+            totals = {"t": "service", "engine": state, "open": self._engine.num_open, "recorder_off": is_off}
             frame = _encode(totals | {"metrics": self._metrics.values()})
             self._service = time.monotonic(), frame
         return frame

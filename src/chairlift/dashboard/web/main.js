@@ -101,10 +101,13 @@ class App {
   }
 
   showHeader() {
-    const { hello, lost } = this.model;
+    const { hello, lost, service } = this.model;
     setText(byId("model-name"), hello.model || "");
     byId("lost").hidden = !lost;
     setText(byId("lost"), `${lost} frames lost: this page was too slow for them`);
+    const faults = service && service.metrics.dashboard_faults_total;
+    byId("faults").hidden = !faults;
+    if (faults) setText(byId("faults"), faultWords(faults, service.recorder_off));
   }
 
   showState(state) {
@@ -169,6 +172,12 @@ class App {
     const place = page.indexOf(mark) + mark.length;
     download(new Blob([page.slice(0, place), data, page.slice(place)], { type: "text/html" }), `chairlift-${stamp()}.html`);
   }
+}
+
+function faultWords(count, isOff) {
+  const times = count === 1 ? "once" : `${count} times`;
+  const next = isOff ? "It is off until the engine is started again: the picture stands still, requests do not" : "It has begun anew, requests were not affected";
+  return `What records this picture has failed ${times}. ${next}. The server's log says why.`;
 }
 
 function stamp() {

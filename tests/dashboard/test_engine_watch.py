@@ -1,0 +1,124 @@
+"""The engine's side of the dashboard: what goes wrong in it, and how often it says everything."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chairlift.core.events import Event
+from chairlift.dashboard.recorder import Recorder
+from chairlift.serving import engine_watch
+from chairlift.serving.engine_watch import MOST_FAULTS, EngineWatch
+from chairlift.serving.messages import Frame, RecorderFault, Watch
+from tests.core.driving import make_request, make_scheduler, run_plan
+
+
+class Clock:
+    """Time as the watch sees it: it passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    thread_time = time = monotonic
+
+
+class Watched:
+    """A scheduler that works, and somebody who watches it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.scheduler = make_scheduler(num_blocks=400)
+        self.sent: list[Frame | RecorderFault] = []
+        engine: Any = SimpleNamespace(scheduler=self.scheduler, now=clock.monotonic)
+        self.watch = EngineWatch(engine, self.sent.append)
+
+    def turn(self) -> None:
+        """What the engine's loop does."""
+        plan = self.scheduler.schedule(self.clock.now)
+        events: list[Event] = []
+        if plan:
+            self.scheduler.apply(run_plan(plan), self.clock.now)
+        events += self.scheduler.drain_events()
+        self.watch.take(events)
+        self.watch.tell()
+        self.clock.now += 0.2
+
+    def kinds(self) -> list[str]:
+        sent, self.sent[:] = list(self.sent), []
+        return [json.loads(one.json)["t"] if isinstance(one, Frame) else f"fault {one.is_off}" for one in sent]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    clock = Clock()
+    monkeypatch.setattr(engine_watch, "time", clock)
+    return Watched(clock)
+
+
+def breaking(_: Recorder, events: Any) -> None:
+    raise KeyError("lost count")
+
+
+def test_a_fault_is_told_and_the_recorder_begins_anew(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched.watch.go_on(Watch(100.0, keyframe=True))
+    watched.scheduler.submit(make_request("a", 4, 30), 0.0)
+    watched.turn()
+    assert watched.kinds() == ["key"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "take", breaking)
+        watched.turn()
+    assert watched.kinds() == ["fault False", "key"]
+    watched.turn()
+    assert watched.kinds() == ["batch"]
+
+
+@pytest.mark.parametrize("where", ["take", "frame", "keyframe", "new_tenants", "stop"])
+def test_no_fault_gets_out_and_after_some_it_is_off(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    monkeypatch.setattr(Recorder, where, breaking if where == "take" else fail)
+    if where == "stop":
+        monkeypatch.setattr(Recorder, "take", breaking)
+    request = make_request("a", 4, 30)
+    watched.scheduler.submit(request, 0.0)
+    watched.watch.go_on(Watch(100.0, keyframe=True))
+    with caplog.at_level(logging.CRITICAL, "chairlift"):
+        for _ in range(20):
+            watched.turn()
+    kinds = watched.kinds()
+    assert [kind for kind in kinds if kind.startswith("fault")] == ["fault False"] * (MOST_FAULTS - 1) + ["fault True"]
+    assert kinds[-1] == "fault True"  # and then nothing
+    assert request.num_output == 20  # a token in every step, whatever happened beside it
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise ValueError("cannot")
+
+
+def test_rare_faults_do_not_switch_it_off(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(MOST_FAULTS + 2):
+        watched.watch.go_on(Watch(10.0, keyframe=True))
+        with monkeypatch.context() as patch:
+            patch.setattr(Recorder, "keyframe", fail)
+            watched.turn()
+        watched.turn()
+        assert watched.kinds() == ["fault False", "key"]
+        watched.clock.now += 60.0
+        watched.turn()  # nobody watches any more
+
+
+def test_nothing_is_recorded_once_nobody_watches(watched: Watched) -> None:
+    watched.watch.go_on(Watch(1.0, keyframe=True))
+    watched.turn()
+    watched.clock.now += 2.0
+    watched.turn()
+    watched.turn()
+    assert watched.kinds() == ["key"]
+    assert watched.scheduler.kv.pool.changed is None

@@ -22,11 +22,17 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.work = 0.0  # that lies between any two looks at it
+        self.worked = 0.0
 
     def monotonic(self) -> float:
         return self.now
 
-    thread_time = time = monotonic
+    time = monotonic
+
+    def thread_time(self) -> float:
+        self.worked += self.work
+        return self.worked
 
 
 class Watched:
@@ -74,9 +80,9 @@ def test_a_fault_is_told_and_the_recorder_begins_anew(watched: Watched, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Recorder, "take", breaking)
         watched.turn()
-    assert watched.kinds() == ["fault False", "key"]
-    watched.turn()
-    assert watched.kinds() == ["batch"]
+    for _ in range(3):
+        watched.turn()
+    assert watched.kinds() == ["fault False", "key", "batch"]
 
 
 @pytest.mark.parametrize("where", ["take", "frame", "keyframe", "new_tenants", "stop"])
@@ -122,3 +128,14 @@ def test_nothing_is_recorded_once_nobody_watches(watched: Watched) -> None:
     watched.turn()
     assert watched.kinds() == ["key"]
     assert watched.scheduler.kv.pool.changed is None
+
+
+@pytest.mark.parametrize(("work", "most"), [(0.0, 20), (0.02, 5), (3.0, 3)])
+def test_keyframes_take_a_small_part_of_the_engines_time(watched: Watched, work: float, most: int) -> None:
+    watched.clock.work = work
+    begun = watched.clock.now
+    while watched.clock.now < begun + 10:
+        watched.watch.go_on(Watch(10.0, keyframe=True))  # pages that reconnect all the time
+        watched.turn()
+    keys = watched.kinds().count("key")
+    assert most / 2 <= keys <= most

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from chairlift.dashboard.page import content_policy, dashboard_page, joined_modules
-from tests.dashboard.recorded import random_run
+from tests.core.driving import make_scheduler
+from tests.dashboard.recorded import RecordedRun, random_run
 from tests.dashboard.test_recorder import drafting
 
 ASK = """
@@ -33,7 +34,7 @@ const found = JSON.parse(fs.readFileSync(0, "utf8")).map((frames) => {
     most, cells, bubbles, taken: model.seatsTaken, seats: model.seats.length, finished: model.finished,
     outputs: Object.fromEntries(requests.map((request) => [request.id, request.outputs])),
     tables: requests.filter((request) => request.table.length).length,
-    blocks: model.blocks.tally(), tokens: model.tokens,
+    blocks: model.blocks.tally(), tokens: model.tokens, breaks: model.breaks,
   };
 });
 console.log(JSON.stringify(found));
@@ -59,6 +60,7 @@ def test_seats_cells_bubbles_and_outputs_are_those_of_the_scheduler(tmp_path: Pa
         assert [sorted(cells) for cells in found["cells"]] == shapes
         assert found["bubbles"] == run.idle
         assert found["taken"] == 0
+        assert found["breaks"] == []
         assert found["seats"] <= run.scheduler.max_batch_requests
         assert sum(found["finished"].values()) == len(run.outputs)
         assert found["outputs"] == run.outputs
@@ -75,6 +77,28 @@ def test_a_page_that_comes_late_or_lost_frames_goes_on_from_a_keyframe(tmp_path:
     whole, broken = ask_model([run.frames, joined], tmp_path)
     assert broken["taken"] == whole["taken"] == 0
     assert broken["seats"] <= run.scheduler.max_batch_requests
+
+
+def test_a_page_that_reconnects_hears_what_it_knows_again_and_does_not_count_it_twice(tmp_path: Path) -> None:
+    run = RecordedRun(make_scheduler(max_batch_requests=2), steps_per_frame=2)
+    for number in range(6):
+        run.submit(f"r{number}", 5, 8)
+    for _ in range(5):
+        run.step()
+    run.frame()
+    run.frames.append(run.recorder.keyframe(run.now, 1000.0 + run.now))
+    key = len(run.frames) - 1
+    for _ in range(6):
+        run.step()
+    heard = len(run.frames)
+    run.run_to_end()
+    hello = {"t": "hello", "model": "m"}
+    again = [*run.frames[:heard], hello, *run.frames[key:]]
+    missed = [*run.frames[:key], hello, *run.frames[key + 2 :]]
+    whole, twice, gap = ask_model([run.frames, again, missed], tmp_path)
+    assert twice == whole
+    assert whole["breaks"] == []
+    assert len(gap["breaks"]) == 1
 
 
 def test_the_modules_share_one_space_of_names() -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from chairlift.serving.messages import Frame, Loaded, RecorderFault, SwitchPolicy, ToEngine, Update, Watch
+from chairlift.serving.recent_frames import MOST_FRAMES
 from chairlift.serving.viewers import MAX_UNREAD, MAX_VIEWERS, Viewer
 from tests.serving.front_end import FrontEnd, ScriptedEngine, answer_ok, front_end
 
@@ -152,7 +153,9 @@ def test_there_is_a_limit_to_the_pages() -> None:
     with front_end(send_frames) as front:
         viewers = front.service.viewers
         admitted = [viewers.admit(None, None) for _ in range(MAX_VIEWERS)]
-        assert httpx.get(f"{front.url}/dashboard/stream").status_code == 429
+        refused = httpx.get(f"{front.url}/dashboard/stream")
+        assert refused.status_code == 429
+        assert "close one" in refused.json()["error"]["message"]
         viewers.dismiss(admitted[0])
         with watching(front) as frames:
             until(frames, "key")
@@ -228,3 +231,32 @@ def test_a_frame_that_cannot_be_passed_on_costs_no_answer(monkeypatch: pytest.Mo
             body = {"model": "scripted", "prompt": "the lift", "max_tokens": 2}
             assert httpx.post(f"{front.url}/v1/completions", json=body).status_code == 200
         assert until(frames, "key")["n"] == 0  # it goes on from the next one
+
+
+def test_pages_that_come_and_go_cost_the_engine_no_keyframes() -> None:
+    with front_end(send_frames) as front, watching(front) as frames:
+        until(frames, "key")
+        tell(front.engine, frame(1), frame(2))
+        until(frames, "batch")
+        for _ in range(5):
+            with watching(front) as others:
+                assert until(others, "key")["n"] == 0
+                assert [until(others, "batch")["n"] for _ in range(2)] == [1, 2]
+        keys = [message for message in front.engine.heard if isinstance(message, Watch) and message.keyframe]
+        assert len(keys) == 1
+        tell(front.engine, *(frame(number) for number in range(MOST_FRAMES)))
+        with watching(front) as others:  # too much has happened since to be told again
+            until(others, "key")
+        keys = [message for message in front.engine.heard if isinstance(message, Watch) and message.keyframe]
+        assert len(keys) == 2
+
+
+def test_what_an_engine_said_that_is_gone_is_told_to_nobody() -> None:
+    with front_end(send_frames) as front:
+        with watching(front) as frames:
+            until(frames, "key")
+        front.engine.loaded = Loaded(max_model_len=256, vocab_size=320, max_batch_requests=8)
+        with watching(front) as frames:
+            until(frames, "key")
+        keys = [message for message in front.engine.heard if isinstance(message, Watch) and message.keyframe]
+        assert len(keys) == 2

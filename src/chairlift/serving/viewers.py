@@ -16,6 +16,7 @@ from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.errors import APIError
 from chairlift.serving.messages import Frame, Loaded, RecorderFault, Watch
 from chairlift.serving.metrics import Metrics
+from chairlift.serving.recent_frames import RecentFrames
 from chairlift.serving.request_texts import RequestTexts
 
 log = logging.getLogger("chairlift.server")
@@ -25,6 +26,7 @@ MAX_UNREAD = 50  # frames, of which there are about ten a second
 MAX_UNREAD_BYTES = 4 * 2**20
 SERVICE_SECONDS = 1.0
 LEASE_SECONDS = 10.0  # the engine stops recording when it has not been asked for so long
+SURE_SECONDS = 0.8 * LEASE_SECONDS  # so long it certainly goes on, however long a message takes
 
 _encode = msgspec.json.Encoder().encode
 
@@ -97,6 +99,8 @@ class Viewers:
         self._asked_for_key = self._renewed = float("-inf")
         self._service: tuple[float, bytes] = (float("-inf"), b"")
         self._closed = False
+        self._recent = RecentFrames()
+        self._life: Loaded | None = None  # of the engine that they are from
         self._failed_in: Loaded | None = None  # the life of the engine in which its recorder has switched itself off
         engine.on_frame = self.take_in
 
@@ -128,11 +132,14 @@ class Viewers:
                 viewer.synced = False
 
     def _pass_on(self, frame: Frame) -> None:
+        self._recent.add(frame)
+        self._life = self._engine.loaded
         for viewer in self._viewers:
             viewer.offer(frame, self._names_for(viewer, frame.tenants))
 
     def _note_fault(self, fault: RecorderFault) -> None:
         self._metrics.recorder_faults.inc()
+        self._recent.clear()
         if fault.is_off:
             self._failed_in = self._engine.loaded
 
@@ -144,7 +151,7 @@ class Viewers:
 
     def admit(self, key: bytes | None, tenant: str | None) -> Viewer:
         if len(self._viewers) >= MAX_VIEWERS:
-            problem = f"{MAX_VIEWERS} pages look at the dashboard already"
+            problem = f"{MAX_VIEWERS} pages look at the dashboard already, and there is room for no more; close one"
             raise APIError(429, problem, type_="rate_limit_error", code="too_many_viewers")
         viewer = Viewer(key, tenant)
         self._viewers.add(viewer)
@@ -171,6 +178,11 @@ class Viewers:
 
     def _keep_watching(self, viewer: Viewer) -> None:
         now = time.monotonic()
+        if now - self._renewed > SURE_SECONDS or self._life is not self._engine.loaded:
+            self._recent.clear()  # the engine may have stopped since, or is another one
+        if not viewer.synced:
+            for frame in self._recent.all():
+                viewer.offer(frame, self._names_for(viewer, frame.tenants))
         wants_key = not viewer.synced and self.is_recording and now - self._asked_for_key > SERVICE_SECONDS / 2
         if wants_key or now - self._renewed > LEASE_SECONDS / 4:
             self._renewed = now

@@ -6,7 +6,7 @@ const LONGEST_PAUSE = 5000;
 export class Connection {
   constructor(onFrame, onState) {
     this.onFrame = onFrame; // called with each frame, and its text
-    this.onState = onState; // live, connecting, key (one is needed), refused, off
+    this.onState = onState; // live, connecting, key (one is needed), refused (and why), off
     this.key = readKey();
     this.isOn = false;
   }
@@ -57,7 +57,7 @@ export class Connection {
           await this.read(response.body.getReader());
           pause = 250;
         } else {
-          this.onState("refused");
+          this.onState("refused", await reasonOf(response)); // and tries again
         }
       } catch {
         if (this.abort.signal.aborted) {
@@ -82,6 +82,14 @@ export class Connection {
         if (event.startsWith("data: ")) this.onFrame(JSON.parse(event.slice(6)), event.slice(6));
       }
     }
+  }
+}
+
+async function reasonOf(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the server answers with status ${response.status}`;
   }
 }
 

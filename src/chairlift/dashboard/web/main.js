@@ -25,7 +25,7 @@ class App {
     this.updatedAt = 0;
     this.frameTimes = [];
     this.run = new RunBuffer(() => this.connection.restart());
-    this.connection = new Connection((frame, text) => this.takeIn(frame, text), (state) => this.showState(state));
+    this.connection = new Connection((frame, text) => this.takeIn(frame, text), (state, reason) => this.showState(state, reason));
     this.replay = new Replay(this);
     this.lift = new LiftPanel(this);
     this.story = new StoryPanel(this);
@@ -110,11 +110,13 @@ class App {
     if (faults) setText(byId("faults"), faultWords(faults, service.recorder_off));
   }
 
-  showState(state) {
+  showState(state, reason = "") {
     const words = { live: "live", connecting: "connecting", key: "needs a key", refused: "not available", off: "no server", replay: "replay" };
     document.documentElement.dataset.state = state;
     setText(byId("state"), words[state]);
     byId("key-form").hidden = state !== "key";
+    if (state !== "connecting") byId("refusal").hidden = state !== "refused"; // which it does now and then meanwhile
+    if (state === "refused") setText(byId("refusal"), `The server shows nothing to this page: ${reason}.`);
     if (state === "key") byId("key-input").focus();
     byId("save").disabled = byId("save-page").disabled = state !== "live";
   }

@@ -17,6 +17,8 @@ export class Model {
     this.key = null; // the last keyframe: seats, sizes
     this.policy = "";
     this.now = 0;
+    this.mayHaveMissed = false; // steps, since the last one
+    this.isSameClock = false; // the last keyframe was of the same engine as the one before
     this.requests = new Map(); // by id
     this.handles = new Map();
     this.tenants = new Map();
@@ -62,9 +64,15 @@ export class Model {
   apply(frame) {
     this.version++;
     const kinds = {
-      hello: () => (this.hello = frame),
+      hello: () => {
+        this.hello = frame;
+        this.mayHaveMissed = true;
+      },
       service: () => (this.service = frame),
-      lost: () => (this.lost = frame.frames),
+      lost: () => {
+        this.mayHaveMissed ||= frame.frames > this.lost;
+        this.lost = frame.frames;
+      },
       tenants: () => Object.entries(frame.names).forEach(([number, name]) => this.tenants.set(Number(number), name)),
       key: () => this.applyKey(frame),
       batch: () => this.applyBatch(frame),
@@ -78,11 +86,16 @@ export class Model {
 
   // ---- keyframes: all there is to know ----------------------------------------------------------------------------
 
+  // A page that reconnects begins a little before the place where it stopped: it has heard all that already.
+  isKnown(frame) {
+    const clock = (key) => key.wall - key.now;
+    if (frame.t === "key") this.isSameClock = this.key !== null && Math.abs(clock(frame) - clock(this.key)) < 1;
+    return this.isSameClock && frame.now <= this.now;
+  }
+
   applyKey(frame) {
+    if (this.isKnown(frame)) return;
     const open = new Set(frame.requests.map((given) => given[1]));
-    if (this.key && this.nextCol > this.firstCol && this.breaks.at(-1) !== this.nextCol && this.mayHaveMissed(frame)) {
-      this.breaks.push(this.nextCol);
-    }
     this.key = frame;
     this.now = frame.now;
     this.handles.clear();
@@ -92,11 +105,6 @@ export class Model {
     this.blocks.reset(frame);
     for (const given of frame.requests) this.takeUp(given);
     this.applyStanding(frame);
-  }
-
-  mayHaveMissed(frame) {
-    const last = this.steps.at(-1);
-    return frame.now < last.time || this.lost > (this.lostBefore || 0);
   }
 
   takeUp(given) {
@@ -119,6 +127,7 @@ export class Model {
   // ---- batches: what happened since -------------------------------------------------------------------------------
 
   applyBatch(frame) {
+    if (this.isKnown(frame)) return;
     const steps = frame.steps || [];
     const base = this.nextCol;
     for (const given of frame.new || []) {
@@ -146,6 +155,9 @@ export class Model {
   addStep(given) {
     const step = Object.fromEntries(STEP_FIELDS.map((name, index) => [name, given[index]]));
     step.outputs = 0;
+    const last = this.steps.at(-1);
+    if (this.mayHaveMissed && last && step.step !== last.step + 1) this.breaks.push(this.nextCol);
+    this.mayHaveMissed = false;
     this.steps.push(step);
     return step;
   }
@@ -234,7 +246,6 @@ export class Model {
       if (this.policy && this.policy !== frame.policy) this.policyChanges.push({ col: this.nextCol, policy: frame.policy });
       this.policy = frame.policy;
     }
-    this.lostBefore = this.lost;
     this.reasons = frame.reasons;
     this.blocks.evictions = frame.evictions;
     this.waiting = frame.waiting.map(([handle, reason]) => {

@@ -57,6 +57,14 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Show the dashboard under this name too, where there are no API keys; may be given several times, "
+            "'*' is all. Addresses and this machine's own names always work.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     max_waiting: Annotated[
         int,
         typer.Option(help="Completions that may wait for a seat; more get 429.", min=0, rich_help_panel=_SERVER),
@@ -130,6 +138,7 @@ def serve(
         api_keys=keys,
         isolate_keys=isolate_keys,
         cors_origins=cors_origin or [],
+        allowed_hosts=allowed_host or [],
         drain_timeout=drain_timeout,
         limits=Limits(max_waiting=max_waiting, default_timeout=request_timeout),
         supervision=Supervision(heartbeat_timeout=heartbeat_timeout, step_timeout=step_timeout),

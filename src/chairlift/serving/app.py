@@ -23,6 +23,7 @@ from chairlift.serving.dashboard_routes import add_dashboard
 from chairlift.serving.engine_client import EngineState
 from chairlift.serving.errors import APIError, as_api_error, unavailable
 from chairlift.serving.guards import Guards, Outermost
+from chairlift.serving.host_names import HostNames
 from chairlift.serving.responses import respond
 from chairlift.serving.responses_types import ResponsesRequest
 from chairlift.serving.service import Service, check_ids
@@ -36,7 +37,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
 
 
 def make_app(
-    service: Service, api_keys: Iterable[str] = (), cors_origins: Sequence[str] = (), *, dashboard: bool = True
+    service: Service,
+    api_keys: Iterable[str] = (),
+    cors_origins: Sequence[str] = (),
+    *,
+    dashboard: bool = True,
+    hosts: HostNames | None = None,
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -46,7 +52,8 @@ def make_app(
         pinging.cancel()
 
     app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Guards, api_keys=list(api_keys), limits=service.limits, metrics=service.metrics)
+    hosts = hosts or HostNames()
+    app.add_middleware(Guards, api_keys=list(api_keys), hosts=hosts, limits=service.limits, metrics=service.metrics)
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -18,12 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.serving.admission import Limits, too_busy
 from chairlift.serving.errors import APIError, as_api_error
+from chairlift.serving.host_names import HostNames
 from chairlift.serving.json_values import ValueCounter
 from chairlift.serving.metrics import Metrics
 
 log = logging.getLogger("chairlift.server")
 
 OPEN_PATHS = frozenset({"/health", "/dashboard"})
+DASHBOARD = "/dashboard"
 
 
 class Outermost:
@@ -59,9 +61,12 @@ class Outermost:
 
 
 class Guards:
-    def __init__(self, app: ASGIApp, *, api_keys: Iterable[str], limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, *, api_keys: Iterable[str], hosts: HostNames, limits: Limits, metrics: Metrics
+    ) -> None:
         self._app = app
         self._tenants = dict(_named(api_keys))
+        self._hosts = hosts
         self._limits = limits
         self._held = _Held(limits.max_held_bytes, metrics)
 
@@ -101,6 +106,11 @@ class Guards:
         if self._tenants and scope["state"]["key"] is None and scope["path"] not in OPEN_PATHS:
             problem = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
             return APIError(401, problem, type_="authentication_error", code="invalid_api_key")
+        if not self._tenants and scope["path"].startswith(DASHBOARD):
+            host = dict(headers).get(b"host", b"").decode("latin-1")
+            if not self._hosts.include(host):
+                problem = f"the dashboard of a server without API keys does not answer to the name {host!r}"
+                return APIError(403, f"{problem}; allow it with --allowed-host", code="host_not_allowed")
         length = dict(headers).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limits.max_body_bytes:
             return _too_large(self._limits.max_body_bytes)

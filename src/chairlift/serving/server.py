@@ -25,6 +25,7 @@ from chairlift.serving.admission import Limits
 from chairlift.serving.app import make_app
 from chairlift.serving.engine_client import EngineClient, EngineState, Supervision
 from chairlift.serving.garbage import leave_what_is_loaded_alone
+from chairlift.serving.host_names import HostNames
 from chairlift.serving.http_protocol import GuardedProtocol
 from chairlift.serving.metrics import Metrics
 from chairlift.serving.service import Service
@@ -44,6 +45,7 @@ class ServerConfig:
     api_keys: Sequence[str] = ()
     isolate_keys: bool = False  # requests with different keys never share cached prefixes
     cors_origins: Sequence[str] = ()  # web pages of these may call the server from a browser
+    allowed_hosts: Sequence[str] = ()  # names besides its own by which the dashboard may be called without a key
     drain_timeout: float = 30.0
     limits: Limits = field(default_factory=Limits)
     supervision: Supervision = field(default_factory=Supervision)
@@ -67,9 +69,10 @@ async def serve_forever(config: ServerConfig, on_ready: Callable[[Service, int],
     128 and the signal's number if a second signal cut the end short. `on_ready` learns the port."""
     _allow_many_connections()
     resolve_model(config.model, progress=not config.quiet)  # whatever is wrong with it is said first
+    hosts = HostNames(config.host, config.allowed_hosts)
     listener = _listen(config.host, config.port)
     service = make_service(config)
-    app = make_app(service, config.api_keys, config.cors_origins, dashboard=config.dashboard)
+    app = make_app(service, config.api_keys, config.cors_origins, dashboard=config.dashboard, hosts=hosts)
     server = _Server(uvicorn_config(app, config.limits))
     leave_what_is_loaded_alone()
     signals = _Signals()

@@ -187,10 +187,11 @@ def _rotate_and_store(
 def _rotate(values: Any, cos: Any, sin: Any) -> None:
     """Number i of the first half is paired with i of the second."""
     pairs = cos.shape[0]
+    first, second = values[:pairs], values[pairs : 2 * pairs]  # indices from zero: others are not vectorised
     for i in range(pairs):
-        first, second = values[i], values[pairs + i]
-        values[i] = first * cos[i] - second * sin[i]
-        values[pairs + i] = second * cos[i] + first * sin[i]
+        x, y = first[i], second[i]
+        first[i] = x * cos[i] - y * sin[i]
+        second[i] = y * cos[i] + x * sin[i]
 
 
 @compiled(FAST)

@@ -14,7 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chairlift.kernels.cpu_math import FAST, compiled
-from chairlift.kernels.cpu_simd import GROUP, OFFSET, PANEL, SPAN, find_instruction_set, int8_tile, span_rounder
+from chairlift.kernels.cpu_simd import (
+    GROUP,
+    OFFSET,
+    PANEL,
+    SPAN,
+    find_instruction_set,
+    int8_tile,
+    prefetch_to_write,
+    span_rounder,
+    tile_finisher,
+)
 from chairlift.kernels.cpu_threads import claim
 
 ISA = find_instruction_set()
@@ -26,6 +36,7 @@ ROWS_AT_ONCE = 192  # rows that one claim of work goes through: they stay in the
 LARGEST = np.float32(127.0)
 
 _round_span = span_rounder(ISA.wide_rows)
+_finish = tile_finisher(COLUMNS)
 _tile_all, _tile_4, _tile_2, _tile_1 = (int8_tile(ISA, rows) for rows in (ROWS, 4, 2, 1))
 
 
@@ -120,9 +131,19 @@ def multiply(shared: Any, rows: Rows, count: int, weight: PackedWeight, bias: An
         for tile in range(first, min(first + at_once, tiles)):
             row = begin
             while row < end:
+                _prefetch_target(out, row, min(ROWS, end - row), tile * COLUMNS)
                 done = _one_tile(sums, rows, row, end - row, weight, tile)
                 _scale(sums, row, done, weight.scales, tile * COLUMNS, bias, adding, out)
                 row += done
+
+
+@compiled()
+def _prefetch_target(out: Any, row: int, count: int, first: int) -> None:
+    """Ask for the lines that a tile will be written to: they arrive while it is computed."""
+    for i in range(count):
+        start = out.ctypes.data + ((row + i) * out.shape[1] + first) * 4
+        for line in range(0, COLUMNS * 4, 64):
+            prefetch_to_write(start + line)
 
 
 @compiled()
@@ -148,15 +169,17 @@ def _one_tile(sums: Any, rows: Rows, row: int, left: int, weight: PackedWeight, 
 
 @compiled(FAST)
 def _scale(sums: Any, row: int, done: int, scales: Any, first: int, bias: Any, adding: bool, out: Any) -> None:
-    columns, biased = min(COLUMNS, out.shape[1] - first), bias.shape[0] > 0
-    for i in range(done):
-        if adding:
+    columns = min(COLUMNS, out.shape[1] - first)
+    if columns == COLUMNS:
+        target = out.ctypes.data + (row * out.shape[1] + first) * 4
+        _finish(target, out.shape[1] * 4, done, sums.ctypes.data, scales.ctypes.data + first * 4, adding)
+    else:
+        for i in range(done):
             for j in range(columns):
-                out[row + i, first + j] += sums[i, j] * scales[first + j]
-        else:
-            for j in range(columns):
-                out[row + i, first + j] = sums[i, j] * scales[first + j]
-        if biased:
+                before = out[row + i, first + j] if adding else np.float32(0.0)
+                out[row + i, first + j] = before + sums[i, j] * scales[first + j]
+    if bias.shape[0] > 0:
+        for i in range(done):
             for j in range(columns):
                 out[row + i, first + j] += bias[first + j]
 

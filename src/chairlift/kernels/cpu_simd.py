@@ -222,6 +222,37 @@ def _add_scaled(b: ir.IRBuilder, integers: ir.Value, scale: ir.Value, place: ir.
     )
 
 
+def tile_finisher(columns: int) -> Any:
+    """target [rows, columns] = sums [rows, columns] times scales [columns], or added to what is there; the stride of
+    the target is in bytes. In LLVM because numba counts references to every slice."""
+    numbers = ir.VectorType(F32, 16)
+
+    @intrinsic
+    def finish(_: Any, target: Any, target_stride: Any, rows: Any, sums: Any, scales: Any, adding: Any) -> Any:
+        def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> Any:
+            target, target_stride, rows, sums, scales, adding = args
+            scale = [_load(b, b.add(scales, I64(64 * part)), numbers, 4) for part in range(columns // 16)]
+            with cgutils.for_range(b, rows) as loop:
+                row = b.add(sums, b.mul(loop.index, I64(columns * 4)))
+                to = b.add(target, b.mul(loop.index, target_stride))
+                sides = [
+                    (b.fmul(_load(b, b.add(row, I64(64 * part)), numbers, 4), factor), b.add(to, I64(64 * part)))
+                    for part, factor in enumerate(scale)
+                ]
+                with b.if_else(adding) as (add, replace):
+                    with add:
+                        for product, place in sides:
+                            _store(b, b.fadd(product, _load(b, place, numbers, 4)), place, 4)
+                    with replace:
+                        for product, place in sides:
+                            _store(b, product, place, 4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 5, types.boolean), generate
+
+    return finish
+
+
 def _pair_products(b: ir.IRBuilder, isa: InstructionSet, x: ir.Value, y: ir.Value) -> ir.Value:
     shorts, words = ir.VectorType(I16, 16), ir.VectorType(I32, 8)
     if isa is AVX2:
@@ -325,18 +356,25 @@ def _sum_each(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     return vectors[0]
 
 
-@intrinsic
-def prefetch(_: Any, address: Any) -> Any:
-    """Ask for a cache line that will be read soon."""
+def prefetcher(writing: bool) -> Any:
+    """Asks for a cache line that will be read, or written, soon."""
 
-    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
-        pointer = I8.as_pointer()
-        signature = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-        function = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
-        b.call(function, [b.inttoptr(args[0], pointer), I32(0), I32(2), I32(1)])
-        return context.get_dummy_value()
+    @intrinsic
+    def prefetch(_: Any, address: Any) -> Any:
+        def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+            pointer = I8.as_pointer()
+            signature = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+            function = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
+            nearness = I32(3 if writing else 2)
+            b.call(function, [b.inttoptr(args[0], pointer), I32(int(writing)), nearness, I32(1)])
+            return context.get_dummy_value()
 
-    return types.void(types.intp), generate
+        return types.void(types.intp), generate
+
+    return prefetch
+
+
+prefetch, prefetch_to_write = prefetcher(writing=False), prefetcher(writing=True)
 
 
 @intrinsic

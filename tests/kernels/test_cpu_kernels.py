@@ -253,3 +253,19 @@ def test_kernels_use_no_instruction_that_numba_was_told_to_avoid(setting: dict[s
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == found
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.uint16])
+def test_a_square_of_either_type_is_transposed(kind: Any) -> None:
+    numbers = np.arange(16 * 20).reshape(16, 20).astype(np.float32)
+    source = numbers if kind is np.float32 else (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    target = np.zeros((16, 24), dtype=np.float32)
+
+    @njit
+    def run(source: Any, target: Any) -> None:
+        cpu_simd.transpose_16(target.ctypes.data, 24, source.ctypes.data, 20, source[0, 0])
+
+    run(source[:, :], target)
+    expected = numbers if kind is np.float32 else (source.astype(np.uint32) << 16).view(np.float32)
+    assert np.array_equal(target[:, :16], expected[:, :16].T)
+    assert (target[:, 16:] == 0).all()

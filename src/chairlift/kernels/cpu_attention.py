@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chairlift.kernels.cpu_math import FAST, compiled, exp, from_sortable, narrow, sortable, widen
-from chairlift.kernels.cpu_simd import F32_COLUMNS, F32_ROWS, LANES, dots, f32_tile, prefetch, widen_row
+from chairlift.kernels.cpu_simd import F32_COLUMNS, F32_ROWS, LANES, dots, f32_tile, prefetch, transpose_16, widen_row
 from chairlift.kernels.cpu_threads import claim
 
 # New tokens of a sequence up to which they are computed row by row. A token and its drafts are no more than that, so
@@ -456,11 +456,19 @@ def _load_rows(side: Any, tables: Any, sequence: int, base: int, count: int, kv_
 @compiled(FAST)
 def _load_columns(side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, target: Any) -> None:
     """The same, transposed: target [head_dim, KEYS]."""
-    block_size = side.shape[1]
+    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
+    whole, stride = head_dim // 16 * 16, side.shape[2] * head_dim
     j = 0
     while j < count:
         block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
-        for at in range(slot, min(block_size, slot + count - j)):
-            for i in range(side.shape[3]):
-                target[i, j] = widen(side[block, at, kv_head, i])
-            j += 1
+        run = min(block_size - slot, count - j)
+        start = side.ctypes.data + (((block * block_size + slot) * side.shape[2] + kv_head) * head_dim) * size
+        squares = run // 16 * 16
+        for at in range(0, squares, 16):
+            for i in range(0, whole, 16):
+                to = target.ctypes.data + (i * target.shape[1] + j + at) * 4
+                transpose_16(to, target.shape[1], start + (at * stride + i) * size, stride, like)
+        for at in range(run):
+            for i in range(whole if at < squares else 0, head_dim):
+                target[i, j + at] = widen(side[block, slot + at, kv_head, i])
+        j += run

@@ -392,6 +392,27 @@ def widen_row(_: Any, target: Any, source: Any, count: Any, like: Any) -> Any:
     return types.void(types.intp, types.intp, types.intp, like), generate
 
 
+@intrinsic
+def transpose_16(_: Any, target: Any, target_stride: Any, source: Any, source_stride: Any, like: Any) -> Any:
+    """target [16, 16] float32 = source [16, 16] transposed, float32 or bfloat16 as `like` is. Strides count numbers."""
+    size = like.bitwidth // 8
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+        target, target_stride, source, source_stride, _like = args
+        from_bytes, to_bytes = b.mul(source_stride, I64(size)), b.mul(target_stride, I64(4))
+        rows = [_load_numbers(b, b.add(source, b.mul(from_bytes, I64(row))), size) for row in range(16)]
+        for half in (8, 4, 2, 1):  # squares of this size change places across the diagonal, in every square of twice it
+            for row in (row for row in range(16) if not row & half):
+                x, y = rows[row], rows[row + half]
+                rows[row] = _pick(b, x, y, [lane if not lane & half else 16 + lane - half for lane in range(16)])
+                rows[row + half] = _pick(b, x, y, [lane + half if not lane & half else 16 + lane for lane in range(16)])
+        for row, numbers in enumerate(rows):
+            _store(b, numbers, b.add(target, b.mul(to_bytes, I64(row))), 4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4, like), generate
+
+
 def _load_numbers(b: ir.IRBuilder, address: ir.Value, size: int, lanes: int = 16) -> ir.Value:
     """Numbers as float32, from float32 or bfloat16."""
     numbers, words = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)

@@ -128,6 +128,32 @@ def test_a_body_of_too_many_values_is_refused_unread(monkeypatch: pytest.MonkeyP
         assert (commas.status_code, commas.json()["count"]) == (200, 300_000)
 
 
+def test_large_bodies_are_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers, loads = list[str](), json.loads
+
+    def watched(text: str | bytes, **options: Any) -> Any:
+        readers.append(threading.current_thread().name)
+        return loads(text, **options)
+
+    with front_end() as front:
+        monkeypatch.setattr("starlette.requests.json.loads", watched)
+        large = {"model": NAME, "prompt": [70] * 20_000}
+        post(front, PATH, **large)  # too long for the model
+        bad = [
+            HTTP.post(front.url + PATH, content=text, headers={"content-type": "application/json"})
+            for text in (json.dumps(large | {"n": "x"}), json.dumps(large)[:-1], json.dumps([70] * 20_000))
+        ]
+        assert all(name.startswith("long-text") for name in readers)
+        assert len(readers) == 4
+        small = [post(front, PATH, model=NAME, prompt="a", n="x"), post(front, PATH, model=NAME, prompt="a")]
+        assert not any(name.startswith("long-text") for name in readers[4:])
+        monkeypatch.undo()
+    problems = [loads(answer.text)["error"] for answer in bad]
+    assert problems[0] == loads(small[0].text)["error"]
+    assert [problem["code"] for problem in problems] == ["invalid_value", "invalid_json", "invalid_value"]
+    assert small[1].status_code == 200
+
+
 json_values = st.recursive(
     st.none() | st.integers() | st.text('a,[{"\\é\n', max_size=6),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a,[{"\\', max_size=3), inner, max_size=4),

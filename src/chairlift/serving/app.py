@@ -19,6 +19,7 @@ import chairlift
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.serving.answering import unless_gone
 from chairlift.serving.api_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from chairlift.serving.bodies import invalid_value, reading_in_threads
 from chairlift.serving.dashboard_routes import add_dashboard
 from chairlift.serving.engine_client import EngineState
 from chairlift.serving.errors import APIError, as_api_error, unavailable
@@ -53,6 +54,7 @@ def make_app(
 
     app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     hosts = hosts or HostNames()
+    app.router.route_class = reading_in_threads(service.text)
     app.add_middleware(Guards, api_keys=list(api_keys), hosts=hosts, limits=service.limits, metrics=service.metrics)
     if cors_origins:
         app.add_middleware(
@@ -102,15 +104,10 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 def _validation_error(error: RequestValidationError) -> APIError:
-    """The first thing wrong with a body, by the name of the parameter."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return APIError(400, "the body is not valid JSON", code="invalid_json")
-    # Alternatives of a union are told apart by their types; a client knows the parameter alone.
-    param = place[0] if place else None
-    problem = "unknown parameter" if first["type"] == "extra_forbidden" else str(first["msg"])
-    return APIError(400, f"{param or 'body'}: {problem}", param=param, code="invalid_value")
+    return invalid_value(first)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -160,10 +157,13 @@ def _add_text(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, Any]:
         service.check_model(body.model)
-        tokens = check_ids("tokens", body.tokens)
         with service.admission.text_place():
-            work = service.text.run(len(tokens), partial(service.tokenizer.decode, tokens))
+            work = service.text.run(len(body.tokens), partial(_text_of, body, service))
             return {"prompt": await unless_gone(http, work)}
+
+
+def _text_of(body: DetokenizeRequest, service: Service) -> str:
+    return service.tokenizer.decode(check_ids("tokens", body.tokens))
 
 
 def _tokens_of(body: TokenizeRequest, service: Service) -> list[int]:

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from chairlift.core.draft_length import FixedLength
+from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
+from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Speculation, Wanted
 from chairlift.errors import InvalidParameter
+from chairlift.execution import drafter
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.drafter import FirstLayers, Head, NetworkProposer
 from chairlift.execution.engine import Engine
@@ -53,6 +56,56 @@ def test_a_model_that_guesses_itself_is_always_right(tiny: LoadedModel, folder: 
     same(plain, fast)
     assert fast.proposed == fast.accepted > 20
     assert (fast.preemptions > 0) == (setting in ("preempted", "swapped"))
+
+
+class Seldom(FixedLength):
+    """Drafts in a few steps only, with long pauses between."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self._turn = 0
+
+    def choose(self, candidates: Any, chunks: Any, proposer: Any) -> Sequence[int]:
+        self._turn += 1
+        return super().choose(candidates, chunks, proposer) if self._turn % 40 > 32 else [0] * len(candidates)
+
+
+def test_a_small_model_catches_up_in_parts_and_keeps_nothing_of_what_was_wrong(
+    tiny: LoadedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sampled is often not the likeliest, and that is what a model with the same weights guesses."""
+    monkeypatch.setattr(drafter, "MOST_MISSED", 12)
+    engine = start(tiny, speculate=f"draft:{folder}", draft_length=4)
+    speculation, runner, model = engine.scheduler.speculation, engine.executor, tiny.model
+    assert speculation is not None
+    assert isinstance(runner, ModelRunner)
+    assert isinstance(model, Decoder)
+    assert runner.drafter is not None
+    speculation.length = Seldom()
+    sizes: list[int] = []
+    said: list[tuple[list[int], int]] = []
+    scores, propose = runner.drafter._scores, speculation.proposer.propose
+
+    def count(chunks: Sequence[Chunk]) -> torch.Tensor:
+        sizes.append(sum(chunk.count for chunk in chunks if chunk.count > drafter.A_FEW))
+        return scores(chunks)
+
+    def listen(wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
+        drafts = propose(wanted)
+        said.extend((list(one.request.tokens), some[0]) for one, some in zip(wanted, drafts, strict=True) if some)
+        return drafts
+
+    monkeypatch.setattr(runner.drafter, "_scores", count)
+    monkeypatch.setattr(speculation.proposer, "propose", listen)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=110, ignore_eos=True)
+    found = run(engine, [([70 + i, 80, 90], params.clone(seed=i)) for i in range(2)])
+    assert 0 < max(sizes) <= 12
+    assert len(said) > 10
+    assert found.accepted < found.proposed
+    for tokens, guess in said:
+        row = torch.tensor(tokens)
+        hidden = model.hidden_states(row, torch.arange(len(tokens)), WholeTexts(len(tokens)))
+        assert guess == int(model.logits(hidden[-1:]).argmax())
 
 
 def proposer_of(engine: Engine, network: Any) -> NetworkProposer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -34,11 +34,15 @@ from chairlift.speculative.head import DraftHead
 
 MAX_LENGTH = 7
 MOST_STATES = 64  # of a request, that wait for its draft head
+A_FEW = MAX_LENGTH + 1  # tokens that a network is behind a request after most steps
+MOST_MISSED = 256  # tokens of requests further behind that a network catches up with in one step
 _GAIN = 0.1  # how far one measurement moves the estimate of what a pass takes
 
 
 class DraftNetwork(Protocol):
     """What differs between the networks."""
+
+    in_parts: bool  # whether it can catch up with a request in more than one step
 
     def first_position(self, request: Request) -> int:
         """The first of the request's tokens that the network has not computed yet."""
@@ -97,8 +101,9 @@ class NetworkProposer:
         started = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in wanted]
         self._drawn_from = {}
-        for place in range(max(one.length for one in wanted)):
-            asked = [index for index, one in enumerate(wanted) if one.length > place]
+        ready = self._catch_up(wanted) if self.network.in_parts else range(len(wanted))
+        for place in range(max((wanted[index].length for index in ready), default=0)):
+            asked = [index for index in ready if wanted[index].length > place]
             begun = time.perf_counter()
             found = self._pass([self._chunk(wanted[index], drafts[index]) for index in asked])
             if place:  # the first one may have more to compute than one token each
@@ -107,6 +112,21 @@ class NetworkProposer:
                 drafts[index].append(token)
         self.spent = time.perf_counter() - started
         return drafts
+
+    def _catch_up(self, wanted: Sequence[Wanted]) -> list[int]:
+        """The indices of those for whom the network can guess now. Others that got no guesses for long have to wait: it
+        would have to compute so much that the step took too long. As much of that as fits is computed."""
+        chunks = [self._chunk(one, ()) for one in wanted]
+        room, ready = MOST_MISSED, []
+        for index, chunk in sorted(enumerate(chunks), key=lambda item: item[1].count):
+            if chunk.count > A_FEW:
+                if chunk.count > room:
+                    if room:
+                        self._scores([replace(chunk, count=room)])
+                    break  # the others are still further behind
+                room -= chunk.count
+            ready.append(index)
+        return sorted(ready)
 
     def _chunk(self, one: Wanted, drafts: Sequence[int]) -> Chunk:
         request = one.request
@@ -117,13 +137,15 @@ class NetworkProposer:
         return Chunk(request, start, 1, one.table, samples=False, drafts=(drafts[-1],))
 
     def _pass(self, chunks: Sequence[Chunk]) -> list[int]:
+        return self._choose(self._scores(chunks), chunks)
+
+    def _scores(self, chunks: Sequence[Chunk]) -> Tensor:
         device = self._storage.keys[0].device
         plan = StepPlan(step=0, chunks=tuple(chunks))
         batch = build_batch(plan, self._storage, device, rectangular=self._attention.rectangular)
         rows = [offset + chunk.count - 1 for offset, chunk in zip(batch.layout.offsets, chunks, strict=False)]
         attend = self._attention.plan(batch.layout, self._storage)
-        scores = self.network.scores(batch, chunks, torch.tensor(rows, device=device), attend)
-        return self._choose(scores, chunks)
+        return self.network.scores(batch, chunks, torch.tensor(rows, device=device), attend)
 
     def _choose(self, scores: Tensor, chunks: Sequence[Chunk]) -> list[int]:
         ids = self.network.token_ids
@@ -178,6 +200,8 @@ class FirstLayers:
     """The first layers of the target itself, with its norm and head. What they write for a draft is what the target
     writes there again when it verifies it."""
 
+    in_parts = False  # it never has more than one token to catch up with
+
     def __init__(self, model: Decoder, num_layers: int) -> None:
         self.token_ids: Tensor | None = None
         self._model = copy.copy(model)
@@ -198,7 +222,9 @@ class FirstLayers:
 
 class SmallModel:
     """Another model with the same tokenizer. It computes prompts when the target does, and the tokens of a request
-    that got no drafts for a while when it gets some again."""
+    that got no drafts for a while when it is to get some again."""
+
+    in_parts = True
 
     def __init__(self, model: CausalLM) -> None:
         self.token_ids: Tensor | None = None
@@ -214,13 +240,17 @@ class SmallModel:
         return _scores(self._model, batch, last_rows, attend)
 
     def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
-        if all(chunk.decodes for chunk in plan.chunks):
-            return
-        self._model.hidden_states(batch.tokens, batch.positions, attend)
-        for chunk in plan.chunks:
+        has_prompts = not all(chunk.decodes for chunk in plan.chunks)
+        if has_prompts:
+            self._model.hidden_states(batch.tokens, batch.positions, attend)
+        rows = iter(kept)
+        for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
+            computed = self._computed.get(chunk.request.id, 0)
             # Before a prompt's chunk are its other chunks, or cached blocks, which a request before it filled.
-            if not chunk.decodes or self.first_position(chunk.request) >= chunk.start:
-                self._computed[chunk.request.id] = chunk.end
+            if has_prompts and (not chunk.decodes or computed >= chunk.start):
+                computed = chunk.end
+            right = chunk.start + next(rows) - offset + 1 if chunk.samples else chunk.end
+            self._computed[chunk.request.id] = min(computed, right)  # what it computed of wrong guesses is void
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)
@@ -229,6 +259,8 @@ class SmallModel:
 class Head:
     """A draft head. It computes prompts when the target does. Of what is generated, the target's states are kept until
     guesses are asked for: a request that gets none costs nothing."""
+
+    in_parts = False  # all that it has states for, or nothing
 
     def __init__(self, head: DraftHead) -> None:
         self.token_ids: Tensor | None = head.token_ids

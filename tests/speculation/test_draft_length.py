@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from chairlift.core.cost_model import FEATURES, CostModel, StepShape
-from chairlift.core.draft_length import AdaptiveLength
+from chairlift.core.draft_length import FIRST_GUESS, AdaptiveLength
 from chairlift.core.draft_payoff import DraftPayoff
+from chairlift.core.events import DraftsVerified
 from chairlift.core.ngram import NgramProposer
 from chairlift.core.plan import Chunk, StepPlan
-from chairlift.core.speculation import Wanted
-from tests.core.driving import make_request
+from chairlift.core.request import Request
+from chairlift.core.speculation import Speculation, Wanted
+from tests.core.driving import make_request, make_scheduler, run_plan
+from tests.speculation.guessing import Guesser
 
 
 def cost_model(step: float, token: float) -> CostModel:
@@ -46,7 +49,7 @@ class Decoding:
                 if length:
                     self.length.learn(request.id, length, right)
             seconds = self.seconds(self.size + sum(lengths))
-            self.length.observe(self.size, sum(lengths), sum(accepted), seconds)
+            self.length.observe(self.size, any(lengths), sum(accepted), seconds)
             history.append(sum(lengths))
         return history
 
@@ -100,12 +103,44 @@ def test_a_pause_ends_when_drafts_begin_to_pay() -> None:
         used = 0
         for _ in range(count):
             drafts = 4 if payoff.allows_drafts(1) else 0
-            payoff.observe(1, drafts, drafts // 2, with_drafts if drafts else 1.0)
+            payoff.observe(1, drafts > 0, drafts // 2, with_drafts if drafts else 1.0)
             used += bool(drafts)
         return used
 
     assert steps(500, with_drafts=9.0) < 60
     assert steps(5000, with_drafts=1.1) > 2000
+
+
+class SlowAndCut(Guesser):
+    """All of its guesses take a second, and a grammar leaves none of them."""
+
+    spent = 1.0
+
+    def foresee(self, requests: Sequence[Request]) -> list[int | None]:
+        return [0] * len(requests)
+
+    def _guess(self, one: Wanted) -> list[int]:
+        return []
+
+
+def test_drafts_that_a_grammar_cuts_are_neither_wrong_nor_free() -> None:
+    length = AdaptiveLength(cost_model(step=0.02, token=0.0001))
+    speculation = Speculation(SlowAndCut(lambda request, length: []), length)
+    scheduler = make_scheduler(speculation=speculation)
+    scheduler.submit(make_request("a", 10, 90), 0.0)
+    ran = []
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0)
+        result = run_plan(plan)
+        scheduler.apply(result, 0.0)
+        assert not plan.num_drafts
+        ran.append(speculation.note_step(result, 0.25 + plan.guess_seconds))
+    assert set(ran) == {0.25}, "what the cost model is told is what running the steps took"
+    assert not [event for event in scheduler.drain_events() if isinstance(event, DraftsVerified)]
+    assert length.chance("a", 0) == FIRST_GUESS
+    batch = length._payoff._batches[1]
+    assert batch.plain.value == 0.25
+    assert batch.pause, "and they are given up because they cost more than they bring"
 
 
 def test_ngrams_find_what_followed_last_time() -> None:

@@ -63,8 +63,8 @@ class DraftLength(Protocol):
         ...
 
     def learn(self, request_id: str, proposed: int, accepted: int) -> None: ...
-    def observe(self, num_requests: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        """A step that carried nothing but decodes and drafts took so long."""
+    def observe(self, num_requests: int, guessed: bool, num_accepted: int, seconds: float) -> None:
+        """A step that carried nothing but decodes and drafts took so long, with the time for guessing if it had any."""
         ...
 
     def forget(self, request_id: str) -> None: ...
@@ -90,8 +90,8 @@ class FixedLength:
     def learn(self, request_id: str, proposed: int, accepted: int) -> None:
         pass
 
-    def observe(self, num_requests: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        self._payoff.observe(num_requests, num_drafts, num_accepted, seconds)
+    def observe(self, num_requests: int, guessed: bool, num_accepted: int, seconds: float) -> None:
+        self._payoff.observe(num_requests, guessed, num_accepted, seconds)
 
     def forget(self, request_id: str) -> None:
         pass
@@ -159,8 +159,8 @@ class AdaptiveLength:
         self._common.setdefault(kind, Acceptance()).add(judged, accepted, _COMMON_MEMORY)
         self._own.setdefault(request_id, {}).setdefault(kind, Acceptance()).add(judged, accepted, _MEMORY)
 
-    def observe(self, num_requests: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        self._payoff.observe(num_requests, num_drafts, num_accepted, seconds)
+    def observe(self, num_requests: int, guessed: bool, num_accepted: int, seconds: float) -> None:
+        self._payoff.observe(num_requests, guessed, num_accepted, seconds)
 
     @property
     def speedup(self) -> float:

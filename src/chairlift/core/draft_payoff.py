@@ -71,11 +71,11 @@ class DraftPayoff:
             return False
         return batch.plain.count >= _ENOUGH and batch.since_plain < _REFRESH
 
-    def observe(self, num_requests: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        """A step that only decoded took so long."""
+    def observe(self, num_requests: int, guessed: bool, num_accepted: int, seconds: float) -> None:
+        """A step that only decoded took so long, and `guessed` whether any of it went into drafts."""
         batch = self._batches.setdefault(num_requests.bit_length(), _Batch())
         tokens = num_requests + num_accepted
-        if num_drafts:
+        if guessed:
             batch.drafted.add(seconds, tokens)
             batch.since_plain += 1
         else:
@@ -83,7 +83,7 @@ class DraftPayoff:
             batch.since_plain = 0
         if batch.plain.count:
             self._note_speedup(tokens * batch.plain.value, seconds)
-        if not num_drafts or not batch.known:
+        if not guessed or not batch.known:
             return
         if batch.drafted.value > _WORTHWHILE * batch.plain.value:
             batch.pause, batch.next_pause = batch.next_pause, min(2 * batch.next_pause, _LONGEST_PAUSE)

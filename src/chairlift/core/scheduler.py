@@ -238,7 +238,8 @@ class Scheduler:
             request.num_planned = chunk.end
             request.num_unread += chunk.samples
         self._num_steps += 1
-        return StepPlan(self._num_steps - 1, chunks, len(self.idle), tuple(draft.swap_outs), tuple(draft.swap_ins))
+        swaps = tuple(draft.swap_outs), tuple(draft.swap_ins)
+        return StepPlan(self._num_steps - 1, chunks, len(self.idle), *swaps, draft.guess_seconds)
 
     def _drop_late(self, now: float) -> None:
         for request in self._deadlines.passed(now):

@@ -82,7 +82,9 @@ class Speculation:
         wanted = self._reserve(candidates, lengths, lift, plan)
         if not wanted:
             return
-        for one, drafts in zip(wanted, self.proposer.propose(wanted), strict=True):
+        proposed = self.proposer.propose(wanted)
+        plan.guess_seconds = self.proposer.spent
+        for one, drafts in zip(wanted, proposed, strict=True):
             request = one.request
             if drafts:
                 plan.add_drafts(request, drafts)
@@ -104,12 +106,16 @@ class Speculation:
         return wanted
 
     def note_step(self, result: StepResult, seconds: float) -> float:
-        """A step took so long. Returns how much of that went into running it and not into guessing."""
+        """A step took so long. Returns how much of that went into running it and not into guessing.
+
+        Guesses that a grammar has cut are not among its drafts, for the model did not see them. But they took their
+        time, so that the step says nothing of those without speculation."""
         plan = result.plan
         if all(chunk.decodes for chunk in plan.chunks):
             accepted = sum(result.accepted.values())
-            self.length.observe(len(plan.chunks), plan.num_drafts, accepted, seconds)
-        return seconds - self.proposer.spent if plan.num_drafts else seconds
+            guessed = plan.num_drafts > 0 or plan.guess_seconds > 0
+            self.length.observe(len(plan.chunks), guessed, accepted, seconds)
+        return seconds - plan.guess_seconds
 
     @property
     def speedup(self) -> float:

@@ -28,12 +28,13 @@ def reading_in_threads(text: TextWork) -> type[APIRoute]:
     class Route(APIRoute):
         def get_route_handler(self) -> Handler:
             handle = super().get_route_handler()
-            model = self.body_field.field_info.annotation if self.body_field is not None else None
-            if model is None:
+            model = None if self.body_field is None else self.body_field.field_info.annotation
+            if not isinstance(model, type) or not issubclass(model, BaseModel):
                 return handle
+            kind: type[BaseModel] = model
 
             async def handle_large(request: Request) -> Response:
-                return await handle(_LargeBody(request, model, text))
+                return await handle(_LargeBody(request, kind, text))
 
             return handle_large
 

@@ -140,7 +140,7 @@ def store(cache: Cache, slot: int, k: Any, v: Any) -> None:
 
 
 @compiled(FAST)
-def attend(shared: Any, q: Any, cache: Cache, work: Work, how: Score, out: Any) -> None:
+def attend(shared: Any, members: int, q: Any, cache: Cache, work: Work, how: Score, out: Any) -> None:
     """q, out [T, heads, head_dim] float32. The team shares the work: call `meet` before and after, and then `merge`
     for every row."""
     pieces, tiles = work.pieces, work.tiles
@@ -167,6 +167,10 @@ def attend(shared: Any, q: Any, cache: Cache, work: Work, how: Score, out: Any) 
                 tiles.rows.shape[0] - 1 - item // kv_heads, item % kv_heads, q, cache, tiles, how, scratch, out
             )
         elif item < num_tiles + num_pieces:
+            following = item - num_tiles + members  # what this thread is likely to do next
+            if following < num_pieces:
+                start, end = pieces.starts[following], pieces.lengths[following]
+                _fetch_ahead(cache.keys, cache.values, cache.tables, pieces.sequences[following], start, end)
             _attend_piece(item - num_tiles, q, cache, pieces, how, work.partial, scratch, out)
         else:
             return

@@ -96,7 +96,7 @@ def decode_step(shared: Any, members: int, net: Network, step: Step, buffers: Bu
         meet(shared, members)
         _rotate_and_store(shared, step, buffers.qkv, heads, kv_heads, net, layer, cache)
         meet(shared, members)
-        attend(shared, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)
+        attend(shared, members, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)
         meet(shared, members)
         _merge_and_round(shared, step, buffers)
         meet(shared, members)
@@ -235,7 +235,7 @@ def attend_layer(
             break
         store(cache, slots[row], k[row], v[row])
     meet(shared, members)
-    attend(shared, q, cache, work, how, out)
+    attend(shared, members, q, cache, work, how, out)
     meet(shared, members)
     while True:
         row = claim(shared, 1)

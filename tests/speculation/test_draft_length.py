@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from chairlift.core import ngram
 from chairlift.core.cost_model import FEATURES, CostModel, StepShape
 from chairlift.core.draft_length import FIRST_GUESS, AdaptiveLength
-from chairlift.core.draft_payoff import DraftPayoff
+from chairlift.core.draft_payoff import DraftPayoff, Pace, _Batch
 from chairlift.core.events import DraftsVerified
 from chairlift.core.ngram import NgramProposer
 from chairlift.core.plan import Chunk, StepPlan
@@ -43,7 +44,9 @@ class Decoding:
         chunks = [Chunk(request, 10, 1, (), samples=True) for request in requests]
         history = []
         for _ in range(count):
-            lengths = self.length.choose([(request, 0) for request in requests], chunks, NgramProposer())
+            lengths: Sequence[int] = [0] * self.size
+            if self.length.allows_drafts(chunks):
+                lengths = self.length.choose([(request, 0) for request in requests], chunks, NgramProposer())
             accepted = [self.right(i, length) for i, length in enumerate(lengths)]
             for request, length, right in zip(requests, lengths, accepted, strict=True):
                 if length:
@@ -155,6 +158,24 @@ def test_ngrams_find_what_followed_last_time() -> None:
     assert proposer.foresee([request]) == [None]
     proposer.forget("a")
     assert not proposer._indices
+
+
+def test_nothing_is_indexed_in_a_pause_and_long_texts_are_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "MOST_AT_ONCE", 100)
+    proposer, length = NgramProposer(), AdaptiveLength(cost_model(step=0.02, token=0.0001))
+    scheduler = make_scheduler(max_batch_tokens=2000, speculation=Speculation(proposer, length))
+    length._payoff._batches[1] = batch = _Batch(plain=Pace(0.02, 1.0, 99), pause=5)
+    scheduler.submit(make_request("a", [1, 2, 3, 4, 5] * 50, 60), 0.0)
+    drafts, indexed = [], []
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0)
+        drafts.append(plan.num_drafts)
+        indexed.append(proposer._indices["a"].num_indexed if proposer._indices else 0)
+        result = run_plan(plan)
+        scheduler.apply(result, 0.0)
+    assert batch.pause == 0
+    assert indexed[:10] == [0] * 6 + [104, 204, 258, 259], "after the prompt, a pause of five steps"
+    assert not any(drafts[:8])
 
 
 @pytest.mark.parametrize("period", [1, 2, 3])

@@ -56,6 +56,10 @@ class Acceptance:
 class DraftLength(Protocol):
     """Decides how many drafts to ask for."""
 
+    def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
+        """Whether there may be any in a step that otherwise carries these. To be asked once for every step."""
+        ...
+
     def choose(
         self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
     ) -> Sequence[int]:
@@ -81,6 +85,9 @@ class FixedLength:
     def __init__(self, length: int) -> None:
         self.length = length
         self._payoff = DraftPayoff()
+
+    def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
+        return True
 
     def choose(
         self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
@@ -110,12 +117,13 @@ class AdaptiveLength:
         self._kind: dict[str, int] = {}  # of the drafts that each request got last
         self._unasked: dict[str, int] = {}  # steps since a request last got a draft
 
+    def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
+        return self._payoff.allows_drafts(sum(chunk.decodes for chunk in chunks))
+
     def choose(
         self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
     ) -> Sequence[int]:
         decodes = [chunk for chunk in chunks if chunk.decodes]
-        if not self._payoff.allows_drafts(len(decodes)):
-            return [0] * len(candidates)
         threshold = self._threshold(len(candidates), decodes, proposer)
         lengths = [self._length(request.id, kind, threshold, proposer.max_length) for request, kind in candidates]
         for (request, kind), length in zip(candidates, lengths, strict=True):

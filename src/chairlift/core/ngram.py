@@ -12,6 +12,7 @@ from chairlift.core.request import Request
 from chairlift.core.speculation import Wanted
 
 FEW = 16  # tokens up to which indexing one by one is faster than preparing to do it at once
+MOST_AT_ONCE = 8192  # tokens beyond that are indexed in one step; a request that is not done then gets no drafts yet
 LONG, SHORT = 4, 2  # how many tokens must stand there again; what follows the longer one is the better guess
 
 
@@ -27,13 +28,23 @@ class NgramProposer:
 
     def foresee(self, requests: Sequence[Request]) -> list[int | None]:
         """How many tokens of each request's end were found again; None if nothing was."""
-        indices = self._indices
+        indices, room = self._indices, MOST_AT_ONCE
         found: list[int | None] = []
         for request in requests:
             index = indices.get(request.id)
             if index is None:
                 index = indices[request.id] = _Index()
-            found.append(index.find(request.tokens))
+            tokens = request.tokens
+            end = len(tokens)
+            missed = end - index.num_indexed
+            if missed > FEW:
+                count = min(missed, room)
+                room -= count
+                index.extend_far(tokens, index.num_indexed + count)
+                if count < missed:
+                    found.append(None)
+                    continue
+            found.append(index.find(tokens, end))
         return found
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
@@ -48,45 +59,53 @@ class NgramProposer:
 
 
 class _Index:
-    __slots__ = ("_behind_long", "_behind_short", "_num_indexed", "_place")
+    """Runs are told apart by their hashes, which are half as large as they are. Should two ever have the same, there is
+    a wrong guess."""
+
+    __slots__ = ("_behind_long", "_behind_short", "_place", "num_indexed")
 
     def __init__(self) -> None:
-        self._behind_long: dict[tuple[int, ...], int] = {}
-        self._behind_short: dict[tuple[int, ...], int] = {}
-        self._num_indexed = LONG  # runs that end before this position are in the dictionaries
+        self._behind_long: dict[int, int] = {}
+        self._behind_short: dict[int, int] = {}
+        self.num_indexed = LONG  # runs that end before this position are in the dictionaries
         self._place = 0
 
-    def find(self, tokens: Sequence[int]) -> int | None:
-        end = len(tokens)
+    def find(self, tokens: Sequence[int], end: int) -> int | None:
+        """After the few tokens that are new were taken in, too. `end`: how many tokens there are."""
         if end <= LONG:
             return None
-        if self._num_indexed < end:
-            self._extend(tokens, end)
-        place = self._behind_long.get(tuple(tokens[-LONG:]))
-        size = LONG
+        if self.num_indexed < end - 1:
+            self._extend(tokens, end - 1)
+        before, a, b, c, d = tokens[end - LONG - 1 : end]
+        if self.num_indexed < end:  # this is all that there is to do after most steps
+            self._behind_long[hash((before, a, b, c))] = self._behind_short[hash((b, c))] = end - 1
+            self.num_indexed = end
+        place, size = self._behind_long.get(hash((a, b, c, d))), LONG
         if place is None:
-            place = self._behind_short.get((tokens[-2], tokens[-1]))
-            size = SHORT
+            place, size = self._behind_short.get(hash((c, d))), SHORT
             if place is None:
                 return None
         self._place = place
         return size
 
     def _extend(self, tokens: Sequence[int], end: int) -> None:
-        """All runs but the one at the very end: nothing is known to follow that."""
-        start = self._num_indexed
-        if end - start <= FEW:  # as after most steps
-            behind_long, behind_short = self._behind_long, self._behind_short
-            for place in range(start, end):
-                a, b, c, d = tokens[place - LONG : place]
-                behind_long[a, b, c, d] = place
-                behind_short[c, d] = place
-        else:
-            recent = tokens[start - LONG : end - 1]
-            one, two, three = recent[1:], recent[2:], recent[3:]
-            self._behind_long.update(zip(zip(recent, one, two, three, strict=False), range(start, end), strict=False))
-            self._behind_short.update(zip(zip(two, three, strict=False), range(start, end), strict=False))
-        self._num_indexed = end
+        """All runs but the one at the very end of the text: nothing is known to follow that."""
+        for place in range(self.num_indexed, end):
+            a, b, c, d = tokens[place - LONG : place]
+            self._behind_long[hash((a, b, c, d))] = self._behind_short[hash((c, d))] = place
+        self.num_indexed = end
+
+    def extend_far(self, tokens: Sequence[int], end: int) -> None:
+        """The same, for many tokens at once."""
+        start = self.num_indexed
+        if start == end:
+            return
+        recent = tokens[start - LONG : end - 1]
+        one, two, three = recent[1:], recent[2:], recent[3:]
+        places = list(range(start, end))  # the same objects for both
+        self._behind_long.update(zip(map(hash, zip(recent, one, two, three, strict=False)), places, strict=True))
+        self._behind_short.update(zip(map(hash, zip(two, three, strict=False)), places, strict=True))
+        self.num_indexed = end
 
     def following(self, tokens: Sequence[int], length: int) -> Sequence[int]:
         found = list(tokens[self._place : self._place + length])

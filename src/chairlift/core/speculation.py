@@ -73,6 +73,8 @@ class Speculation:
         # Blocks that are still to be copied to the host must not be given to drafts, which may be written before that.
         if plan.memory_was_short or plan.swap_outs or not plan.room:
             return
+        if not self.length.allows_drafts(plan.chunks.values()):
+            return  # a pause, in which nothing is prepared for drafts either
         requests = [chunk.request for chunk in plan.chunks.values() if _may_have_drafts(chunk, plan)]
         kinds = self.proposer.foresee(requests) if requests else ()
         candidates = [(request, kind) for request, kind in zip(requests, kinds, strict=True) if kind is not None]

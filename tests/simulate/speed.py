@@ -20,12 +20,17 @@ from chairlift.simulate.run import Arrival, simulate
 COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", 2)[0], device_named("h200"))
 
 
+PROMPTS = (16, 512)
+
+
 def traffic(on_board: int, output: int, count: int) -> list[Arrival]:
-    """So many on board at a time, more or less."""
-    step = COST.predict(StepShape(on_board, 0, on_board * (256 + output // 2), 0, on_board))
+    """So many on board at a time, more or less: in every step a part of one comes, and generates `output` tokens."""
+    prompt = round(sum(PROMPTS) / 2 * on_board / output)  # tokens in a step
+    context = on_board * (sum(PROMPTS) // 2 + output // 2)
+    step = COST.predict(StepShape(on_board, prompt, context, prompt * PROMPTS[1] // 2, on_board))
     rng, at, found = random.Random(0), 0.0, []
     for index in range(count):
-        found.append(Arrival(at, [index] * rng.randint(16, 512), rng.randint(output // 2, output * 3 // 2)))
+        found.append(Arrival(at, [index] * rng.randint(*PROMPTS), rng.randint(output // 2, output * 3 // 2)))
         at += rng.expovariate(on_board / (step * output))
     return found
 
@@ -35,14 +40,17 @@ def report(name: str, coming: Sequence[Arrival], *, caching: bool, replicas: int
     begun = time.process_time()
     outcome = simulate(coming, [settings.make(COST) for _ in range(replicas)], make_router("least-loaded"))
     seconds = time.process_time() - begun
-    rates = f"{outcome.steps / seconds:10,.0f} steps/s {len(coming) / seconds:8,.0f} requests/s"
-    print(f"{name:40} {rates}  prefix caching {'on' if caching else 'off'}", flush=True)
+    batch = sum(arrival.n_out for arrival in coming) / outcome.steps
+    rates = (
+        f"{outcome.steps / seconds:10,.0f} steps/s {len(coming) / seconds:8,.0f} requests/s {batch:6.1f} tokens a step"
+    )
+    print(f"{name:32} {rates}  prefix caching {'on' if caching else 'off'}", flush=True)
 
 
 def main() -> None:
     for caching in (False, True):
-        for on_board, output in ((1, 256), (9, 256), (30, 256), (30, 1024), (128, 1024), (128, 256)):
-            report(f"{on_board} on board, {output} tokens", traffic(on_board, output, 400), caching=caching)
+        for on_board, output in ((1, 256), (10, 256), (32, 256), (32, 1024), (128, 1024), (128, 256), (256, 256)):
+            report(f"{on_board} on board, {output} tokens", traffic(on_board, output, 2000), caching=caching)
     for path in sys.argv[1:]:
         entries = load_trace(Path(path))[:4000]
         caching = any(entry.blocks for entry in entries)

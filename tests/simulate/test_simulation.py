@@ -42,9 +42,10 @@ def make_replica(
     policy: str = "continuous",
     order: str = "fcfs",
     caching: bool = False,
+    budget: int = 64,
 ) -> Replica:
     kv = KVCache(num_blocks, 16, prefix_caching=caching)
-    scheduler = Scheduler(kv, FixedBudget(64), make_policy(policy), seats, ordering=make_ordering(order))
+    scheduler = Scheduler(kv, FixedBudget(budget), make_policy(policy), seats, ordering=make_ordering(order))
     return Replica(scheduler, Linear(), leaps=leaps)
 
 
@@ -88,6 +89,7 @@ def test_one_request_by_hand() -> None:
     order=st.sampled_from(["fcfs", "fcfs", "shortest", "fair"]),
     caching=st.booleans(),
     shared=st.booleans(),
+    budget=st.sampled_from([64, 64, 300]),
 )
 def test_leaps_change_nothing(
     seed: int,
@@ -99,12 +101,21 @@ def test_leaps_change_nothing(
     order: str,
     caching: bool,
     shared: bool,
+    budget: int,
 ) -> None:
     """Every time is the same to the last bit, also where memory is so short that requests are preempted."""
     outcomes = []
     for leaps in (False, True):
         replicas = [
-            make_replica(leaps=leaps, num_blocks=num_blocks, seats=seats, policy=policy, order=order, caching=caching)
+            make_replica(
+                leaps=leaps,
+                num_blocks=num_blocks,
+                seats=seats,
+                policy=policy,
+                order=order,
+                caching=caching,
+                budget=budget,
+            )
             for _ in range(num_replicas)
         ]
         coming = arrivals(40, rate=rate, seed=seed, shared=shared)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chairlift.core.budget import FixedBudget
-from chairlift.core.cost_model import StepShape
+from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.policy import ContinuousPolicy
 from chairlift.core.request import Request
@@ -18,7 +18,7 @@ class Replica:
     When all on board are decoding and nobody can board, the coming steps differ in nothing but their length until
     someone finishes or arrives. Those are taken in one go; `leaps=False` takes them one by one, with the same outcome.
     Where nothing depends on those who decode (first come first served, continuous, a fixed budget), they are not even
-    shown to the scheduler while a newcomer's prompt is computed.
+    shown to the scheduler while a newcomer's prompt is computed; nor is a newcomer that fits into the step as a whole.
     """
 
     def __init__(
@@ -35,14 +35,18 @@ class Replica:
         self.gaps: list[tuple[float, int]] = []  # (length of a step, requests that were decoding in it)
         self.busy = False
         self._plan: StepPlan | None = None
+        self._newcomers: list[Request] = []  # those who compute their whole prompts in the step, besides its plan
         self._ends_at = 0.0
+        self._seconds_of_decodes: dict[tuple[int, int], float] = {}
         self._aside = Aside(scheduler)
-        self._cruises = (
+        budget = scheduler.budget
+        cruises = (
             isinstance(scheduler.policy, ContinuousPolicy)
-            and isinstance(scheduler.budget, FixedBudget)
+            and isinstance(budget, FixedBudget)
             and not scheduler.ordering.has_claims
-            and scheduler.budget.most.tokens >= scheduler.max_batch_requests  # everyone gets a token in every step
+            and budget.most.tokens >= scheduler.max_batch_requests  # everyone gets a token in every step
         )
+        self._cruises = budget.most if cruises and isinstance(budget, FixedBudget) else None
 
     def submit(self, request: Request, now: float) -> None:
         self.scheduler.submit(request, now)
@@ -53,10 +57,12 @@ class Replica:
         assert not self.busy
         if self.leaps:
             now = self._leap(now, undisturbed_until)
-            if self._aside and not self._room_beside_them():
+            if self._cruises and self._aside.all_fit(self._cruises):
+                self._newcomers = self._aside.board_all()
+            elif self._aside and not self._room_beside_them():
                 self._aside.give_back()
-        plan = None if self._only_decodes() else self.scheduler.schedule(now)
-        if not plan and not self._aside:
+        plan = None if self._newcomers or self._only_decodes() else self.scheduler.schedule(now)
+        if not plan and not self._newcomers and not self._aside:
             wakeup = self.scheduler.next_wakeup(now)
             return wakeup if wakeup is not None and wakeup > now else None
         self._plan, self.busy = plan, True
@@ -72,19 +78,28 @@ class Replica:
             self.scheduler.apply(StepResult(plan, [ANY_TOKEN] * samples, [None] * samples), self._ends_at)
         if self._aside:
             self._aside.advance(1, self._ends_at)
+        if self._newcomers:
+            self._aside.welcome(self._newcomers, self._ends_at)
+            self._newcomers = []
 
     def _shape(self, plan: StepPlan | None) -> StepShape:
-        shape = StepShape.of(plan) if plan else StepShape(idle_rows=len(self.scheduler.idle))
-        size = len(self._aside)
+        size, context, idle = len(self._aside), self._aside.context, len(self.scheduler.idle)
+        if not plan:
+            tokens = prefill_kv = 0
+            for request in self._newcomers:
+                tokens += request.num_prompt
+                prefill_kv += chunk_kv(0, request.num_prompt)
+            return StepShape(size, tokens, context, prefill_kv, size + len(self._newcomers), idle)
+        shape = StepShape.of(plan)
         if not size:
             return shape
         return StepShape(
             shape.decode_tokens + size,
             shape.prefill_tokens,
-            shape.decode_kv + self._aside.context,
+            shape.decode_kv + context,
             shape.prefill_kv,
             shape.requests + size,
-            shape.idle_rows,
+            idle,
         )
 
     def _take(self, shape: StepShape, swapping: float = 0.0) -> float:
@@ -105,7 +120,7 @@ class Replica:
         scheduler = self.scheduler
         if not scheduler.waiting:
             return True
-        return self._cruises and len(scheduler.running) + len(self._aside) >= scheduler.max_batch_requests
+        return self._cruises is not None and len(scheduler.running) + len(self._aside) >= scheduler.max_batch_requests
 
     def _room_beside_them(self) -> bool:
         return self._aside.steps_with_room() > 0 if self._only_decodes() else self._aside.leaves_room()
@@ -113,7 +128,7 @@ class Replica:
     def _may_set_aside(self) -> bool:
         scheduler = self.scheduler
         if self._cruises:  # not where memory is so short that they would be back at once
-            return scheduler.kv.pool.num_empty > 4 * (len(scheduler.running) + len(self._aside))
+            return self._aside.spare_blocks > 3 * (len(scheduler.running) + len(self._aside))
         return not scheduler.waiting and all(request.decoding for request in scheduler.running)
 
     def _leap(self, now: float, until: float) -> float:
@@ -136,7 +151,7 @@ class Replica:
     def _take_decodes(self, most: int, now: float, until: float) -> tuple[int, float]:
         """At most so many steps of those set aside; returns how many, and when they are over."""
         size, context = len(self._aside), self._aside.context
-        base = self.cost.predict(StepShape(size, 0, 0, 0, size, len(self.scheduler.idle)))
+        base = self._decode_seconds(size, len(self.scheduler.idle))
         per_position = self.cost.seconds_per_position
         taken, gaps = 0, self.gaps
         while taken < most:
@@ -151,3 +166,11 @@ class Replica:
             taken += 1
         self.num_steps += taken
         return taken, now
+
+    def _decode_seconds(self, size: int, idle: int) -> float:
+        """What so many decodes take, but for the positions they read. The same few numbers come again and again."""
+        seconds = self._seconds_of_decodes.get((size, idle))
+        if seconds is None:
+            seconds = self.cost.predict(StepShape(size, 0, 0, 0, size, idle))
+            self._seconds_of_decodes[size, idle] = seconds
+        return seconds

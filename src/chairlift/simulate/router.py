@@ -30,7 +30,8 @@ class LeastLoaded:
     """The one with the fewest tokens still to compute."""
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
-        return min(range(len(replicas)), key=lambda index: replicas[index].load)
+        loads = [replica.load for replica in replicas]
+        return loads.index(min(loads))
 
 
 class PrefixAffine:

@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from chairlift.core.budget import FixedBudget
+from chairlift.core.courtesy import Courtesy
 from chairlift.core.deadlines import Forecast
 from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
 from chairlift.core.kv_cache import KVCache
-from chairlift.core.ordering import make_ordering
+from chairlift.core.ordering import FairOrdering, make_ordering
 from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.policy import make_policy
 from chairlift.core.request import Request
@@ -19,8 +20,11 @@ from chairlift.core.scheduler import Scheduler
 from chairlift.core.speculation import Speculation
 from chairlift.core.swap import SwapSpace
 from chairlift.core.waiting import MAX_OVERTAKES
+from chairlift.simulate.measured import MeasuredCost
 
 NextToken = Callable[[Request], int]
+
+ONE_A_TOKEN = MeasuredCost(step=4.0, request=0.0, prefill_kv=0.0, decode_kv=0.0, tokens=((0, 1.0),))
 
 
 def make_scheduler(
@@ -39,17 +43,24 @@ def make_scheduler(
     forecast: Forecast | None = None,
     swap: SwapSpace | None = None,
     speculation: Speculation | None = None,
+    crowd: int | None = None,
 ) -> Scheduler:
+    """`crowd`: from how many open requests on others are spared a tenant's long steps, if the order is fair."""
+    ordering, courtesy = make_ordering(order, weights), None
+    if crowd is not None and isinstance(ordering, FairOrdering):
+        ordering.CROWD = crowd
+        courtesy = Courtesy(ordering, ONE_A_TOKEN, max_prefill_tokens or max_batch_tokens)
     return Scheduler(
         kv_class(num_blocks, block_size, prefix_caching=prefix_caching),
         FixedBudget(max_batch_tokens, max_prefill_tokens),
         make_policy(policy, None if max_delay is None else 1000 * max_delay),
         max_batch_requests,
-        ordering=make_ordering(order, weights),
+        ordering=ordering,
         max_overtakes=max_overtakes,
         forecast=forecast,
         swap=swap,
         speculation=speculation,
+        courtesy=courtesy,
     )
 
 

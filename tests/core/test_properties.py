@@ -24,6 +24,7 @@ STRATEGIES = st.fixed_dictionaries(
         "policy": st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
         "order": st.sampled_from(["fcfs", "priority", "shortest", "fair"]),
         "max_overtakes": st.sampled_from([1, 3, 16]),
+        "crowd": st.sampled_from([None, 0, 2]),
     }
 )
 
@@ -224,14 +225,15 @@ def test_replaying_a_workload_gives_the_same_schedule() -> None:
     st.sampled_from(["fcfs", "priority", "shortest", "fair"]),
     st.integers(1, 4),
     st.integers(1, 5),
+    st.sampled_from([None, 0, 2]),
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8), st.integers(-2, 2), st.sampled_from("abc")), max_size=80),
 )
 def test_nobody_waits_longer_than_the_bound(
-    order: str, seats: int, max_overtakes: int, work: list[tuple[int, int, int, str]]
+    order: str, seats: int, max_overtakes: int, crowd: int | None, work: list[tuple[int, int, int, str]]
 ) -> None:
     """With q older requests in line, a request is on board after at most (max_overtakes + 1) * (q + 1) boardings."""
     scheduler = make_scheduler(
-        num_blocks=2000, max_batch_requests=seats, order=order, max_overtakes=max_overtakes, prefix_caching=False
+        2000, max_batch_requests=seats, order=order, max_overtakes=max_overtakes, prefix_caching=False, crowd=crowd
     )
     boardings = 0
     latest: dict[str, int] = {}

@@ -3,12 +3,13 @@
 Whoever arrives waits for the step under way, and nothing can be done about that any more. If it is a step full of a
 crowd's prompts, a guest with a short prompt waits longer for it than for its own. So as long as there are guests, the
 crowd's part of a step (its prompts, and then its seats) is such that a guest's two waits together stay within twice its
-time alone:
+time alone; and the step that computes a guest's first token is the guest's own: the crowd sits it out, though never two
+steps in a row.
 
-    |--- step under way ---|--- the guest's own ---|         the first may take as long as the guest's prompt alone,
-    |-- guest's prompt alone --|                             less what the crowd's decodes add to the second
+    |--- step under way ---|--- the guest's own ---|         the first may take as long as the guest's prompt alone
+    |-- guest's prompt alone --|                             (less what decodes add to all but its last step)
 
-Those on board stay, so seats are given up as requests end; and a quarter of all is left to the crowd in any case. A
+Those on board stay, so seats are given up as requests end; and an eighth of all is left to the crowd in any case. A
 crowd is a tenant with many open requests; a guest is another one, who has few or none, but came lately. With no
 guest, or no crowd, or guests whose prompts take longer than any step, nothing is held back.
 """
@@ -27,7 +28,7 @@ from chairlift.core.ordering import FairOrdering
 from chairlift.core.request import Request
 
 _LEAST = 4  # prompt tokens that a crowd always gets: it must not starve
-_LEAST_SEATS = 0.25
+_LEAST_SEATS = 0.125
 
 
 class StepTimes(Protocol):
@@ -50,13 +51,16 @@ class Courtesy:
         self._ordering = ordering
         self._times = times
         self._step_tokens = step_tokens
+        self._crowds: set[str] = set()  # those who are held back
+        self._gave_way = False  # a crowd has just sat out a step
 
     def hold_back(self, lift: Lift, draft: PlanDraft, now: float) -> None:
         """Limit what a crowd may take of the step that `draft` is to become."""
         crowds = self._ordering.crowds()
         prompt = self._ordering.shortest_prompt_of_guests(now) if crowds else None
         guest = self._alone(prompt) if prompt is not None else _Alone(0.0, 0)
-        if not guest.seconds:  # nobody to think of, or nothing known yet
+        self._crowds = crowds if guest.seconds else set()
+        if not self._crowds:  # nobody to think of, or nothing known yet
             self._ordering.resting = set()
             return
         decoding = [request for request in lift.running if request.decoding]
@@ -69,10 +73,22 @@ class Courtesy:
             and self._ordering.served(request.tenant) <= least  # else it had its share already, and waits its turn
             for request in (*lift.running, *lift.waiting)
         ):
-            room = min(room, _LEAST)  # a guest is here: the coming step is its own
+            room = min(room, _LEAST)  # a guest is here, and waits for this step and its own
         draft.restrain(crowds, room)
         full = len(lift.running) >= self._seats(guest, decoding, lift.max_batch_requests)
         self._ordering.resting = crowds if full else set()
+
+    def give_way(self, draft: PlanDraft) -> None:
+        """If the step in `draft` computes a guest's first token, take out of it what is the crowd's."""
+        chunks = list(draft.chunks.values()) if self._crowds and not self._gave_way else []
+        self._gave_way = any(
+            chunk.samples and not chunk.request.num_output and chunk.request.tenant not in self._crowds
+            for chunk in chunks
+        )
+        if self._gave_way:
+            for chunk in chunks:
+                if chunk.request.tenant in self._crowds and not chunk.copies:  # what its table says must be copied
+                    draft.drop(chunk.request)
 
     def _room(self, guest: _Alone, decoding: Sequence[Request]) -> int:
         """Prompt tokens of a crowd that such a guest can put up with beside these decodes."""
@@ -81,17 +97,17 @@ class Courtesy:
         def seconds(chunk: int) -> float:
             return self._times.predict(StepShape(size, chunk, context, chunk_kv(0, chunk), size + (chunk > 0)))
 
-        allowed = guest.seconds - guest.steps * (seconds(0) - self._times.predict(StepShape()))
+        allowed = guest.seconds - (guest.steps - 1) * (seconds(0) - self._times.predict(StepShape()))
         return max(_LEAST, bisect_right(range(1, self._step_tokens + 1), allowed, key=seconds))
 
     def _seats(self, guest: _Alone, decoding: Sequence[Request], seats: int) -> int:
-        """The most decodes that such a guest can put up with, in the step under way and in its own."""
+        """The most decodes that such a guest can bear in the step under way, and in all but the last of its own."""
         context = sum(request.num_expected for request in decoding) // max(1, len(decoding))
         empty = self._times.predict(StepShape())
 
         def waits(size: int) -> float:
-            seconds = self._times.predict(StepShape(size, 0, size * context, 0, size))
-            return seconds + guest.steps * (seconds - empty)
+            seconds = self._times.predict(StepShape(size, _LEAST, size * context, chunk_kv(0, _LEAST), size + 1))
+            return seconds + (guest.steps - 1) * (seconds - empty)
 
         return max(int(_LEAST_SEATS * seats), 1, bisect_right(range(1, seats + 1), guest.seconds, key=waits))
 

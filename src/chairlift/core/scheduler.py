@@ -114,6 +114,8 @@ class Scheduler:
 
     def check_fits(self, num_prompt: int, max_new_tokens: int, beams: int = 1) -> None:
         """Refuse what could never run: alone on the lift, a request must be able to reach its last token."""
+        if beams == 1 and num_prompt + max_new_tokens <= self.capacity:  # by far the most
+            return
         if beams > self.max_batch_requests:
             problem = f"{beams} beams need a seat each, but there are {self.max_batch_requests}"
             raise InvalidParameter("beam_width", f"{problem} (max_batch_requests)")
@@ -217,6 +219,8 @@ class Scheduler:
         packing.share_rest_among_prompts(self.lift, draft)
         if not draft.chunks:
             packing.keep_moving(self.lift, draft, now)
+        if self.courtesy is not None:
+            self.courtesy.give_way(draft)
         if self.speculation is not None:
             try:
                 self.speculation.add_drafts(self.lift, draft)

@@ -31,7 +31,7 @@ def bench_claims(
         typer.Option(help="Which to measure.", show_default="all"),
     ] = "",
     sizes: Annotated[str, typer.Option(help="Prompt tokens for FlashAttention.")] = "512,1024,2048,4096,8192,16384",
-    requests: Annotated[int, typer.Option(help="Requests for the batching strategies.")] = 32,
+    requests: Annotated[int, typer.Option(help="Requests for the batching strategies.")] = 64,
 ) -> None:
     """What the field says about batching and attention, next to what is measured here.
 

@@ -33,23 +33,24 @@ def bench_policies(
         str,
         typer.Option(help="How much output lengths vary: standard deviation / mean.", rich_help_panel=_WORKLOAD),
     ] = "0.2,0.6,1.2",
-    requests: Annotated[int, typer.Option(help="How many.", rich_help_panel=_WORKLOAD)] = 32,
+    requests: Annotated[int, typer.Option(help="How many.", rich_help_panel=_WORKLOAD)] = 64,
     prompt: Annotated[int, typer.Option(help="Mean prompt tokens.", rich_help_panel=_WORKLOAD)] = 24,
     output: Annotated[int, typer.Option(help="Mean output tokens.", rich_help_panel=_WORKLOAD)] = 20,
-    concurrency: Annotated[int, typer.Option(help="Requests per step.", rich_help_panel=_WORKLOAD)] = 8,
+    concurrency: Annotated[int, typer.Option(help="Requests per step.", rich_help_panel=_WORKLOAD)] = 32,
     load: Annotated[
         float,
         typer.Option(
             help="One by one: their rate, as a share of what continuous batching gets done.",
             rich_help_panel=_WORKLOAD,
         ),
-    ] = 0.8,
+    ] = 0.7,
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_WORKLOAD)] = 0,
 ) -> None:
     """All batching strategies on the same requests, at several variations of the output lengths.
 
-    Requests come at once, which shows throughput, and one by one, which shows
-    latency. Latency is from a request's arrival to its last token.
+    Requests come at once, where static and dynamic batches are the same, and
+    one by one, where a static batch first has to wait for enough of them.
+    Latency is from a request's arrival to its last token.
     """
     from chairlift.bench.engines import EngineMaker
     from chairlift.bench.policies import PoliciesSettings, Strategy, compare_policies

@@ -49,16 +49,17 @@ CONTINUOUS = Strategy("continuous")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoliciesSettings:
-    """The defaults take about three minutes on two cores with the default model."""
+    """Batches are large beside the rate at which requests come, as in most servers. That is where filling one takes
+    time, which is all that static and dynamic batches differ in."""
 
     strategies: Sequence[Strategy] = (CONTINUOUS, Strategy("dynamic"), Strategy("static"))
     arrivals: Sequence[str] = ARRIVALS
     variations: Sequence[float] = (0.2, 0.6, 1.2)  # of the output lengths: standard deviation / mean
-    requests: int = 32
+    requests: int = 64
     prompt: int = 24  # mean tokens
     output: int = 20
-    seats: int = 8
-    load: float = 0.8  # Poisson: requests per second, as a share of what continuous batching gets done at once
+    seats: int = 32
+    load: float = 0.7  # Poisson: requests per second, as a share of what continuous batching gets done at once
     max_delay_ms: float | None = None  # of dynamic batches
     seed: int = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from chairlift.core.sampling import SamplingParams
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.memory import MemoryPlan
 from chairlift.execution.startup import StartedEngine
+from chairlift.kernels.triton_attention import queries_per_tile
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
@@ -61,10 +63,18 @@ def test_attention_and_sampling_run_as_they_do_in_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernel_speed, "choose_backend", lambda *_: PagedGPUAttention())
-    settings = kernel_speed.KernelSettings(batches=[2], contexts=[5])
+    settings = kernel_speed.KernelSettings(batches=[2], contexts=[40])
+    prompts: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "chairlift.kernels.triton_attention.prefill_attention", lambda *_, **tiles: prompts.append(tiles)
+    )
     decode, prompt = kernel_speed._attention(model, torch.float32, settings)
     for case in (decode, prompt):
         case.run()
-    assert (decode.calls, prompt.size) == (1, "5 tokens")
+    assert (decode.calls, prompt.size) == (1, "40 tokens")
+    # As the runner would have it: heads in pairs share their keys.
+    queries = queries_per_tile(4, 2, 16, torch.float32)
+    assert prompts[0]["tile_queries"] == queries
+    assert prompts[0]["tile_offset"].tolist() == list(range(0, 40, queries))
     logits = torch.randn(2, 50, device=model.device)
     kernel_speed._device_sampler(logits, SamplingParams(temperature=0.0))()

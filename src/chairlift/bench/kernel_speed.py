@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.attention import AttentionLayer, FusedAttend, KVStorage, choose_backend
+from chairlift.attention import Attend, AttentionLayer, FusedAttend, KVStorage, choose_backend
+from chairlift.attention.paged_gpu import PagedGPUStep
 from chairlift.bench.attention_modes import BLOCK_SIZE, plan_of
 from chairlift.bench.floor import Ceilings
 from chairlift.bench.step_work import Work, attention_work, linear_work
@@ -186,7 +187,7 @@ def _attention_case(
     storage = KVStorage(keys, values)
     backend = choose_backend("auto", layers, device, model.dtype)
     batch = build_batch(plan, storage, device, rectangular=backend.rectangular)
-    attend = backend.plan(batch.layout, storage)
+    attend = _with_tiles_of_a_step(backend.plan(batch.layout, storage), first, model.dtype)
     rows, heads = len(batch.tokens), first.num_heads + 2 * first.num_kv_heads
     qkv = random(rows, heads * first.head_dim, dtype=model.dtype)
     q, k, v = qkv.view(rows, heads, -1).split((first.num_heads, first.num_kv_heads, first.num_kv_heads), dim=1)
@@ -201,6 +202,22 @@ def _attention_case(
 
     work = attention_work(first, spans, kv_dtype.itemsize)
     return _Case(f"attention, {name}", size, run, count, work + Work(bytes=2.0 * q.nbytes))
+
+
+def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dtype) -> Attend:
+    """The GPU's runner cuts prompts into tiles that suit the layers, which the backend by itself does not know."""
+    if not isinstance(attend, PagedGPUStep):
+        return attend
+    from chairlift.kernels.triton_attention import queries_per_tile
+
+    batch = attend.batch
+    queries = queries_per_tile(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype)
+    counts = enumerate(batch.chunk_count.tolist())
+    tiles = [(chunk, at) for chunk, count in counts if chunk >= batch.num_single for at in range(0, count, queries)]
+    chunks, offsets = (
+        torch.tensor([tile[side] for tile in tiles], dtype=torch.int32, device=batch.slots.device) for side in (0, 1)
+    )
+    return replace(attend, batch=replace(batch, tile_chunk=chunks, tile_offset=offsets, tile_queries=queries))
 
 
 def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[_Case]:

@@ -147,6 +147,34 @@ def test_with_8_bit_weights_all_of_it_is_the_same(folder: Path, draft: Path) -> 
         assert some.proposed > some.accepted
 
 
+def test_a_rounded_head_is_one_call_and_says_what_its_parts_say(folder: Path, draft: Path) -> None:
+    rounded = load_model(str(folder), EngineConfig(device="cpu", quantization="int8"), progress=False)
+    engine = start(rounded, speculate=f"draft:{draft}", draft_length=3)
+    runner = engine.executor
+    assert isinstance(runner, ModelRunner)
+    assert runner.drafter is not None
+    network = runner.drafter.network
+    assert isinstance(network, Head)
+    head = network._head
+    one_call, states = head._fused, head.states
+    assert one_call is not None
+    sizes = []
+
+    def both_ways(*given: Any) -> torch.Tensor:
+        head._fused = None
+        by_parts = states(*given)
+        head._fused = one_call
+        found = states(*given)
+        torch.testing.assert_close(found, by_parts, rtol=1e-3, atol=1e-3)
+        sizes.append(len(found))
+        return found
+
+    head.states = both_ways  # type: ignore[method-assign]
+    run(engine, uneven_work(6))
+    assert min(sizes) == 1
+    assert max(sizes) > 6, "prompts were computed, too"
+
+
 @pytest.fixture(scope="module")
 def draft(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("draft")

@@ -206,7 +206,7 @@ class Decoder:
             from chairlift.models.fused_cpu import FusedCPUDecoder
 
             assert self._layer_weights is not None
-            self._fused = FusedCPUDecoder(self, self._layer_weights)
+            self._fused = FusedCPUDecoder(self.config, self.layers, self.norm, self._layer_weights)
 
     def filled(self, name: str) -> None:
         """Call after each target is filled: a layer that is complete is rounded at once, if the model is to be, so
@@ -233,7 +233,7 @@ class Decoder:
         if self._layer_weights is not None:
             from chairlift.models.fused_cpu import FusedCPUDecoder
 
-            self._fused = FusedCPUDecoder(self, self._layer_weights)
+            self._fused = FusedCPUDecoder(self.config, self.layers, self.norm, self._layer_weights)
 
     def _parts(self) -> Iterator[Linear | RMSNorm | GatedMLP | MixtureOfExperts]:
         for layer in self.layers:

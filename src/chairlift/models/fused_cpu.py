@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,7 @@ from chairlift.layers.rope import Rope, Rotation
 from chairlift.models.config import DecoderConfig
 
 if TYPE_CHECKING:
-    from chairlift.models.decoder import Decoder, DecoderLayer
+    from chairlift.models.decoder import DecoderLayer
 
 ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
@@ -66,11 +66,13 @@ class LayerWeights:
 
 
 class FusedCPUDecoder:
-    """Runs the layers of `decoder`, whose weights are in `weights`."""
+    """Runs `layers`, whose weights are in `weights` and whose keys and values are stored one behind the other; then
+    `norm`."""
 
-    def __init__(self, decoder: Decoder, weights: LayerWeights) -> None:
-        config, layers = decoder.config, decoder.layers
-        self._ropes = list(decoder.rotary)
+    def __init__(
+        self, config: DecoderConfig, layers: Sequence[DecoderLayer], norm: RMSNorm, weights: LayerWeights
+    ) -> None:
+        self._ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
         mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, GatedMLP)]
         attentions = [layer.attention for layer in layers]
         self._network = Network(
@@ -86,7 +88,7 @@ class FusedCPUDecoder:
             gate_up_bias=_stack_biases([mlp.gate_up.bias for mlp in mlps]),
             down=weights.down,
             down_bias=_stack_biases([mlp.down.bias for mlp in mlps]),
-            final_norm=decoder.norm.weight.numpy(),
+            final_norm=norm.weight.numpy(),
             eps=np.float32(config.norm_eps),
             activation=ACTIVATIONS[config.activation],
             ropes=np.array([-1 if layer.rope is None else self._ropes.index(layer.rope) for layer in layers]),
@@ -101,7 +103,8 @@ class FusedCPUDecoder:
 
     def __call__(self, x: Tensor, rotations: Mapping[Rope, Rotation], attend: PagedCPUStep) -> Tensor:
         """x [T, hidden], the embedded tokens -> [T, hidden], in the same memory, after the final norm."""
-        keys, values = _all_layers(attend.storage)
+        first = self._layer.index
+        keys, values = (side[first:] for side in _all_layers(attend.storage))
         angles = [rotations[rope] for rope in self._ropes]
         step = Step(
             x=x.numpy(),

@@ -15,19 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.base import Attend, AttentionLayer
+from chairlift.attention.paged_cpu import PagedCPUStep
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.layers.linear import Linear
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.rope import RotaryEmbedding
+from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder import Decoder, DecoderLayer
 from chairlift.models.weights import fill
 from chairlift.speculative.head_config import EPS, HeadConfig
+
+if TYPE_CHECKING:  # numba takes its time
+    from chairlift.models.fused_cpu import FusedCPUDecoder
 
 
 class DraftHead:
@@ -45,13 +51,14 @@ class DraftHead:
         self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, bias=False, dtype=dtype, device=device)
         self.layer = DecoderLayer(decoder, layer, dtype, device)
         assert layer.rope is not None
+        self._rope = layer.rope
         self.rotary = RotaryEmbedding(layer.rope, dtype=dtype, device=device)
         self.norm = RMSNorm(config.hidden_size, EPS, unit_offset=False, dtype=dtype, device=device)
         self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: what its guesses stand for
         self.head = Linear(head_rows(target, self.token_ids))
+        self._fused: FusedCPUDecoder | None = None
         if target.quantization == "int8":
-            for linear in (self.mix, *self.layer.linears(), self.head):
-                linear.round()
+            self._round(decoder)
         for part in (self.mix, *self.layer.parts(), self.norm, self.head):
             part.finalize()
 
@@ -68,13 +75,33 @@ class DraftHead:
             raise CorruptCheckpoint("token_ids of the draft head are not in the model's vocabulary")
         return token_ids
 
+    def _round(self, decoder: DecoderConfig) -> None:
+        """As the target is. A pass is so short that what it calls counts: the layer is one call, if it can be."""
+        from chairlift.models.fused_cpu import FusedCPUDecoder, LayerWeights, can_fuse
+
+        for linear in (self.mix, self.head):
+            linear.round()
+        first = self.target.attention_layers[0]
+        own = self.layer.attention.layer
+        stored_alike = (own.num_kv_heads, own.head_dim) == (first.num_kv_heads, first.head_dim)
+        if not (self.target.brings_threads and stored_alike and can_fuse(decoder)):
+            for linear in self.layer.linears():
+                linear.round()
+            return
+        weights = LayerWeights(decoder)
+        weights.take(0, self.layer)
+        self._fused = FusedCPUDecoder(decoder, [self.layer], self.norm, weights)
+
     def num_weight_bytes(self) -> int:
         return sum(part.num_bytes for part in (self.mix, *self.layer.parts(), self.norm, self.head))
 
     def states(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions [T], previous [T, hidden]: the states of the tokens before -> [T, hidden]."""
         x = self.mix(torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1))
-        delta = self.layer(x, None, self.rotary(positions), attend)
+        rotation = self.rotary(positions)
+        if self._fused is not None and isinstance(attend, PagedCPUStep):
+            return self._fused(x, {self._rope: rotation}, attend)
+        delta = self.layer(x, None, rotation, attend)
         return self.norm(x if delta is None else x + delta)
 
     def scores(self, states: Tensor) -> Tensor:

@@ -19,18 +19,20 @@ from chairlift.training.prompts import questions
 
 Report = Callable[[str], None]
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # most users ask for the likeliest text, or something near it
+AGAIN = (0.7, 1.0)  # when a question is asked once more: its likeliest answer would be the same
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
     tokens: Tensor  # [N] int32, one text after the other
     lengths: Tensor  # [texts] int64
+    asked: Tensor  # [texts] int64: how many of its first tokens the target did not write
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def save(self, path: Path) -> None:
-        save_file({"tokens": self.tokens, "lengths": self.lengths}, path)
+        save_file({"tokens": self.tokens, "lengths": self.lengths, "asked": self.asked}, path)
 
     @classmethod
     def load(cls, path: Path) -> Texts:
@@ -47,10 +49,15 @@ def write_texts(
     chance = random.Random(seed)
     engine = start_engine(loaded, config).engine
     found: dict[str, list[int]] = {}
+    asked: dict[tuple[int, ...], int] = {}  # how often
+    sizes = []
     for index, start in enumerate(_starts(loaded, count, prompts, chance)):
         start = start[: length // 2]
+        before = asked.get(tuple(start), 0)
+        asked[tuple(start)] = before + 1
+        temperatures = AGAIN if before else TEMPERATURES
         params = SamplingParams(
-            temperature=TEMPERATURES[index % len(TEMPERATURES)],
+            temperature=temperatures[(index + before) % len(temperatures)],
             top_p=0.95,
             max_tokens=length - len(start),
             seed=seed + index,
@@ -58,6 +65,7 @@ def write_texts(
         )
         (request_id,) = engine.submit(start, params)
         found[request_id] = list(start)
+        sizes.append(len(start))
     engine.expect_no_more()
     done = 0
     while engine.has_work:
@@ -70,8 +78,10 @@ def write_texts(
                     say(f"texts      {done:,} of {count:,}")
         engine.check_alive()
     engine.shut_down()
-    texts = [torch.tensor(tokens, dtype=torch.int32) for tokens in found.values() if len(tokens) > 2]
-    return Texts(torch.cat(texts), torch.tensor([len(text) for text in texts]))
+    written = [(tokens, size) for tokens, size in zip(found.values(), sizes, strict=True) if len(tokens) > size]
+    together = torch.tensor([token for tokens, _ in written for token in tokens], dtype=torch.int32)
+    lengths, starts = [len(tokens) for tokens, _ in written], [size for _, size in written]
+    return Texts(together, torch.tensor(lengths), torch.tensor(starts))
 
 
 def _starts(loaded: LoadedModel, count: int, prompts: Sequence[str], chance: random.Random) -> list[list[int]]:

@@ -12,13 +12,13 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from chairlift.core.sampling import MAX_SEED
@@ -28,13 +28,15 @@ from chairlift.execution.startup import LoadedModel, load_model
 from chairlift.models.decoder import Decoder
 from chairlift.speculative.head import head_rows
 from chairlift.speculative.head_config import HeadConfig
+from chairlift.training.batches import Batch, split_batches
+from chairlift.training.progress import Progress
 from chairlift.training.texts import Report, Texts, write_texts
 from chairlift.training.trainable_head import TrainableHead, WholeTexts
 
 DEPTH = 3  # places that a head is trained to guess one after the other, each from its own state at the one before
 DEPTH_WEIGHTS = (1.0, 0.7, 0.5)
 STATE_WEIGHT = 0.5  # of being like the target's state, beside choosing like the target
-HELD_OUT = 32  # batches' worth of texts never trained on are at most one in so many
+TEXTS_VERSION = 2  # of what is written to disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ class TrainSettings:
     def fingerprint(self, model: str) -> str:
         """What must be the same for a checkpoint to be gone on with."""
         kept = {name: value for name, value in asdict(self).items() if name not in ("minutes", "device", "epochs")}
-        return json.dumps({"model": Path(model).name} | kept, sort_keys=True)
+        return json.dumps({"model": Path(model).name, "texts_version": TEXTS_VERSION} | kept, sort_keys=True)
 
 
 def train_draft(model: str, output: Path, settings: TrainSettings, prompts: Sequence[str], say: Report) -> Path:
@@ -78,10 +80,10 @@ def train_draft(model: str, output: Path, settings: TrainSettings, prompts: Sequ
     if not isinstance(target, Decoder):
         raise UnsupportedModel("a draft head needs a model that runs on our own decoder, not on transformers")
     output.mkdir(parents=True, exist_ok=True)
-    state = _State.open(output, settings.fingerprint(model))
-    texts = _texts(loaded, config, output, settings, prompts, state, say)
+    progress = Progress.open(output, settings.fingerprint(model))
+    texts = _texts(loaded, config, output, settings, prompts, progress, say)
     say(f"texts      {len(texts):,} of {int(texts.lengths.sum()):,} tokens, {time.monotonic() - begun:.0f} s")
-    _Training(target, texts, settings, state, say).run()
+    _Training(target, texts, settings, progress, say).run()
     size = sum(file.stat().st_size for file in (output / "model.safetensors", output / "config.json"))
     say(f"saved      {output}, {size / 1e6:.1f} MB, after {time.monotonic() - begun:.0f} s")
     return output
@@ -93,11 +95,11 @@ def _texts(
     output: Path,
     settings: TrainSettings,
     prompts: Sequence[str],
-    state: _State,
+    progress: Progress,
     say: Report,
 ) -> Texts:
     file = output / "texts.safetensors"
-    if state.resumed and file.exists():
+    if progress.resumed and file.exists():
         return Texts.load(file)
     length = min(settings.length, loaded.model.max_len)
     short = replace(config, max_model_len=length)  # no room is needed for longer ones
@@ -107,57 +109,11 @@ def _texts(
     return texts
 
 
-class _State:
-    """What is on disk: `progress.json`, the texts, and at the end of each epoch the weights and the optimizer."""
-
-    def __init__(self, folder: Path, fingerprint: str, epochs_done: int, resumed: bool) -> None:
-        self.folder = folder
-        self.fingerprint = fingerprint
-        self.epochs_done = epochs_done
-        self.resumed = resumed
-
-    @classmethod
-    def open(cls, folder: Path, fingerprint: str) -> _State:
-        file = folder / "progress.json"
-        found = json.loads(file.read_text()) if file.exists() else {}
-        same = found.get("settings") == fingerprint
-        state = cls(folder, fingerprint, found.get("epochs_done", 0) if same else 0, same)
-        state._note()
-        return state
-
-    def _note(self) -> None:
-        progress = {"settings": self.fingerprint, "epochs_done": self.epochs_done}
-        (self.folder / "progress.json").write_text(json.dumps(progress))
-
-    def restore(self, head: TrainableHead, optimizer: torch.optim.Optimizer) -> None:
-        if not self.epochs_done:
-            return
-        saved = load_file(self.folder / "checkpoint.safetensors")
-        for name, parameter in head.named_parameters():
-            parameter.data.copy_(saved[name])
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(saved["step"])),
-                "exp_avg": saved[f"{name}/mean"].to(parameter),
-                "exp_avg_sq": saved[f"{name}/square"].to(parameter),
-            }
-
-    def save(self, head: TrainableHead, optimizer: torch.optim.Optimizer, epochs_done: int) -> None:
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in head.named_parameters():
-            moments = optimizer.state[parameter]
-            tensors |= {name: parameter.data, f"{name}/mean": moments["exp_avg"]}
-            tensors |= {f"{name}/square": moments["exp_avg_sq"], "step": torch.as_tensor(moments["step"]).float().cpu()}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.folder / "checkpoint.new")
-        (self.folder / "checkpoint.new").replace(self.folder / "checkpoint.safetensors")
-        self.epochs_done = epochs_done
-        self._note()
-
-
 class _Training:
-    def __init__(self, target: Decoder, texts: Texts, settings: TrainSettings, state: _State, say: Report) -> None:
+    def __init__(self, target: Decoder, texts: Texts, settings: TrainSettings, progress: Progress, say: Report) -> None:
         self.target = target
         self.settings = settings
-        self.state = state
+        self.progress = progress
         self.say = say
         counts = torch.bincount(texts.tokens.long(), minlength=target.vocab_size)
         size = min(settings.draft_vocab, target.vocab_size)
@@ -166,18 +122,15 @@ class _Training:
         torch.manual_seed(settings.seed)
         self.head = TrainableHead(self.config, target).to(target.device)
         self.rows = _copied(head_rows(target, self.token_ids)).float()  # [draft vocab, hidden]
-        self.batches = list(_rectangles(texts.split(), settings.batch))
-        self.held_out = self.batches[:: max(2, HELD_OUT)][:4]
-        self.batches = [batch for batch in self.batches if not any(batch is other for other in self.held_out)]
-        self.batches = self.batches or self.held_out  # a handful of texts: only good for trying things out
+        self.batches, self.held_out = split_batches(texts, settings.batch)
 
     def run(self) -> None:
         settings, parameters = self.settings, list(self.head.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-        self.state.restore(self.head, optimizer)
+        self.progress.restore(self.head, optimizer)
         total = settings.epochs * len(self.batches)
         begun = time.monotonic()
-        for epoch in range(self.state.epochs_done, settings.epochs):
+        for epoch in range(self.progress.epochs_done, settings.epochs):
             order = torch.randperm(len(self.batches), generator=torch.Generator().manual_seed(epoch)).tolist()
             losses = []
             for index, chosen in enumerate(order):
@@ -190,7 +143,7 @@ class _Training:
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 losses.append(loss.detach())
-            self.state.save(self.head, optimizer, epoch + 1)
+            self.progress.save(self.head, optimizer, epoch + 1)
             self._save()
             mean = torch.stack(losses).mean().item()
             seconds = time.monotonic() - begun
@@ -198,20 +151,18 @@ class _Training:
             if settings.minutes is not None and seconds > 60 * settings.minutes:
                 self.say("stopped    the time is over")
                 return
-        if self.state.epochs_done >= settings.epochs:
+        if self.progress.epochs_done >= settings.epochs:
             self._save()
 
-    def _loss(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """tokens [texts, length], -1 behind the end of each. Also: at which places each guess was the target's own."""
+    def _loss(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """Also: at which places of the answers each guess was the target's own."""
         device = self.target.device
-        tokens = tokens.to(device)
-        there = tokens >= 0
-        tokens = tokens.clamp(min=0)
+        counted = batch.answered[:, 1:].to(device)  # the first token has no state before it
+        tokens = batch.tokens.to(device).clamp(min=0)
         with torch.no_grad():
             hidden, embedded = self._target_states(tokens)
             goal = F.linear(hidden, self.rows).softmax(dim=-1)  # among the tokens that it can guess
             best = self._target_choice(hidden)
-        counted = there[:, 1:]  # the first token has no state before it
         previous, losses, right = hidden, [], []
         for depth in range(DEPTH):
             shifted = F.pad(previous[:, :-1], (0, 0, 1, 0))
@@ -247,9 +198,9 @@ class _Training:
 
     def _save(self) -> None:
         half = {name: tensor.half().cpu().contiguous() for name, tensor in self.head.tensors().items()}
-        file = self.state.folder / "model.safetensors"
+        file = self.progress.folder / "model.safetensors"
         save_file(half | {"token_ids": self.token_ids.int().cpu()}, file, metadata={"format": "pt"})
-        (self.state.folder / "config.json").write_text(json.dumps(self.config.to_json(), indent=2) + "\n")
+        (self.progress.folder / "config.json").write_text(json.dumps(self.config.to_json(), indent=2) + "\n")
 
 
 def _head_config(target: Decoder, draft_vocab: int) -> HeadConfig:
@@ -271,14 +222,6 @@ def _head_config(target: Decoder, draft_vocab: int) -> HeadConfig:
         rope_theta=theta,
         max_position_embeddings=target.max_len,
     )
-
-
-def _rectangles(texts: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """Texts of similar length together [texts, longest], filled up with -1."""
-    by_length = sorted(texts, key=len)
-    for start in range(0, len(by_length), size):
-        some = by_length[start : start + size]
-        yield torch.nn.utils.rnn.pad_sequence(some, batch_first=True, padding_value=-1)
 
 
 def _schedule(progress: float) -> float:

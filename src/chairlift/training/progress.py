@@ -1,0 +1,58 @@
+"""What a training keeps on disk, so that it can go on after an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from chairlift.training.trainable_head import TrainableHead
+
+
+class Progress:
+    """`progress.json`, the texts, and at the end of each epoch the weights and the optimizer."""
+
+    def __init__(self, folder: Path, fingerprint: str, epochs_done: int, resumed: bool) -> None:
+        self.folder = folder
+        self.fingerprint = fingerprint
+        self.epochs_done = epochs_done
+        self.resumed = resumed
+
+    @classmethod
+    def open(cls, folder: Path, fingerprint: str) -> Progress:
+        file = folder / "progress.json"
+        found = json.loads(file.read_text()) if file.exists() else {}
+        same = found.get("settings") == fingerprint
+        progress = cls(folder, fingerprint, found.get("epochs_done", 0) if same else 0, same)
+        progress._note()
+        return progress
+
+    def _note(self) -> None:
+        progress = {"settings": self.fingerprint, "epochs_done": self.epochs_done}
+        (self.folder / "progress.json").write_text(json.dumps(progress))
+
+    def restore(self, head: TrainableHead, optimizer: torch.optim.Optimizer) -> None:
+        if not self.epochs_done:
+            return
+        saved = load_file(self.folder / "checkpoint.safetensors")
+        for name, parameter in head.named_parameters():
+            parameter.data.copy_(saved[name])
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(saved["step"])),
+                "exp_avg": saved[f"{name}/mean"].to(parameter),
+                "exp_avg_sq": saved[f"{name}/square"].to(parameter),
+            }
+
+    def save(self, head: TrainableHead, optimizer: torch.optim.Optimizer, epochs_done: int) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in head.named_parameters():
+            moments = optimizer.state[parameter]
+            tensors |= {name: parameter.data, f"{name}/mean": moments["exp_avg"]}
+            tensors |= {f"{name}/square": moments["exp_avg_sq"], "step": torch.as_tensor(moments["step"]).float().cpu()}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.folder / "checkpoint.new")
+        (self.folder / "checkpoint.new").replace(self.folder / "checkpoint.safetensors")
+        self.epochs_done = epochs_done
+        self._note()

@@ -183,7 +183,7 @@ class Sampler:
         ]
         if banned:
             ban(logits, banned)
-        penalised = [(row, r.request.seen.with_more(r.guessed)) for row, r in enumerate(rows) if r.request.seen]
+        penalised = [(row, r.request.seen.after(r.guessed)) for row, r in enumerate(rows) if r.request.seen]
         if penalised:
             penalise(logits, penalised)
 

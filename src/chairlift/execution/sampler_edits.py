@@ -8,7 +8,6 @@ grammar has an opinion on every token: its state is a bit for each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -26,6 +25,15 @@ Bits: TypeAlias = NDArray[np.uint32]
 # What eight tokens get added to their logits, for each byte of bits: nothing if the bit is set.
 _ADDED: Values = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
 _ADDED = _ADDED.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """What the penalties of one row look at. Only to be read: it may be part of what it was taken from."""
+
+    params: SamplingParams
+    ids: Ids
+    counts: Values
 
 
 class TokenCounts:
@@ -52,15 +60,17 @@ class TokenCounts:
     def counts(self) -> Values:
         return self._counts[: len(self._slot)]
 
-    def with_more(self, tokens: Sequence[int]) -> TokenCounts:
-        """As it will be if these are generated next. Itself if there are none: it is only to be read."""
+    def after(self, tokens: Sequence[int]) -> SeenTokens:
+        """As it will be if these are generated next. Only the counts are copied, however many drafts there are."""
         if not tokens:
-            return self
-        more = copy(self)
-        more._slot, more._ids, more._counts = dict(self._slot), self._ids.copy(), self._counts.copy()
+            return SeenTokens(self.params, self.ids, self.counts)
+        new = [token for token in dict.fromkeys(tokens) if token not in self._slot]
+        ids = np.concatenate([self.ids, np.array(new, dtype=np.int64)]) if new else self.ids
+        counts = np.concatenate([self.counts, np.zeros(len(new), dtype=np.float32)])
         for token in tokens:
-            more.add(token)
-        return more
+            slot = self._slot.get(token)
+            counts[len(self._slot) + new.index(token) if slot is None else slot] += 1
+        return SeenTokens(self.params, ids, counts)
 
     def add(self, token: int) -> None:
         """Count one generated token."""
@@ -123,7 +133,7 @@ def ban(logits: Tensor, edits: Sequence[tuple[int, Ids]]) -> None:
     logits.view(-1).index_fill_(0, _flat_index(logits, edits), -torch.inf)
 
 
-def penalise(logits: Tensor, edits: Sequence[tuple[int, TokenCounts]]) -> None:
+def penalise(logits: Tensor, edits: Sequence[tuple[int, SeenTokens]]) -> None:
     """Apply the three penalties to each (row, counts), in place.
 
     Repetition pushes a token that was seen towards the unlikely side (a positive logit is divided, a negative

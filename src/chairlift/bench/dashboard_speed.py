@@ -40,6 +40,9 @@ const times = [];
 let drawing = 0;
 const refresh = app.lift.picture.refresh.bind(app.lift.picture);
 app.lift.picture.refresh = () => { const begun = performance.now(); refresh(); drawing += performance.now() - begun; };
+let working = 0; // all that the page does for a picture
+const tick = app.tick.bind(app);
+app.tick = (now) => { const begun = performance.now(); tick(now); working += performance.now() - begun; };
 const look = (now) => {
   times.push(now);
   app.lift.view.right = app.model.nextCol - 50 + 40 * Math.sin(now / 300);
@@ -49,7 +52,8 @@ const look = (now) => {
   const gaps = times.slice(1).map((time, index) => time - times[index]);
   done({
     frames_per_s: (1000 * gaps.length) / (times.at(-1) - times[0]), slowest_ms: Math.max(...gaps),
-    draw_ms: drawing / gaps.length, steps_in_view: Math.floor(app.lift.view.visibleCols),
+    draw_ms: drawing / gaps.length, script_ms: working / gaps.length,
+    steps_in_view: Math.floor(app.lift.view.visibleCols),
   });
 };
 requestAnimationFrame(look);

@@ -32,6 +32,33 @@ export class Picture {
   }
 }
 
+// What is drawn once and then only put in place, until something that it depends on has changed.
+export class Layer {
+  constructor() {
+    this.canvas = document.createElement("canvas");
+    this.key = null;
+  }
+
+  // `key` says what it depends on; `draw` gets a context in which a unit is a pixel of the page.
+  fill(width, height, key, draw) {
+    const ratio = window.devicePixelRatio || 1;
+    const whole = [width, height, ratio, document.documentElement.dataset.theme, key].join();
+    if (whole === this.key) return this;
+    this.key = whole;
+    [this.width, this.height] = [width, height];
+    this.canvas.width = Math.round(width * ratio); // which also clears it
+    this.canvas.height = Math.round(height * ratio);
+    const context = this.canvas.getContext("2d");
+    context.scale(this.canvas.width / width, this.canvas.height / height);
+    draw(context);
+    return this;
+  }
+
+  put(context, x, y) {
+    context.drawImage(this.canvas, x, y, this.width, this.height);
+  }
+}
+
 // Diagonal lines, for what colour alone must not tell.
 export function hatching(context, colour, spacing = 6, width = 1.2) {
   const tile = document.createElement("canvas");

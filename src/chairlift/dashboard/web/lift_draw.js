@@ -1,9 +1,10 @@
 // The timeline: one row per seat, one column per step, and what stands around them.
 
-import { SMALL_FONT } from "./canvas.js";
+import { Layer, SMALL_FONT } from "./canvas.js";
 import { LiftCells } from "./lift_cells.js";
 import { palette } from "./theme.js";
 
+const backdrop = new Layer();
 const TILED_BELOW = 2.5; // pixels of a column: there are too many then to draw all of them each time
 
 export class LiftDrawing {
@@ -14,7 +15,9 @@ export class LiftDrawing {
 
   draw() {
     const { context, view, model } = this;
-    this.drawRows();
+    backdrop.fill(view.width, view.height, view.rows, (pen) => this.drawRows(pen)).put(context, 0, 0);
+    context.font = SMALL_FONT;
+    context.textBaseline = "middle";
     context.save();
     context.beginPath();
     context.rect(view.gutter, 0, view.width - view.gutter, view.axisTop);
@@ -28,8 +31,9 @@ export class LiftDrawing {
     this.drawAxis();
   }
 
-  drawRows() {
-    const { context, view } = this;
+  // The seats and their numbers.
+  drawRows(context) {
+    const { view } = this;
     context.font = SMALL_FONT;
     context.textBaseline = "middle";
     context.textAlign = "right";

@@ -1,0 +1,57 @@
+"""The pictures in docs/images, from a real server: `python -m tests.dashboard.screenshots FOLDER [MODEL]`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.dashboard.conftest import start_browser
+from tests.dashboard.pages import Page
+from tests.serving.conftest import start_server
+from tests.tiny import write_tiny_checkpoint
+
+BUSY = "return chairlift.model.seatsTaken > 0 && chairlift.model.nextCol > 40"
+
+
+def take(page: Page, path: Path, theme: str, width: int, height: int) -> None:
+    page.driver.set_window_size(width, height)
+    page.run(
+        "if (document.documentElement.dataset.theme !== arguments[0]) document.getElementById('theme').click()", theme
+    )
+    time.sleep(0.5)  # for the panels to be drawn again
+    page.driver.save_screenshot(str(path))
+
+
+def main(folder: Path, model: str | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as work:
+        served = Path(model) if model else write_tiny_checkpoint(Path(work) / "tiny", positions=1024)
+        seats = ("--max-batch-requests", "12", "--max-batch-tokens", "96")
+        server = start_server(served, Path(work) / "log", *seats)
+        driver = start_browser()
+        try:
+            page = Page(driver)
+            page.open(f"{server.url}/dashboard")
+            page.wait_for("return document.documentElement.dataset.state === 'live' && chairlift.model.key !== null")
+            page.burst("shared")
+            page.click("[data-burst=mixed]")
+            page.wait_for(BUSY)
+            take(page, folder / "dashboard-light.png", "light", 1440, 1160)
+            take(page, folder / "dashboard-phone.png", "light", 500, 1300)
+            page.driver.set_window_size(1440, 1160)
+            page.run("chairlift.openStory([...chairlift.model.requests.values()].findLast((each) => each.outputs > 5))")
+            take(page, folder / "dashboard-story-dark.png", "dark", 1440, 1160)
+            page.click("#story-close")
+            for policy in ("static", "continuous"):
+                page.switch_policy(policy)
+                page.burst("mixed")
+            take(page, folder / "dashboard-policies.png", "light", 1440, 1160)
+        finally:
+            driver.quit()
+            server.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)

@@ -28,8 +28,10 @@ def main(folder: Path, model: str | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
         served = Path(model) if model else write_tiny_checkpoint(Path(work) / "tiny", positions=1024)
-        seats = ("--max-batch-requests", "12", "--max-batch-tokens", "96")
-        server = start_server(served, Path(work) / "log", *seats)
+        options = ["--max-batch-requests", "12", "--max-batch-tokens", "96"]
+        if model:
+            options += ["--served-model-name", served.name, "--kv-memory", "80MiB"]
+        server = start_server(served, Path(work) / "log", *options)
         driver = start_browser()
         try:
             page = Page(driver)
@@ -39,8 +41,10 @@ def main(folder: Path, model: str | None) -> None:
             page.click("[data-burst=mixed]")
             page.wait_for(BUSY)
             take(page, folder / "dashboard-light.png", "light", 1440, 1160)
-            take(page, folder / "dashboard-phone.png", "light", 500, 1300)
-            page.driver.set_window_size(1440, 1160)
+            phone = {"width": 390, "height": 1180, "deviceScaleFactor": 1, "mobile": True}
+            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+            take(page, folder / "dashboard-phone.png", "light", 1440, 1160)
+            driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
             page.run("chairlift.openStory([...chairlift.model.requests.values()].findLast((each) => each.outputs > 5))")
             take(page, folder / "dashboard-story-dark.png", "dark", 1440, 1160)
             page.click("#story-close")

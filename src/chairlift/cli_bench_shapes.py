@@ -23,6 +23,9 @@ def bench_shapes(
     seats: Annotated[int, typer.Option(help="Requests per step.")] = 256,
     scale: Annotated[int, typer.Option(help="Divide all lengths by this, for slow machines.")] = 1,
     cuda_graphs: Annotated[bool, typer.Option(help="On a GPU: capture steps and replay them.")] = True,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Measure what bit-identical answers cost.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """How fast a model of this shape runs, next to the least time the device needs for it.
@@ -45,6 +48,7 @@ def bench_shapes(
         max_batch_requests=seats,
         max_batch_tokens=None if seats <= 256 else max(8192, seats),
         cuda_graphs=cuda_graphs,
+        batch_invariant=batch_invariant,
     )
     names = [name.strip() for name in cases.split(",")]
     report.check()
@@ -69,6 +73,7 @@ def bench_shapes(
         f"Ceilings here: {ceilings.bytes_per_second / 1e9:,.0f} GB/s, {ceilings.flops_per_second / 1e12:,.1f} TFLOP/s",
     )
     asked = {"shape": shape, "cases": names, "device": device, "dtype": dtype, "seats": seats, "scale": scale}
+    asked |= {"batch_invariant": batch_invariant}
     asked |= {"ready_seconds": ready, "bytes_per_second": ceilings.bytes_per_second}
     asked |= {"flops_per_second": ceilings.flops_per_second}
     rows = [result.row() for result in results]

@@ -192,6 +192,14 @@ class EngineOptions:
     attention: Annotated[
         str, typer.Option(help="Attention backend: auto, or one by name.", rich_help_panel=_ENGINE)
     ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="Bit-identical answers whatever shares the batch; slower.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = False
     cuda_graphs: Annotated[
         bool, typer.Option(help="On a GPU: capture steps and replay them.", rich_help_panel=_ENGINE)
     ] = True

@@ -36,6 +36,7 @@ OPTIONS = (
     "speculate",
     "draft_length",
     "attention",
+    "batch_invariant",
     "cuda_graphs",
     "load_format",
     "seed",

@@ -23,18 +23,28 @@ BACKENDS = tuple(dict.fromkeys(backend.name for backend in _CLASSES))  # "ragged
 
 
 def choose_backend(
-    name: str, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype
+    name: str,
+    layers: Sequence[AttentionLayer],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    invariant_for: int | None = None,
 ) -> AttentionBackend:
-    """The backend called `name`, or with "auto" the first that can serve the model there."""
+    """The backend called `name`, or with "auto" the first that can serve the model there. `invariant_for`: what it
+    computes for a token must not depend on the rest of the batch, for contexts of up to so many tokens."""
     if name not in ("auto", *BACKENDS):
         raise InvalidParameter("attention", f"unknown backend {name!r}; choose from auto, {', '.join(BACKENDS)}")
     obstacles: list[str] = []
     for backend in _CLASSES:
         if name in ("auto", backend.name):
             found = backend.obstacles(layers, device, dtype)
-            if not found:
+            if not found and invariant_for is None:
                 return backend()
-            obstacles += found
+            if not found and issubclass(backend, (PagedCPUAttention, PagedGPUAttention)):
+                return backend(invariant_for)
+            obstacles += found or [f"{backend.name} attention adds up in an order that depends on the batch"]
+    if invariant_for is not None:
+        raise InvalidParameter("batch_invariant", f"no attention can do it here: {'; '.join(obstacles)}")
     raise InvalidParameter("attention", f"{name!r} cannot be used here: {'; '.join(obstacles)}")
 
 

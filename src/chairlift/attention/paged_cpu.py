@@ -21,6 +21,9 @@ class PagedCPUAttention:
     name = "ragged"
     rectangular = False
 
+    def __init__(self, invariant_for: int | None = None) -> None:
+        self._invariant = invariant_for is not None
+
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
         found = []
@@ -33,18 +36,19 @@ class PagedCPUAttention:
         return found
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
-        return PagedCPUStep(layout, storage)
+        return PagedCPUStep(layout, storage, self._invariant)
 
 
 @dataclass(slots=True)
 class PagedCPUStep:
     layout: RaggedLayout
     storage: KVStorage
+    invariant: bool = False  # a token's result does not depend on how many are computed with it
     _work: dict[tuple[int, int], Work] | None = None
 
     def work(self, layer: AttentionLayer) -> Work:
         """The step's attention cut into pieces: the same for all layers of the same shape."""
-        from chairlift.kernels.cpu_attention import split_work
+        from chairlift.kernels.cpu_attention import FEW, split_work
 
         if self._work is None:
             self._work = {}
@@ -52,7 +56,7 @@ class PagedCPUStep:
         if shape not in self._work:
             layout = self.layout
             offsets, starts, ends = (np.asarray(x, np.int64) for x in (layout.offsets, layout.starts, layout.ends))
-            self._work[shape] = split_work(offsets, starts, ends, *shape)
+            self._work[shape] = split_work(offsets, starts, ends, *shape, few=0 if self.invariant else FEW)
         return self._work[shape]
 
     def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

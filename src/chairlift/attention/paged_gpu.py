@@ -14,6 +14,7 @@ from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLa
 
 if TYPE_CHECKING:
     from chairlift.kernels.triton_attention import Scratch
+    from chairlift.kernels.triton_invariant_attention import SpanScratch
 
 
 ANY_LAYERS_QUERIES = 16  # tokens in a tile of queries, where the layers' heads are not known beforehand
@@ -43,8 +44,10 @@ class PagedGPUAttention:
     name = "ragged"
     rectangular = False
 
-    def __init__(self) -> None:
+    def __init__(self, invariant_for: int | None = None) -> None:
+        self.invariant_for = invariant_for
         self._scratch: dict[tuple[int, int, int, int], Scratch] = {}
+        self._span_scratch: dict[tuple[int, int, int, int], SpanScratch] = {}
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -88,6 +91,15 @@ class PagedGPUAttention:
     def attend(self, batch: PagedBatch, storage: KVStorage) -> PagedGPUStep:
         return PagedGPUStep(batch, storage, self)
 
+    def tile_queries(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
+        """Tokens in a tile of queries that suits all the layers."""
+        from chairlift.kernels import triton_attention, triton_invariant_attention
+
+        kernels = triton_attention if self.invariant_for is None else triton_invariant_attention
+        return min(
+            kernels.queries_per_tile(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype) for layer in layers
+        )
+
     def scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> Scratch:
         from chairlift.kernels.triton_attention import Scratch
 
@@ -95,6 +107,15 @@ class PagedGPUAttention:
         if key not in self._scratch:
             self._scratch[key] = Scratch(*key, device)
         return self._scratch[key]
+
+    def span_scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> SpanScratch:
+        from chairlift.kernels.triton_invariant_attention import SpanScratch
+
+        key = (rows, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        if key not in self._span_scratch:
+            assert self.invariant_for is not None
+            self._span_scratch[key] = SpanScratch(*key, self.invariant_for, device)
+        return self._span_scratch[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +168,9 @@ class PagedGPUStep:
         batch = self.batch
         keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if self.backend.invariant_for is not None:
+            self._attend_invariantly(layer, q, out)
+            return out
         if batch.num_single:
             decode_attention(
                 q,
@@ -181,3 +205,31 @@ class PagedGPUStep:
                 softcap=layer.softcap,
             )
         return out
+
+    def _attend_invariantly(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
+        from chairlift.kernels.triton_invariant_attention import invariant_attention
+
+        batch = self.batch
+        scratch = self.backend.span_scratch(layer, max(1, batch.num_single), q.device)
+        launches = [(scratch.chunks, scratch.offsets)] if batch.num_single else []
+        launches += [(batch.tile_chunk, batch.tile_offset)] if len(batch.tile_chunk) else []
+        for tile_chunk, tile_offset in launches:
+            invariant_attention(
+                q,
+                self.storage.keys[layer.index],
+                self.storage.values[layer.index],
+                out,
+                tables=batch.tables,
+                tile_chunk=tile_chunk,
+                tile_offset=tile_offset,
+                tile_queries=batch.tile_queries,
+                chunk_slot=batch.chunk_slot,
+                chunk_row=batch.chunk_row,
+                chunk_start=batch.chunk_start,
+                chunk_count=batch.chunk_count,
+                scratch=scratch,
+                singles=tile_chunk is scratch.chunks,
+                scale=layer.scale,
+                window=layer.window,
+                softcap=layer.softcap,
+            )

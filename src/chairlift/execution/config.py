@@ -53,6 +53,7 @@ class EngineConfig:
     speculate: str | None = None  # where guesses of the next tokens come from: ngram, layers:N, draft:PATH
     draft_length: int | None = None  # how many guesses at a time; by default as many as pay
     attention: str = "auto"
+    batch_invariant: bool = False  # a request's tokens are the same, bit for bit, whatever shares its batch; slower
     cuda_graphs: bool = True  # on a GPU: capture steps and replay them
     load_format: str = "auto"  # dummy: random weights for a config.json
     seed: int | None = None  # makes the requests that bring no seed of their own repeatable
@@ -82,9 +83,14 @@ class EngineConfig:
         if self.load_format not in LOAD_FORMATS:
             choices = ", ".join(LOAD_FORMATS)
             raise InvalidParameter("load_format", f"unknown format {self.load_format!r}; choose from {choices}")
-        for name in ("prefix_caching", "cuda_graphs"):
+        for name in ("prefix_caching", "cuda_graphs", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, f"must be true or false, got {getattr(self, name)!r}")
+        if self.batch_invariant and self.speculate not in (None, "ngram"):
+            problem = (
+                f"is not possible with speculate={self.speculate!r}: how many tokens are guessed depends on the load"
+            )
+            raise InvalidParameter("batch_invariant", f"{problem}, and drawn guesses decide over tokens")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             raise InvalidParameter("seed", f"must be an integer of at least 0, got {self.seed!r}")
         if self.kv_memory is not None:

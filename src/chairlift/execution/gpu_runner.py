@@ -54,8 +54,6 @@ class GPURunner:
         graphs: bool = True,
         structured: StructuredOutput | None = None,
     ) -> None:
-        from chairlift.kernels.triton_attention import queries_per_tile
-
         self.model = model
         self.attention = attention
         self.storage = storage
@@ -65,10 +63,7 @@ class GPURunner:
         self.host: HostBlocks | None = None  # where preempted requests leave their blocks, if anywhere
         self.sampler = Sampler(model.vocab_size, model.device)
         self.slots = Slots(seats, -(-max_model_len // storage.block_size))
-        self.tile_queries = min(
-            queries_per_tile(layer.num_heads, layer.num_kv_heads, layer.head_dim, model.dtype)
-            for layer in model.attention_layers
-        )
+        self.tile_queries = attention.tile_queries(model.attention_layers, model.dtype)
         self.tables = self._zeros(self.slots.count + 1, self.slots.table_width)
         self.last_token = self._zeros(self.slots.count + 1)
         self.graphs = graphs and self.device.type == "cuda"

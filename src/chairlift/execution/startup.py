@@ -83,6 +83,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
             device=config.torch_device(),
             max_len=config.max_model_len,
             quantization=quantization,
+            batch_invariant=config.batch_invariant,
         )
     dtype = str(model.dtype).removeprefix("torch.") if quantization == "none" else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
@@ -121,7 +122,10 @@ def start_engine(
     max_model_len = _max_model_len(config, model.max_len)
     draft = load_draft(config.speculate, model, loaded.tokenizer, max_model_len) if config.speculate else None
     layers = (*model.attention_layers, *(draft.layers if draft else ()))
-    attention = choose_backend(config.attention, layers, device, dtype)
+    if config.batch_invariant and not getattr(model, "batch_invariant", False):
+        raise InvalidParameter("batch_invariant", "this model was loaded without it")
+    invariant_for = max_model_len if config.batch_invariant else None
+    attention = choose_backend(config.attention, layers, device, dtype, invariant_for=invariant_for)
     cache_dtype = kv_dtype(config, model)
     memory = plan_memory(
         layers,

@@ -72,11 +72,14 @@ class Work(NamedTuple):
     several: np.ndarray  # [T] int64: the first piece of a row that comes in several, else -1
 
 
-def split_work(offsets: np.ndarray, starts: np.ndarray, ends: np.ndarray, heads: int, head_dim: int) -> Work:
-    """Sequence i owns the rows [offsets[i], offsets[i + 1]), its tokens at the positions [starts[i], ends[i])."""
+def split_work(
+    offsets: np.ndarray, starts: np.ndarray, ends: np.ndarray, heads: int, head_dim: int, *, few: int = FEW
+) -> Work:
+    """Sequence i owns the rows [offsets[i], offsets[i + 1]), its tokens at the positions [starts[i], ends[i]). More
+    than `few` of them are computed in tiles."""
     counts = ends - starts
-    few = np.flatnonzero(counts <= FEW)
-    sequence, place = _enumerate(few, counts[few])
+    by_row = np.flatnonzero(counts <= few)
+    sequence, place = _enumerate(by_row, counts[by_row])
     row, length = offsets[sequence] + place, starts[sequence] + place + 1
     stretches = -(-length // PIECE)
     of, stretch = _enumerate(np.arange(len(row)), stretches)
@@ -85,7 +88,7 @@ def split_work(offsets: np.ndarray, starts: np.ndarray, ends: np.ndarray, heads:
     first = np.flatnonzero((stretch == 0) & (stretches[of] > 1))
     several[pieces.rows[first]] = first
 
-    many = np.flatnonzero(counts > FEW)
+    many = np.flatnonzero(counts > few)
     sequence, tile = _enumerate(many, -(-counts[many] // QUERIES))
     skipped = tile * QUERIES
     tiles = Tiles(

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.layers.rows import in_tiles
+
 if TYPE_CHECKING:  # numba takes its time
     from chairlift.kernels.cpu_int8 import PackedWeight
 
@@ -30,6 +32,8 @@ class Linear:
     Packing then leaves the plain copy in place, so on CPU a tied head costs its bytes twice: lookups need
     plain rows, and the head is the largest matrix product of a decode step.
     """
+
+    batch_invariant = False  # every row comes out the same, bit for bit, however many others there are
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> None:
         self.weight: Tensor | None = weight
@@ -72,13 +76,23 @@ class Linear:
             from chairlift.kernels.cpu_decoder import rounded_linear
 
             return rounded_linear(x, self._rounded, self.bias, self.out_features)
+        if not self.batch_invariant:
+            return self._multiply(x)
+        return self._multiply_on_gpu(x) if x.is_cuda else in_tiles(self._multiply, x)
+
+    def _multiply_on_gpu(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        from chairlift.kernels.triton_invariant import invariant_linear
+        from chairlift.kernels.triton_skinny import skinny_linear
+
+        assert self.weight is not None
+        if self.batch_invariant:
+            return invariant_linear(x, self.weight, self.bias, add_to=add_to)
+        return skinny_linear(x, self.weight, add_to=add_to)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         if self._packed is None:
             assert self.weight is not None
-            if self.adds_in_place(x):
-                from chairlift.kernels.triton_skinny import skinny_linear
-
-                return skinny_linear(x, self.weight)
-            return F.linear(x, self.weight, self.bias)
+            return self._multiply_on_gpu(x) if self.adds_in_place(x) else F.linear(x, self.weight, self.bias)
         if x.shape[0] == 0:  # oneDNN refuses empty inputs
             return x.new_empty(0, self.out_features)
         output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -86,17 +100,18 @@ class Linear:
 
     def adds_in_place(self, x: Tensor) -> bool:
         """Whether our own kernel does the product with `x`, so that adding it to something costs nothing more."""
-        if not x.is_cuda or len(x) > SKINNY_ROWS or self.bias is not None or self.weight is None:
+        if not x.is_cuda or self.bias is not None or self.weight is None:
+            return False
+        if self.batch_invariant:
+            return True
+        if len(x) > SKINNY_ROWS:
             return False
         most_weights = SKINNY_WEIGHTS if len(x) > FEWEST_ROWS else LARGE_SKINNY_WEIGHTS
         return x.dtype in (torch.bfloat16, torch.float16) and self.weight.numel() <= most_weights
 
     def add_to_(self, total: Tensor, x: Tensor) -> None:
         """total [T, out_features] += x Wᵀ, where `adds_in_place` allows it."""
-        from chairlift.kernels.triton_skinny import skinny_linear
-
-        assert self.weight is not None
-        skinny_linear(x, self.weight, add_to=total)
+        self._multiply_on_gpu(x, add_to=total)
 
 
 def can_pack(weight: Tensor) -> bool:

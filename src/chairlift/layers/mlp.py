@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.layers.linear import Linear
+from chairlift.layers.rows import one_by_one
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -49,6 +50,10 @@ class GatedMLP:
         self.gate_up = Linear.empty(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device)
         self.down = Linear.empty(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
         self._activation = ACTIVATIONS[activation]
+        self._batch_invariant = False
+
+    def make_batch_invariant(self) -> None:
+        self.gate_up.batch_invariant = self.down.batch_invariant = self._batch_invariant = True
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +65,10 @@ class GatedMLP:
 
     def inner(self, x: Tensor) -> Tensor:
         """All but the last product."""
-        return gated(self.gate_up(x), self._activation)
+        gate_up = self.gate_up(x)
+        if self._batch_invariant and not x.is_cuda:
+            return one_by_one(lambda row: gated(row, self._activation), gate_up)
+        return gated(gate_up, self._activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.inner(x))

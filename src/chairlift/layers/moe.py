@@ -8,6 +8,7 @@ from torch import Tensor
 
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import ACTIVATIONS, gated
+from chairlift.layers.rows import in_tiles, one_by_one
 
 
 class MixtureOfExperts:
@@ -30,6 +31,10 @@ class MixtureOfExperts:
         self._top_k = top_k
         self._normalize = normalize
         self._activation = ACTIVATIONS[activation]
+        self._batch_invariant = False
+
+    def make_batch_invariant(self) -> None:
+        self.router.batch_invariant = self._batch_invariant = True
 
     @property
     def num_bytes(self) -> int:
@@ -40,6 +45,8 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, experts = self._route(x)
+        if x.is_cuda:
+            return self.grouped(x, weights, experts)
         # Sort the T * k (token, expert) pairs by expert: each expert then reads one contiguous run of rows.
         order = experts.flatten().argsort(stable=True)
         rows = x[order // self._top_k]
@@ -49,8 +56,7 @@ class MixtureOfExperts:
         for expert, count in enumerate(counts):
             if count:
                 run = slice(start, start + count)
-                inner = gated(F.linear(rows[run], self.gate_up[expert]), self._activation)
-                outputs[run] = F.linear(inner, self.down[expert])
+                outputs[run] = self._expert(expert, rows[run])
                 start += count
         # Back to token order before adding up: the sum of a token's k outputs has a fixed order then, whatever
         # else is in the batch.
@@ -58,6 +64,33 @@ class MixtureOfExperts:
         by_token[order] = outputs
         by_token = by_token.view(x.shape[0], self._top_k, x.shape[1])
         return (by_token * weights.unsqueeze(-1)).sum(dim=1)
+
+    def grouped(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """All experts in two products, without the host knowing who goes where. weights, experts [T, k]."""
+        from chairlift.kernels import triton_moe
+
+        pairs = experts.numel()
+        tiling = triton_moe.tiling_for(pairs, self._num_experts, x.dtype, invariant=self._batch_invariant)
+        grouping = triton_moe.group_by_expert(experts, self._num_experts, tiling.rows)
+        inner = gated(triton_moe.grouped_linear(x, self.gate_up, grouping, tiling, self._top_k), self._activation)
+        outputs = triton_moe.grouped_linear(
+            inner, self.down, grouping, tiling, self._top_k, share=weights.flatten().contiguous()
+        )
+        return triton_moe.add_up(outputs, self._top_k)
+
+    def _expert(self, expert: int, x: Tensor) -> Tensor:
+        def inner(rows: Tensor) -> Tensor:
+            return F.linear(rows, self.gate_up[expert])
+
+        def outer(rows: Tensor) -> Tensor:
+            return F.linear(rows, self.down[expert])
+
+        def gate(rows: Tensor) -> Tensor:
+            return gated(rows, self._activation)
+
+        if not self._batch_invariant:
+            return outer(gate(inner(x)))
+        return in_tiles(outer, one_by_one(gate, in_tiles(inner, x)))
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights and the indices of each token's experts, both [T, k]."""

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from chairlift.layers.rows import one_by_one
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -31,6 +33,8 @@ class RotaryEmbedding:
     this costs some ten microseconds per step, and there is no table to grow with the longest context.
     """
 
+    batch_invariant = False  # every row comes out the same, bit for bit, however many others there are
+
     def __init__(self, rope: Rope, *, dtype: torch.dtype, device: torch.device) -> None:
         self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
         self._scale = rope.scale
@@ -42,7 +46,11 @@ class RotaryEmbedding:
 
             return Rotation(*rotation(positions, self._inv_freq, self._scale, self._dtype))
         angles = (positions.float()[:, None] * self._inv_freq)[:, None, :]
-        return Rotation((angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype))
+        cos, sin = (
+            one_by_one(function, angles) if self.batch_invariant else function(angles)
+            for function in (torch.cos, torch.sin)
+        )
+        return Rotation((cos * self._scale).to(self._dtype), (sin * self._scale).to(self._dtype))
 
 
 def rotate_(heads: Tensor, rotation: Rotation) -> None:

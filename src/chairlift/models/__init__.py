@@ -23,13 +23,14 @@ def build_model(
     device: torch.device,
     max_len: int | None = None,
     quantization: str = "none",
+    batch_invariant: bool = False,
 ) -> CausalLM:
     """The model that `config` (a config.json) describes, with its weights from `tensors`, rounded to 8 bits if
     `quantization` is int8.
 
     `tensors` yields (name, tensor) under the names of the checkpoint's safetensors files, in any order; each
     is copied to its place and let go. `max_len` promises that no sequence will be longer; by default the
-    model's own limit.
+    model's own limit. `batch_invariant` makes a token's numbers independent of what is computed beside it.
     """
     from chairlift.models.decoder import Decoder
     from chairlift.models.read_config import decoder_config
@@ -42,6 +43,8 @@ def build_model(
     if not _is_decoder(config):
         from chairlift.models.fallback import load_fallback
 
+        if batch_invariant:
+            raise InvalidParameter("batch_invariant", "is not possible: this model runs on transformers' code")
         return load_fallback(config, tensors, dtype=dtype, device=device, max_len=max_len)
     description = decoder_config(config, max_len)
     try:
@@ -52,6 +55,8 @@ def build_model(
             f"no memory for the {count} weights of the model in {kind} ({str(error).splitlines()[0]}); "
             "choose a smaller model or dtype"
         ) from error
+    if batch_invariant:
+        model.make_batch_invariant()
     fill(
         dict(model.targets()),
         tensors,

@@ -16,6 +16,7 @@ from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.rope import RotaryEmbedding, Rotation, rotate_
+from chairlift.layers.rows import one_by_one
 from chairlift.models.config import DecoderConfig, ExpertNames, LayerConfig
 from chairlift.models.weights import EMBEDDING, HEAD
 
@@ -176,6 +177,7 @@ class Decoder:
             self.head = Linear(self.embedding, shared=True)
         else:
             self.head = Linear.empty(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
+        self.batch_invariant = False
         self._fused: FusedCPUDecoder | None = None
         self._layer_weights: LayerWeights | None = None
         self._missing: list[int] = []  # how many targets of each layer are still to be filled
@@ -207,6 +209,15 @@ class Decoder:
 
             assert self._layer_weights is not None
             self._fused = FusedCPUDecoder(self.config, self.layers, self.norm, self._layer_weights)
+
+    def make_batch_invariant(self) -> None:
+        """From now on a token's numbers are the same, bit for bit, whatever else is computed in the same step."""
+        self.batch_invariant = True
+        for part in (*self._parts(), *self.rotary.values()):
+            if isinstance(part, (GatedMLP, MixtureOfExperts)):
+                part.make_batch_invariant()
+            elif isinstance(part, (Linear, RotaryEmbedding)):
+                part.batch_invariant = True
 
     def filled(self, name: str) -> None:
         """Call after each target is filled: a layer that is complete is rounded at once, if the model is to be, so
@@ -263,7 +274,10 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
         cap = self.config.logit_softcap
-        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
+        if cap is None:
+            return logits
+        shares = logits.float() / cap
+        return (one_by_one(torch.tanh, shares) if self.batch_invariant else torch.tanh(shares)) * cap
 
     def num_weight_bytes(self) -> int:
         return self.embedding.nbytes + sum(part.num_bytes for part in self._parts())

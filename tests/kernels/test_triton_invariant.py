@@ -1,0 +1,123 @@
+"""Kernels whose rows do not feel each other: exact against float64, and bit-identical in any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift.kernels import triton_invariant
+from chairlift.kernels.triton_invariant import invariant_linear
+from chairlift.kernels.triton_invariant_attention import SpanScratch, invariant_attention, queries_per_tile
+from tests.kernels.test_triton_attention import Case, as_ints, error, make_case, reference
+
+
+@pytest.mark.parametrize(("columns", "depth"), [(70, 40), (33, 1100)])
+@pytest.mark.parametrize("residual", [False, True])
+def test_linear(
+    columns: int, depth: int, residual: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows and many, parts side by side and one after the other: the same bits."""
+    x, weight = torch.randn(40, depth, device=device), torch.randn(columns, depth, device=device)
+    bias = None if residual else torch.randn(columns, device=device)
+    total = torch.randn(40, columns, device=device)
+    expected = x.double() @ weight.double().T + (total if bias is None else bias).double()
+
+    def product(rows: slice) -> Tensor:
+        return invariant_linear(x[rows], weight, bias, add_to=total[rows].clone() if residual else None)
+
+    whole = product(slice(None))
+    assert error(whole, expected) < 1e-5
+    for rows in (slice(0, 1), slice(39, 40), slice(3, 36)):
+        assert product(rows).equal(whole[rows])
+    monkeypatch.setattr(triton_invariant, "PARALLEL_ROWS", 0)
+    assert product(slice(None)).equal(whole)
+
+
+def attend(case: Case, *, longest: int, window: int | None, softcap: float | None, singles: bool) -> Tensor:
+    """With `singles` through the launch for single tokens, else as tiles."""
+    device = case.q.device
+    _, heads, dim = case.q.shape
+    kv_heads = case.keys.shape[2]
+    queries = queries_per_tile(heads, kv_heads, dim, case.q.dtype)
+    scratch = SpanScratch(len(case.slots) if singles else 1, heads, kv_heads, dim, longest, device)
+    scratch.partial.fill_(float("nan"))
+    scratch.lse.fill_(float("nan"))
+    tiles = [(i, at) for i, count in enumerate(case.counts) for at in range(0, count, queries)] + [(-1, 0)]
+    out = torch.full_like(case.q, float("nan"))
+    for _ in range(2 if singles else 1):  # the second run finds what the first left behind
+        invariant_attention(
+            case.q,
+            case.keys,
+            case.values,
+            out,
+            tables=case.tables,
+            tile_chunk=scratch.chunks if singles else as_ints([chunk for chunk, _ in tiles], device),
+            tile_offset=scratch.offsets if singles else as_ints([at for _, at in tiles], device),
+            tile_queries=queries,
+            chunk_slot=as_ints(case.slots, device),
+            chunk_row=as_ints(case.rows, device),
+            chunk_start=as_ints(case.starts, device),
+            chunk_count=as_ints(case.counts, device),
+            scratch=scratch,
+            singles=singles,
+            scale=dim**-0.5,
+            window=window,
+            softcap=softcap,
+        )
+    assert not scratch.arrived.any()
+    return out
+
+
+def cut(case: Case, sequence: int, first: int, count: int) -> Case:
+    """Some neighbouring tokens of one sequence, as a batch of their own."""
+    row = case.rows[sequence] + first
+    start = case.starts[sequence] + first
+    return Case(
+        case.q[row : row + count], case.keys, case.values, case.tables, [case.slots[sequence]], [start], [count]
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window", "softcap"),
+    [(2, 1, 32, None, None), (6, 2, 24, 50, 30.0)],
+)
+def test_attention(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
+    softcap: float | None,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole, in chunks and token by token, over several spans: the same bits."""
+    monkeypatch.setattr("chairlift.kernels.triton_invariant_attention.SHORTEST_SPAN", 32)
+    options = {"longest": 128, "window": window, "softcap": softcap}
+    case = make_case([0, 45], [40, 22], heads=heads, kv_heads=kv_heads, dim=dim, device=device)
+    whole = attend(case, **options, singles=False)
+    assert error(whole, reference(case, dim**-0.5, window, softcap)) < 1e-5
+    for sequence, first, count in ((0, 13, 20), (1, 1, 20), (1, 20, 1)):
+        row = case.rows[sequence] + first
+        part = cut(case, sequence, first, count)
+        assert attend(part, **options, singles=False).equal(whole[row : row + count])
+        if count == 1:
+            assert attend(part, **options, singles=True).equal(whole[row : row + 1])
+
+
+def test_single_tokens_share_a_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.kernels.triton_invariant_attention.SHORTEST_SPAN", 32)
+    options = {"longest": 128, "window": None, "softcap": None}
+    case = make_case([0, 31, 90], [1, 1, 1], device=device)
+    together = attend(case, **options, singles=True)
+    assert error(together, reference(case, 32**-0.5, None, None)) < 1e-5
+    for sequence in range(3):
+        alone = attend(cut(case, sequence, 0, 1), **options, singles=True)
+        assert alone.equal(together[sequence : sequence + 1])
+
+
+def test_chunks_of_several_tokens_are_left_to_the_other_launch(device: torch.device) -> None:
+    case = make_case([0, 5], [1, 3], device=device)
+    found = attend(case, longest=64, window=None, softcap=None, singles=True)
+    assert not found[0].isnan().any()
+    assert found[1:].isnan().all()

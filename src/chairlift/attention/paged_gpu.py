@@ -95,10 +95,9 @@ class PagedGPUAttention:
         """Tokens in a tile of queries that suits all the layers."""
         from chairlift.kernels import triton_attention, triton_invariant_attention
 
-        kernels = triton_attention if self.invariant_for is None else triton_invariant_attention
-        return min(
-            kernels.queries_per_tile(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype) for layer in layers
-        )
+        invariant = self.invariant_for is not None
+        for_layer = (triton_invariant_attention if invariant else triton_attention).queries_per_tile
+        return min(int(for_layer(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype)) for layer in layers)
 
     def scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> Scratch:
         from chairlift.kernels.triton_attention import Scratch

@@ -20,6 +20,8 @@ def bench_shapes(
     ),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="auto, none, int8 (CPU) or fp8 (GPU).")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fp8 (GPU).")] = "auto",
     seats: Annotated[int, typer.Option(help="Requests per step.")] = 256,
     scale: Annotated[int, typer.Option(help="Divide all lengths by this, for slow machines.")] = 1,
     cuda_graphs: Annotated[bool, typer.Option(help="On a GPU: capture steps and replay them.")] = True,
@@ -43,6 +45,8 @@ def bench_shapes(
     config = EngineConfig(
         device=device,
         dtype=dtype,
+        quantization=quantization,
+        kv_dtype=kv_dtype,
         load_format="dummy",
         max_model_len=max(32, 4096 // scale),
         max_batch_requests=seats,
@@ -73,7 +77,7 @@ def bench_shapes(
         f"Ceilings here: {ceilings.bytes_per_second / 1e9:,.0f} GB/s, {ceilings.flops_per_second / 1e12:,.1f} TFLOP/s",
     )
     asked = {"shape": shape, "cases": names, "device": device, "dtype": dtype, "seats": seats, "scale": scale}
-    asked |= {"batch_invariant": batch_invariant}
+    asked |= {"batch_invariant": batch_invariant, "quantization": quantization, "kv_dtype": kv_dtype}
     asked |= {"ready_seconds": ready, "bytes_per_second": ceilings.bytes_per_second}
     asked |= {"flops_per_second": ceilings.flops_per_second}
     rows = [result.row() for result in results]

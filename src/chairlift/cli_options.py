@@ -38,12 +38,16 @@ class EngineOptions:
     quantization: Annotated[
         str,
         typer.Option(
-            help="int8: weights in 8 bits, on a CPU. none. auto: int8 where it is faster, unless a dtype is given.",
+            help="int8: weights in 8 bits, on a CPU. fp8: in 8-bit floats, on a GPU. none. "
+            "auto: int8 where it is faster, unless a dtype is given.",
             rich_help_panel=_ENGINE,
         ),
     ] = "auto"
     kv_dtype: Annotated[
-        str, typer.Option(help="Of the KV cache: auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)
+        str,
+        typer.Option(
+            help="Of the KV cache: auto, float32, bfloat16, float16 or, on a GPU, fp8.", rich_help_panel=_ENGINE
+        ),
     ] = "auto"
     max_model_len: Annotated[
         int | None,

@@ -76,15 +76,16 @@ class KVStorage:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put each token's key and value [T, kv_heads, head_dim] into its slot (block * block_size + offset)."""
-        keys, values = self.keys[layer], self.values[layer]
-        keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, k.to(keys.dtype))
-        values.view(-1, *values.shape[2:]).index_copy_(0, slots, v.to(values.dtype))
+        for side, new in ((self.keys[layer], k), (self.values[layer], v)):
+            as_plain(side.view(-1, *side.shape[2:])).index_copy_(0, slots, as_plain(narrowed(new, side.dtype)))
 
     def read(self, layer: int, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """One sequence's first `length` keys and values, gathered through its block table [blocks]."""
         used = table[: -(-length // self.block_size)]
         sides = (self.keys[layer], self.values[layer])
-        keys, values = (side.index_select(0, used).flatten(0, 1)[:length].to(dtype) for side in sides)
+        keys, values = (
+            as_plain(side).index_select(0, used).view(side.dtype).flatten(0, 1)[:length].to(dtype) for side in sides
+        )
         return keys, values
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -92,8 +93,21 @@ class KVStorage:
         device = self.keys[0].device
         source = torch.tensor(sources, device=device)
         target = torch.tensor(targets, device=device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in map(as_plain, (*self.keys, *self.values)):
             tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """The same memory in a type that torch can index: 8-bit floats as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another type; what 8-bit floats cannot hold becomes the largest that they can."""
+    if dtype.itemsize == 1:
+        limit = torch.finfo(dtype).max
+        return tensor.clamp(-limit, limit).to(dtype)
+    return tensor.to(dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from chairlift.execution.memory import parse_bytes
 from chairlift.execution.speculate import check_speculate
 
 LOAD_FORMATS = ("auto", "dummy")
-QUANTIZATIONS = ("auto", "none", "int8")
+QUANTIZATIONS = ("auto", "none", "int8", "fp8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +31,8 @@ class EngineConfig:
 
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto, float32, bfloat16, float16
-    quantization: str | None = "auto"  # none, int8 (weights, and what they are multiplied with; CPU), auto
-    kv_dtype: str = "auto"  # of the KV cache: auto, float32, bfloat16, float16
+    quantization: str | None = "auto"  # none, int8 (CPU), fp8 (GPU; both: weights and their factors), auto
+    kv_dtype: str = "auto"  # of the KV cache: auto, float32, bfloat16, float16, fp8 (GPU)
     max_model_len: int | None = None  # longest prompt + output; the model's own limit by default
     max_batch_tokens: int | None = None  # tokens per step, of all requests together
     max_prefill_tokens: int | None = None  # the part of those that may be prompt tokens
@@ -72,8 +73,9 @@ class EngineConfig:
         self.make_ordering()
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise InvalidParameter("dtype", f"unknown type {self.dtype!r}; choose from auto, {', '.join(DTYPES)}")
-        if self.kv_dtype != "auto" and self.kv_dtype not in DTYPES:
-            raise InvalidParameter("kv_dtype", f"unknown type {self.kv_dtype!r}; choose from auto, {', '.join(DTYPES)}")
+        if self.kv_dtype != "auto" and self.kv_dtype not in KV_DTYPES:
+            choices = ", ".join(KV_DTYPES)
+            raise InvalidParameter("kv_dtype", f"unknown type {self.kv_dtype!r}; choose from auto, {choices}")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             choices = ", ".join(QUANTIZATIONS)
             raise InvalidParameter("quantization", f"unknown {self.quantization!r}; choose from {choices}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention import KVStorage
+from chairlift.attention.base import as_plain
 from chairlift.core.plan import StepPlan
 from chairlift.errors import InvalidParameter
 from chairlift.execution.memory import MemoryPlan, format_bytes, free_memory, parse_bytes
@@ -24,7 +25,7 @@ class HostBlocks:
         pinned = storage.keys[0].is_cuda  # twice as fast to copy from and to a GPU
         self._pairs = [
             (tensor, torch.empty((num_slots, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=pinned))
-            for tensor in (*storage.keys, *storage.values)
+            for tensor in map(as_plain, (*storage.keys, *storage.values))
         ]
 
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from chairlift.core.scheduler import Scheduler
 from chairlift.core.swap import SwapCost, SwapSpace
 from chairlift.core.work_forecast import WorkForecast
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
-from chairlift.execution.config import DTYPES, EngineConfig
+from chairlift.execution.config import KV_DTYPES, EngineConfig
 from chairlift.execution.draft_model import load_draft
 from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.engine import Engine
@@ -31,6 +31,7 @@ from chairlift.execution.memory import MemoryPlan, allocate_storage, format_byte
 from chairlift.execution.runner import ModelRunner
 from chairlift.execution.speculate import MAX_DRAFTS, make_speculation
 from chairlift.execution.structured import StructuredOutput
+from chairlift.layers.fp8 import FP8, fp8_obstacles
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.store import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
@@ -202,10 +203,18 @@ def start_engine(
 def kv_dtype(config: EngineConfig, model: CausalLM) -> torch.dtype:
     """The model's own precision, or half of it where the weights are rounded too."""
     if config.kv_dtype == "auto":
-        rounded = getattr(model, "quantization", "none") != "none"
+        rounded = getattr(model, "quantization", "none") == "int8"
         return torch.bfloat16 if rounded else model.dtype
-    dtype = DTYPES[config.kv_dtype]
-    if dtype is not model.dtype and (model.device.type != "cpu" or dtype is torch.float16):
+    dtype = KV_DTYPES[config.kv_dtype]
+    if dtype is FP8:
+        reasons = fp8_obstacles(model.device)
+        if model.dtype is torch.float32:
+            reasons.append("a model in float32 would lose most of what it computes")
+        if config.attention not in ("auto", "ragged"):
+            reasons.append(f"{config.attention} attention does not know it")
+        if reasons:
+            raise InvalidParameter("kv_dtype", f"fp8 is not possible: {'; '.join(reasons)}")
+    elif dtype is not model.dtype and (model.device.type != "cpu" or dtype is torch.float16):
         problem = f"{config.kv_dtype} is not possible for a model in {model.dtype} on {model.device.type}"
         raise InvalidParameter("kv_dtype", problem)
     return dtype

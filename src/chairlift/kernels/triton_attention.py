@@ -26,6 +26,14 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def in_type_of(cached, q):
+    """Keys or values as the queries are. Before Hopper there is no way from 8-bit floats to bfloat16 but this."""
+    if cached.dtype == tl.float8e4nv:
+        cached = cached.to(tl.float32)
+    return cached.to(q.dtype)
+
+
+@triton.jit
 def _scores(q, k, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """q [M, D], k [D, N] -> scores in units of log 2."""
     scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
@@ -110,13 +118,13 @@ def _decode_kernel(
         mask = inside[:, None] & in_head[None, :]
         k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
         v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
-        scores = _scores(q, tl.trans(k).to(q.dtype), scale_log2, SOFTCAP, PRECISION)
+        scores = _scores(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
         scores = tl.where(inside[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp2(scores - new_best[:, None])
         shrink = tl.exp2(best - new_best)
         total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), in_type_of(v, q), input_precision=PRECISION)
         best = new_best
 
     out_at = out_ptr + row * out_stride + q_heads[:, None] * D + d[None, :]
@@ -225,7 +233,7 @@ def _prefill_kernel(
         kv_offset = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
         mask = inside[:, None] & in_head[None, :]
         k = tl.load(keys_ptr + kv_offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
-        scores = _scores(q, tl.trans(k).to(q.dtype), scale_log2, SOFTCAP, PRECISION)
+        scores = _scores(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
         if at + N > start or begin + window < end:  # else every row sees the whole tile
             visible = (position[None, :] <= seen_by[:, None]) & (position[None, :] > seen_by[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
@@ -236,7 +244,7 @@ def _prefill_kernel(
         shrink = tl.exp2(best - safe)
         v = tl.load(values_ptr + kv_offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
         total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), in_type_of(v, q), input_precision=PRECISION)
         best = new_best
     total = tl.where(total == 0.0, 1.0, total)
     out_at = out_ptr + q_place[:, None] * out_stride + q_head[:, None] * D + d[None, :]

@@ -26,6 +26,8 @@ PROGRAMS = 264  # two for each multiprocessor of a Hopper chip
 def _linear_kernel(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K]
+    x_scale_ptr,  # [M] float32: with SCALED what each row is to be multiplied with
+    weight_scale_ptr,  # [N] float32: with SCALED the same of each column
     bias_ptr,  # [N]
     out_ptr,  # [M, N]; with RESIDUAL the product is added to what is there
     partial_ptr,  # [tiles, PARTS, BM, BN] float32
@@ -38,6 +40,7 @@ def _linear_kernel(
     BK: tl.constexpr,
     PARTS: tl.constexpr,
     BAND: tl.constexpr,
+    SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -73,7 +76,10 @@ def _linear_kernel(
             inside = (kk < end)[None, :]
             w = tl.load(w_at + kk[None, :], mask=is_column & inside, other=0.0)
             x = tl.load(x_at + kk[None, :], mask=is_row & inside, other=0.0)
-            acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+            if SCALED:  # what the chip adds up of 8-bit floats by itself is less exact than float32
+                acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=BK)
+            else:
+                acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
         total += acc
 
     if side_by_side:
@@ -91,6 +97,9 @@ def _linear_kernel(
             total += tl.load(parts + part * BM * BN + place, mask=is_row, other=0.0, volatile=True)
     out_at = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     keep = is_row & (n < N)[None, :]
+    if SCALED:
+        total *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
+        total *= tl.load(weight_scale_ptr + n, mask=n < N, other=0.0)[None, :]
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if RESIDUAL:
@@ -112,7 +121,7 @@ def _tiling(columns: int, depth: int, dtype: torch.dtype) -> Tiling:
     if dtype == torch.float32:
         height, width, at_once, stages = 32, 32, 32, 2
     else:
-        height, width, at_once, stages = 64, 64 if columns <= 8192 else 128, 64, 4
+        height, width, at_once, stages = 64, 64 if columns <= 8192 else 128, 128 // dtype.itemsize, 4
     wanted = max(1, PROGRAMS // triton.cdiv(columns, width))
     parts = min(2 ** (wanted.bit_length() - 1), 8, max(1, depth // 512))
     return Tiling(height, width, at_once, parts, stages)
@@ -124,11 +133,22 @@ def _scratch(size: int, tiles: int, device: torch.device) -> tuple[Tensor, Tenso
     return torch.empty(size, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, add_to: Tensor | None = None) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N]; with `add_to` [M, N] it is added to that in place."""
+def invariant_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    add_to: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]; with `add_to` [M, N] it is added to that in place.
+
+    `scales`: of 8-bit floats, [M] and [N] float32, with which rows and columns of the product are multiplied.
+    """
     x = x.contiguous()
     (rows, depth), columns = x.shape, len(weight)
-    out = add_to if add_to is not None else torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, columns, dtype=out_dtype or x.dtype, device=x.device) if add_to is None else add_to
     tiling = _tiling(columns, depth, x.dtype)
     tiles = triton.cdiv(rows, tiling.rows) * triton.cdiv(columns, tiling.columns)
     if not tiles:
@@ -139,6 +159,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, a
     _linear_kernel[(tiles, tiling.parts if side_by_side else 1)](
         x,
         weight,
+        *((partial, partial) if scales is None else scales),
         weight if bias is None else bias,
         out,
         partial,
@@ -151,6 +172,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, a
         BK=tiling.depth,
         PARTS=tiling.parts,
         BAND=8,
+        SCALED=scales is not None,
         HAS_BIAS=bias is not None,
         RESIDUAL=add_to is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",

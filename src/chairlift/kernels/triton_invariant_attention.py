@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_attention import LOG2_E
+from chairlift.kernels.triton_attention import LOG2_E, in_type_of
 from chairlift.kernels.triton_launch import overlapping
 
 SHORTEST_SPAN = 512
@@ -118,8 +118,8 @@ def _attention_kernel(
             block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             place = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
             mask = inside[:, None] & in_head[None, :]
-            k = tl.load(keys_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0).to(q.dtype)
-            v = tl.load(values_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0).to(q.dtype)
+            k = in_type_of(tl.load(keys_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0), q)
+            v = in_type_of(tl.load(values_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0), q)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
             if SOFTCAP > 0:  # scale_log2 holds 1 / softcap here: tanh(x) = 1 - 2 / (exp(2x) + 1)
                 scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * (SOFTCAP * 1.4426950408889634)

@@ -196,6 +196,7 @@ def _rotate_and_store_kernel(
     HALF: tl.constexpr,  # half of D, rounded up to a power of two
     BLOCK_SIZE: tl.constexpr,
     H_TILE: tl.constexpr,
+    KV_LIMIT: tl.constexpr,  # the largest number that the cache can hold, 0 where nothing is larger
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -248,6 +249,13 @@ def _rotate_and_store_kernel(
     to_query = in_half & is_query
     tl.store(row_at + i[None, :], first.to(out), mask=to_query)
     tl.store(row_at + half + i[None, :], second.to(out), mask=to_query)
+    if rest > 0:
+        tl.store(row_at + 2 * half + i[None, :], third.to(out), mask=in_rest & is_query)
+    if KV_LIMIT > 0:
+        first = tl.minimum(tl.maximum(first, -KV_LIMIT), KV_LIMIT)
+        second = tl.minimum(tl.maximum(second, -KV_LIMIT), KV_LIMIT)
+        if rest > 0:
+            third = tl.minimum(tl.maximum(third, -KV_LIMIT), KV_LIMIT)
     place = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
     kv_type = keys_ptr.dtype.element_ty
     key_at = keys_ptr + place + (head - HEADS)[:, None] * D
@@ -258,7 +266,6 @@ def _rotate_and_store_kernel(
     tl.store(value_at + i[None, :], first.to(kv_type), mask=in_half & is_value)
     tl.store(value_at + half + i[None, :], second.to(kv_type), mask=in_half & is_value)
     if rest > 0:
-        tl.store(row_at + 2 * half + i[None, :], third.to(out), mask=in_rest & is_query)
         tl.store(key_at + 2 * half + i[None, :], third.to(kv_type), mask=in_rest & (is_query == 0) & (is_value == 0))
         tl.store(value_at + 2 * half + i[None, :], third.to(kv_type), mask=in_rest & is_value)
 
@@ -318,6 +325,7 @@ def rotate_and_store_(
         HALF=triton.next_power_of_2(max(half, dim - 2 * half)),
         BLOCK_SIZE=block_size,
         H_TILE=h_tile,
+        KV_LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
         HAS_NORM=q_norm is not None,
         HAS_ROPE=cos is not None,
         num_warps=2,

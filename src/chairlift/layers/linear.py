@@ -12,6 +12,7 @@ from chairlift.layers.rows import in_tiles
 
 if TYPE_CHECKING:  # numba takes its time
     from chairlift.kernels.cpu_int8 import PackedWeight
+    from chairlift.layers.fp8 import ScaledRows
 
 # oneDNN chooses the packed layout for an expected number of rows. Decode steps have some tens of rows; a
 # layout chosen for 32 is within noise of the best one measured at 1, 8, 32 and 512 rows.
@@ -40,7 +41,7 @@ class Linear:
         self.bias = bias
         self.out_features, self.in_features = weight.shape
         self._packed: Tensor | None = None
-        self._rounded: PackedWeight | None = None  # to 8 bits
+        self._rounded: PackedWeight | ScaledRows | None = None  # to 8 bits
         own_weight = can_pack(weight) or not shared
         self._weight_bytes = weight.nbytes if own_weight else 0
 
@@ -71,14 +72,29 @@ class Linear:
         self._rounded.fill(self.weight.float().numpy())
         self.weight = None
 
+    def round_to_floats(self) -> None:
+        """Instead of `finalize`: keep the weight in 8-bit floats, and let go of the plain copy."""
+        from chairlift.layers.fp8 import round_rows
+
+        assert self.weight is not None
+        self._rounded = round_rows(self.weight)
+        self.weight = None
+
     def __call__(self, x: Tensor) -> Tensor:
         if self._rounded is not None:
-            from chairlift.kernels.cpu_decoder import rounded_linear
-
-            return rounded_linear(x, self._rounded, self.bias, self.out_features)
+            return self._multiply_rounded(x, self._rounded)
         if not self.batch_invariant:
             return self._multiply(x)
         return self._multiply_on_gpu(x) if x.is_cuda else in_tiles(self._multiply, x)
+
+    def _multiply_rounded(self, x: Tensor, weight: PackedWeight | ScaledRows) -> Tensor:
+        from chairlift.layers.fp8 import ScaledRows, multiply
+
+        if isinstance(weight, ScaledRows):
+            return multiply(x, weight, self.bias, own_kernel=self.batch_invariant)
+        from chairlift.kernels.cpu_decoder import rounded_linear
+
+        return rounded_linear(x, weight, self.bias, self.out_features)
 
     def _multiply_on_gpu(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         from chairlift.kernels.triton_invariant import invariant_linear

@@ -26,7 +26,7 @@ def build_model(
     batch_invariant: bool = False,
 ) -> CausalLM:
     """The model that `config` (a config.json) describes, with its weights from `tensors`, rounded to 8 bits if
-    `quantization` is int8.
+    `quantization` is int8 or fp8.
 
     `tensors` yields (name, tensor) under the names of the checkpoint's safetensors files, in any order; each
     is copied to its place and let go. `max_len` promises that no sequence will be longer; by default the
@@ -37,9 +37,10 @@ def build_model(
     from chairlift.models.weights import fill
 
     if quantization != "none":
-        reasons = int8_obstacles(config, dtype, device)
+        obstacles = {"int8": int8_obstacles, "fp8": fp8_obstacles}[quantization]
+        reasons = obstacles(config, dtype, device)
         if reasons:
-            raise InvalidParameter("quantization", f"int8 is not possible: {'; '.join(reasons)}")
+            raise InvalidParameter("quantization", f"{quantization} is not possible: {'; '.join(reasons)}")
     if not _is_decoder(config):
         from chairlift.models.fallback import load_fallback
 
@@ -85,6 +86,23 @@ def int8_obstacles(config: Mapping[str, Any], dtype: torch.dtype, device: torch.
         found.append("this model has experts")
     if importlib.util.find_spec("numba") is None:
         found.append("numba is not installed")
+    return found
+
+
+def fp8_obstacles(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Why this model cannot have weights in 8-bit floats there; empty if it can."""
+    if not _is_decoder(config):
+        return ["this model runs on transformers' code"]
+    import torch
+
+    from chairlift.layers import fp8
+    from chairlift.models.read_config import decoder_config
+
+    found = fp8.fp8_obstacles(device)
+    if dtype not in (torch.bfloat16, torch.float16):
+        found.append(f"activations are bfloat16 or float16 with it, not {dtype}")
+    if any(layer.experts is not None for layer in decoder_config(config).layers):
+        found.append("this model has experts")
     return found
 
 

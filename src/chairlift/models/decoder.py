@@ -181,15 +181,16 @@ class Decoder:
         self._fused: FusedCPUDecoder | None = None
         self._layer_weights: LayerWeights | None = None
         self._missing: list[int] = []  # how many targets of each layer are still to be filled
-        if quantization == "int8":
+        if quantization != "none":
             self._prepare_rounding()
 
     def _prepare_rounding(self) -> None:
-        from chairlift.models.fused_cpu import LayerWeights, can_fuse
-
         self._missing = [sum(1 for _ in layer.targets()) for layer in self.layers]
-        if can_fuse(self.config):
-            self._layer_weights = LayerWeights(self.config)
+        if self.quantization == "int8":
+            from chairlift.models.fused_cpu import LayerWeights, can_fuse
+
+            if can_fuse(self.config):
+                self._layer_weights = LayerWeights(self.config)
 
     def targets(self) -> Targets:
         """Every tensor a checkpoint must hold, and the part of the model that it fills."""
@@ -232,7 +233,7 @@ class Decoder:
             self._layer_weights.take(index, self.layers[index])
         else:
             for linear in self.layers[index].linears():
-                linear.round()
+                linear.round() if self.quantization == "int8" else linear.round_to_floats()
 
     def finalize(self) -> None:
         """Call once every target is filled. One part after the other, so that memory never holds two models."""
@@ -241,6 +242,8 @@ class Decoder:
             self.embedding = self.embedding.half()  # far finer than 8 bits, and half the memory
         for part in self._parts():
             part.finalize()
+        if self.quantization == "fp8" and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the plain weights took is free for the KV cache
         if self._layer_weights is not None:
             from chairlift.models.fused_cpu import FusedCPUDecoder
 

@@ -1,0 +1,68 @@
+"""Weights and activations in 8-bit floats (e4m3: four bits of exponent, three of mantissa), on GPUs that multiply them.
+
+Every output channel of a weight has a scale, found once; every row of activations has one, found at every step, so that
+no request's numbers depend on another's. Products are added in float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # that e4m3 can hold
+
+
+class ScaledRows(NamedTuple):
+    numbers: Tensor  # [rows, size] e4m3
+    scales: Tensor  # [rows] float32: a row is its numbers times its scale
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.scales.nbytes
+
+
+def fp8_obstacles(device: torch.device) -> list[str]:
+    """Why 8-bit floats cannot be used there; empty if they can."""
+    if device.type != "cuda":
+        return [f"8-bit floats are for GPUs, not for the {device.type}"]
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return [f"8-bit floats need a GPU of compute capability 8.9 or later, this one has {major}.{minor}"]
+    return []
+
+
+def round_rows(x: Tensor) -> ScaledRows:
+    """Each row scaled so that its largest number is the largest that e4m3 has."""
+    if x.is_cuda:
+        from chairlift.kernels.triton_fp8 import round_rows as on_gpu
+
+        return ScaledRows(*on_gpu(x, LARGEST))
+    wide = x.float()
+    scales = wide.abs().amax(dim=1) / LARGEST
+    factors = torch.where(scales > 0, 1.0 / scales, torch.zeros_like(scales))
+    return ScaledRows((wide * factors[:, None]).clamp(-LARGEST, LARGEST).to(FP8), scales)
+
+
+def multiply(x: Tensor, weight: ScaledRows, bias: Tensor | None, *, own_kernel: bool) -> Tensor:
+    """x [T, depth] times weight [channels, depth] transposed, plus bias, in the type of x.
+
+    torch's product with a scale per row and channel wants sizes that are multiples of 16, and gives bfloat16; our own
+    kernel does the others. It also does all of them with `own_kernel`: its sums do not depend on the number of rows.
+    """
+    rows = round_rows(x)
+    channels, depth = weight.numbers.shape
+    if not own_kernel and x.dtype is torch.bfloat16 and channels % 16 == 0 and depth % 16 == 0 and len(x):
+        return torch._scaled_mm(
+            rows.numbers,
+            weight.numbers.t(),
+            scale_a=rows.scales[:, None],
+            scale_b=weight.scales[None, :],
+            bias=bias,
+            out_dtype=x.dtype,
+        )
+    from chairlift.kernels.triton_invariant import invariant_linear
+
+    return invariant_linear(rows.numbers, weight.numbers, bias, scales=(rows.scales, weight.scales), out_dtype=x.dtype)

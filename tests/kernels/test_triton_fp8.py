@@ -1,0 +1,155 @@
+"""8-bit floats: weights, activations and the KV cache. The interpreter knows e4m3, with one fault: see `same`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift.attention import KVStorage
+from chairlift.errors import InvalidParameter
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.host_blocks import HostBlocks
+from chairlift.execution.memory import MemoryPlan, allocate_storage, bytes_per_token
+from chairlift.execution.startup import kv_dtype
+from chairlift.kernels import triton_fp8
+from chairlift.kernels.triton_layers import rotate_and_store_
+from chairlift.layers.fp8 import FP8, LARGEST, fp8_obstacles, multiply, round_rows
+from chairlift.models import build_model
+from chairlift.models import fp8_obstacles as model_obstacles
+from chairlift.models.decoder import Decoder
+from chairlift.models.dummy import dummy_tensors
+from chairlift.models.read_config import decoder_config
+from chairlift.models.weights import fill
+from tests.kernels.test_triton_attention import error, make_case, reference, run_decode, run_prefill
+from tests.kernels.test_triton_invariant import attend
+from tests.kernels.tiny_config import CONFIG
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Whether e4m3 numbers are equal. Where a mantissa is rounded up to the next power of two, Triton 3.6's interpreter
+    drops the carry, and gets half of it: there nothing is compared, unless on a GPU."""
+    mine, right = found.float().cpu(), expected.float().cpu()
+    compared = torch.ones_like(right, dtype=torch.bool) if found.is_cuda else right.frexp().mantissa.abs() != 0.5
+    return bool(compared.float().mean() > 0.5) and mine[compared].equal(right[compared])
+
+
+def test_rows_are_rounded_alike_everywhere(device: torch.device) -> None:
+    x = torch.randn(5, 70, device=device) * torch.tensor([[1e-3], [1.0], [50.0], [1e4], [0.0]], device=device)
+    numbers, scales = triton_fp8.round_rows(x, LARGEST)
+    expected = round_rows(x.cpu())
+    assert torch.allclose(scales.cpu(), expected.scales)
+    assert same(numbers, expected.numbers)
+    assert error(expected.numbers.float() * expected.scales[:, None], x.double().cpu()) < 0.04  # three bits of mantissa
+    assert numbers.float().abs().amax(dim=1)[:4].eq(LARGEST).all()
+    assert not numbers[4].float().any()
+
+
+@pytest.mark.parametrize(("rows", "channels", "depth"), [(1, 33, 70), (40, 70, 1100)])
+def test_own_product(rows: int, channels: int, depth: int, device: torch.device) -> None:
+    """Exact but for the rounding of the factors, which the reference shares."""
+    x, bias = torch.randn(rows, depth, device=device), torch.randn(channels, device=device)
+    weight = round_rows(torch.randn(channels, depth, device=device))
+    rounded = round_rows(x)
+    factors = [side.numbers.double() * side.scales.double()[:, None] for side in (rounded, weight)]
+    found = multiply(x, weight, bias, own_kernel=True)
+    assert error(found, factors[0] @ factors[1].T + bias.double()) < 1e-5
+    assert multiply(x[-1:], weight, bias, own_kernel=True).equal(found[-1:])
+
+
+def test_torchs_product(device: torch.device) -> None:
+    if fp8_obstacles(device) and device.type == "cuda":
+        pytest.skip("no 8-bit floats on this GPU")
+    x = torch.randn(7, 64, device=device).bfloat16()
+    weight = round_rows(torch.randn(48, 64, device=device))
+    rounded = round_rows(x)
+    factors = [side.numbers.double() * side.scales.double()[:, None] for side in (rounded, weight)]
+    assert error(multiply(x, weight, None, own_kernel=False), factors[0] @ factors[1].T) < 1e-2
+
+
+def test_attention_over_a_cache_in_8_bits(device: torch.device) -> None:
+    decode, prefill = make_case([3, 90], [1, 1], device=device), make_case([0, 50], [20, 9], device=device)
+    for case in (decode, prefill):
+        case.keys, case.values = case.keys.to(FP8), case.values.to(FP8)
+    assert error(run_decode(decode, 0.2, None, None, 2), reference(decode, 0.2, None, None)) < 1e-5
+    expected = reference(prefill, 32**-0.5, None, None)
+    assert error(run_prefill(prefill, 32**-0.5, None, None), expected) < 1e-5
+    invariant = attend(prefill, longest=128, window=None, softcap=None, singles=False)
+    assert error(invariant, expected) < 1e-5
+
+
+def test_what_the_cache_cannot_hold_becomes_the_largest(device: torch.device) -> None:
+    heads, kv_heads, dim, block_size = 2, 1, 16, 4
+    qkv = torch.randn(3, (heads + 2 * kv_heads) * dim, device=device)
+    qkv[1] *= 1e4
+    keys, values = (torch.zeros(2, block_size, kv_heads, dim, device=device).to(FP8) for _ in range(2))
+    new = qkv.clone().view(3, -1, dim)
+    ints = {"dtype": torch.int32, "device": device}
+    rotate_and_store_(
+        qkv,
+        keys,
+        values,
+        num_heads=heads,
+        q_norm=None,
+        k_norm=None,
+        eps=0.0,
+        cos=None,
+        sin=None,
+        slots=torch.zeros(3, **ints),
+        positions=torch.tensor([0, 1, 5], **ints),
+        tables=torch.tensor([[1, 0]], **ints),
+    )
+    other = KVStorage([torch.zeros_like(keys)], [torch.zeros_like(values)])
+    other.write(0, torch.tensor([4, 5, 1], device=device), new[:, 2:3], new[:, 3:4])
+    for mine, theirs in ((keys, other.keys[0]), (values, other.values[0])):
+        assert same(mine, theirs)
+        assert mine.float().abs().max() == LARGEST
+
+
+def test_blocks_are_copied_and_swapped() -> None:
+    layers = decoder_config(CONFIG).attention_layers
+    storage = allocate_storage(layers, MemoryPlan(0, 0, 4, 3, 64, "test"), FP8, torch.device("cpu"))
+    shape = storage.keys[0].shape
+    storage.keys[0].copy_(torch.randn(shape).to(FP8))
+    first = storage.keys[0][0].float().clone()
+    storage.copy_blocks([0], [2])
+    host = HostBlocks(storage, 2)
+    host.save([2], [1])
+    host.restore([1], [1])
+    assert storage.read(0, torch.tensor([1]), 4, torch.float32)[0].equal(first)
+    assert bytes_per_token(layers, FP8) * 2 == bytes_per_token(layers, torch.bfloat16)
+    assert storage.keys[0].nbytes + storage.values[0].nbytes == 4 * 4 * bytes_per_token(layers[:1], FP8)
+
+
+def test_a_rounded_decoder_counts_its_bytes_and_stays_close(device: torch.device) -> None:
+    exact = build_model(CONFIG, dummy_tensors(CONFIG, device), dtype=torch.float32, device=device)
+    model = Decoder(decoder_config(CONFIG), dtype=torch.float32, device=device, quantization="fp8")
+    fill(
+        dict(model.targets()),
+        dummy_tensors(CONFIG, device),
+        text_part_only=False,
+        tied=True,
+        filled_one=model.filled,
+    )
+    model.finalize()
+    assert isinstance(exact, Decoder)
+    for mine, theirs in zip(model.layers[0].linears(), exact.layers[0].linears(), strict=True):
+        assert mine.num_bytes == mine.out_features * (mine.in_features + 4)  # a byte each, and a scale per channel
+        x = torch.randn(5, mine.in_features, device=device)
+        assert error(mine(x), theirs(x).double()) < 0.06
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    with pytest.raises(InvalidParameter, match=r"quantization.*fp8 is not possible.*not for the cpu"):
+        build_model(CONFIG, [], dtype=torch.bfloat16, device=cpu, quantization="fp8")
+    model = build_model(CONFIG, dummy_tensors(CONFIG, cpu), dtype=torch.float32, device=cpu)
+    with pytest.raises(InvalidParameter, match=r"kv_dtype.*fp8 is not possible.*not for the cpu.*float32"):
+        kv_dtype(EngineConfig(device="cpu", kv_dtype="fp8"), model)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert fp8_obstacles(cuda) == ["8-bit floats need a GPU of compute capability 8.9 or later, this one has 8.0"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert fp8_obstacles(cuda) == []
+    assert "bfloat16 or float16" in model_obstacles(CONFIG, torch.float32, cuda)[0]
+    mixture = CONFIG | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    assert model_obstacles(mixture | {"moe_intermediate_size": 8}, torch.bfloat16, cuda) == ["this model has experts"]

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated
 
 import typer
 
 from chairlift.cli_bench_output import JsonOptions, parse_numbers, show_table, watch
-from chairlift.cli_options import EngineOptions, with_option_groups
+from chairlift.cli_options import EngineOptions, refuse_given, with_option_groups
 from chairlift.cli_shape_options import ShapeOptions, ceilings_line, model_settings
 from chairlift.errors import UnsupportedModel
+
+# The engine's that matter here.
+_OPTIONS = (
+    "model",
+    "device",
+    "dtype",
+    "quantization",
+    "kv_dtype",
+    "attention",
+    "load_format",
+    "max_model_len",
+    "quiet",
+)
 
 
 @with_option_groups
@@ -45,7 +59,10 @@ def bench_kernels(
         rows=parse_numbers("rows", rows),
         batches=parse_numbers("batch", batch),
         contexts=parse_numbers("contexts", contexts),
+        backend=engine.attention,
     )
+    others = [field.name for field in fields(engine) if field.name not in _OPTIONS]
+    refuse_given(context, others, "has no effect on kernels by themselves")
     report.check()
     chosen = shape.resolve(context, engine, model_argument)
     with chosen as (path, config, name), watch(enabled=not engine.quiet) as note:
@@ -78,5 +95,6 @@ def bench_kernels(
         "rows": settings.rows,
         "batch": settings.batches,
         "contexts": settings.contexts,
+        "attention": settings.backend,
     }
     report.write("kernels", asked | model_settings(name, model, ceilings), [point.row() for point in points])

@@ -73,6 +73,9 @@ def test_what_cannot_be_measured_is_refused() -> None:
     outcome = CliRunner().invoke(app, ["bench", "latency", "--model-config", "nowhere.json", "--device", "cpu"])
     assert outcome.exit_code == 2
     assert "--model-config" in outcome.output
+    outcome = CliRunner().invoke(app, ["bench", "kernels", "--device", "cpu", "--policy", "static"])
+    assert outcome.exit_code == 2
+    assert "--policy" in outcome.output
 
 
 def test_the_age_of_this_process_grows() -> None:

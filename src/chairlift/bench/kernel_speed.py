@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.attention import Attend, AttentionLayer, FusedAttend, KVStorage, choose_backend
+from chairlift.attention import Attend, AttentionBackend, AttentionLayer, FusedAttend, KVStorage, choose_backend
 from chairlift.attention.paged_gpu import PagedGPUStep
 from chairlift.bench.attention_modes import BLOCK_SIZE, plan_of
 from chairlift.bench.floor import Ceilings
@@ -37,6 +37,7 @@ class KernelSettings:
     rows: Sequence[int] = (1, 8, 32, 128, 512)
     batches: Sequence[int] = (1, 8, 32)
     contexts: Sequence[int] = (128, 1024, 4096)
+    backend: str = "auto"  # of attention
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
@@ -158,17 +159,19 @@ def _each(layers: Sequence[Linear], x: Tensor) -> Run:
 def _attention(model: Decoder, kv_dtype: torch.dtype, settings: KernelSettings) -> Iterator[_Case]:
     layers = [layer for layer in model.attention_layers if layer.window == model.attention_layers[0].window]
     alike = [layer for layer in layers if layer.head_dim == layers[0].head_dim]
+    backend = choose_backend(settings.backend, alike, model.device, model.dtype)
     for context in settings.contexts:
         for batch in settings.batches:
             spans = [(context - 1, 1)] * batch
-            yield _attention_case(model, alike, kv_dtype, spans, "decode", f"{batch} of {context:,} tokens")
-        yield _attention_case(model, alike, kv_dtype, [(0, context)], "prompt", f"{context:,} tokens")
+            yield _attention_case(model, alike, kv_dtype, backend, spans, "decode", f"{batch} of {context:,} tokens")
+        yield _attention_case(model, alike, kv_dtype, backend, [(0, context)], "prompt", f"{context:,} tokens")
 
 
 def _attention_case(
     model: Decoder,
     layers: Sequence[AttentionLayer],
     kv_dtype: torch.dtype,
+    backend: AttentionBackend,
     spans: Sequence[tuple[int, int]],
     name: str,
     size: str,
@@ -185,7 +188,6 @@ def _attention_case(
     keys = [random(*shape, dtype=kv_dtype) for _ in range(count)]
     values = [random(*shape, dtype=kv_dtype) for _ in range(count)]
     storage = KVStorage(keys, values)
-    backend = choose_backend("auto", layers, device, model.dtype)
     batch = build_batch(plan, storage, device, rectangular=backend.rectangular)
     attend = _with_tiles_of_a_step(backend.plan(batch.layout, storage), first, model.dtype)
     rows, heads = len(batch.tokens), first.num_heads + 2 * first.num_kv_heads

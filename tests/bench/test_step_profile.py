@@ -92,10 +92,17 @@ def test_without_captured_steps_all_waiting_is_the_hosts() -> None:
 
 def test_kernels_are_sorted_by_their_names() -> None:
     names = {
-        GEMM: ["_skinny_kernel", "nvjet_tst_128x64_64x7", "sm90_xmma_gemm_bf16", "cublasLt::splitKreduce_kernel"],
+        GEMM: [
+            "_skinny_kernel",
+            "_linear_kernel",
+            "_grouped_kernel",
+            "nvjet_tst_128x64_64x7",
+            "sm90_xmma_gemm_bf16",
+            "cublasLt::splitKreduce_kernel",
+        ],
         ATTENTION: ["_decode_kernel", "_prefill_kernel", "flash_fwd_splitkv_kernel"],
         SAMPLING: ["_sample_kernel"],
-        OTHER: ["_add_norm_kernel", "_rotate_and_store_kernel", "_silu_mul_kernel", FIRST_KERNEL],
+        OTHER: ["_add_norm_kernel", "_sort_kernel", "_rotate_and_store_kernel", "_silu_mul_kernel", FIRST_KERNEL],
     }
     assert {kind: [name for name in each if kind_of(name) == kind] for kind, each in names.items()} == names
 

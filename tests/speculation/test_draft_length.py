@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -144,6 +145,19 @@ def test_drafts_that_a_grammar_cuts_are_neither_wrong_nor_free() -> None:
     batch = length._payoff._batches[1]
     assert batch.plain.value == 0.25
     assert batch.pause, "and they are given up because they cost more than they bring"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bad_luck_for_a_few_steps_is_no_reason_to_pause(seed: int) -> None:
+    """Two guesses of which each is right in two cases of five, in a step that takes a sixth longer for them."""
+    payoff, chance = DraftPayoff(), random.Random(seed)
+    used = 0
+    for _ in range(1000):
+        drafts = 2 if payoff.allows_drafts(1) else 0
+        accepted = next((place for place in range(drafts) if chance.random() > 0.42), drafts)
+        payoff.observe(1, drafts > 0, accepted, 1.16 if drafts else 1.0)
+        used += bool(drafts)
+    assert used > 700
 
 
 def test_ngrams_find_what_followed_last_time() -> None:

@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 
 _GAIN = 0.15  # of the latest step in a mean; the first ones count equally
 _ENOUGH = 6  # steps that say something
+# How many guesses of a request are right is luck from step to step, which evens out over the requests of a batch or,
+# where those are few, over more steps. So one request alone is judged by more steps than many are.
+_GAIN_PER_REQUEST = 0.03
+_ENOUGH_REQUESTS = 24  # requests times steps
+_CLEAR_LOSS = 1.25  # nobody waits for more steps if drafts are that bad
 _REFRESH = 48  # steps with drafts after which one without tells whether the comparison still holds
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 2048  # steps
 _OUTLIER = 3.0
@@ -25,11 +30,11 @@ class Pace:
     tokens: float = 0.0  # per step
     count: int = 0
 
-    def add(self, seconds: float, tokens: int) -> None:
+    def add(self, seconds: float, tokens: int, gain: float = _GAIN) -> None:
         self.count += 1
         if self.count > _ENOUGH:
             seconds = min(seconds, _OUTLIER * self.seconds)  # a garbage collection, a busy neighbour
-        gain = max(_GAIN, 1 / self.count)
+        gain = max(gain, 1 / self.count)
         self.seconds += gain * (seconds - self.seconds)
         self.tokens += gain * (tokens - self.tokens)
 
@@ -48,9 +53,12 @@ class _Batch:
     next_pause: int = _FIRST_PAUSE
     since_plain: int = 0
 
-    @property
-    def known(self) -> bool:
-        return self.plain.count >= _ENOUGH and self.drafted.count >= _ENOUGH
+    def loses(self, num_requests: int) -> bool:
+        """Whether drafts do not pay, as far as that can be said already."""
+        if self.plain.count < _ENOUGH or self.drafted.count < _ENOUGH:
+            return False
+        ratio = self.drafted.value / self.plain.value
+        return ratio > (_WORTHWHILE if self.drafted.count * num_requests >= _ENOUGH_REQUESTS else _CLEAR_LOSS)
 
 
 class DraftPayoff:
@@ -76,16 +84,16 @@ class DraftPayoff:
         batch = self._batches.setdefault(num_requests.bit_length(), _Batch())
         tokens = num_requests + num_accepted
         if guessed:
-            batch.drafted.add(seconds, tokens)
+            batch.drafted.add(seconds, tokens, min(_GAIN, _GAIN_PER_REQUEST * num_requests))
             batch.since_plain += 1
         else:
             batch.plain.add(seconds, tokens)
             batch.since_plain = 0
         if batch.plain.count:
             self._note_speedup(tokens * batch.plain.value, seconds)
-        if not guessed or not batch.known:
+        if not guessed:
             return
-        if batch.drafted.value > _WORTHWHILE * batch.plain.value:
+        if batch.loses(num_requests):
             batch.pause, batch.next_pause = batch.next_pause, min(2 * batch.next_pause, _LONGEST_PAUSE)
             batch.drafted = Pace()
         elif batch.drafted.count > 4 * _ENOUGH:

@@ -51,6 +51,7 @@ def main(folder: Path, model: str | None) -> None:
             for policy in ("static", "continuous"):
                 page.switch_policy(policy)
                 page.burst("mixed")
+            page.click("#lift-all")
             take(page, folder / "dashboard-policies.png", "light", 1440, 1160)
         finally:
             driver.quit()

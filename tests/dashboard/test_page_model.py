@@ -6,12 +6,14 @@ import json
 import shutil
 import subprocess
 from collections import Counter
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chairlift.dashboard.page import content_policy, dashboard_page, joined_modules
+from chairlift.dashboard.tenants import TenantNumbers
 from tests.core.driving import make_scheduler
 from tests.dashboard.recorded import RecordedRun, random_run
 from tests.dashboard.test_recorder import drafting
@@ -41,15 +43,30 @@ console.log(JSON.stringify(found));
 """
 
 
+TENANTS = """
+const fs = await import("node:fs");
+const model = new Model();
+const shown = JSON.parse(fs.readFileSync(0, "utf8")).map((frame) => {
+  model.apply(frame);
+  return (frame.new || []).map((given) => model.tenantName(model.requests.get(given[1])));
+});
+console.log(JSON.stringify([shown, model.tenants.size]));
+"""
+
+
 def ask_model(runs: list[list[Any]], tmp_path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = on_node(ASK, runs, tmp_path)
+    return found
+
+
+def on_node(question: str, about: list[Any], tmp_path: Path) -> Any:
     if shutil.which("node") is None:
         pytest.skip("needs node")
     script = tmp_path / "ask.mjs"
-    script.write_text(joined_modules("model") + ASK)
-    done = subprocess.run(["node", script], input=json.dumps(runs), capture_output=True, text=True, timeout=60)
+    script.write_text(joined_modules("model") + question)
+    done = subprocess.run(["node", script], input=json.dumps(about), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def test_seats_cells_bubbles_and_outputs_are_those_of_the_scheduler(tmp_path: Path) -> None:
@@ -99,6 +116,42 @@ def test_a_page_that_reconnects_hears_what_it_knows_again_and_does_not_count_it_
     assert twice == whole
     assert whole["breaks"] == []
     assert len(gap["breaks"]) == 1
+
+
+def test_the_page_knows_every_tenant_that_the_engine_remembers(tmp_path: Path) -> None:
+    numbers, frames, expected = TenantNumbers(), list[dict[str, Any]](), list[list[str]]()
+    handles = count()
+
+    def tell(tenants: dict[int, str], frame: dict[str, Any], names: list[str]) -> None:
+        frames.extend([{"t": "tenants", "names": tenants}, frame])
+        expected.extend([[], names])
+
+    def ask(names: list[str]) -> None:
+        new = [[next(handles), f"{len(frames)}-{name}", 0.0, 4, 8, numbers.number_of(name), 0] for name in names]
+        batch = {"t": "batch", "now": float(len(frames)), "new": new, "waiting": [], "reasons": {}, "evictions": 0}
+        tell(numbers.take_untold(), batch, names)
+
+    def key() -> None:
+        now = float(len(frames))
+        sizes = {"seats": 4, "num_blocks": 1, "block_size": 16, "requests": [], "blocks": []}
+        standing: dict[str, Any] = {"waiting": [], "reasons": {}, "evictions": 0}
+        tell(numbers.take_all(), {"t": "key", "now": now, "wall": now} | sizes | standing, [])
+
+    old = [f"t{number}" for number in range(1000)]
+    for name in [*old, *reversed(old)]:  # those with the smallest numbers are the last ones that it saw
+        numbers.number_of(name)
+    key()
+    for first in range(0, 990, 90):
+        ask([f"n{number}" for number in range(first, first + 90)])
+    ask(old[:5])  # they come back just in time
+    key()
+    for wave in range(4):
+        ask([f"w{wave}-{number}" for number in range(999)])
+        ask([old[0]])
+    ask([f"m{number}" for number in range(2500)])  # more at once than anybody remembers
+    shown, kept = on_node(TENANTS, frames, tmp_path)
+    assert shown == expected
+    assert kept == 2000
 
 
 def test_the_modules_share_one_space_of_names() -> None:

@@ -9,7 +9,8 @@ class TenantNumbers:
     """Clients may call themselves anything, so only those seen last are remembered.
 
     One that was forgotten and comes back gets a new number. A number is never given to anyone else: pages add up by
-    name, and what they know of the old number stays true.
+    name, and what they know of the old number stays true. A name is told once and then with keyframes only, so pages
+    must remember at least as many.
     """
 
     def __init__(self, most: int = MOST_REMEMBERED) -> None:

@@ -6,6 +6,10 @@ import { Reservoir, upperBound } from "./stats.js";
 
 const KEPT_STEPS = 20000;
 
+// The engine remembers the 1,000 tenants it saw last, and tells their names again only with a keyframe, in any order.
+// With room for as many again, none of them is forgotten here while the engine counts on it.
+const KEPT_TENANTS = 2000;
+
 const STEP_FIELDS = ["step", "time", "seconds", "predicted", "decode", "prefill", "padding", "idle", "waiting",
   "usedBlocks", "limit", "prefillLimit", "parts"];
 
@@ -21,7 +25,7 @@ export class Model {
     this.isSameClock = false; // the last keyframe was of the same engine as the one before
     this.requests = new Map(); // by id
     this.handles = new Map();
-    this.tenants = new Map();
+    this.tenants = new Map(); // names by number; the one heard of last comes last
     this.steps = []; // the last KEPT_STEPS; a step's column never changes, its index here does
     this.firstCol = 0;
     this.seats = []; // for each a list of stays {request, from, to, idleFrom}
@@ -73,7 +77,7 @@ export class Model {
         this.mayHaveMissed ||= frame.frames > this.lost;
         this.lost = frame.frames;
       },
-      tenants: () => Object.entries(frame.names).forEach(([number, name]) => this.tenants.set(Number(number), name)),
+      tenants: () => Object.entries(frame.names).forEach(([number, name]) => this.hearOf(Number(number), name)),
       key: () => this.applyKey(frame),
       batch: () => this.applyBatch(frame),
     };
@@ -81,7 +85,20 @@ export class Model {
   }
 
   tenantName(request) {
-    return this.tenants.get(request.tenant) || "–";
+    return request.tenantName || "–";
+  }
+
+  hearOf(number, name) {
+    this.tenants.delete(number);
+    this.tenants.set(number, name);
+  }
+
+  // Only once the requests of the same frame have their names: it may have more tenants than are kept.
+  forgetTenants() {
+    for (const number of this.tenants.keys()) {
+      if (this.tenants.size <= KEPT_TENANTS) return;
+      this.tenants.delete(number);
+    }
   }
 
   // ---- keyframes: all there is to know ----------------------------------------------------------------------------
@@ -105,15 +122,15 @@ export class Model {
     this.blocks.reset(frame);
     for (const given of frame.requests) this.takeUp(given);
     this.applyStanding(frame);
+    this.forgetTenants();
   }
 
   takeUp(given) {
     const [, id, , , , , , state, computed, outputs, table] = given;
     let request = this.requests.get(id);
     if (!request) {
-      request = new LiftRequest(given);
+      request = this.meet(given);
       request.isKnownWhole = state === "waiting" && computed === 0;
-      this.requests.set(id, request);
     }
     request.handle = given[0];
     request.outputs = outputs;
@@ -124,6 +141,16 @@ export class Model {
     if (state === "idle") this.becomeIdle(request, this.nextCol);
   }
 
+  // It keeps its tenant's name: the number may be forgotten, or mean another one to an engine that has begun anew.
+  meet(given) {
+    const request = new LiftRequest(given);
+    const name = this.tenants.get(request.tenant);
+    if (name !== undefined) this.hearOf(request.tenant, name);
+    request.tenantName = name;
+    this.requests.set(request.id, request);
+    return request;
+  }
+
   // ---- batches: what happened since -------------------------------------------------------------------------------
 
   applyBatch(frame) {
@@ -131,8 +158,7 @@ export class Model {
     const steps = frame.steps || [];
     const base = this.nextCol;
     for (const given of frame.new || []) {
-      const request = new LiftRequest(given);
-      this.requests.set(request.id, request);
+      const request = this.meet(given);
       this.handles.set(request.handle, request);
       this.tokens.prompt += request.prompt;
     }
@@ -149,6 +175,7 @@ export class Model {
     if (frame.blocks) this.blocks.change(frame.blocks, frame.now);
     this.now = frame.now;
     this.applyStanding(frame);
+    this.forgetTenants();
     this.trim();
   }
 
@@ -301,13 +328,6 @@ export class Model {
         if (this.handles.get(request.handle) === request) this.handles.delete(request.handle);
       }
     }
-    this.forgetTenants();
-  }
-
-  forgetTenants() {
-    const known = new Set();
-    for (const request of this.requests.values()) known.add(request.tenant);
-    for (const number of this.tenants.keys()) if (!known.has(number)) this.tenants.delete(number);
   }
 }
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from chairlift.serving.messages import Frame, Loaded, RecorderFault, SwitchPolicy, ToEngine, Update, Watch
-from chairlift.serving.recent_frames import MOST_FRAMES
-from chairlift.serving.viewers import MAX_UNREAD, MAX_VIEWERS, Viewer
+from chairlift.serving.recent_frames import MAX_UNREAD, MOST_FRAMES, RecentFrames
+from chairlift.serving.viewers import MAX_UNREAD_BYTES, MAX_VIEWERS, Viewer
 from tests.serving.front_end import FrontEnd, ScriptedEngine, answer_ok, front_end
 
 KEYS = {"api_keys": ["alice one", "bob two"]}
@@ -177,6 +177,24 @@ def test_a_page_that_reads_too_slowly_loses_frames_and_goes_on_from_a_keyframe()
         told = [json.loads(data) for data in viewer.take()]
         assert [one["t"] for one in told] == ["lost", "key", "batch"]
         assert told[0]["frames"] == MAX_UNREAD + 21
+
+    asyncio.run(scenario())
+
+
+def test_what_a_page_is_told_again_is_never_too_much_for_it() -> None:
+    recent = RecentFrames()
+    recent.add(Frame(b"k" * (MAX_UNREAD_BYTES + 1), True, {0: "alice"}))
+    for number in range(1, MOST_FRAMES):
+        recent.add(frame(number, tenants={number: "bob"}))
+    assert len(recent.all()) == MOST_FRAMES
+
+    async def scenario() -> None:
+        viewer = Viewer(None, None)
+        viewer.catch_up((one, one.tenants) for one in recent.all())
+        for number in range(MOST_FRAMES):  # that come before it has read any of it
+            viewer.offer(frame(number, tenants={number: "carol"}), {number: "carol"})
+        assert (viewer.synced, viewer.num_lost) == (True, 0)
+        assert len(viewer.take()) == 4 * MOST_FRAMES
 
     asyncio.run(scenario())
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from chairlift.serving.messages import Frame
 
-MOST_FRAMES = 30  # about three seconds of a busy engine; a page keeps up to that many unread anyway
+MAX_UNREAD = 50  # frames that a page may leave unread, of which there are about ten a second
+MOST_FRAMES = MAX_UNREAD // 2 - 1  # so that a page that was just told all of these has room for as many more
 MOST_BYTES = 2**20  # of those after the keyframe
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -16,13 +16,12 @@ from chairlift.serving.engine_client import EngineClient
 from chairlift.serving.errors import APIError
 from chairlift.serving.messages import Frame, Loaded, RecorderFault, Watch
 from chairlift.serving.metrics import Metrics
-from chairlift.serving.recent_frames import RecentFrames
+from chairlift.serving.recent_frames import MAX_UNREAD, RecentFrames
 from chairlift.serving.request_texts import RequestTexts
 
 log = logging.getLogger("chairlift.server")
 
 MAX_VIEWERS = 32
-MAX_UNREAD = 50  # frames, of which there are about ten a second
 MAX_UNREAD_BYTES = 4 * 2**20
 SERVICE_SECONDS = 1.0
 LEASE_SECONDS = 10.0  # the engine stops recording when it has not been asked for so long
@@ -40,41 +39,49 @@ class Viewer:
         self.num_lost = 0
         self.synced = False  # a keyframe has come, and every frame since
         self.news = asyncio.Event()
-        self._unread: deque[bytes] = deque()
+        self._unread: deque[list[bytes]] = deque()  # what there is to say for each frame
         self._size = 0
         self._ever_synced = False
 
     def offer(self, frame: Frame, tenants: dict[int, str]) -> None:
-        if frame.is_key:
-            if self._ever_synced and not self.synced:
-                self._append(self.lost_frame())
-            self.synced = self._ever_synced = True
-        if not self.synced:
+        """Tell it a frame that has just come, unless it has too much to read already."""
+        if not self.synced and not frame.is_key:
             self.num_lost += self._ever_synced
-            return
-        if len(self._unread) >= MAX_UNREAD or self._size > MAX_UNREAD_BYTES:
+        elif len(self._unread) >= MAX_UNREAD or self._size > MAX_UNREAD_BYTES:
             self.num_lost += len(self._unread) + 1
             self._forget()
             self.synced = False
-            return
+        else:
+            self._size += self._tell(frame, tenants)
+
+    def catch_up(self, recent: Iterable[tuple[Frame, dict[int, str]]]) -> None:
+        """Tell it the last keyframe and what came after it. That is never too much: it comes at once, before the page
+        can read any of it, and it is kept for all pages anyway."""
+        for frame, tenants in recent:
+            self._tell(frame, tenants)
+
+    def _tell(self, frame: Frame, tenants: dict[int, str]) -> int:
+        """Returns how many bytes that makes."""
+        said = []
+        if self._ever_synced and not self.synced:
+            said.append(self.lost_frame())
         if tenants:
-            self._append(_encode({"t": "tenants", "names": {str(number): name for number, name in tenants.items()}}))
-        self._append(frame.json)
+            said.append(_encode({"t": "tenants", "names": {str(number): name for number, name in tenants.items()}}))
+        said.append(frame.json)
+        self.synced = self._ever_synced = True
+        self._unread.append(said)
+        self.news.set()
+        return sum(map(len, said))
 
     def lost_frame(self) -> bytes:
         return _encode({"t": "lost", "frames": self.num_lost})
-
-    def _append(self, data: bytes) -> None:
-        self._unread.append(data)
-        self._size += len(data)
-        self.news.set()
 
     def _forget(self) -> None:
         self._unread.clear()
         self._size = 0
 
     def take(self) -> list[bytes]:
-        unread = list(self._unread)
+        unread = [data for said in self._unread for data in said]
         self._forget()
         self.news.clear()
         return unread
@@ -181,8 +188,7 @@ class Viewers:
         if now - self._renewed > SURE_SECONDS or self._life is not self._engine.loaded:
             self._recent.clear()  # the engine may have stopped since, or is another one
         if not viewer.synced:
-            for frame in self._recent.all():
-                viewer.offer(frame, self._names_for(viewer, frame.tenants))
+            viewer.catch_up((frame, self._names_for(viewer, frame.tenants)) for frame in self._recent.all())
         wants_key = not viewer.synced and self.is_recording and now - self._asked_for_key > SERVICE_SECONDS / 2
         if wants_key or now - self._renewed > LEASE_SECONDS / 4:
             self._renewed = now

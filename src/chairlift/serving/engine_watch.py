@@ -27,10 +27,9 @@ log = logging.getLogger("chairlift")
 
 FRAME_SECONDS = 0.1  # between frames: what an eye calls live
 QUIET_SECONDS = 1.0  # the same while nothing happens
-MOST_OF_THE_TIME = 0.003  # that the engine makes frames; where they are large, there are fewer of them
+MOST_OF_THE_TIME = 0.003  # that the engine makes frames; where they are large there are fewer, down to one a second
 KEY_SECONDS = 0.5  # between keyframes, at least ...
-MOST_KEY_SECONDS = 5.0  # ... and at most, however long ...
-MOST_FOR_KEYS = 0.01  # ... the engine takes for one: no more of its time than this
+MOST_FOR_KEYS = 0.01  # ... and as long as it takes to spend no more of the engine's time on them than this
 MOST_FAULTS = 3
 FAULT_SECONDS = 60.0  # so many in such a time, and it is switched off
 
@@ -78,28 +77,31 @@ class EngineWatch:
         return time.monotonic() <= self._ends
 
     def _tell_what_is_due(self) -> None:
-        may_tell_everything = time.monotonic() >= self._next_key
         if not self._is_watched():
             self._stop()
-        elif self._recorder is None:
-            if may_tell_everything:
-                self._recorder = Recorder(self._engine.scheduler)
-                self._tell_everything(self._recorder)
-        elif self._wants_key and may_tell_everything:
-            self._tell(self._recorder, self._recorder.frame(self._engine.now()))
-            self._tell_everything(self._recorder)
-        elif time.monotonic() - self._last_frame >= (self._pause if self._happened else QUIET_SECONDS):
+        elif (self._recorder is None or self._wants_key) and time.monotonic() >= self._next_key:
+            self._tell_everything()
+        elif self._recorder is not None and time.monotonic() - self._last_frame >= self._wait:
             begun = time.thread_time()
             self._tell(self._recorder, self._recorder.frame(self._engine.now()))
             cost = time.thread_time() - begun
             self._pause = min(QUIET_SECONDS, max(FRAME_SECONDS, cost / MOST_OF_THE_TIME))
 
-    def _tell_everything(self, recorder: Recorder) -> None:
+    @property
+    def _wait(self) -> float:
+        """From one frame to the next."""
+        return self._pause if self._happened else QUIET_SECONDS
+
+    def _tell_everything(self) -> None:
         self._wants_key = False
         begun = time.thread_time()
-        self._tell(recorder, recorder.keyframe(self._engine.now(), time.time()), is_key=True)
-        pause = (time.thread_time() - begun) / MOST_FOR_KEYS
-        self._next_key = time.monotonic() + min(MOST_KEY_SECONDS, max(KEY_SECONDS, pause))
+        if self._recorder is None:
+            self._recorder = Recorder(self._engine.scheduler)
+        else:  # pages that go on need what happened until now
+            self._tell(self._recorder, self._recorder.frame(self._engine.now()))
+        self._tell(self._recorder, self._recorder.keyframe(self._engine.now(), time.time()), is_key=True)
+        cost = time.thread_time() - begun
+        self._next_key = time.monotonic() + max(KEY_SECONDS, cost / MOST_FOR_KEYS)
 
     def _tell(self, recorder: Recorder, record: Record, *, is_key: bool = False) -> None:
         self._happened = False

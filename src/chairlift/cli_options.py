@@ -199,7 +199,7 @@ class EngineOptions:
     batch_invariant: Annotated[
         bool,
         typer.Option(
-            "--batch-invariant",
+            "--batch-invariant/--no-batch-invariant",
             help="Bit-identical answers whatever shares the batch; slower.",
             rich_help_panel=_ENGINE,
         ),

@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from chairlift.serving.admission import Limits
 from chairlift.serving.guards import Guards
+from chairlift.serving.host_names import HostNames
 from chairlift.serving.metrics import Metrics
 from tests.serving.conftest import NAME, RunningServer, start_server
 
@@ -58,7 +59,8 @@ def test_a_key_names_its_tenant(key: str, tenant: str | None) -> None:
     async def nothing(*_: object) -> Message:
         return {"type": "http.request", "body": b""}
 
-    guards = Guards(app, api_keys=["alice sk-1", "sk-2", "  Bob B  sk-3 "], limits=Limits(), metrics=Metrics())
+    keys = ["alice sk-1", "sk-2", "  Bob B  sk-3 "]
+    guards = Guards(app, api_keys=keys, hosts=HostNames(), limits=Limits(), metrics=Metrics())
     headers = [(b"authorization", f"Bearer {key}".encode())]
     scope: Scope = {"type": "http", "path": "/v1/models", "query_string": b"", "headers": headers, "method": "GET"}
     asyncio.run(guards(scope, nothing, nothing))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 
 from chairlift.attention import AttentionLayer, KVStorage
 from chairlift.errors import InvalidParameter
+from chairlift.kernels.aligned import aligned
 
 SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.9}
 SHORT_SEQUENCE = 64  # tokens, prompt and output: hardly anybody asks for less
@@ -97,12 +99,19 @@ def allocate_storage(
     alike = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), len(shapes))  # draft layers may differ
 
     def one_side() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        stacked = torch.empty((alike, *shapes[0]), dtype=dtype, device=device)
-        others = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes[alike:]]
+        stacked = _empty((alike, *shapes[0]), dtype, device)
+        others = [_empty(shape, dtype, device) for shape in shapes[alike:]]
         return stacked, [*stacked.unbind(0), *others]
 
     (all_keys, keys), (all_values, values) = one_side(), one_side()
     return KVStorage(keys, values, (all_keys, all_values))
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    room = torch.from_numpy(aligned((math.prod(shape) * dtype.itemsize,)))
+    return room.view(dtype).view(shape)
 
 
 def free_memory(device: torch.device) -> int:

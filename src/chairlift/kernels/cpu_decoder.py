@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.kernels.aligned import aligned
 from chairlift.kernels.cpu_attention import Cache, Score, Work, attend, merge, store
 from chairlift.kernels.cpu_int8 import PackedWeight, Rows, multiply, round_row
 from chairlift.kernels.cpu_math import FAST, compiled, compiled_and_kept, exp
@@ -71,9 +72,9 @@ class Buffers(NamedTuple):
     @classmethod
     def empty(cls, rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int) -> Buffers:
         return cls(
-            np.empty((rows, heads + 2 * kv_heads, head_dim), dtype=np.float32),
-            np.empty((rows, heads, head_dim), dtype=np.float32),
-            np.empty((rows, 2 * inner), dtype=np.float32),
+            aligned((rows, heads + 2 * kv_heads, head_dim), np.float32),
+            aligned((rows, heads, head_dim), np.float32),
+            aligned((rows, 2 * inner), np.float32),
             Rows.empty(rows, hidden),
             Rows.empty(rows, heads * head_dim),
             Rows.empty(rows, inner),

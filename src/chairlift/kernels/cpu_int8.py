@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from chairlift.kernels.aligned import aligned
 from chairlift.kernels.cpu_math import FAST, compiled
 from chairlift.kernels.cpu_simd import (
     GROUP,
@@ -60,7 +61,7 @@ class PackedWeight(NamedTuple):
     def empty(cls, layers: int, channels: int, depth: int) -> PackedWeight:
         panels = -(-channels // COLUMNS) * PANELS
         groups = -(-depth // SPAN) * (SPAN // GROUP)
-        numbers = _aligned((layers, panels, groups, PANEL, GROUP))
+        numbers = aligned((layers, panels, groups, PANEL, GROUP))
         return cls(numbers, np.zeros((layers, panels * PANEL), dtype=np.float32))
 
     def fill(self, weight: np.ndarray) -> None:
@@ -182,11 +183,3 @@ def _scale(sums: Any, row: int, done: int, scales: Any, first: int, bias: Any, a
         for i in range(done):
             for j in range(columns):
                 out[row + i, first + j] += bias[first + j]
-
-
-def _aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """Unsigned bytes that start on a cache line, as loads of whole panels like it."""
-    size = int(np.prod(shape))
-    memory = np.empty(size + 64, dtype=np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size].reshape(shape)

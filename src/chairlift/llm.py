@@ -173,7 +173,9 @@ class LLM:
                 yield from batch.pieces()
 
     def _step(self) -> None:
-        time.sleep(min(self.engine.pause(), 1.0))
+        pause = self.engine.pause()
+        if pause > 0:  # even no sleep at all gives the core away
+            time.sleep(min(pause, 1.0))
         self.engine.step()  # every open batch hears of it as a listener
         self.engine.check_alive()
 

@@ -22,8 +22,8 @@ _LEAST_CHUNK = 4  # prompts always get this much: they must not starve
 _ROOM_FOR_PROMPTS = 16  # seats are given out so that prompts still get this much inside the target
 _FIRST_CHUNK, _FIRST_SEATS = 32, 4  # while nothing is known; both may double with each step observed
 _KNEE = 0.95  # of the highest throughput
-_TAIL_ALLOWANCE = 1.1  # the slowest twentieth of the steps may take this much of the target ...
-_MOST_CAUTION = 0.75  # ... as far as planning for so much of the target can achieve that
+_TAIL_ALLOWANCE = 1.1  # the slowest fiftieth of the steps may take this much of the target ...
+_MOST_CAUTION = 0.5  # ... as far as planning for so much of the target can achieve that
 _LOOK_AHEAD = 64  # of the queue, so many are checked against target_ttft_ms
 
 

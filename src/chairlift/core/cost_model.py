@@ -28,7 +28,7 @@ _MEMORY = 0.999  # and kinds that no longer occur fade over about 1,000 steps
 _SWEEPS = 4
 _OUTLIER = 3.0  # a step this many typical errors off counts less, in proportion
 _SMALLEST_ERROR = 0.02  # errors below this are never outliers
-_TAIL = 0.95
+_TAIL = 0.98
 _PACE_GAIN, _PACE_STEP = 0.1, 0.3  # of the last step's error, so much corrects the pace; never more than so much of it
 _SETTLED = 20  # steps after which an error says more about the machine than about the coefficients
 
@@ -86,7 +86,7 @@ class CostModel:
         self.largest_prefill = 0  # most prompt tokens of any step observed
         self.largest_decode = 0
         self.error = 0.1  # median of |measured - predicted| / predicted, lately
-        self.tail = 1.0  # 95th percentile of measured / predicted, lately
+        self.tail = 1.0  # 98th percentile of measured / predicted, lately
         self._pace = 1.0
         self._weights = [0.0] * len(FEATURES)
         self._strata: dict[tuple[int, int], _Stratum] = {}

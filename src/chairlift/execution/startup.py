@@ -33,6 +33,7 @@ from chairlift.execution.speculate import MAX_DRAFTS, make_speculation
 from chairlift.execution.structured import StructuredOutput
 from chairlift.layers.fp8 import FP8, fp8_obstacles
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
+from chairlift.loading.read_ahead import read_ahead
 from chairlift.loading.store import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.models import build_model, describe, int8_obstacles
@@ -79,7 +80,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     with torch.inference_mode():
         model = build_model(
             checkpoint.config,
-            checkpoint.tensors(),
+            read_ahead(checkpoint.tensors()),
             dtype=config.torch_dtype(),
             device=config.torch_device(),
             max_len=config.max_model_len,

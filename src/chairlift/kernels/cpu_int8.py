@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chairlift.kernels.aligned import aligned
-from chairlift.kernels.cpu_math import FAST, compiled
+from chairlift.kernels.cpu_math import FAST, compiled, compiled_and_kept, nearest
 from chairlift.kernels.cpu_simd import (
     GROUP,
     OFFSET,
@@ -65,20 +65,27 @@ class PackedWeight(NamedTuple):
         return cls(numbers, np.zeros((layers, panels * PANEL), dtype=np.float32))
 
     def fill(self, weight: np.ndarray) -> None:
-        """Round `weight` [channels, depth] float32, some channels at a time so that no large copy is made."""
-        depth = weight.shape[1]
-        panels, groups = self.numbers.shape[0], self.numbers.shape[1]
-        for first in range(0, panels * PANEL, 64 * PANEL):
-            part = weight[first : first + 64 * PANEL]
-            rows = min(64 * PANEL, panels * PANEL - first)
-            padded = np.zeros((rows, groups * GROUP), dtype=np.float32)
-            padded[: len(part), :depth] = part
-            scales = np.abs(padded).max(axis=1) / LARGEST
-            padded /= np.where(scales > 0, scales, 1)[:, None]
-            numbers = (np.rint(padded) + OFFSET).astype(np.uint8)
-            where = slice(first // PANEL, (first + rows) // PANEL)
-            self.numbers[where] = numbers.reshape(-1, PANEL, groups, GROUP).transpose(0, 2, 1, 3)
-            self.scales[first : first + rows] = scales
+        """Round `weight` [channels, depth] float32."""
+        _pack(np.ascontiguousarray(weight), self.numbers, self.scales)
+
+
+@compiled_and_kept()
+def _pack(weight: Any, numbers: Any, scales: Any) -> None:
+    channels, depth = weight.shape
+    for channel in range(scales.shape[0]):
+        panel, place = channel // PANEL, channel % PANEL
+        largest = np.float32(0.0)
+        if channel < channels:
+            for i in range(depth):
+                largest = max(largest, abs(weight[channel, i]))
+        scale = largest / LARGEST
+        scales[channel] = scale
+        for group in range(numbers.shape[1]):
+            for i in range(GROUP):
+                number = np.float32(0.0)
+                if scale > 0 and group * GROUP + i < depth:
+                    number = nearest(weight[channel, group * GROUP + i] / scale)
+                numbers[panel, group, place, i] = np.uint8(np.int32(number) + OFFSET)
 
 
 class Rows(NamedTuple):

@@ -66,7 +66,7 @@ class Metadata:
 
     def strings(self, key: str) -> list[str] | None:
         value = self._get(key)
-        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        if value is not None and not (isinstance(value, list) and set(map(type, value)) <= {str}):
             self._refuse(key, value, "a list of texts")
         return value
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from chairlift.bench.plots import require_matplotlib
 from chairlift.bench.report import check_writable, machine, machine_line, write_report
@@ -93,13 +95,36 @@ def watch(*, enabled: bool) -> Iterator[Note]:
 
 
 def show_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> None:
-    """The first column holds names, the others figures."""
+    """The first column holds names, the others figures. Where room is short headings wrap, and then names; figures
+    never do. What cannot fit even so is printed wider than the terminal: better broken lines than columns gone."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, caption=caption, caption_justify="left")
+    cells = [list(row) for row in rows]
+    console = Console()
+    widths, total = _column_widths(headings, cells, console.width)
+    for index, (heading, width) in enumerate(zip(headings, widths, strict=True)):
+        table.add_column(heading, justify="right" if index else "left", width=width)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.width = max(console.width, total)
+    console.print(table)
+
+
+def _column_widths(headings: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> tuple[list[int], int]:
+    """Of the columns, and of all the table. What is left beyond the least that each needs goes to the names first."""
+    least, most = [], []
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=index > 0)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+        cells = [row[index] for row in rows]
+        unbroken = [*heading.split(), *(cells if index else " ".join(cells).split())]
+        least.append(max(map(cell_len, unbroken), default=1))
+        most.append(max(map(cell_len, [*heading.split("\n"), *cells]), default=1))
+    between = 3 * len(headings) + 1
+    spare = max(0, room - between - sum(least))
+    widths = []
+    for few, many in zip(least, most, strict=True):
+        more = min(spare, max(0, many - few))
+        spare -= more
+        widths.append(few + more)
+    return widths, between + sum(widths)
 
 
 def show_comparison(rows: Iterable[Mapping[str, Any]]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +11,9 @@ from chairlift.cli_bench_output import ReportOptions, show_table, watch
 from chairlift.cli_console import show_log
 from chairlift.cli_options import with_option_groups
 from chairlift.loading.store import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from chairlift.bench.quality import Quality
 
 
 @with_option_groups
@@ -26,15 +30,23 @@ def bench_quality(
     Perplexity against float32, and how often the likeliest next token is the same. An option that costs more than 2%
     of perplexity must not be a default.
     """
-    from chairlift.bench.quality import LARGEST_LOSS, MODES, measure_quality, parse_modes
+    from chairlift.bench.quality import MODES, measure_quality, parse_modes
     from chairlift.bench.quality_plot import plot_quality
-    from chairlift.execution.memory import format_bytes
 
     chosen = parse_modes(modes) if modes is not None else list(MODES)
     report.check()
     show_log(quiet=True)
     with watch(enabled=not quiet) as note:
         found = measure_quality(model, chosen, note)
+    show_quality(model, found)
+    rows = [quality.row() for quality in found]
+    report.write("quality", {"model": model, "modes": chosen}, rows, lambda path, here: plot_quality(path, found, here))
+
+
+def show_quality(model: str, found: Sequence[Quality]) -> None:
+    from chairlift.bench.quality import LARGEST_LOSS
+    from chairlift.execution.memory import format_bytes
+
     show_table(
         f"Quality of {model}",
         [
@@ -60,5 +72,3 @@ def bench_quality(
         ),
         "Perplexity: how many tokens the model hesitates between, on average; less is better",
     )
-    rows = [quality.row() for quality in found]
-    report.write("quality", {"model": model, "modes": chosen}, rows, lambda path, here: plot_quality(path, found, here))

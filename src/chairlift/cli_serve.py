@@ -60,8 +60,8 @@ def serve(
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Show the dashboard under this name too, where there are no API keys; may be given several times, "
-            "'*' is all. Addresses and this machine's own names always work.",
+            help="Answer under this name too, where there are no API keys; may be given several times, '*' is all. "
+            "Addresses and this machine's own names always work.",
             rich_help_panel=_SERVER,
         ),
     ] = None,

@@ -72,7 +72,9 @@ def test_a_client_that_goes_away_while_its_text_is_tokenised(monkeypatch: pytest
     with stuck_on_long_texts(monkeypatch, Limits()) as (front, go_on):
         body = json.dumps({"model": NAME, "prompt": LONG_TEXT}).encode()
         connection = front.connect()
-        head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        )
         connection.sendall(head.encode() + b"\r\n" + body)
         wait_for(lambda: preparing(front) == 1, 30, "it to be taken in")
         connection.close()

@@ -35,7 +35,7 @@ def hasty() -> Iterator[FrontEnd]:
 
 def post(body: bytes = BODY, *, length: int | None = None, more: str = "") -> bytes:
     size = len(body) if length is None else length
-    head = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n"
+    head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n"
     return f"{head}{more}\r\n".encode() + body
 
 
@@ -77,7 +77,7 @@ def expect_well(front: FrontEnd) -> None:
 def test_headers_that_never_end_are_dropped_and_hold_up_nobody(hasty: FrontEnd) -> None:
     slow = [hasty.connect() for _ in range(20)]
     for connection in slow:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
     expect_well(hasty)
     for connection in slow:
         connection.sendall(b"x-more: 1\r\n")  # a byte now and then does not help
@@ -127,10 +127,10 @@ def test_a_length_that_is_too_short(front: FrontEnd) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # the beginning of TLS
         b"hello\r\n\r\n",
         b"GET /health HTTP/1.1\r\n\r\n",  # no host
-        b"GET /health HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nxx",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\nbad header\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nxx",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n",
     ],
     ids=range(8),

@@ -33,7 +33,7 @@ from chairlift.text.tool_use import ToolUse
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
 # "default" also keeps FastAPI from promising its own answer to a bad body, which is never given here.
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
-    ("default", 400, 401, 404, 408, 413, 415, 429, 431, 500, 503), _ERROR
+    ("default", 400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503), _ERROR
 )
 
 

@@ -1,4 +1,4 @@
-"""What stands before every route: a request id, the API key, and limits on headers and body.
+"""What stands before every route: a request id, the API key or the name of the host, and limits on headers and body.
 
 All of it is plain ASGI, so that streams pass through untouched.
 """
@@ -24,8 +24,8 @@ from chairlift.serving.metrics import Metrics
 
 log = logging.getLogger("chairlift.server")
 
-OPEN_PATHS = frozenset({"/health", "/dashboard"})
-DASHBOARD = "/dashboard"
+OPEN_PATHS = frozenset({"/health", "/dashboard"})  # without a key, where there are some
+PROBED_PATHS = frozenset({"/health", "/ready"})  # under any name, where there are no keys: they tell nothing of worth
 
 
 class Outermost:
@@ -106,11 +106,12 @@ class Guards:
         if self._tenants and scope["state"]["key"] is None and scope["path"] not in OPEN_PATHS:
             problem = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
             return APIError(401, problem, type_="authentication_error", code="invalid_api_key")
-        if not self._tenants and scope["path"].startswith(DASHBOARD):
+        if not self._tenants and scope["path"] not in PROBED_PATHS:
             host = dict(headers).get(b"host", b"").decode("latin-1")
             if not self._hosts.include(host):
-                problem = f"the dashboard of a server without API keys does not answer to the name {host!r}"
-                return APIError(403, f"{problem}; allow it with --allowed-host", code="host_not_allowed")
+                problem = f"this server has no API keys and does not answer to the name {host[:300]!r}"
+                way_out = "start it with --allowed-host NAME, or with keys, or call it by its address"
+                return APIError(403, f"{problem}; {way_out}", code="host_not_allowed")
         length = dict(headers).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limits.max_body_bytes:
             return _too_large(self._limits.max_body_bytes)

@@ -1,4 +1,4 @@
-"""Which names the server goes by: what keeps other people's web pages away from a dashboard that has no key.
+"""Which names the server goes by: what keeps other people's web pages away from a server that has no keys.
 
 A browser lets a page talk to the server that the page came from. Whoever owns a name can let it point at a server on
 your machine or in your network once the page is loaded (DNS rebinding), and the browser takes that server for theirs.

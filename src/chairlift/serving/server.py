@@ -45,7 +45,7 @@ class ServerConfig:
     api_keys: Sequence[str] = ()
     isolate_keys: bool = False  # requests with different keys never share cached prefixes
     cors_origins: Sequence[str] = ()  # web pages of these may call the server from a browser
-    allowed_hosts: Sequence[str] = ()  # names besides its own by which the dashboard may be called without a key
+    allowed_hosts: Sequence[str] = ()  # names besides its own by which it may be called if it has no keys
     drain_timeout: float = 30.0
     limits: Limits = field(default_factory=Limits)
     supervision: Supervision = field(default_factory=Supervision)

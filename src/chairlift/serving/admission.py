@@ -18,7 +18,7 @@ class Limits:
     """What a client may ask for at most."""
 
     max_waiting: int = 256  # completions beyond the seats; more are answered with 429
-    max_text_jobs: int = 64  # texts that are tokenised or detokenised for their own sake; more are answered with 429
+    max_text_jobs: int = 64  # texts read, tokenised or detokenised for their own sake; more are answered with 429
     max_completions: int = 256  # prompts x n of one request
     max_body_bytes: int = 8 * 2**20
     max_body_values: int = 2**18  # numbers, strings, lists … in a body; nothing else can be done while they are read
@@ -44,7 +44,8 @@ class Admission:
 
     @contextmanager
     def places(self, num_prompts: int, n: int) -> Iterator[Loaded]:
-        """Places for the completions of one request while it is prepared; the engine counts them from then on."""
+        """Places for the completions of one request while it is read and prepared; the engine counts them from then
+        on."""
         count = num_prompts * n
         loaded = self._check_open()
         most = min(self._limits.max_completions, loaded.max_batch_requests + self._limits.max_waiting)
@@ -65,7 +66,7 @@ class Admission:
 
     @contextmanager
     def text_place(self) -> Iterator[None]:
-        """A place for a text that is only tokenised or detokenised. The engine is not needed for that."""
+        """A place for a text that is only read, tokenised or detokenised. The engine is not needed for that."""
         self._check_not_draining()
         if self._text_jobs >= self._limits.max_text_jobs:
             self._metrics.refused.labels("429").inc()

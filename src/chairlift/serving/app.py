@@ -54,7 +54,7 @@ def make_app(
 
     app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     hosts = hosts or HostNames()
-    app.router.route_class = reading_in_threads(service.text)
+    app.router.route_class = reading_in_threads(service.admission)
     app.add_middleware(Guards, api_keys=list(api_keys), hosts=hosts, limits=service.limits, metrics=service.metrics)
     if cors_origins:
         app.add_middleware(

@@ -1,13 +1,17 @@
 """Reading the bodies of requests, the large ones off the event loop.
 
-A body at the limit of values takes tens of milliseconds to parse, and as many to check. In a thread it still holds the
-interpreter while it is parsed, but others get their turn before and after that, and while it is checked.
+A body at the limit of values takes tens of milliseconds to parse, and as many to check. Neither lets go of the
+interpreter, so the streams wait meanwhile in any case: how long is what the limit on values bounds. A thread makes sure
+that they get their turn between the two, and between one body and the next, however many have come at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,14 +20,19 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from chairlift.serving.admission import Admission
+from chairlift.serving.answering import unless_gone
+from chairlift.serving.api_types import Sampling
 from chairlift.serving.errors import APIError
-from chairlift.serving.text_work import LONG, TextWork
+
+LARGE = 20_000  # bytes
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def reading_in_threads(text: TextWork) -> type[APIRoute]:
-    """The class of routes whose large bodies are read by `text`."""
+def reading_in_threads(admission: Admission) -> type[APIRoute]:
+    """The class of routes whose large bodies are read in threads of their own, for clients who are let in."""
+    threads = ThreadPoolExecutor(2, thread_name_prefix="body")
 
     class Route(APIRoute):
         def get_route_handler(self) -> Handler:
@@ -34,7 +43,7 @@ def reading_in_threads(text: TextWork) -> type[APIRoute]:
             kind: type[BaseModel] = model
 
             async def handle_large(request: Request) -> Response:
-                return await handle(_LargeBody(request, kind, text))
+                return await handle(_LargeBody(request, kind, admission, threads))
 
             return handle_large
 
@@ -44,16 +53,25 @@ def reading_in_threads(text: TextWork) -> type[APIRoute]:
 class _LargeBody(Request):
     """What FastAPI asks for the JSON of a request. It gets a checked model instead, which it takes as it is."""
 
-    def __init__(self, request: Request, model: type[BaseModel], text: TextWork) -> None:
+    def __init__(
+        self, request: Request, model: type[BaseModel], admission: Admission, threads: ThreadPoolExecutor
+    ) -> None:
         super().__init__(request.scope, request.receive)
         self._model = model
-        self._text = text
+        self._admission = admission
+        self._threads = threads
 
     async def json(self) -> Any:
         body = await self.body()
-        if len(body) < LONG:
+        if len(body) < LARGE:
             return await super().json()
-        return await self._text.run(len(body), partial(_read, self._model, body))
+        with self._place():
+            reading = asyncio.get_running_loop().run_in_executor(self._threads, partial(_read, self._model, body))
+            return await unless_gone(self, reading)
+
+    def _place(self) -> AbstractContextManager[Any]:
+        """Nothing is read for those who are turned away. How many completions it asks for is not known yet: one."""
+        return self._admission.places(1, 1) if issubclass(self._model, Sampling) else self._admission.text_place()
 
 
 def _read(model: type[BaseModel], body: bytes) -> BaseModel:

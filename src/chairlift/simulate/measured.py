@@ -29,6 +29,7 @@ _SWEEPS, _CONVERGED = 2000, 1e-7
 _ROUNDS = 5  # of the fit, each trusting far-off steps less
 _OUTLIER = 3.0  # a step so many typical errors off counts less, in proportion
 _SMALLEST_ERROR = 0.02
+_MOST_LATE = 1.5  # times what is usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,20 @@ class MeasuredCost:
         ]
         prices = _fit(rows, [seconds for _, seconds in steps])
         step, request, prefill_kv, decode_kv, *tokens = prices
-        return cls(step, request, prefill_kv, decode_kv, tuple(zip(bends, tokens, strict=True)))
+        fitted = cls(step, request, prefill_kv, decode_kv, tuple(zip(bends, tokens, strict=True)))
+        return fitted._times(fitted._lateness(steps))
+
+    def _lateness(self, steps: Steps) -> float:
+        """What was fitted is a typical step. Requests also wait for those that took longer, but for the odd one that
+        took very much longer only as if it had taken somewhat longer: it says nothing about the next run."""
+        predicted = [self.predict(shape) for shape, _ in steps]
+        counted = [min(seconds, _MOST_LATE * usual) for (_, seconds), usual in zip(steps, predicted, strict=True)]
+        return sum(counted) / max(sum(predicted), 1e-12)
+
+    def _times(self, factor: float) -> MeasuredCost:
+        tokens = tuple((bend, factor * price) for bend, price in self.tokens)
+        step, request, prefill_kv, decode_kv = (factor * getattr(self, name) for name in _NAMES)
+        return MeasuredCost(step, request, prefill_kv, decode_kv, tokens)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> MeasuredCost:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.serving.offered import TOOL_TEMPLATE
 from tests.tiny import write_tiny_checkpoint
 
 NAME = "tiny"
+START_SECONDS, STOP_SECONDS = 120.0, 60.0
 
 # One for all: each would read the list of certificates anew. It keeps no connection, so that tests can count them.
 HTTP = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
@@ -59,9 +61,11 @@ class RunningServer:
         return found[1] if found else ""
 
     def engine_pid(self) -> int:
-        pid = self.process.pid
-        threads = Path(f"/proc/{pid}/task").iterdir()
-        return int(" ".join((thread / "children").read_text() for thread in threads).split()[0])
+        return self._children()[0]
+
+    def _children(self) -> list[int]:
+        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
 
     def wait_until(self, path: str, status: int, seconds: float = 90) -> None:
         wait_for(lambda: _status(self.url + path) == status, seconds, f"{path} to answer {status}\n{self.tail()}")
@@ -74,8 +78,16 @@ class RunningServer:
         return self.log.read_text()[-2000:]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
+        """Its exit status. Should it not end, it is killed, and its engine too: a test leaves nothing running."""
         self.process.send_signal(number)
-        return self.process.wait(60)
+        try:
+            return self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            for pid in (*self._children(), self.process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+            raise
 
 
 def wait_for(condition: object, seconds: float, what: str) -> None:
@@ -100,7 +112,12 @@ def start_server(folder: Path, log: Path, *options: str, **environment: str) -> 
             [*command, "--kv-memory", "2MiB", *options], stdout=out, stderr=out, env=os.environ | threads | environment
         )
     server = RunningServer(process, "", log)
-    wait_for(lambda: process.poll() is not None or server.address(), 120, f"the server to start\n{server.tail()}")
+    try:
+        wait_for(lambda: process.poll() is not None or server.address(), START_SECONDS, "the server to start")
+    except BaseException:  # also Ctrl-C: nobody else knows of it yet
+        server.stop()
+        print(server.tail())
+        raise
     assert process.poll() is None, server.tail()
     server.url = server.address()
     return server

@@ -147,6 +147,55 @@ def test_drafts_that_a_grammar_cuts_are_neither_wrong_nor_free() -> None:
     assert batch.pause, "and they are given up because they cost more than they bring"
 
 
+class Forgetful(Guesser):
+    """Always right. But like a network it has to compute all tokens of a request first, at most 256 in a step."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request, length: [])
+        self.computed: dict[str, int] = {}
+
+    def foresee(self, requests: Sequence[Request]) -> list[int | None]:
+        return [0] * len(requests)
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+        drafts: list[list[int]] = []
+        room, self.catching_up, self.spent = 256, 0.0, 0.0
+        for one in wanted:
+            missed = one.request.num_known - self.computed.get(one.request.id, 0)
+            count = min(missed, room)
+            room -= count
+            self.computed[one.request.id] = one.request.num_known - missed + count
+            self.catching_up += 0.01 * count * (missed > 8)  # a whole step's time for each hundred
+            drafts.append([7] * one.length if count == missed else [])
+            self.spent += 0.01 * len(drafts[-1])
+        self.spent += self.catching_up
+        return drafts
+
+
+def test_drafts_are_not_judged_by_steps_that_only_catch_up_with_a_long_pause() -> None:
+    """Two requests missed 2,048 tokens each: for eight steps not even one of them can have drafts again."""
+    length, proposer = AdaptiveLength(cost_model(step=1.0, token=0.001)), Forgetful()
+    speculation = Speculation(proposer, length)
+    scheduler = make_scheduler(num_blocks=2000, max_batch_tokens=2000, speculation=speculation)
+    length._payoff._batches[2] = batch = _Batch(plain=Pace(1.0, 2.0, 99), pause=2048, next_pause=128)
+    for name in "ab":
+        scheduler.submit(make_request(name, 10, 2600), 0.0)
+    drafts, paused = [], 0
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0)
+        result = run_plan(plan, lambda request: 7)
+        scheduler.apply(result, 0.0)
+        speculation.note_step(result, 1.0 + 0.001 * plan.num_tokens + plan.guess_seconds)
+        drafts.append(plan.num_drafts)
+        paused += batch.pause > 0
+    assert paused == 2048, "the one pause that there was"
+    caught_up = next(place for place, count in enumerate(drafts) if count)
+    assert caught_up == 2049 + 8, "after the prompts, the pause and eight steps of catching up"
+    assert sum(drafts[caught_up + 20 :]) > 7 * len(drafts[caught_up + 20 :])
+    assert batch.drafted.value < 0.25, "none of the catching up counts"
+    assert batch.plain.value < 0.51
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_bad_luck_for_a_few_steps_is_no_reason_to_pause(seed: int) -> None:
     """Two guesses of which each is right in two cases of five, in a step that takes a sixth longer for them."""

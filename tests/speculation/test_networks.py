@@ -84,6 +84,7 @@ def test_a_small_model_catches_up_in_parts_and_keeps_nothing_of_what_was_wrong(
     speculation.length = Seldom()
     sizes: list[int] = []
     said: list[tuple[list[int], int]] = []
+    caught_up: list[bool] = []  # in each step with drafts wanted
     scores, propose = runner.drafter._scores, speculation.proposer.propose
 
     def count(chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -92,6 +93,9 @@ def test_a_small_model_catches_up_in_parts_and_keeps_nothing_of_what_was_wrong(
 
     def listen(wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
         drafts = propose(wanted)
+        guesser = speculation.proposer
+        caught_up.append(guesser.catching_up > 0)
+        assert (guesser.spent == guesser.catching_up) == (not any(drafts))
         said.extend((list(one.request.tokens), some[0]) for one, some in zip(wanted, drafts, strict=True) if some)
         return drafts
 
@@ -101,6 +105,7 @@ def test_a_small_model_catches_up_in_parts_and_keeps_nothing_of_what_was_wrong(
     found = run(engine, [([70 + i, 80, 90], params.clone(seed=i)) for i in range(2)])
     assert 0 < max(sizes) <= 12
     assert len(said) > 10
+    assert 0 < sum(caught_up) < len(caught_up)
     assert found.accepted < found.proposed
     for tokens, guess in said:
         row = torch.tensor(tokens)

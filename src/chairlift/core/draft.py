@@ -23,7 +23,7 @@ class PlanDraft:
         self.memory_was_short = False
         self.swap_outs: list[BlockSwap] = []
         self.swap_ins: list[BlockSwap] = []
-        self.guess_seconds = 0.0
+        self.guess_seconds = self.catch_up_seconds = 0.0
         self._restrained: Collection[str] = ()
         self._restrained_room = 0
 

@@ -67,8 +67,11 @@ class DraftLength(Protocol):
         ...
 
     def learn(self, request_id: str, proposed: int, accepted: int) -> None: ...
-    def observe(self, num_requests: int, guessed: bool, num_accepted: int, seconds: float) -> None:
-        """A step that carried nothing but decodes and drafts took so long, with the time for guessing if it had any."""
+    def observe(
+        self, num_requests: int, guessed: bool, num_accepted: int, seconds: float, catching_up: float = 0.0
+    ) -> None:
+        """A step that carried nothing but decodes and drafts took so long, with the time for guessing if it had any,
+        of which some went into catching up."""
         ...
 
     def forget(self, request_id: str) -> None: ...
@@ -97,8 +100,10 @@ class FixedLength:
     def learn(self, request_id: str, proposed: int, accepted: int) -> None:
         pass
 
-    def observe(self, num_requests: int, guessed: bool, num_accepted: int, seconds: float) -> None:
-        self._payoff.observe(num_requests, guessed, num_accepted, seconds)
+    def observe(
+        self, num_requests: int, guessed: bool, num_accepted: int, seconds: float, catching_up: float = 0.0
+    ) -> None:
+        self._payoff.observe(num_requests, guessed, num_accepted, seconds, catching_up)
 
     def forget(self, request_id: str) -> None:
         pass
@@ -167,8 +172,10 @@ class AdaptiveLength:
         self._common.setdefault(kind, Acceptance()).add(judged, accepted, _COMMON_MEMORY)
         self._own.setdefault(request_id, {}).setdefault(kind, Acceptance()).add(judged, accepted, _MEMORY)
 
-    def observe(self, num_requests: int, guessed: bool, num_accepted: int, seconds: float) -> None:
-        self._payoff.observe(num_requests, guessed, num_accepted, seconds)
+    def observe(
+        self, num_requests: int, guessed: bool, num_accepted: int, seconds: float, catching_up: float = 0.0
+    ) -> None:
+        self._payoff.observe(num_requests, guessed, num_accepted, seconds, catching_up)
 
     @property
     def speedup(self) -> float:

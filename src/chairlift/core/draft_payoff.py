@@ -79,14 +79,19 @@ class DraftPayoff:
             return False
         return batch.plain.count >= _ENOUGH and batch.since_plain < _REFRESH
 
-    def observe(self, num_requests: int, guessed: bool, num_accepted: int, seconds: float) -> None:
-        """A step that only decoded took so long, and `guessed` whether any of it went into drafts."""
+    def observe(
+        self, num_requests: int, guessed: bool, num_accepted: int, seconds: float, catching_up: float = 0.0
+    ) -> None:
+        """A step that only decoded took so long, and `guessed` whether any of it went into drafts.
+
+        What went into `catching_up` with tokens of a pause is no fault of the drafts that follow: by that, the longer
+        the pause, the surer would be the next. A step that did nothing else is neither one with drafts nor without."""
         batch = self._batches.setdefault(num_requests.bit_length(), _Batch())
         tokens = num_requests + num_accepted
         if guessed:
-            batch.drafted.add(seconds, tokens, min(_GAIN, _GAIN_PER_REQUEST * num_requests))
+            batch.drafted.add(seconds - catching_up, tokens, min(_GAIN, _GAIN_PER_REQUEST * num_requests))
             batch.since_plain += 1
-        else:
+        elif not catching_up:
             batch.plain.add(seconds, tokens)
             batch.since_plain = 0
         if batch.plain.count:

@@ -243,7 +243,8 @@ class Scheduler:
             request.num_unread += chunk.samples
         self._num_steps += 1
         swaps = tuple(draft.swap_outs), tuple(draft.swap_ins)
-        return StepPlan(self._num_steps - 1, chunks, len(self.idle), *swaps, draft.guess_seconds)
+        guessing = draft.guess_seconds, draft.catch_up_seconds
+        return StepPlan(self._num_steps - 1, chunks, len(self.idle), *swaps, *guessing)
 
     def _drop_late(self, now: float) -> None:
         for request in self._deadlines.passed(now):

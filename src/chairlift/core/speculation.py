@@ -45,6 +45,12 @@ class Proposer(Protocol):
         """Seconds that the last call of `propose` took."""
         ...
 
+    @property
+    def catching_up(self) -> float:
+        """Of these, what went into tokens that requests got while they got no drafts. It comes once after a pause, and
+        so says nothing about what drafts cost from step to step."""
+        ...
+
     def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
         """What kind of draft it has for each; kinds are told apart by how often they are right. None: it has none."""
         ...
@@ -85,7 +91,7 @@ class Speculation:
         if not wanted:
             return
         proposed = self.proposer.propose(wanted)
-        plan.guess_seconds = self.proposer.spent
+        plan.guess_seconds, plan.catch_up_seconds = self.proposer.spent, self.proposer.catching_up
         for one, drafts in zip(wanted, proposed, strict=True):
             request = one.request
             if drafts:
@@ -115,8 +121,8 @@ class Speculation:
         plan = result.plan
         if all(chunk.decodes for chunk in plan.chunks):
             accepted = sum(result.accepted.values())
-            guessed = plan.num_drafts > 0 or plan.guess_seconds > 0
-            self.length.observe(len(plan.chunks), guessed, accepted, seconds)
+            guessed = plan.num_drafts > 0 or plan.guess_seconds > plan.catch_up_seconds
+            self.length.observe(len(plan.chunks), guessed, accepted, seconds, plan.catch_up_seconds)
         return seconds - plan.guess_seconds
 
     @property

@@ -87,7 +87,7 @@ class NetworkProposer:
         self._drawn_from: dict[str, list[Tensor]] = {}  # of the last drafts, by request id
         self._attention = attention
         self._storage = storage
-        self.spent = 0.0
+        self.spent = self.catching_up = 0.0
         self._pass_seconds: dict[int, float] = {}  # by the size of the batch, in powers of two
 
     def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
@@ -101,6 +101,7 @@ class NetworkProposer:
         started = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in wanted]
         self._drawn_from = {}
+        self.catching_up = 0.0
         ready = self._catch_up(wanted) if self.network.in_parts else range(len(wanted))
         for place in range(max((wanted[index].length for index in ready), default=0)):
             asked = [index for index in ready if wanted[index].length > place]
@@ -110,22 +111,27 @@ class NetworkProposer:
                 self._note_seconds(len(asked), time.perf_counter() - begun)
             for index, token in zip(asked, found, strict=True):
                 drafts[index].append(token)
-        self.spent = time.perf_counter() - started
+        self.spent = time.perf_counter() - started if ready else self.catching_up
         return drafts
 
     def _catch_up(self, wanted: Sequence[Wanted]) -> list[int]:
         """The indices of those for whom the network can guess now. Others that got no guesses for long have to wait: it
         would have to compute so much that the step took too long. As much of that as fits is computed."""
+        started = time.perf_counter()
         chunks = [self._chunk(one, ()) for one in wanted]
-        room, ready = MOST_MISSED, []
+        room, ready, missed = MOST_MISSED, [], []
         for index, chunk in sorted(enumerate(chunks), key=lambda item: item[1].count):
             if chunk.count > A_FEW:
-                if chunk.count > room:
-                    if room:
-                        self._scores([replace(chunk, count=room)])
+                count = min(chunk.count - 1, room)  # the last one comes with the first guess
+                room -= count
+                if count:
+                    missed.append(replace(chunk, count=count))
+                if count < chunk.count - 1:
                     break  # the others are still further behind
-                room -= chunk.count
             ready.append(index)
+        if missed:
+            self._scores(missed)[:, 0].tolist()  # which waits for the device
+            self.catching_up = time.perf_counter() - started
         return sorted(ready)
 
     def _chunk(self, one: Wanted, drafts: Sequence[int]) -> Chunk:

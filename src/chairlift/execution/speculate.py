@@ -67,6 +67,10 @@ class GrammaticalDrafts:
     def spent(self) -> float:
         return self._proposer.spent
 
+    @property
+    def catching_up(self) -> float:
+        return self._proposer.catching_up
+
     def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
         return self._proposer.foresee(requests)
 

@@ -2,140 +2,61 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from math import ceil
-
 import pytest
 
 from chairlift.core.budget import FixedBudget
-from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.courtesy import Courtesy
-from chairlift.core.events import RequestQueued, TokenProduced
+from chairlift.core.draft import PlanDraft
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.kv_cache import KVCache
-from chairlift.core.ordering import FairOrdering, make_ordering
-from chairlift.core.plan import StepPlan
+from chairlift.core.lift import Lift
+from chairlift.core.ordering import FairOrdering
+from chairlift.core.plan import BlockSwap
 from chairlift.core.policy import make_policy
-from chairlift.core.request import Request
+from chairlift.core.request import Status
 from chairlift.core.scheduler import Scheduler
 from chairlift.core.waiting import WaitReason
 from chairlift.simulate.measured import MeasuredCost
-from tests.core.driving import make_request, run_plan, step
+from tests.core.driving import make_request, step
+from tests.core.flooding import CPU_LIKE, GPU_LIKE, GUESTS, Machine, crowd_alone, serve
 
-Arrival = tuple[float, Callable[[str, float], Request]]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a step costs: a fixed part for reading the weights, and one for each token."""
-
-    step: float
-    token: float
-    seats: int
-    every: float = 0.8937  # seconds between two requests of the light tenant
-
-    def seconds(self, plan: StepPlan) -> float:
-        return self.step + self.token * plan.num_tokens
-
-
-GPU_LIKE = Machine(0.008, 0.00005, 16)
-CPU_LIKE = Machine(0.020, 0.0012, 64, every=3.917)
-
-
-def simulate(
-    scheduler: Scheduler, machine: Machine, cost: CostModel, arrivals: Iterable[Arrival], until: Callable[[], int]
-) -> dict[str, float]:
-    """Time to first token of every request that had one, by id. Ends when `until` returns 0."""
-    coming = deque(sorted(arrivals, key=lambda arrival: arrival[0]))
-    came: dict[str, float] = {}
-    first: dict[str, float] = {}
-    now, number = 0.0, 0
-    while coming or (scheduler.has_work and until()):
-        while coming and coming[0][0] <= now:
-            time, make = coming.popleft()
-            scheduler.submit(make(f"{number}", time), time)
-            number += 1
-        plan = scheduler.schedule(now)
-        if not plan:
-            now = max(now, coming[0][0])
-            continue
-        seconds = machine.seconds(plan)
-        now += seconds
-        cost.observe(StepShape.of(plan), seconds)
-        scheduler.apply(run_plan(plan), now)
-        for event in scheduler.drain_events():
-            if isinstance(event, RequestQueued):
-                came[event.request_id] = event.time
-            elif isinstance(event, TokenProduced):
-                first.setdefault(event.request_id, event.time - came[event.request_id])
-    check_accounting(scheduler)
-    return first
-
-
-def p95(values: list[float]) -> float:
-    return sorted(values)[ceil(0.95 * len(values)) - 1]
-
-
-def ttft_of_the_light_tenant(
-    flooded: bool, order: str, prompt: int, num_blocks: int = 4000, machine: Machine = GPU_LIKE
-) -> float:
-    light: list[Request] = []
-
-    def make(tenant: str, prompt: int, new: int) -> Callable[[str, float], Request]:
-        def request(name: str, now: float) -> Request:
-            made = make_request(name, prompt, new, tenant=tenant, arrival=now)
-            if tenant == "light":
-                light.append(made)
-            return made
-
-        return request
-
-    # A light tenant asks now and then, at times that fall anywhere within a step. The other one has sent 200 long
-    # requests before, and sends more than the machine can serve.
-    arrivals: list[Arrival] = [(1.0 + machine.every * i, make("light", prompt, 20)) for i in range(20)]
-    if flooded:
-        arrivals += [(0.0, make("flood", 300, 200)) for _ in range(200)]
-        arrivals += [(0.1 * i, make("flood", 300, 200)) for i in range(170)]
-    ordering, cost = make_ordering(order), CostModel()
-    scheduler = Scheduler(
-        KVCache(num_blocks, 16, prefix_caching=False),
-        FixedBudget(128 + machine.seats, 128),
-        make_policy("continuous"),
-        machine.seats,
-        ordering=ordering,
-        courtesy=Courtesy(ordering, cost, 128) if isinstance(ordering, FairOrdering) else None,
-    )
-    times = simulate(scheduler, machine, cost, arrivals, lambda: sum(not request.num_output for request in light))
-    assert len(light) == 20
-    return p95([times[request.id] for request in light])
+MOST, WORST = 2.0, 2.5  # times what the first token takes on an idle machine: for 19 of 20 guests, and for all
+CROWD_KEEPS = 1 / 3  # of its tokens per second
 
 
 @pytest.mark.parametrize(
     ("machine", "prompt"),
     [
         *((GPU_LIKE, prompt) for prompt in (16, 64, 128)),
-        *((CPU_LIKE, prompt) for prompt in (16, 256)),
-        *(pytest.param(GPU_LIKE, prompt, marks=pytest.mark.slow) for prompt in (32, 256, 512, 1024)),
-        *(pytest.param(CPU_LIKE, prompt, marks=pytest.mark.slow) for prompt in (64, 128, 600)),
+        *((CPU_LIKE, prompt) for prompt in (16, 32)),
+        *(pytest.param(GPU_LIKE, prompt, marks=pytest.mark.slow) for prompt in (32, 256, 600, 1024)),
+        *(pytest.param(CPU_LIKE, prompt, marks=pytest.mark.slow) for prompt in (64, 128, 256, 600, 1024)),
     ],
     ids=lambda value: value if isinstance(value, int) else "gpu" if value is GPU_LIKE else "cpu",
 )
 def test_a_flood_does_not_double_the_time_to_first_token_of_others(machine: Machine, prompt: int) -> None:
-    idle = ttft_of_the_light_tenant(False, "fair", prompt, machine=machine)
-    assert ttft_of_the_light_tenant(True, "fair", prompt, machine=machine) <= 2 * idle
+    idle, flooded = serve(machine, prompt, flooded=False), serve(machine, prompt)
+    assert len(idle.first_tokens) == len(flooded.first_tokens) == GUESTS
+    assert flooded.p95 <= MOST * idle.p95
+    assert flooded.worst <= WORST * idle.p95, "the first one, whom nobody expects"
+    assert flooded.crowd_rate >= CROWD_KEEPS * crowd_alone(machine)
+
+
+@pytest.mark.parametrize(("machine", "comes"), [(GPU_LIKE, 3.1), (CPU_LIKE, 40.1)], ids=["gpu", "cpu"])
+def test_the_first_guest_of_a_full_lift_waits_for_one_step_at_most(machine: Machine, comes: float) -> None:
+    idle, full = serve(machine, 16, flooded=False, guests=1), serve(machine, 16, guests=1, first_guest=comes)
+    assert full.worst <= idle.worst + machine.longest_step
 
 
 def test_nor_when_it_has_filled_the_memory() -> None:
     """320 blocks: ten of its sixteen seats' worth of tokens."""
-    idle = ttft_of_the_light_tenant(False, "fair", 600, num_blocks=320)
-    assert ttft_of_the_light_tenant(True, "fair", 600, num_blocks=320) <= 2 * idle
+    idle = serve(GPU_LIKE, 600, flooded=False, guests=20, blocks=320)
+    assert serve(GPU_LIKE, 600, guests=20, blocks=320).worst <= MOST * idle.p95
 
 
 def test_without_fair_sharing_it_does() -> None:
-    idle = ttft_of_the_light_tenant(False, "fcfs", 600)
-    assert ttft_of_the_light_tenant(True, "fcfs", 600) > 10 * idle
+    idle = serve(GPU_LIKE, 600, flooded=False, guests=5)
+    assert min(serve(GPU_LIKE, 600, guests=5, order="fcfs").first_tokens) > 10 * idle.p95
 
 
 def courteous_scheduler() -> Scheduler:
@@ -170,20 +91,81 @@ def test_a_crowd_is_held_back_only_while_there_are_guests(
     assert scheduler.why_waiting("29") is reason
 
 
-def test_a_crowd_sits_out_the_step_of_a_guest_but_never_two_in_a_row() -> None:
-    scheduler = courteous_scheduler()
-    for index in range(12):
+def decoding_crowd(size: int) -> tuple[Scheduler, float]:
+    """And the time: steps take what they are expected to."""
+    scheduler, now = courteous_scheduler(), 0.0
+    for index in range(size):
         scheduler.submit(make_request(f"{index}", 4, 90, tenant="crowd"), 0.0)
     for _ in range(20):
-        step(scheduler, 0.0)
+        now += 0.02 + 0.0012 * step(scheduler, now).num_tokens
+    return scheduler, now
+
+
+def test_a_crowd_sits_out_the_step_of_a_guest_but_never_two_in_a_row() -> None:
+    scheduler, now = decoding_crowd(12)
     tenants = []
     for index in range(5):  # one guest after the other, so that each step computes someone's first token
-        scheduler.submit(make_request(f"guest {index}", 8, 1, tenant=f"guest {index}", arrival=1.0), 1.0)
-        plan = step(scheduler, 1.0)
+        scheduler.submit(make_request(f"guest {index}", 8, 1, tenant=f"guest {index}", arrival=now), now)
+        plan = step(scheduler, now)
+        now += 0.02 + 0.0012 * plan.num_tokens
         tenants.append({chunk.request.tenant for chunk in plan.chunks})
         check_accounting(scheduler)
     for index, found in enumerate(tenants):
         assert found == ({f"guest {index}"} if index % 2 == 0 else {f"guest {index}", "crowd"})
     while scheduler.has_work:
-        step(scheduler, 2.0)
+        step(scheduler, now)
     check_quiescent(scheduler)
+
+
+@pytest.mark.parametrize(("prompt", "gives_way"), [(16, True), (24, False)])
+def test_a_crowd_stays_if_the_guest_is_in_time_anyhow(prompt: int, gives_way: bool) -> None:
+    """Twelve decodes take 34.4 ms, and with 16 tokens of a guest 53.6: more than twice the guest's 39.2. With 24 tokens
+    it is 63.2, and twice 48.8."""
+    scheduler, now = decoding_crowd(12)
+    scheduler.submit(make_request("guest", prompt, 5, tenant="guest", arrival=now), now)
+    plan = step(scheduler, now)
+    assert ({chunk.request.tenant for chunk in plan.chunks} == {"guest"}) == gives_way
+
+
+def test_a_guest_who_has_had_its_share_waits_its_turn() -> None:
+    scheduler, now = decoding_crowd(12)
+    ordering = scheduler.ordering
+    assert isinstance(ordering, FairOrdering)
+    scheduler.submit(make_request("guest", 16, 5, tenant="guest", arrival=now), now)
+    ordering._served["guest"] = ordering.served("crowd") + 1
+    assert {chunk.request.tenant for chunk in step(scheduler, now).chunks} == {"guest", "crowd"}
+
+
+def test_a_first_token_that_is_computed_but_not_read_is_no_reason_to_sit_out() -> None:
+    """On a GPU the next step is planned before the last one is read. A second guest of the same tenant is there."""
+    scheduler, now = decoding_crowd(12)
+    scheduler.submit(make_request("guest", 16, 5, tenant="guest", arrival=now), now)
+    first = scheduler.schedule(now)
+    now += 1.0
+    scheduler.submit(make_request("long", 400, 5, tenant="guest", arrival=now), now)
+    plans = [first, scheduler.schedule(now), scheduler.schedule(now + 1.0)]
+    found = [{chunk.request.id for chunk in plan.chunks if not chunk.request.id.isdecimal()} for plan in plans]
+    assert found == [{"guest"}, {"guest", "long"}, {"guest", "long"}]
+    crowded = [any(chunk.request.tenant == "crowd" for chunk in plan.chunks) for plan in plans]
+    assert crowded == [False, True, True]
+
+
+def test_who_comes_back_from_the_host_in_the_step_of_a_guest_stays_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, were the step interrupted, nobody would know that its blocks were perhaps not copied."""
+    scheduler, now = decoding_crowd(12)
+    returning, courtesy = scheduler.get("0"), scheduler.courtesy
+    assert returning is not None
+    assert courtesy is not None
+    give_way = courtesy.give_way
+
+    def with_a_return(lift: Lift, draft: PlanDraft, now: float) -> None:
+        draft.swap_ins.append(BlockSwap(returning, block=0, slot=0))
+        give_way(lift, draft, now)
+
+    monkeypatch.setattr(courtesy, "give_way", with_a_return)
+    scheduler.submit(make_request("guest", 16, 5, tenant="guest", arrival=now), now)
+    plan = scheduler.schedule(now)
+    assert {chunk.request.id for chunk in plan.chunks} == {"0", "guest"}
+    scheduler.abandon(plan, now)
+    check_accounting(scheduler)
+    assert (returning.status, returning.num_computed) == (Status.WAITING, 0)

@@ -11,11 +11,11 @@ share what they read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from operator import mul
 
-from chairlift.core.plan import StepPlan
+from chairlift.core.plan import Chunk, StepPlan
 from chairlift.errors import InvalidParameter
 
 BENDS = (64, 256)
@@ -46,15 +46,19 @@ class StepShape:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepShape:
+        return cls.of_chunks(plan.chunks, plan.idle_rows)
+
+    @classmethod
+    def of_chunks(cls, chunks: Collection[Chunk], idle_rows: int = 0) -> StepShape:
         decodes = decode_kv = prefill = prefill_kv = 0
-        for chunk in plan.chunks:
+        for chunk in chunks:
             if chunk.decodes:
                 decodes += chunk.count
                 decode_kv += chunk.end  # its drafts are verified together, and share what they read
             else:
                 prefill += chunk.count
                 prefill_kv += chunk_kv(chunk.start, chunk.count)
-        return cls(decodes, prefill, decode_kv, prefill_kv, len(plan.chunks), plan.idle_rows)
+        return cls(decodes, prefill, decode_kv, prefill_kv, len(chunks), idle_rows)
 
     @property
     def tokens(self) -> int:

@@ -220,7 +220,7 @@ class Scheduler:
         if not draft.chunks:
             packing.keep_moving(self.lift, draft, now)
         if self.courtesy is not None:
-            self.courtesy.give_way(draft)
+            self.courtesy.give_way(self.lift, draft, now)
         if self.speculation is not None:
             try:
                 self.speculation.add_drafts(self.lift, draft)

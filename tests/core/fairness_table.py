@@ -1,0 +1,25 @@
+"""What a flood does to guests, and guests to it: `python -m tests.core.fairness_table`, for docs/scheduling.md."""
+
+from __future__ import annotations
+
+from tests.core.flooding import CPU_LIKE, GPU_LIKE, Machine, crowd_alone, serve
+
+PROMPTS = (16, 32, 64, 128, 256, 600, 1024)
+
+
+def row(machine: Machine, prompt: int) -> str:
+    idle, flooded = serve(machine, prompt, flooded=False), serve(machine, prompt)
+    times = f"{1000 * idle.p95:.1f} → {1000 * flooded.p95:.1f} ms: {flooded.p95 / idle.p95:.2f}"
+    return f"| {prompt} | {times} | {flooded.worst / idle.p95:.2f} | {flooded.crowd_rate / crowd_alone(machine):.0%} |"
+
+
+def main() -> None:
+    for machine in (GPU_LIKE, CPU_LIKE):
+        costs = f"{1000 * machine.step:g} ms a step and {1000 * machine.token:g} ms a token, {machine.seats} seats"
+        print(f"{costs}; the crowd without guests: {crowd_alone(machine):,.0f} tokens/s")
+        for prompt in PROMPTS:
+            print(row(machine, prompt), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving import conftest
-from tests.serving.conftest import RunningServer, start_server
+from tests.serving.conftest import RunningServer, start_server, wait_for
 
 
 def test_a_server_that_does_not_start_in_time_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,4 +36,11 @@ def test_one_that_does_not_stop_is_killed_with_its_children(tmp_path: Path, monk
     with pytest.raises(subprocess.TimeoutExpired):
         RunningServer(process, "", tmp_path).stop()
     assert process.returncode == -signal.SIGKILL
-    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text()
+    wait_for(lambda: not is_alive(child), 30, "its child to be gone")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

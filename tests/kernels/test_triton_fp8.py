@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from chairlift.attention import KVStorage
@@ -13,6 +17,7 @@ from chairlift.execution.host_blocks import HostBlocks
 from chairlift.execution.memory import MemoryPlan, allocate_storage, bytes_per_token
 from chairlift.execution.startup import kv_dtype
 from chairlift.kernels import triton_fp8
+from chairlift.kernels.triton_invariant import invariant_linear
 from chairlift.kernels.triton_layers import rotate_and_store_
 from chairlift.layers.fp8 import FP8, LARGEST, fp8_obstacles, multiply, round_rows
 from chairlift.models import build_model
@@ -79,12 +84,60 @@ def test_attention_over_a_cache_in_8_bits(device: torch.device) -> None:
 
 
 def test_what_the_cache_cannot_hold_becomes_the_largest(device: torch.device) -> None:
-    heads, kv_heads, dim, block_size = 2, 1, 16, 4
-    qkv = torch.randn(3, (heads + 2 * kv_heads) * dim, device=device)
+    qkv = torch.randn(3, 4 * 16, device=device)
     qkv[1] *= 1e4
-    keys, values = (torch.zeros(2, block_size, kv_heads, dim, device=device).to(FP8) for _ in range(2))
-    new = qkv.clone().view(3, -1, dim)
-    ints = {"dtype": torch.int32, "device": device}
+    new = qkv.clone().view(3, 4, 16)
+    keys, values = store_in_8_bits(qkv, heads=2, positions=[0, 1, 5])
+    other = KVStorage([torch.zeros_like(keys)], [torch.zeros_like(values)])
+    other.write(0, torch.tensor([4, 5, 1], device=device), new[:, 2:3], new[:, 3:4])
+    for mine, theirs in ((keys, other.keys[0]), (values, other.values[0])):
+        assert same(mine, theirs)
+        assert mine.float().abs().max() == LARGEST
+
+
+@pytest.fixture
+def chip_arithmetic(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maxima and clamps as a GPU has them: NaN is dropped unless asked for. The interpreter always keeps it."""
+    if device.type == "cuda":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def clamp(self: Any, x: Any, low: Any, high: Any, propagate: Any) -> Any:
+        bounded = np.clip if propagate == tl.PropagateNan.ALL else lambda *all: np.fmin(np.fmax(*all[:2]), all[2])
+        return self.ternary_op(x, low, high, bounded)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax))
+    monkeypatch.setattr(InterpreterBuilder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin))
+    monkeypatch.setattr(InterpreterBuilder, "create_clampf", clamp)
+
+
+@pytest.mark.usefixtures("chip_arithmetic")
+def test_rows_that_are_no_numbers_stay_so(device: torch.device) -> None:
+    x = torch.randn(3, 70, device=device)
+    x[1, 69] = float("nan")
+    numbers, scales = triton_fp8.round_rows(x, LARGEST)
+    assert scales.isnan().tolist() == [False, True, False]
+    assert round_rows(x.cpu()).scales.isnan().tolist() == [False, True, False]
+    weight = round_rows(torch.randn(33, 70, device=device))
+    found = invariant_linear(numbers, weight.numbers, scales=(scales, weight.scales), out_dtype=torch.float32)
+    assert found.isnan().all(dim=1).tolist() == [False, True, False]
+    assert found[::2].isfinite().all()
+
+
+@pytest.mark.usefixtures("chip_arithmetic")
+def test_keys_that_are_no_numbers_stay_so(device: torch.device) -> None:
+    qkv = torch.randn(2, 4 * 16, device=device)
+    # Of the key. The interpreter just cuts off what e4m3 has no place for: here that leaves a NaN.
+    qkv[1, 40] = torch.tensor(0x7FF00000, dtype=torch.int32).view(torch.float32)
+    keys, values = store_in_8_bits(qkv, heads=2, positions=[0, 1])
+    assert keys[1, :2].float().isnan().any(dim=-1).flatten().tolist() == [False, True]
+    assert values.float().isfinite().all()
+
+
+def store_in_8_bits(qkv: Tensor, *, heads: int, positions: list[int]) -> tuple[Tensor, Tensor]:
+    """The keys and values [2, 4, 1, 16] that a sequence with the blocks 1 and 0 has after these tokens."""
+    keys, values = (torch.zeros(2, 4, 1, 16, device=qkv.device).to(FP8) for _ in range(2))
+    ints = {"dtype": torch.int32, "device": qkv.device}
     rotate_and_store_(
         qkv,
         keys,
@@ -95,15 +148,11 @@ def test_what_the_cache_cannot_hold_becomes_the_largest(device: torch.device) ->
         eps=0.0,
         cos=None,
         sin=None,
-        slots=torch.zeros(3, **ints),
-        positions=torch.tensor([0, 1, 5], **ints),
+        slots=torch.zeros(len(qkv), **ints),
+        positions=torch.tensor(positions, **ints),
         tables=torch.tensor([[1, 0]], **ints),
     )
-    other = KVStorage([torch.zeros_like(keys)], [torch.zeros_like(values)])
-    other.write(0, torch.tensor([4, 5, 1], device=device), new[:, 2:3], new[:, 3:4])
-    for mine, theirs in ((keys, other.keys[0]), (values, other.values[0])):
-        assert same(mine, theirs)
-        assert mine.float().abs().max() == LARGEST
+    return keys, values
 
 
 def test_blocks_are_copied_and_swapped() -> None:

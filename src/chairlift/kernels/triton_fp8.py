@@ -28,8 +28,10 @@ def _round_rows_kernel(
     highest = tl.zeros([BLOCK], tl.float32)
     for at in range(0, size, BLOCK):
         x = tl.load(x_ptr + row * size + at + lane, mask=at + lane < size, other=0.0).to(tl.float32)
-        highest = tl.maximum(highest, tl.abs(x))
-    scale = tl.max(highest, 0) / LARGEST
+        highest = tl.maximum(highest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+    # A maximum over lanes loses NaN, and so does the clamp below: the scale keeps it, so that bad rows show as such.
+    is_bad = tl.max((highest != highest).to(tl.int32), 0) > 0
+    scale = tl.where(is_bad, float("nan"), tl.max(highest, 0) / LARGEST)
     factor = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
     tl.store(scales_ptr + row, scale)
     for at in range(0, size, BLOCK):

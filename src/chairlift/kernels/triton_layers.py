@@ -251,11 +251,11 @@ def _rotate_and_store_kernel(
     tl.store(row_at + half + i[None, :], second.to(out), mask=to_query)
     if rest > 0:
         tl.store(row_at + 2 * half + i[None, :], third.to(out), mask=in_rest & is_query)
-    if KV_LIMIT > 0:
-        first = tl.minimum(tl.maximum(first, -KV_LIMIT), KV_LIMIT)
-        second = tl.minimum(tl.maximum(second, -KV_LIMIT), KV_LIMIT)
+    if KV_LIMIT > 0:  # what is not a number stays so: it must not be taken for one later
+        first = tl.clamp(first, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        second = tl.clamp(second, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
         if rest > 0:
-            third = tl.minimum(tl.maximum(third, -KV_LIMIT), KV_LIMIT)
+            third = tl.clamp(third, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
     place = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
     kv_type = keys_ptr.dtype.element_ty
     key_at = keys_ptr + place + (head - HEADS)[:, None] * D

@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from chairlift.attention import PagedGPUAttention
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
+from chairlift.core.sampling import SamplingParams
+from chairlift.execution.gpu_runner import GPURunner
+from chairlift.execution.memory import MemoryPlan, allocate_storage
 from chairlift.kernels import triton_moe
 from chairlift.layers.moe import MixtureOfExperts
+from chairlift.models import build_model
+from chairlift.models.dummy import dummy_tensors
+from tests.kernels.tiny_config import CONFIG
 
 
 def routing(kind: str, tokens: int, num_experts: int, top_k: int) -> Tensor:
@@ -26,15 +35,55 @@ def test_grouping(kind: str, tokens: int, num_experts: int, top_k: int, device: 
     """Every pair is in exactly one tile, which is its expert's."""
     experts = routing(kind, tokens, num_experts, top_k)
     grouping = triton_moe.group_by_expert(experts.to(device), num_experts, 16)
-    order = grouping.order.tolist()
-    assert order == experts.flatten().argsort(stable=True).tolist()
-    covered = []
+    assert grouping.order.tolist() == experts.flatten().argsort(stable=True).tolist()
+    assert covered(grouping, experts) == list(range(tokens * top_k))
+
+
+def covered(grouping: triton_moe.Grouping, experts: Tensor) -> list[int]:
+    """The places in `order` that tiles hold, each of them the right expert's."""
+    order, places = grouping.order.tolist(), []
     for expert, begin, end in zip(*(tensor.tolist() for tensor in grouping[1:]), strict=True):
-        if expert != triton_moe.NOBODY:
+        if expert != triton_moe.NOBODY.value:
             assert 0 < end - begin <= 16
             assert all(experts.flatten()[pair] == expert for pair in order[begin:end])
-            covered += range(begin, end)
-    assert sorted(covered) == list(range(tokens * top_k))
+            places += range(begin, end)
+    return sorted(places)
+
+
+@pytest.mark.parametrize("kind", ["random", "skewed", "last"])
+def test_rows_of_nobody_are_left_out(kind: str, device: torch.device) -> None:
+    experts = routing(kind, 37, 5, 3)
+    positions = torch.arange(37, dtype=torch.int32)
+    positions[5::2] = -1
+    grouping = triton_moe.group_by_expert(experts.to(device), 5, 16, positions.to(device))
+    (live,) = (positions >= 0).repeat_interleave(3).nonzero(as_tuple=True)
+    expected = live[experts.flatten()[live].argsort(stable=True)]
+    assert grouping.order[: len(live)].tolist() == expected.tolist()
+    assert covered(grouping, experts) == list(range(len(live)))
+
+
+def test_the_step_tells_experts_whose_rows_are_nobodys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step on the GPU's runner, filled up with two rows, through the GPU's experts."""
+    shape = CONFIG | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    shape |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
+    model = build_model(shape, dummy_tensors(shape, device), dtype=torch.float32, device=device)
+    seen: list[Tensor] = []
+
+    def spied(experts: Tensor, num_experts: int, rows: int, positions: Tensor) -> triton_moe.Grouping:
+        seen.append(positions.cpu())
+        return group(experts, num_experts, rows, positions)
+
+    group = triton_moe.group_by_expert
+    monkeypatch.setattr(triton_moe, "group_by_expert", spied)
+    monkeypatch.setattr("chairlift.kernels.triton_attention.PROGRAMS", 16)
+    monkeypatch.setattr(MixtureOfExperts, "__call__", lambda self, x, where: self.grouped(x, *self._route(x), where))
+    storage = allocate_storage(model.attention_layers, MemoryPlan(0, 0, 8, 4, 32, "test"), model.dtype, device)
+    runner = GPURunner(model, PagedGPUAttention(), storage, seats=4, max_batch_tokens=8, max_model_len=32, graphs=False)
+    request = Request("one", [3, 4], SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
+    chunk = Chunk(request, start=0, count=2, table=[0], samples=True)
+    full = runner.run(StepPlan(step=0, chunks=(chunk,), idle_rows=2))
+    assert seen[0].tolist() == [0, 1, -1, -1]
+    assert runner.run(StepPlan(step=1, chunks=(chunk,))).tokens == full.tokens
 
 
 def make_block(device: torch.device, *, num_experts: int, top_k: int, hidden: int, inner: int) -> MixtureOfExperts:
@@ -68,7 +117,7 @@ def test_experts(kind: str, tokens: int, num_experts: int, top_k: int, device: t
             gate, up = (block.gate_up[expert].double() @ x[token].double()).chunk(2)
             inner = torch.nn.functional.silu(gate) * up
             expected[token] += share * (block.down[expert].double() @ inner).cpu()
-    found = block.grouped(x, shares, experts)
+    found = block.grouped(x, shares, experts, torch.zeros(tokens, dtype=torch.int32, device=device))
     assert float((found.double().cpu() - expected).norm() / expected.norm()) < 1e-5
 
 
@@ -78,6 +127,7 @@ def test_invariant_experts_do_not_feel_the_batch(device: torch.device) -> None:
     x = torch.randn(40, 48, device=device)
     experts = routing("random", 40, 6, 2).to(device)
     shares = torch.rand(40, 2, device=device)
-    together = block.grouped(x, shares, experts)
+    positions = torch.zeros(40, dtype=torch.int32, device=device)
+    together = block.grouped(x, shares, experts, positions)
     for rows in (slice(0, 1), slice(39, 40), slice(5, 30)):
-        assert block.grouped(x[rows], shares[rows], experts[rows]).equal(together[rows])
+        assert block.grouped(x[rows], shares[rows], experts[rows], positions[rows]).equal(together[rows])

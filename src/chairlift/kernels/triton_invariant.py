@@ -9,14 +9,13 @@ program computes them one after the other, so that none has to be stored.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_launch import overlapping
+from chairlift.kernels.triton_launch import Tiling, overlapping
 
 PARALLEL_ROWS = 256  # up to so many rows the parts of a sum are computed side by side
 PROGRAMS = 264  # two for each multiprocessor of a Hopper chip
@@ -107,14 +106,6 @@ def _linear_kernel(
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-class Tiling(NamedTuple):
-    rows: int
-    columns: int
-    depth: int  # of the sum that is loaded at once
-    parts: int  # into which the sum is cut
-    stages: int
-
-
 @cache
 def _tiling(columns: int, depth: int, dtype: torch.dtype) -> Tiling:
     """By the weight alone: whatever the batch is, its rows meet the same tile."""
@@ -124,7 +115,7 @@ def _tiling(columns: int, depth: int, dtype: torch.dtype) -> Tiling:
         height, width, at_once, stages = 64, 64 if columns <= 8192 else 128, 128 // dtype.itemsize, 4
     wanted = max(1, PROGRAMS // triton.cdiv(columns, width))
     parts = min(2 ** (wanted.bit_length() - 1), 8, max(1, depth // 512))
-    return Tiling(height, width, at_once, parts, stages)
+    return Tiling(height, width, at_once, stages, parts)
 
 
 @cache

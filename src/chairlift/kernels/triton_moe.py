@@ -21,19 +21,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_launch import overlapping
+from chairlift.kernels.triton_launch import Tiling, overlapping
 
-NOBODY = -1
+NOBODY = tl.constexpr(-1)  # where an expert is named: none
+BEYOND = tl.constexpr(2**30)  # above every expert's number: neither counted nor taken by any
 
 
 @triton.jit
 def _sort_kernel(
     experts_ptr,  # [pairs] int64 or int32: the expert of each pair
+    positions_ptr,  # [tokens] int32, -1 for rows that are nobody's: their pairs are left out
     order_ptr,  # [pairs] int32: the pairs, sorted by expert
     tile_expert_ptr,  # [slots] int32, NOBODY for slots without a tile
     tile_begin_ptr,  # [slots] int32: its first place in `order`
     tile_end_ptr,  # [slots] int32
     num_pairs,
+    TOP_K: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -47,26 +51,39 @@ def _sort_kernel(
     smaller = tl.zeros([BLOCK], tl.int32)
     mine = tl.zeros([BLOCK], tl.int32)
     for at in range(0, num_pairs, BLOCK):
-        expert = tl.load(experts_ptr + at + lane, mask=at + lane < num_pairs, other=2**30)
+        expert = _expert_of(at + lane, experts_ptr, positions_ptr, num_pairs, TOP_K, HAS_POSITIONS)
         smaller += (expert < me).to(tl.int32)
         mine += (expert == me).to(tl.int32)
     start = tl.sum(smaller, 0)
     end = start + tl.sum(mine, 0)
     found = start
     for at in range(0, num_pairs, BLOCK):
-        expert = tl.load(experts_ptr + at + lane, mask=at + lane < num_pairs, other=2**30)
+        expert = _expert_of(at + lane, experts_ptr, positions_ptr, num_pairs, TOP_K, HAS_POSITIONS)
         is_mine = (expert == me).to(tl.int32)
         tl.store(order_ptr + found + tl.cumsum(is_mine, 0) - 1, at + lane, mask=is_mine == 1)
         found += tl.sum(is_mine, 0)
     first_slot = start // ROWS + me
-    num_slots = end // ROWS + me + 1 - first_slot
+    # Whatever pairs of nobody leave unused lies behind the last expert's, who clears it.
+    is_last = me == tl.num_programs(0) - 1
+    num_slots = tl.where(is_last, num_pairs, end) // ROWS + me + 1 - first_slot
     for at in range(0, num_slots, BLOCK):
         slot = at + lane
         begin = start + slot * ROWS
         inside = slot < num_slots
-        tl.store(tile_expert_ptr + first_slot + slot, tl.where(begin < end, me, -1), mask=inside)
+        tl.store(tile_expert_ptr + first_slot + slot, tl.where(begin < end, me, NOBODY), mask=inside)
         tl.store(tile_begin_ptr + first_slot + slot, begin, mask=inside)
         tl.store(tile_end_ptr + first_slot + slot, tl.minimum(begin + ROWS, end), mask=inside)
+
+
+@triton.jit
+def _expert_of(pair, experts_ptr, positions_ptr, num_pairs, TOP_K: tl.constexpr, HAS_POSITIONS: tl.constexpr):
+    """The expert of each pair, BEYOND for those that are nobody's."""
+    exists = pair < num_pairs
+    expert = tl.load(experts_ptr + pair, mask=exists, other=BEYOND)
+    if HAS_POSITIONS:
+        position = tl.load(positions_ptr + pair // TOP_K, mask=exists, other=-1)
+        expert = tl.where(position < 0, BEYOND, expert)
+    return expert
 
 
 @triton.jit
@@ -94,7 +111,7 @@ def _grouped_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.program_id(1)
     expert = tl.load(tile_expert_ptr + slot).to(tl.int64)
-    if expert < 0:
+    if expert == NOBODY:
         return
     place = tl.load(tile_begin_ptr + slot) + tl.arange(0, ROWS)
     is_row = place < tl.load(tile_end_ptr + slot)
@@ -133,13 +150,6 @@ def _add_up_kernel(pairs_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.cons
     tl.store(out_ptr + token * size + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-class Tiling(NamedTuple):
-    rows: int
-    columns: int
-    depth: int  # of the sum that is loaded at once
-    stages: int
-
-
 def tiling_for(pairs: int, num_experts: int, dtype: torch.dtype, *, invariant: bool) -> Tiling:
     """Few pairs per expert want few rows, since a tile is never shared by two experts. Invariant products must not see
     how many there are."""
@@ -159,13 +169,26 @@ class Grouping(NamedTuple):
     tile_end: Tensor  # [slots]
 
 
-def group_by_expert(experts: Tensor, num_experts: int, rows: int) -> Grouping:
-    """experts [T, k]: the experts of each token -> its T * k pairs, cut into tiles of `rows`."""
-    pairs = experts.numel()
+def group_by_expert(experts: Tensor, num_experts: int, rows: int, positions: Tensor | None = None) -> Grouping:
+    """experts [T, k]: the experts of each token -> its T * k pairs, cut into tiles of `rows`.
+
+    Tokens whose position [T] is below 0 are nobody's, and in no tile. What `order` holds behind the others is undefined.
+    """
+    pairs, top_k = experts.numel(), experts.shape[1]
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
     tiles = torch.empty(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
     _sort_kernel[(num_experts,)](
-        experts.contiguous(), order, *tiles, pairs, ROWS=rows, BLOCK=1024, num_warps=4, **overlapping(experts.device)
+        experts.contiguous(),
+        order if positions is None else positions,
+        order,
+        *tiles,
+        pairs,
+        TOP_K=top_k,
+        HAS_POSITIONS=positions is not None,
+        ROWS=rows,
+        BLOCK=1024,
+        num_warps=4,
+        **overlapping(experts.device),
     )
     return Grouping(order, *tiles)
 

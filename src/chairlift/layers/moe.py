@@ -43,10 +43,12 @@ class MixtureOfExperts:
     def finalize(self) -> None:
         self.router.finalize()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Tokens at positions [T] below 0 are nobody's: a captured step is filled up with them. On a GPU, where that
+        happens, no expert is read for them, and what comes out of them is undefined."""
         weights, experts = self._route(x)
         if x.is_cuda:
-            return self.grouped(x, weights, experts)
+            return self.grouped(x, weights, experts, positions)
         # Sort the T * k (token, expert) pairs by expert: each expert then reads one contiguous run of rows.
         order = experts.flatten().argsort(stable=True)
         rows = x[order // self._top_k]
@@ -65,13 +67,13 @@ class MixtureOfExperts:
         by_token = by_token.view(x.shape[0], self._top_k, x.shape[1])
         return (by_token * weights.unsqueeze(-1)).sum(dim=1)
 
-    def grouped(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def grouped(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor) -> Tensor:
         """All experts in two products, without the host knowing who goes where. weights, experts [T, k]."""
         from chairlift.kernels import triton_moe
 
         pairs = experts.numel()
         tiling = triton_moe.tiling_for(pairs, self._num_experts, x.dtype, invariant=self._batch_invariant)
-        grouping = triton_moe.group_by_expert(experts, self._num_experts, tiling.rows)
+        grouping = triton_moe.group_by_expert(experts, self._num_experts, tiling.rows, positions)
         inner = gated(triton_moe.grouped_linear(x, self.gate_up, grouping, tiling, self._top_k), self._activation)
         outputs = triton_moe.grouped_linear(
             inner, self.down, grouping, tiling, self._top_k, share=weights.flatten().contiguous()

@@ -142,14 +142,16 @@ class DecoderLayer:
         yield from self.norms.values()
         yield self.mlp
 
-    def __call__(self, x: Tensor, delta: Tensor | None, rotation: Rotation | None, attend: Attend) -> Tensor | None:
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, positions: Tensor, rotation: Rotation | None, attend: Attend
+    ) -> Tensor | None:
         """Adds `delta`, the block before's output, and its own attention to the residual stream `x` in place; returns
         what is left to be added. Adding late lets a sum and the norm of it be one pass over the data."""
         attended = self.attention(_add_(x, delta, self.before_attention), rotation, attend)
         delta = _project(self.attention.output, attended, x, self.after_attention)
         normed = _add_(x, delta, self.before_mlp)
         if isinstance(self.mlp, MixtureOfExperts):
-            return _maybe(self.after_mlp, self.mlp(normed))
+            return _maybe(self.after_mlp, self.mlp(normed, positions))
         return _project(self.mlp.down, self.mlp.inner(normed), x, self.after_mlp)
 
 
@@ -271,7 +273,7 @@ class Decoder:
             return self._fused(x, rotations, attend)
         delta: Tensor | None = None
         for layer in self.layers:
-            delta = layer(x, delta, None if layer.rope is None else rotations[layer.rope], attend)
+            delta = layer(x, delta, positions, None if layer.rope is None else rotations[layer.rope], attend)
         return _add_(x, delta, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

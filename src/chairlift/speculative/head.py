@@ -101,7 +101,7 @@ class DraftHead:
         rotation = self.rotary(positions)
         if self._fused is not None and isinstance(attend, PagedCPUStep):
             return self._fused(x, {self._rope: rotation}, attend)
-        delta = self.layer(x, None, rotation, attend)
+        delta = self.layer(x, None, positions, rotation, attend)
         return self.norm(x if delta is None else x + delta)
 
     def scores(self, states: Tensor) -> Tensor:

@@ -39,12 +39,15 @@ def model(device: torch.device) -> CausalLM:
     return build_model(CONFIG, dummy_tensors(CONFIG, device), dtype=torch.float32, device=device)
 
 
-def make_engine(model: CausalLM, *, gpu: bool, num_blocks: int = 64, prefill: int = 24) -> Engine:
+def make_engine(
+    model: CausalLM, *, gpu: bool, num_blocks: int = 64, prefill: int = 24, attention: PagedGPUAttention | None = None
+) -> Engine:
     plan = MemoryPlan(0, 0, BLOCK_SIZE, num_blocks, MAX_LEN, "test")
     storage = allocate_storage(model.attention_layers, plan, model.dtype, model.device)
     runner: GPURunner | ModelRunner
     if gpu:
-        runner = GPURunner(model, PagedGPUAttention(), storage, seats=SEATS, max_batch_tokens=32, max_model_len=MAX_LEN)
+        backend = attention or PagedGPUAttention()
+        runner = GPURunner(model, backend, storage, seats=SEATS, max_batch_tokens=32, max_model_len=MAX_LEN)
         runner.warm_up()
     else:
         bursted = choose_backend("bursted", model.attention_layers, model.device, model.dtype)
@@ -83,6 +86,22 @@ def test_greedy_tokens_are_the_plain_runners(model: CausalLM) -> None:
     requests = [(prompt, params) for prompt in prompts(4)]
     expected, _ = generate(make_engine(model, gpu=False), requests)
     assert generate(make_engine(model, gpu=True), requests)[0] == expected
+
+
+def test_invariant_attention_takes_its_memory_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one to four single tokens, with chunks and without, use slices of what was taken beforehand."""
+    from chairlift.kernels import triton_invariant_attention
+
+    attention = PagedGPUAttention(invariant_for=MAX_LEN)
+    attention.reserve(model.attention_layers, SEATS, model.device)
+    monkeypatch.delattr(triton_invariant_attention, "SpanScratch")  # no more of them
+    outputs = [2, 3, 4, 5]
+    requests = [
+        (prompt, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False))
+        for prompt, count in zip(prompts(4), outputs, strict=True)
+    ]
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    assert generate(make_engine(model, gpu=True, attention=attention), requests)[0] == expected
 
 
 def test_preempted_requests_lose_no_token(model: CausalLM) -> None:

@@ -10,12 +10,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.attention import KVStorage
+from chairlift.attention import AttentionLayer, KVStorage, RaggedLayout
+from chairlift.attention.bursted import BurstedAttention
+from chairlift.attention.padded import PaddedAttention
 from chairlift.errors import InvalidParameter
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.host_blocks import HostBlocks
+from chairlift.execution.kv_dtype import kv_dtype
 from chairlift.execution.memory import MemoryPlan, allocate_storage, bytes_per_token
-from chairlift.execution.startup import kv_dtype
+from chairlift.execution.startup import load_model
 from chairlift.kernels import triton_fp8
 from chairlift.kernels.triton_invariant import invariant_linear
 from chairlift.kernels.triton_layers import rotate_and_store_
@@ -170,6 +173,18 @@ def test_blocks_are_copied_and_swapped() -> None:
     assert storage.keys[0].nbytes + storage.values[0].nbytes == 4 * 4 * bytes_per_token(layers[:1], FP8)
 
 
+def test_every_attention_reads_a_cache_in_8_bits() -> None:
+    layer = AttentionLayer(0, num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
+    layout = RaggedLayout([0, 2, 4], [3, 0], [5, 2], torch.tensor([[2, 0], [1, 0]]), torch.tensor([11, 0, 4, 5]))
+    q, k, v = torch.randn(4, 2, 16), torch.randn(4, 1, 16), torch.randn(4, 1, 16)
+    cached = [torch.randn(4, 4, 1, 16).to(FP8) for _ in range(2)]
+    found = [
+        backend().plan(layout, KVStorage([cached[0].clone()], [cached[1].clone()]))(layer, q, k, v)
+        for backend in (BurstedAttention, PaddedAttention)
+    ]
+    torch.testing.assert_close(*found)
+
+
 def test_a_rounded_decoder_counts_its_bytes_and_stays_close(device: torch.device) -> None:
     exact = build_model(CONFIG, dummy_tensors(CONFIG, device), dtype=torch.float32, device=device)
     model = Decoder(decoder_config(CONFIG), dtype=torch.float32, device=device, quantization="fp8")
@@ -195,6 +210,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(CONFIG, dummy_tensors(CONFIG, cpu), dtype=torch.float32, device=cpu)
     with pytest.raises(InvalidParameter, match=r"kv_dtype.*fp8 is not possible.*not for the cpu.*float32"):
         kv_dtype(EngineConfig(device="cpu", kv_dtype="fp8"), model)
+    with pytest.raises(InvalidParameter, match=r"kv_dtype.*fp8 is not possible"):
+        load_model("nowhere", EngineConfig(device="cpu", kv_dtype="fp8"))  # before anything is looked for
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert fp8_obstacles(cuda) == ["8-bit floats need a GPU of compute capability 8.9 or later, this one has 8.0"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout
+from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout, as_plain
 from chairlift.attention.bursted import attention_by_formula
 
 
@@ -69,8 +69,8 @@ class _PaddedStep:
 
     def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.storage.write(layer.index, self.layout.slots, k, v)
-        keys = self._gather(self.storage.keys[layer.index]).to(q.dtype)
-        values = self._gather(self.storage.values[layer.index]).to(q.dtype)
+        keys = self._gather(self.storage.keys[layer.index], q.dtype)
+        values = self._gather(self.storage.values[layer.index], q.dtype)
         query = q.unflatten(0, (-1, self.rectangle.width))  # [B, width, heads, d]
         mask = self._mask(layer.window)
         if layer.softcap is not None:
@@ -90,9 +90,10 @@ class _PaddedStep:
             self.masks[window] = self.rectangle.visible(window)
         return self.masks[window]
 
-    def _gather(self, stored: Tensor) -> Tensor:
+    def _gather(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """[num_blocks, block_size, kv_heads, d] -> [B, L, kv_heads, d], with zeros where a sequence has ended: what
         lies in memory there may be NaN, which no mask hides."""
         rectangle = self.rectangle
-        dense = stored.index_select(0, rectangle.blocks).view(*rectangle.absent.shape, *stored.shape[2:])
+        gathered = as_plain(stored).index_select(0, rectangle.blocks).view(stored.dtype)
+        dense = gathered.view(*rectangle.absent.shape, *stored.shape[2:]).to(dtype)
         return dense.masked_fill_(rectangle.absent[:, :, None, None], 0.0)

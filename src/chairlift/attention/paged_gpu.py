@@ -47,7 +47,7 @@ class PagedGPUAttention:
     def __init__(self, invariant_for: int | None = None) -> None:
         self.invariant_for = invariant_for
         self._scratch: dict[tuple[int, int, int, int], Scratch] = {}
-        self._span_scratch: dict[tuple[int, int, int, int], SpanScratch] = {}
+        self._span_scratch: dict[tuple[int, int, int], SpanScratch] = {}  # by what differs between layers
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -107,13 +107,21 @@ class PagedGPUAttention:
             self._scratch[key] = Scratch(*key, device)
         return self._scratch[key]
 
-    def span_scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> SpanScratch:
-        from chairlift.kernels.triton_invariant_attention import SpanScratch
+    def reserve(self, layers: Sequence[AttentionLayer], rows: int, device: torch.device) -> None:
+        """Take the memory that steps of up to `rows` single tokens need beside the cache: before the cache is sized, and
+        before a graph is captured that would go on using it."""
+        if self.invariant_for is not None:
+            for layer in layers:
+                self.span_scratch(layer, rows, device)
 
-        key = (rows, layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        if key not in self._span_scratch:
+    def span_scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> SpanScratch:
+        """One for all layers of a shape, and for all batches of up to the most rows asked for so far."""
+        key = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        if key not in self._span_scratch or len(self._span_scratch[key].chunks) < rows:
+            from chairlift.kernels.triton_invariant_attention import SpanScratch
+
             assert self.invariant_for is not None
-            self._span_scratch[key] = SpanScratch(*key, self.invariant_for, device)
+            self._span_scratch[key] = SpanScratch(rows, *key, self.invariant_for, device)
         return self._span_scratch[key]
 
 
@@ -208,11 +216,11 @@ class PagedGPUStep:
     def _attend_invariantly(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
         from chairlift.kernels.triton_invariant_attention import invariant_attention
 
-        batch = self.batch
-        scratch = self.backend.span_scratch(layer, max(1, batch.num_single), q.device)
-        launches = [(scratch.chunks, scratch.offsets)] if batch.num_single else []
-        launches += [(batch.tile_chunk, batch.tile_offset)] if len(batch.tile_chunk) else []
-        for tile_chunk, tile_offset in launches:
+        batch, singles = self.batch, self.batch.num_single
+        scratch = self.backend.span_scratch(layer, max(1, singles), q.device)
+        launches = [(scratch.chunks[:singles], scratch.offsets[:singles], True)] if singles else []
+        launches += [(batch.tile_chunk, batch.tile_offset, False)] if len(batch.tile_chunk) else []
+        for tile_chunk, tile_offset, side_by_side in launches:
             invariant_attention(
                 q,
                 self.storage.keys[layer.index],
@@ -227,7 +235,7 @@ class PagedGPUStep:
                 chunk_start=batch.chunk_start,
                 chunk_count=batch.chunk_count,
                 scratch=scratch,
-                singles=tile_chunk is scratch.chunks,
+                singles=side_by_side,
                 scale=layer.scale,
                 window=layer.window,
                 softcap=layer.softcap,

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chairlift.execution.config import EngineConfig
+from chairlift.execution.kv_dtype import kv_dtype
 from chairlift.execution.memory import bytes_per_token
-from chairlift.execution.startup import LoadedModel, StartedEngine, kv_dtype, load_model, start_engine
+from chairlift.execution.startup import LoadedModel, StartedEngine, load_model, start_engine
 
 if TYPE_CHECKING:
     from chairlift.execution.engine import Engine

@@ -149,6 +149,10 @@ class EngineConfig:
             return 8192
         return max(256, min(128 * (os.cpu_count() or 1), 2048))
 
+    def prefill_tokens(self) -> int:
+        """`max_prefill_tokens`: by default as many as fit in a step."""
+        return min(self.max_prefill_tokens or self.batch_tokens(), self.batch_tokens())
+
 
 def _positive(name: str, value: Any, *, optional: bool = False) -> None:
     if value is None and optional:

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from chairlift.attention import AttentionBackend, KVStorage, PagedGPUAttention, choose_backend
+from chairlift.attention import AttentionBackend, AttentionLayer, KVStorage, PagedGPUAttention, choose_backend
 from chairlift.core.adaptive_budget import make_budget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.courtesy import Courtesy
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.ordering import FairOrdering
 from chairlift.core.scheduler import Scheduler
+from chairlift.core.speculation import Speculation
 from chairlift.core.swap import SwapCost, SwapSpace
 from chairlift.core.work_forecast import WorkForecast
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
-from chairlift.execution.config import KV_DTYPES, EngineConfig
+from chairlift.execution.config import EngineConfig
 from chairlift.execution.draft_model import load_draft
 from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.grammar import GrammarCompiler
 from chairlift.execution.host_blocks import HostBlocks, num_host_slots
+from chairlift.execution.kv_dtype import check_kv_dtype, kv_dtype
 from chairlift.execution.memory import MemoryPlan, allocate_storage, format_bytes, plan_memory
 from chairlift.execution.runner import ModelRunner
 from chairlift.execution.speculate import MAX_DRAFTS, make_speculation
 from chairlift.execution.structured import StructuredOutput
-from chairlift.layers.fp8 import FP8, fp8_obstacles
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.read_ahead import read_ahead
 from chairlift.loading.store import resolve_model
@@ -71,6 +72,7 @@ def load_engine(name: str, config: EngineConfig, *, progress: bool = True) -> St
 
 def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedModel:
     begun = time.perf_counter()
+    check_kv_dtype(config.kv_dtype, config.torch_dtype(), config.torch_device())
     checkpoint, tokenizer = _open(name, config, progress=progress)
     info = describe(checkpoint.config)
     _max_model_len(config, info.max_len)
@@ -120,14 +122,10 @@ def start_engine(
 ) -> StartedEngine:
     """Size the KV cache and put the parts together. All times of the engine are those of `clock`."""
     model = loaded.model
-    dtype, device = model.dtype, model.device
     max_model_len = _max_model_len(config, model.max_len)
     draft = load_draft(config.speculate, model, loaded.tokenizer, max_model_len) if config.speculate else None
     layers = (*model.attention_layers, *(draft.layers if draft else ()))
-    if config.batch_invariant and not getattr(model, "batch_invariant", False):
-        raise InvalidParameter("batch_invariant", "this model was loaded without it")
-    invariant_for = max_model_len if config.batch_invariant else None
-    attention = choose_backend(config.attention, layers, device, dtype, invariant_for=invariant_for)
+    attention = _choose_attention(config, model, layers, max_model_len)
     cache_dtype = kv_dtype(config, model)
     memory = plan_memory(
         layers,
@@ -135,23 +133,16 @@ def start_engine(
         kv_memory=config.kv_memory,
         memory_share=config.memory_share,
         dtype=cache_dtype,
-        device=device,
+        device=model.device,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_batch_requests=config.seats(),
     )
+    storage = allocate_storage(layers, memory, cache_dtype, model.device)
     compiler = GrammarCompiler(loaded.tokenizer, model.vocab_size, loaded.eos_ids)
     structured = StructuredOutput(compiler, model.vocab_size)
     seats = config.max_batch_requests or memory.seats(config.seats())
-    runner = _make_runner(
-        model,
-        attention,
-        allocate_storage(layers, memory, cache_dtype, device),
-        config,
-        seats,
-        max_model_len,
-        structured,
-    )
+    runner = _make_runner(model, attention, storage, config, seats, max_model_len, structured)
     proposer = None
     if draft is not None:
         proposer = draft.make_proposer(attention, runner.storage, model, repeatable=config.seed is not None)
@@ -159,32 +150,9 @@ def start_engine(
     if isinstance(proposer, NetworkProposer) and isinstance(runner, ModelRunner):
         runner.drafter = proposer
     cost_model = CostModel()
-    tokens = config.batch_tokens()
-    prompts = min(config.max_prefill_tokens or tokens, tokens)
-    drafts = (config.draft_length or MAX_DRAFTS) if config.speculate else 0
-    forecast = WorkForecast(cost_model, prompts, most_per_step=1 + drafts)
-    ordering = config.make_ordering()
-    scheduler = Scheduler(
-        KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
-        make_budget(
-            config.budget,
-            cost_model,
-            max_batch_tokens=tokens,
-            max_prefill_tokens=prompts,
-            target_tpot_ms=config.target_tpot_ms,
-            target_ttft_ms=config.target_ttft_ms,
-        ),
-        config.make_policy(),
-        seats,
-        ordering=ordering,
-        max_overtakes=config.max_overtakes,
-        forecast=forecast,
-        swap=_make_swap_space(runner, config, memory, forecast),
-        speculation=make_speculation(proposer, config.draft_length, cost_model, structured) if proposer else None,
-        courtesy=Courtesy(ordering, cost_model, prompts) if isinstance(ordering, FairOrdering) else None,
-    )
+    speculation = make_speculation(proposer, config.draft_length, cost_model, structured) if proposer else None
     engine = Engine(
-        scheduler,
+        _make_scheduler(config, memory, seats, runner, cost_model, speculation),
         runner,
         loaded.tokenizer,
         vocab_size=model.vocab_size,
@@ -195,30 +163,59 @@ def start_engine(
         structured=structured,
         clock=clock,
     )
-    step = f"up to {tokens} tokens ({prompts} of prompts) of {seats} requests{_targets(config)}"
-    for line in (*memory.lines(), f"step       {step}, {attention.name} attention"):
+    step = f"up to {config.batch_tokens()} tokens ({config.prefill_tokens()} of prompts)"
+    for line in (
+        *memory.lines(),
+        f"step       {step} of {seats} requests{_targets(config)}, {attention.name} attention",
+    ):
         log.info(line)
     return StartedEngine(engine, runner, memory)
 
 
-def kv_dtype(config: EngineConfig, model: CausalLM) -> torch.dtype:
-    """The model's own precision, or half of it where the weights are rounded too."""
-    if config.kv_dtype == "auto":
-        rounded = getattr(model, "quantization", "none") == "int8"
-        return torch.bfloat16 if rounded else model.dtype
-    dtype = KV_DTYPES[config.kv_dtype]
-    if dtype is FP8:
-        reasons = fp8_obstacles(model.device)
-        if model.dtype is torch.float32:
-            reasons.append("a model in float32 would lose most of what it computes")
-        if config.attention not in ("auto", "ragged"):
-            reasons.append(f"{config.attention} attention does not know it")
-        if reasons:
-            raise InvalidParameter("kv_dtype", f"fp8 is not possible: {'; '.join(reasons)}")
-    elif dtype is not model.dtype and (model.device.type != "cpu" or dtype is torch.float16):
-        problem = f"{config.kv_dtype} is not possible for a model in {model.dtype} on {model.device.type}"
-        raise InvalidParameter("kv_dtype", problem)
-    return dtype
+def _choose_attention(
+    config: EngineConfig, model: CausalLM, layers: Sequence[AttentionLayer], max_model_len: int
+) -> AttentionBackend:
+    """With all the memory taken that it needs beside the KV cache."""
+    if config.batch_invariant and not getattr(model, "batch_invariant", False):
+        raise InvalidParameter("batch_invariant", "this model was loaded without it")
+    invariant_for = max_model_len if config.batch_invariant else None
+    attention = choose_backend(config.attention, layers, model.device, model.dtype, invariant_for=invariant_for)
+    if isinstance(attention, PagedGPUAttention):
+        attention.reserve(layers, config.seats(), model.device)
+    return attention
+
+
+def _make_scheduler(
+    config: EngineConfig,
+    memory: MemoryPlan,
+    seats: int,
+    runner: ModelRunner | GPURunner,
+    cost_model: CostModel,
+    speculation: Speculation | None,
+) -> Scheduler:
+    prompts = config.prefill_tokens()
+    drafts = (config.draft_length or MAX_DRAFTS) if config.speculate else 0
+    forecast = WorkForecast(cost_model, prompts, most_per_step=1 + drafts)
+    ordering = config.make_ordering()
+    return Scheduler(
+        KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
+        make_budget(
+            config.budget,
+            cost_model,
+            max_batch_tokens=config.batch_tokens(),
+            max_prefill_tokens=prompts,
+            target_tpot_ms=config.target_tpot_ms,
+            target_ttft_ms=config.target_ttft_ms,
+        ),
+        config.make_policy(),
+        seats,
+        ordering=ordering,
+        max_overtakes=config.max_overtakes,
+        forecast=forecast,
+        swap=_make_swap_space(runner, config, memory, forecast),
+        speculation=speculation,
+        courtesy=Courtesy(ordering, cost_model, prompts) if isinstance(ordering, FairOrdering) else None,
+    )
 
 
 def _targets(config: EngineConfig) -> str:

@@ -178,7 +178,7 @@ def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: to
 
 
 class SpanScratch:
-    """What the programs of a single token hand to each other; made once per batch size, used by every layer."""
+    """What the programs of a single token hand to each other, for up to `tiles` tokens; used by every layer."""
 
     def __init__(
         self, tiles: int, num_heads: int, num_kv_heads: int, head_dim: int, longest: int, device: torch.device

@@ -90,6 +90,27 @@ def test_mixture_of_experts(tmp_path: Path) -> None:
         assert answers(start_engine(loaded, config()).engine, [prompt])[0][0] == answer
 
 
+LARGE = CONFIG | {"hidden_size": 400, "intermediate_size": 700, "vocab_size": 6001}
+MIXED = {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 700}
+
+
+@pytest.mark.parametrize("other", [{}, {"model_type": "gemma2"}, MIXED], ids=["qwen3", "gemma2", "qwen3_moe"])
+def test_models_large_enough_for_two_threads(tmp_path: Path, other: dict[str, object]) -> None:
+    """Beyond 32,768 numbers torch cuts its work by the number of threads: here the activations of a step, its hidden
+    states and its logits have more, and those of most requests alone have fewer."""
+    (tmp_path / "config.json").write_text(json.dumps(LARGE | other))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        loaded = load_model(str(tmp_path), config(load_format="dummy"), progress=False)
+        asked = prompts()
+        together, _ = answers(start_engine(loaded, config(max_batch_tokens=190)).engine, asked)
+        for place in (1, 4):
+            assert answers(start_engine(loaded, config()).engine, [asked[place]])[0][0] == together[place]
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_what_is_refused(tiny: str) -> None:
     with pytest.raises(InvalidParameter, match=r"batch_invariant.*speculate"):
         config(speculate="layers:1")

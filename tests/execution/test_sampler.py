@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
+from chairlift.execution import sampler as sampler_module
 from chairlift.execution.sampler import SampledBatch, Sampler, check_token_ids
+from chairlift.execution.sampler_draw import draw
 from tests.execution import sampler_reference as reference
 
 CPU = torch.device("cpu")
@@ -41,6 +43,23 @@ def greedy(**fields: Any) -> SamplingParams:
 
 def test_greedy_takes_the_lowest_id_of_the_highest() -> None:
     assert sample_one([0.0, 5.0, 5.0, 1.0], greedy()).tokens == [1]
+
+
+def test_one_by_one_no_sum_is_over_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every row has memory of its own, from its beginning."""
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(sampler_module, "draw", lambda weights, chances: seen.append(weights) or draw(weights, chances))
+    logits = torch.randn(4, 7)
+    params = [SamplingParams(temperature=t, top_p=0.9, logprobs=2, seed=3) for t in (1.0, 0.0, 0.7, 1.3)]
+    found = []
+    for one_by_one in (False, True):
+        sampler = Sampler(7, CPU, one_by_one=one_by_one)
+        for name, one in zip("abcd", params, strict=True):
+            sampler.add(name, one, [], seed=3, eos_ids=[])
+        found.append(sampler.sample(logits.clone(), [*"abcd"], [0] * 4))
+    assert found[0] == found[1]
+    assert [len(weights) for weights in seen] == [3, 1, 1, 1]
+    assert all(weights.storage_offset() == 0 for weights in seen)
 
 
 def test_almost_zero_temperature_is_greedy_and_does_not_overflow() -> None:

@@ -61,7 +61,8 @@ class GPURunner:
         self.seats = seats
         self.device = model.device
         self.host: HostBlocks | None = None  # where preempted requests leave their blocks, if anywhere
-        self.sampler = Sampler(model.vocab_size, model.device)
+        self.one_by_one = bool(getattr(model, "batch_invariant", False))  # rows are sampled
+        self.sampler = Sampler(model.vocab_size, model.device, one_by_one=self.one_by_one)
         self.slots = Slots(seats, -(-max_model_len // storage.block_size))
         self.tile_queries = attention.tile_queries(model.attention_layers, model.dtype)
         self.tables = self._zeros(self.slots.count + 1, self.slots.table_width)
@@ -102,7 +103,7 @@ class GPURunner:
         else:
             graph.replay()
             logits, tokens = graph.logits, graph.tokens
-        candidates = beam_candidates(packed.chunks, logits)
+        candidates = beam_candidates(packed.chunks, logits, one_by_one=self.one_by_one)
         logprobs = self._sample_on_host(packed, logits, tokens, masks)
         staging.tokens[: shape.samples].copy_(tokens, non_blocking=True)
         staging.finished.record()

@@ -45,7 +45,8 @@ class ModelRunner:
         self.structured = structured
         self.drafter: NetworkProposer | None = None  # what guesses, if it is a network
         self.host: HostBlocks | None = None  # where preempted requests leave their blocks, if anywhere
-        self.sampler = Sampler(model.vocab_size, model.device)
+        self.one_by_one = bool(getattr(model, "batch_invariant", False))  # rows are sampled
+        self.sampler = Sampler(model.vocab_size, model.device, one_by_one=self.one_by_one)
 
     def run(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode(), few_threads(self.model, self.attention):
@@ -68,7 +69,7 @@ class ModelRunner:
         num_scored = len(sampling) + plan.num_drafts  # the rows of idle seats come last
         logits = self.model.logits(hidden[batch.sampled_rows])[:num_scored].float()
         forwarded = time.perf_counter()
-        candidates = beam_candidates(plan.chunks, logits)  # before the sampler changes them
+        candidates = beam_candidates(plan.chunks, logits, one_by_one=self.one_by_one)  # before the sampler changes them
         for request in sampling:
             self.sampler.follow(request)
         sampled = self.sampler.sample(

@@ -65,9 +65,11 @@ class _Row:
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, *, one_by_one: bool = False) -> None:
+        """`one_by_one`: rows are drawn by themselves, so that no rounding depends on how many there are."""
         self.vocab_size = vocab_size
         self.device = device
+        self._one_by_one = one_by_one
         self._requests: dict[str, _Request] = {}
 
     def follow(self, request: Request) -> None:
@@ -167,6 +169,7 @@ class Sampler:
                 raw,
                 [max(tokens[row], 0) for row in asking],
                 [rows[row].request.params.logprobs or 0 for row in asking],
+                one_by_one=self._one_by_one,
             )
             for row, entry in zip(asking, found, strict=True):
                 logprobs[row] = entry if tokens[row] != BAD_LOGITS else None
@@ -189,12 +192,13 @@ class Sampler:
 
     def _choose(self, logits: Tensor, all_rows: Sequence[_Row]) -> list[int]:
         rows = [row for row, one in enumerate(all_rows) if not one.request.greedy]
-        if len(rows) == len(all_rows):
+        if len(rows) == len(all_rows) and not self._one_by_one:
             tokens = _draw(logits, all_rows)
         else:
             tokens = greedy(logits)  # of every row: cheaper than picking the greedy ones out
-            if rows:
-                tokens[rows] = _draw(_copy_rows(logits, rows), [all_rows[row] for row in rows])
+            # A copy begins where memory is aligned: on a GPU the order of a sum depends on that too.
+            for group in filter(None, [[row] for row in rows] if self._one_by_one else [rows]):
+                tokens[group] = _draw(_copy_rows(logits, group), [all_rows[row] for row in group])
         chosen: list[int] = tokens.tolist()
         return chosen
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from chairlift.core.beam_search import Candidates
 from chairlift.core.plan import Chunk
-from chairlift.execution.sampler_logprobs import top_ids
+from chairlift.execution.sampler_logprobs import log_softmax, top_ids
 
 
-def beam_candidates(chunks: Sequence[Chunk], logits: Tensor) -> dict[str, Candidates]:
+def beam_candidates(chunks: Sequence[Chunk], logits: Tensor, *, one_by_one: bool = False) -> dict[str, Candidates]:
     """The likeliest next tokens of every beam among `chunks`, by request id.
 
     logits: [S, V], a row for each chunk that samples and for each of its drafts, in the order of `chunks`.
@@ -26,7 +26,7 @@ def beam_candidates(chunks: Sequence[Chunk], logits: Tensor) -> dict[str, Candid
         return {}
     chosen = logits.index_select(0, torch.tensor([*wanted], device=logits.device)).float()
     ids = top_ids(chosen, max(count for _, count in wanted.values()))
-    logprobs = chosen.log_softmax(dim=-1).gather(1, ids)
+    logprobs = log_softmax(chosen, one_by_one=one_by_one).gather(1, ids)
     return {
         request_id: Candidates(tokens[:count], values[:count])
         for (request_id, count), tokens, values in zip(wanted.values(), ids.tolist(), logprobs.tolist(), strict=True)

@@ -8,25 +8,35 @@ import torch
 from torch import Tensor
 
 from chairlift.core.logprobs import TokenLogprobs
+from chairlift.layers import rows
 
 
-def token_logprobs(raw: Tensor, tokens: Sequence[int], top_n: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    raw: Tensor, tokens: Sequence[int], top_n: Sequence[int], *, one_by_one: bool = False
+) -> list[TokenLogprobs]:
     """Logprob, rank and top-n of each row's token. raw: [R, V], the logits before any change.
 
     Tokens are ordered by logit rather than by logprob, which rounding could make equal.
     """
-    logprobs = raw.log_softmax(dim=-1)
+    logprobs = log_softmax(raw, one_by_one=one_by_one)
     chosen = torch.tensor(tokens, device=raw.device)[:, None]
     # Comparing into floats is several times faster than into booleans, and exact: a vocabulary is below 2**24.
     above = torch.gt(raw, raw.gather(1, chosen), out=torch.empty_like(raw))
     ranks = above.sum(dim=-1).long() + 1
     ids = top_ids(raw, max(top_n))  # [R, n]
     wanted = torch.cat([chosen, ids], dim=1)
-    rows = zip(tokens, top_n, ranks.tolist(), wanted.tolist(), logprobs.gather(1, wanted).tolist(), strict=True)
+    entries = zip(tokens, top_n, ranks.tolist(), wanted.tolist(), logprobs.gather(1, wanted).tolist(), strict=True)
     return [
         TokenLogprobs(token, values[0], rank, tuple(zip(found[1 : n + 1], values[1 : n + 1], strict=True)))
-        for token, n, rank, found, values in rows
+        for token, n, rank, found, values in entries
     ]
+
+
+def log_softmax(logits: Tensor, *, one_by_one: bool) -> Tensor:
+    """[R, V] -> [R, V]. `one_by_one`: each row by itself and from an aligned place, on which the order of a sum depends."""
+    if not one_by_one:
+        return logits.log_softmax(dim=-1)
+    return rows.one_by_one(lambda row: row.clone().log_softmax(dim=-1), logits)
 
 
 def top_ids(logits: Tensor, n: int) -> Tensor:

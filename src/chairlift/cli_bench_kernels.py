@@ -21,7 +21,6 @@ _OPTIONS = (
     "kv_dtype",
     "attention",
     "load_format",
-    "max_model_len",
     "quiet",
 )
 
@@ -50,8 +49,9 @@ def bench_kernels(
     the kernels take inside a step is shown by chairlift profile.
     """
     from chairlift.bench.kernel_speed import KernelSettings, measure_kernels
-    from chairlift.bench.profile_run import ceilings_for
-    from chairlift.execution.startup import kv_dtype, load_model
+    from chairlift.bench.floor import ceilings_for
+    from chairlift.execution.kv_dtype import kv_dtype
+    from chairlift.execution.startup import load_model
     from chairlift.models.decoder import Decoder
 
     settings = KernelSettings(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chairlift.cli_bench_output import JsonOptions, parse_numbers, show_table, watch
-from chairlift.cli_options import EngineOptions, with_option_groups
+from chairlift.cli_options import EngineOptions, refuse_given, with_option_groups
 from chairlift.cli_shape_options import ShapeOptions, ceilings_line, model_settings
 
 if TYPE_CHECKING:
@@ -39,18 +39,22 @@ def bench_latency(
     """How long a user waits: from start to the first token, for a first token, and for each one after it.
 
     All requests of a line are sent at once, random tokens, greedy. The floor
-    beside each figure counts every weight once per step, every cached key and
-    value once per token that reads it, and the arithmetic of the prompts, over
-    what this machine can do, measured in the same run.
+    beside each figure counts every weight once per step (of a mixture of experts,
+    those of one token), every cached key and value once per token that reads it,
+    and the arithmetic of the prompts, over what this machine can do, measured in
+    the same run.
     """
     from chairlift.bench.cpu_time import process_age
     from chairlift.bench.latency import LatencySettings, measure_latency
-    from chairlift.bench.profile_run import ceilings_for
+    from chairlift.bench.floor import ceilings_for
     from chairlift.bench.shapes import Case, model_cost, run_case
     from chairlift.execution.startup import load_engine
 
     settings = LatencySettings(
         parse_numbers("batch", batch), parse_numbers("prompt_tokens", prompt_tokens), output_tokens, repeat
+    )
+    refuse_given(
+        context, ("speculate", "draft_length"), "the floor counts a step for every token; see bench speculation"
     )
     report.check()
     chosen = shape.resolve(context, engine, model_argument)

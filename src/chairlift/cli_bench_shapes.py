@@ -33,9 +33,10 @@ def bench_shapes(
     """How fast a model of this shape runs, next to the least time the device needs for it.
 
     Weights are random: speed depends on shapes, not on values, so nothing is
-    fetched. The floor counts every weight once per step, every cached key and
-    value once per token that reads it, and the arithmetic of the prompts, over
-    the bandwidth and arithmetic measured on this device in the same run.
+    fetched. The floor counts every weight once per step (of a mixture of experts,
+    those of one token), every cached key and value once per token that reads it,
+    and the arithmetic of the prompts, over the bandwidth and arithmetic measured
+    on this device in the same run.
     """
     from chairlift.bench.shapes import plot_shapes, run_shape
     from chairlift.execution.config import EngineConfig

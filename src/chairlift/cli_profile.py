@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,15 +11,13 @@ from rich.console import Console
 
 from chairlift.bench.report import check_writable, machine
 from chairlift.cli_bench_output import JsonOptions, parse_numbers, show_table, watch
-from chairlift.cli_options import EngineOptions, with_option_groups
+from chairlift.cli_options import EngineOptions, refuse_given, with_option_groups
 from chairlift.cli_shape_options import ShapeOptions, model_settings
 
 if TYPE_CHECKING:
     from chairlift.bench.floor import Ceilings
     from chairlift.bench.profile_run import Profiled
     from chairlift.bench.step_profile import BatchProfile, PartTime
-
-DEFAULT_SEATS = 64
 
 
 @with_option_groups
@@ -56,18 +53,19 @@ def profile(
     from chairlift.execution.startup import load_engine
 
     settings = ProfileSettings(parse_numbers("batch", batch), prompt_tokens, steps)
+    refuse_given(
+        context, ("speculate", "draft_length"), "a step with guesses is no plain decode step, which is looked at"
+    )
     report.check()
     if out is not None:
         check_writable(out, "out")
-    if engine.max_batch_requests is None:
-        engine = replace(engine, max_batch_requests=max(DEFAULT_SEATS, *settings.batches))
     with (
         shape.resolve(context, engine, model_argument) as (path, config, name),
         watch(enabled=not engine.quiet) as note,
     ):
         note("loading")
-        started = load_engine(path, config, progress=not engine.quiet)
-        found = profile_engine(started, settings, note)
+        started = load_engine(path, settings.with_seats(config), progress=not engine.quiet)
+        found = profile_engine(started, settings, config.prefill_tokens(), note)
     _show(found, name)
     asked = {"batch": list(settings.batches), "prompt_tokens": prompt_tokens, "steps": steps}
     asked |= model_settings(name, started.runner.model, found.ceilings)

@@ -73,9 +73,15 @@ def test_what_cannot_be_measured_is_refused() -> None:
     outcome = CliRunner().invoke(app, ["bench", "latency", "--model-config", "nowhere.json", "--device", "cpu"])
     assert outcome.exit_code == 2
     assert "--model-config" in outcome.output
-    outcome = CliRunner().invoke(app, ["bench", "kernels", "--device", "cpu", "--policy", "static"])
-    assert outcome.exit_code == 2
-    assert "--policy" in outcome.output
+    for command in (
+        "kernels --policy static",
+        "kernels --max-model-len 64",
+        "latency --speculate ngram",
+        "latency --draft-length 2",
+    ):
+        outcome = CliRunner().invoke(app, f"bench {command} --device cpu".split())
+        assert outcome.exit_code == 2
+        assert command.split()[1] in outcome.output
 
 
 def test_the_age_of_this_process_grows() -> None:

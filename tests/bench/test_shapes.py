@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from chairlift.bench.floor import Ceilings, ModelCost, floor_seconds
+from chairlift.bench import cpu_ceilings, floor
+from chairlift.bench.floor import Ceilings, ModelCost, ceilings_for, floor_seconds
 from chairlift.bench.shapes import make_cases
 from chairlift.cli import app
 from chairlift.errors import InvalidParameter
@@ -21,6 +24,30 @@ def test_floor_counts_weights_cache_and_prompts() -> None:
     # Three steps; the second token sees 5 tokens and the third 6, themselves included; 4 prompt tokens are computed.
     expected = (3 * 1000 + (5 + 6) * 10) / 100 + 4 * 50 / 25
     assert floor_seconds([4], [3], cost, ceilings) == pytest.approx(expected)
+
+
+def test_ceilings_are_those_of_the_models_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cpu_ceilings, "cpu_ceilings", lambda *how: asked.append(how))
+    monkeypatch.setattr(Ceilings, "measure", lambda *how: asked.append(how))
+    rounded = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, quantization="int8")
+    ceilings_for(rounded)
+    assert asked.pop() == (torch.float32, "int8")
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, quantization="fp8")
+    ceilings_for(on_gpu)
+    assert asked.pop() == (on_gpu.device, torch.bfloat16, "fp8")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no numba
+    plain = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    ceilings_for(plain)
+    assert asked.pop() == (plain.device, torch.float32, "none")
+
+
+def test_ceilings_of_8_bit_floats_are_of_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[torch.dtype] = []
+    monkeypatch.setattr(floor, "best_seconds", lambda run, device: 1.0 if run() is None else 0.5)
+    monkeypatch.setattr(floor, "multiply", lambda a, weight, bias, own_kernel: kinds.append(weight.numbers.dtype) or a)
+    assert Ceilings.measure(torch.device("cpu"), torch.bfloat16, "fp8").flops_per_second == 2 * 1024**3 / 0.5
+    assert kinds == [torch.float8_e4m3fn]
 
 
 def test_cases_have_the_lengths_that_their_names_say() -> None:

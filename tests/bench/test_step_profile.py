@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -23,10 +24,12 @@ from chairlift.bench.gpu_timeline import (
     read_timeline,
 )
 from chairlift.bench.stamps import LAST_PIECE, LAYER_PIECES
-from chairlift.bench.step_profile import ProfileSettings
+from chairlift.bench.step_profile import Batch, ProfileSettings
 from chairlift.bench.step_work import ATTENTION, GEMM, SAMPLING, attention_work, linear_work
 from chairlift.cli import app
 from chairlift.errors import InvalidParameter
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.startup import load_engine
 from chairlift.kernels.cpu_decoder import decode_step
 from chairlift.layers.linear import Linear
 from tests.kernels.tiny_config import CONFIG
@@ -137,6 +140,24 @@ def test_a_tiny_model_from_the_command_line(tmp_path: Path, quantization: str) -
     check_nesting(json.loads(trace.read_text())["traceEvents"], num_steps=8)
 
 
+def test_seats_are_added_only_where_the_default_has_too_few() -> None:
+    settings = ProfileSettings([1, 8])
+    for config in (EngineConfig(device="cpu"), EngineConfig(device="cpu", max_batch_tokens=32)):
+        assert settings.with_seats(config) is config
+    assert ProfileSettings([1, 100]).with_seats(EngineConfig(device="cpu")).max_batch_requests == 100
+    chosen = EngineConfig(device="cpu", max_batch_requests=4)
+    assert settings.with_seats(chosen) is chosen  # and refused later, by its name
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_request_that_is_full_too_early_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = EngineConfig(device="cpu", load_format="dummy", kv_memory="4MiB", max_model_len=32, max_prefill_tokens=4)
+    batch = Batch(load_engine(str(tmp_path), config).engine, 4, 24, Random(0))
+    with pytest.raises(InvalidParameter, match=r"prompt_tokens.*full before all 4"):
+        batch.start()
+
+
 def number_of_weights() -> int:
     """Of all products of the tiny model's one layer, and of its head."""
     qkv, output = 32 * (4 + 2 * 2) * 16, 4 * 16 * 32
@@ -166,6 +187,11 @@ def test_a_batch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ("--batch 9 --max-batch-requests 8", "--batch"),
         ("--model smollm2-135m", "--model-config"),
         ("--load-format auto", "--load-format"),
+        ("--batch 9 --max-batch-tokens 8", "--batch"),
+        ("--speculate ngram", "--speculate"),
+        ("--draft-length 2", "--draft-length"),
+        # Fits, but for the tokens that the first request generates while the others' prompts are computed.
+        ("--batch 8 --prompt-tokens 60 --steps 8 --max-prefill-tokens 10", "--prompt-tokens"),
     ):
         command = f"profile --model-config {tmp_path} --device cpu --kv-memory 4MiB {more}"
         outcome = CliRunner().invoke(app, command.split())

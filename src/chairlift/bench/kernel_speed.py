@@ -210,10 +210,7 @@ def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dt
     """The GPU's runner cuts prompts into tiles that suit the layers, which the backend by itself does not know."""
     if not isinstance(attend, PagedGPUStep):
         return attend
-    from chairlift.kernels.triton_attention import queries_per_tile
-
-    batch = attend.batch
-    queries = queries_per_tile(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype)
+    batch, queries = attend.batch, attend.backend.tile_queries([layer], dtype)
     counts = enumerate(batch.chunk_count.tolist())
     tiles = [(chunk, at) for chunk, count in counts if chunk >= batch.num_single for at in range(0, count, queries)]
     chunks, offsets = (

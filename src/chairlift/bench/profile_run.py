@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.bench.floor import Ceilings
+from chairlift.bench.floor import Ceilings, ceilings_for
 from chairlift.bench.step_profile import BatchProfile, ProfileSettings
 from chairlift.bench.timing import Note
 from chairlift.execution.startup import StartedEngine
-from chairlift.models.base import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +18,11 @@ class Profiled:
     trace: list[dict[str, Any]]
 
 
-def profile_engine(started: StartedEngine, settings: ProfileSettings, note: Note = lambda text: None) -> Profiled:
-    settings.check(started.engine)
+def profile_engine(
+    started: StartedEngine, settings: ProfileSettings, prefill_tokens: int, note: Note = lambda text: None
+) -> Profiled:
+    """`prefill_tokens`: of prompts that a step computes at most."""
+    settings.check(started.engine, prefill_tokens)
     note("measuring what the machine can do")
     ceilings = ceilings_for(started.runner.model)
     if started.runner.model.device.type == "cuda":
@@ -32,12 +34,3 @@ def profile_engine(started: StartedEngine, settings: ProfileSettings, note: Note
 
         batches, trace = profile_on_cpu(started, settings, note)
     return Profiled(batches, ceilings, trace)
-
-
-def ceilings_for(model: CausalLM) -> Ceilings:
-    """Of the device that this model runs on, in its precision."""
-    if model.device.type == "cuda":
-        return Ceilings.measure(model.device, model.dtype)
-    from chairlift.bench.cpu_ceilings import cpu_ceilings
-
-    return cpu_ceilings(model.dtype, getattr(model, "quantization", "none"))

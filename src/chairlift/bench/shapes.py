@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chairlift.bench.floor import Ceilings, ModelCost, floor_seconds
+from chairlift.bench.floor import Ceilings, ModelCost, ceilings_for, floor_seconds
 from chairlift.bench.plots import save_panels
 from chairlift.bench.step_work import linear_bytes, products, total
 from chairlift.bench.timing import Note
@@ -153,7 +153,7 @@ def run_shape(
         note("capturing graphs")
         started.runner.capture_decodes()
     note("measuring what the device can do")
-    ceilings = Ceilings.measure(model.device, model.dtype)
+    ceilings = ceilings_for(model)
     cost = model_cost(started)
     results = []
     for case in make_cases(cases, min(10_000, model.vocab_size), scale):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chairlift.bench.step_work import Work, step_work, total
-from chairlift.core.events import StepDone
+from chairlift.core.events import RequestFinished, StepDone
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
+from chairlift.execution.config import EngineConfig
 from chairlift.execution.engine import Engine
 from chairlift.execution.startup import StartedEngine
 
@@ -32,15 +33,30 @@ class ProfileSettings:
             if getattr(self, name) < 1:
                 raise InvalidParameter(name, f"must be at least 1, got {getattr(self, name)}")
 
-    def check(self, engine: Engine) -> None:
-        """Raise if the engine cannot hold such a batch."""
+    def with_seats(self, config: EngineConfig) -> EngineConfig:
+        """With a seat for every request of the largest batch, unless the number of seats was asked for."""
+        most = max(self.batches)
+        if config.max_batch_requests is not None or most <= config.seats():
+            return config
+        if most > config.batch_tokens():
+            problem = f"{most} requests need a token each, but max_batch_tokens is {config.batch_tokens()}"
+            raise InvalidParameter("batch", problem)
+        return replace(config, max_batch_requests=most)
+
+    def check(self, engine: Engine, prefill_tokens: int) -> None:
+        """Raise if the engine, with so many prompt tokens in a step, cannot hold such a batch."""
         seats, most = engine.scheduler.max_batch_requests, max(self.batches)
         if most > seats:
             raise InvalidParameter("batch", f"{most} requests do not fit in the {seats} seats; set max_batch_requests")
         kv = engine.scheduler.kv
-        tokens = self.prompt_tokens + self.steps + 2 * WARM_UP_STEPS + 2
+        # Whoever's prompt is computed first generates a token in each of the steps that the others' take.
+        waiting = -(-most * self.prompt_tokens // prefill_tokens)
+        tokens = self.prompt_tokens + waiting + self.steps + 2 * WARM_UP_STEPS + 2
         if tokens > engine.max_model_len:
-            problem = f"with --steps {self.steps} a request has {tokens} tokens, but at most {engine.max_model_len} fit"
+            problem = (
+                f"with --batch {most} and --steps {self.steps} a request has up to {tokens} tokens, "
+                f"but at most {engine.max_model_len} fit"
+            )
             raise InvalidParameter("prompt_tokens", problem)
         needed = most * -(-tokens // kv.block_size)
         if needed > kv.num_blocks:
@@ -134,7 +150,7 @@ class Batch:
             self.ids += self.engine.submit(prompt, params)
         self.engine.expect_no_more()
         decoded = 0
-        while decoded < WARM_UP_STEPS and self.engine.has_work:
+        while decoded < WARM_UP_STEPS:
             step = self.step()
             decoded += step is not None and step.done.decode_tokens == self.size
 
@@ -144,6 +160,8 @@ class Batch:
         events = self.engine.step()
         end = time.perf_counter()
         self.engine.check_alive()
+        if any(isinstance(event, RequestFinished) for event in events):
+            raise InvalidParameter("prompt_tokens", f"a request was full before all {self.size} could decode together")
         done = next((event for event in events if isinstance(event, StepDone)), None)
         return None if done is None else TimedStep(done, begin, end)
 

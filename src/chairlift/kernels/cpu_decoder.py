@@ -1,6 +1,6 @@
 """A whole decoder step on a team of threads: from embedded tokens to normed hidden states, without leaving the kernel.
 
-Nine pieces of work per layer, each shared by the team, which meets after every one.
+Ten pieces of work per layer, each shared by the team, which meets after every one.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def test_a_batch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ("--speculate ngram", "--speculate"),
         ("--draft-length 2", "--draft-length"),
         # Fits, but for the tokens that the first request generates while the others' prompts are computed.
-        ("--batch 8 --prompt-tokens 60 --steps 8 --max-prefill-tokens 10", "--prompt-tokens"),
+        ("--batch 8 --prompt-tokens 70 --steps 8 --max-prefill-tokens 10", "--prompt-tokens"),
     ):
         command = f"profile --model-config {tmp_path} --device cpu --kv-memory 4MiB {more}"
         outcome = CliRunner().invoke(app, command.split())

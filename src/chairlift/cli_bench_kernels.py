@@ -48,8 +48,8 @@ def bench_kernels(
     takes longer. On a CPU, starting a call from Python is part of its time; what
     the kernels take inside a step is shown by chairlift profile.
     """
-    from chairlift.bench.kernel_speed import KernelSettings, measure_kernels
     from chairlift.bench.floor import ceilings_for
+    from chairlift.bench.kernel_speed import KernelSettings, measure_kernels
     from chairlift.execution.kv_dtype import kv_dtype
     from chairlift.execution.startup import load_model
     from chairlift.models.decoder import Decoder

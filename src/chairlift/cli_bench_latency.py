@@ -45,8 +45,8 @@ def bench_latency(
     the same run.
     """
     from chairlift.bench.cpu_time import process_age
-    from chairlift.bench.latency import LatencySettings, measure_latency
     from chairlift.bench.floor import ceilings_for
+    from chairlift.bench.latency import LatencySettings, measure_latency
     from chairlift.bench.shapes import Case, model_cost, run_case
     from chairlift.execution.startup import load_engine
 

@@ -108,8 +108,8 @@ class PagedGPUAttention:
         return self._scratch[key]
 
     def reserve(self, layers: Sequence[AttentionLayer], rows: int, device: torch.device) -> None:
-        """Take the memory that steps of up to `rows` single tokens need beside the cache: before the cache is sized, and
-        before a graph is captured that would go on using it."""
+        """Take the memory that steps of up to `rows` single tokens need beside the cache: before the cache is sized,
+        and before a graph is captured that would go on using it."""
         if self.invariant_for is not None:
             for layer in layers:
                 self.span_scratch(layer, rows, device)

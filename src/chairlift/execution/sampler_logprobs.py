@@ -33,7 +33,7 @@ def token_logprobs(
 
 
 def log_softmax(logits: Tensor, *, one_by_one: bool) -> Tensor:
-    """[R, V] -> [R, V]. `one_by_one`: each row by itself and from an aligned place, on which the order of a sum depends."""
+    """[R, V] -> [R, V]. `one_by_one`: each row by itself, from an aligned place: the order of a sum depends on both."""
     if not one_by_one:
         return logits.log_softmax(dim=-1)
     return rows.one_by_one(lambda row: row.clone().log_softmax(dim=-1), logits)

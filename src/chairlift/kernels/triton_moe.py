@@ -172,7 +172,8 @@ class Grouping(NamedTuple):
 def group_by_expert(experts: Tensor, num_experts: int, rows: int, positions: Tensor | None = None) -> Grouping:
     """experts [T, k]: the experts of each token -> its T * k pairs, cut into tiles of `rows`.
 
-    Tokens whose position [T] is below 0 are nobody's, and in no tile. What `order` holds behind the others is undefined.
+    Tokens whose position [T] is below 0 are nobody's, and in no tile. What `order` holds behind the others is
+    undefined.
     """
     pairs, top_k = experts.numel(), experts.shape[1]
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
-
 from chairlift.bench.engine_run import measure_engine
 from chairlift.bench.engines import EngineMaker
+from chairlift.bench.floor import ceilings_for
 from chairlift.bench.measure import percentile
-from chairlift.bench.timing import Note, best_seconds
+from chairlift.bench.timing import Note
 from chairlift.bench.workload import LengthRange, make_workload
-
-GEMM_SIZE = {"cpu": 2048, "cuda": 8192}  # large enough to keep every core busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +34,8 @@ def measure_compute_share(maker: EngineMaker, *, tokens: int = 24, note: Note = 
     measured = measure_engine(maker.engine(max_batch_requests=1, prefix_caching=False), workload, lambda tokens: None)
     gaps = [later - earlier for earlier, later in pairwise(measured.token_times[0])]
     note("the largest matrix products")
-    model = maker.loaded.model
-    size = GEMM_SIZE[model.device.type]
-    one, other = (torch.randn(size, size, device=model.device, dtype=model.dtype) for _ in range(2))
-    seconds = best_seconds(lambda: one @ other, model.device)
-    return ComputeShare(2 * maker.num_parameters() / percentile(gaps, 50), 2 * size**3 / seconds)
+    ceiling = ceilings_for(maker.loaded.model).flops_per_second
+    return ComputeShare(2 * maker.num_parameters() / percentile(gaps, 50), ceiling)
 
 
 @dataclass(frozen=True, slots=True)

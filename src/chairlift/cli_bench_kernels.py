@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from chairlift.cli_bench_output import JsonOptions, parse_numbers, show_table, watch
-from chairlift.cli_options import EngineOptions, refuse_given, with_option_groups
+from chairlift.cli_options import EngineOptions, ModelArgument, refuse_given, with_option_groups
 from chairlift.cli_shape_options import ShapeOptions, ceilings_line, model_settings
 from chairlift.errors import UnsupportedModel
 
@@ -31,9 +31,7 @@ def bench_kernels(
     engine: EngineOptions,
     shape: ShapeOptions,
     report: JsonOptions,
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
-    ] = None,
+    model_argument: ModelArgument = None,
     kernels: Annotated[str, typer.Option(help="Which, with commas between them.")] = (
         "products,attention,norms,sampling"
     ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chairlift.cli_bench_output import JsonOptions, parse_numbers, show_table, watch
-from chairlift.cli_options import EngineOptions, refuse_given, with_option_groups
+from chairlift.cli_options import EngineOptions, ModelArgument, refuse_given, with_option_groups
 from chairlift.cli_shape_options import ShapeOptions, ceilings_line, model_settings
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ def bench_latency(
     engine: EngineOptions,
     shape: ShapeOptions,
     report: JsonOptions,
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
-    ] = None,
+    model_argument: ModelArgument = None,
     batch: Annotated[str, typer.Option(help="Requests sent at once.")] = "1,8,32",
     prompt_tokens: Annotated[str, typer.Option(help="Lengths of their prompts.")] = "128,512",
     output_tokens: Annotated[int, typer.Option(help="Tokens that each generates.")] = 32,

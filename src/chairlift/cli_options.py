@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 _MODEL, _ENGINE, _SAMPLING = "Model", "Engine", "Sampling"
 
 
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Which model, and how to run it. All but `model` and `quiet` are fields of `EngineConfig`."""

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from chairlift.bench.report import check_writable, machine
 from chairlift.cli_bench_output import JsonOptions, parse_numbers, show_table, watch
-from chairlift.cli_options import EngineOptions, refuse_given, with_option_groups
+from chairlift.cli_options import EngineOptions, ModelArgument, refuse_given, with_option_groups
 from chairlift.cli_shape_options import ShapeOptions, model_settings
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ def profile(
     engine: EngineOptions,
     shape: ShapeOptions,
     report: JsonOptions,
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
-    ] = None,
+    model_argument: ModelArgument = None,
     batch: Annotated[str, typer.Option(help="Requests that decode together; several give a table each.")] = "1,8,32",
     prompt_tokens: Annotated[int, typer.Option(help="Length of their prompts.")] = 128,
     steps: Annotated[int, typer.Option(help="Decode steps of each batch to look at.")] = 32,

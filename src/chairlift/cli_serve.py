@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chairlift.cli_console import note
-from chairlift.cli_options import EngineOptions, with_option_groups
+from chairlift.cli_options import EngineOptions, ModelArgument, with_option_groups
 from chairlift.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ _SERVER = "Server"
 @with_option_groups
 def serve(
     engine: EngineOptions,
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
-    ] = None,
+    model_argument: ModelArgument = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 lets others in.", rich_help_panel=_SERVER)
     ] = "127.0.0.1",

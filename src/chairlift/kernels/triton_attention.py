@@ -34,7 +34,7 @@ def in_type_of(cached, q):
 
 
 @triton.jit
-def _scores(q, k, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+def scores_of(q, k, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """q [M, D], k [D, N] -> scores in units of log 2."""
     scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
     if SOFTCAP > 0:
@@ -118,7 +118,7 @@ def _decode_kernel(
         mask = inside[:, None] & in_head[None, :]
         k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
         v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
-        scores = _scores(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
+        scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
         scores = tl.where(inside[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp2(scores - new_best[:, None])
@@ -233,7 +233,7 @@ def _prefill_kernel(
         kv_offset = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
         mask = inside[:, None] & in_head[None, :]
         k = tl.load(keys_ptr + kv_offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
-        scores = _scores(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
+        scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
         if at + N > start or begin + window < end:  # else every row sees the whole tile
             visible = (position[None, :] <= seen_by[:, None]) & (position[None, :] > seen_by[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))

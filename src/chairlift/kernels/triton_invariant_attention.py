@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_attention import LOG2_E, in_type_of
+from chairlift.kernels.triton_attention import LOG2_E, in_type_of, scores_of
 from chairlift.kernels.triton_launch import overlapping
 
 SHORTEST_SPAN = 512
@@ -120,9 +120,7 @@ def _attention_kernel(
             mask = inside[:, None] & in_head[None, :]
             k = in_type_of(tl.load(keys_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0), q)
             v = in_type_of(tl.load(values_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0), q)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-            if SOFTCAP > 0:  # scale_log2 holds 1 / softcap here: tanh(x) = 1 - 2 / (exp(2x) + 1)
-                scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * (SOFTCAP * 1.4426950408889634)
+            scores = scores_of(q, tl.trans(k), scale_log2, SOFTCAP, PRECISION)
             visible = (position[None, :] <= seen_by) & (position[None, :] > seen_by - window)
             scores = tl.where(visible, scores, float("-inf"))
             new_best = tl.maximum(best, tl.max(scores, 1))

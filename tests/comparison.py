@@ -13,7 +13,7 @@ TIE = 1e-4
 def reference_tokens(hf_model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """Greedy continuation by transformers' own generate, end-of-sequence ignored."""
     with torch.inference_mode():
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device=hf_model.device)
         out = hf_model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -36,7 +36,8 @@ def compare(hf_model: Any, prompt: Sequence[int], expected: Sequence[int], actua
     if place is None:
         return None
     with torch.inference_mode():
-        logits = hf_model(torch.tensor([[*prompt, *expected[:place]]])).logits[0, -1].double()
+        ids = torch.tensor([[*prompt, *expected[:place]]], device=hf_model.device)
+        logits = hf_model(ids).logits[0, -1].double()
     gap = float(logits[expected[place]] - logits[actual[place]])
     assert abs(gap) <= TIE, (
         f"prompt of {len(prompt)}: token {place} is {actual[place]}, transformers has {expected[place]} (gap {gap:.2e})"
@@ -49,7 +50,7 @@ def check_greedy(hf_model: Any, prompt: Sequence[int], actual: Sequence[int]) ->
     notes on ties. Token by token that makes the whole what transformers itself would write, for the price of one
     forward pass instead of one for each token."""
     with torch.inference_mode():
-        ids = torch.tensor([[*prompt, *actual[:-1]]])
+        ids = torch.tensor([[*prompt, *actual[:-1]]], device=hf_model.device)
         logits = hf_model(ids, logits_to_keep=len(actual)).logits[0].double()
     notes = []
     for place, (token, scores) in enumerate(zip(actual, logits, strict=True)):

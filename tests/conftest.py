@@ -7,7 +7,11 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+
+try:
+    from hypothesis import settings
+except ImportError:  # tests/gpu and tests/kernels run without it
+    settings = None
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,9 +23,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # `make test` tries the same examples every time, so that it fails for a change and never by chance; `make test-all`
 # looks for new ones.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("searching", derandomize=False)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+if settings is not None:
+    settings.register_profile("repeatable", derandomize=True)
+    settings.register_profile("searching", derandomize=False)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

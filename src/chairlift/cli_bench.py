@@ -10,6 +10,7 @@ from chairlift.cli_bench_claims import bench_claims
 from chairlift.cli_bench_dashboard import bench_dashboard
 from chairlift.cli_bench_kernels import bench_kernels
 from chairlift.cli_bench_latency import bench_latency
+from chairlift.cli_bench_long_context import bench_long_context
 from chairlift.cli_bench_policies import bench_policies
 from chairlift.cli_bench_prefix import bench_prefix
 from chairlift.cli_bench_profile import bench_profile
@@ -54,6 +55,13 @@ bench_app.command(
         "chairlift bench kernels --model-config qwen3-0.6b --device cuda --batch 1,64,256 --json result.json",
     ),
 )(bench_kernels)
+bench_app.command(
+    "long-context",
+    epilog=examples(
+        "chairlift bench long-context --lengths 1024,4096",
+        "chairlift bench long-context --model-config llama3-8b --device cuda --json result.json",
+    ),
+)(bench_long_context)
 bench_app.command(
     "attention",
     epilog=examples(

@@ -23,6 +23,7 @@ def bench_quality(
     modes: Annotated[
         str | None, typer.Option(help="What to compare with float32, with ; between them.", show_default="all of them")
     ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """What 8-bit weights and a smaller KV cache cost, on a fixed set of texts.
@@ -30,17 +31,22 @@ def bench_quality(
     Perplexity against float32, and how often the likeliest next token is the same. An option that costs more than 2%
     of perplexity must not be a default.
     """
-    from chairlift.bench.quality import MODES, measure_quality, parse_modes
+    from chairlift.bench.quality import measure_quality, modes_on, parse_modes
     from chairlift.bench.quality_plot import plot_quality
 
-    chosen = parse_modes(modes) if modes is not None else list(MODES)
+    chosen = parse_modes(modes, device) if modes is not None else list(modes_on(device))
     report.check()
     show_log(quiet=True)
     with watch(enabled=not quiet) as note:
-        found = measure_quality(model, chosen, note)
+        found = measure_quality(model, chosen, note, device=device)
     show_quality(model, found)
     rows = [quality.row() for quality in found]
-    report.write("quality", {"model": model, "modes": chosen}, rows, lambda path, here: plot_quality(path, found, here))
+    report.write(
+        "quality",
+        {"model": model, "modes": chosen, "device": device},
+        rows,
+        lambda path, here: plot_quality(path, found, here),
+    )
 
 
 def show_quality(model: str, found: Sequence[Quality]) -> None:

@@ -46,6 +46,7 @@ COMMANDS = [
     ["bench", "throughput"],
     ["bench", "latency"],
     ["bench", "kernels"],
+    ["bench", "long-context"],
     ["bench", "attention"],
     ["bench", "prefix"],
     ["bench", "profile"],

@@ -75,7 +75,7 @@ class KernelPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class KernelCase:
     """`run` makes `calls` calls of a kernel that does `work` each time."""
 
     name: str
@@ -93,7 +93,7 @@ def measure_kernels(
     settings: KernelSettings,
     note: Note = lambda text: None,
 ) -> list[KernelPoint]:
-    cases: dict[str, Callable[[], Iterator[_Case]]] = {
+    cases: dict[str, Callable[[], Iterator[KernelCase]]] = {
         "products": lambda: _products(model, settings.rows),
         "attention": lambda: _attention(model, kv_dtype, settings),
         "norms": lambda: _norms(model, settings.rows),
@@ -124,7 +124,7 @@ def device_seconds(run: Run, device: torch.device) -> float:
     return best_seconds(graph.replay, device)
 
 
-def _products(model: Decoder, rows: Sequence[int]) -> Iterator[_Case]:
+def _products(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
     attentions = [layer.attention for layer in model.layers]
     linears = {
         "qkv": [attention.qkv for attention in attentions],
@@ -139,7 +139,7 @@ def _products(model: Decoder, rows: Sequence[int]) -> Iterator[_Case]:
         for count in rows:
             x = torch.randn(count, first.in_features, device=model.device).to(model.dtype)
             moved = (first.in_features + first.out_features) * count * model.dtype.itemsize
-            yield _Case(
+            yield KernelCase(
                 f"{name} {first.in_features}→{first.out_features}",
                 f"{count} rows",
                 _each(layers, x),
@@ -156,18 +156,18 @@ def _each(layers: Sequence[Linear], x: Tensor) -> Run:
     return run
 
 
-def _attention(model: Decoder, kv_dtype: torch.dtype, settings: KernelSettings) -> Iterator[_Case]:
+def _attention(model: Decoder, kv_dtype: torch.dtype, settings: KernelSettings) -> Iterator[KernelCase]:
     layers = [layer for layer in model.attention_layers if layer.window == model.attention_layers[0].window]
     alike = [layer for layer in layers if layer.head_dim == layers[0].head_dim]
     backend = choose_backend(settings.backend, alike, model.device, model.dtype)
     for context in settings.contexts:
         for batch in settings.batches:
             spans = [(context - 1, 1)] * batch
-            yield _attention_case(model, alike, kv_dtype, backend, spans, "decode", f"{batch} of {context:,} tokens")
-        yield _attention_case(model, alike, kv_dtype, backend, [(0, context)], "prompt", f"{context:,} tokens")
+            yield attention_case(model, alike, kv_dtype, backend, spans, "decode", f"{batch} of {context:,} tokens")
+        yield attention_case(model, alike, kv_dtype, backend, [(0, context)], "prompt", f"{context:,} tokens")
 
 
-def _attention_case(
+def attention_case(
     model: Decoder,
     layers: Sequence[AttentionLayer],
     kv_dtype: torch.dtype,
@@ -175,7 +175,7 @@ def _attention_case(
     spans: Sequence[tuple[int, int]],
     name: str,
     size: str,
-) -> _Case:
+) -> KernelCase:
     plan, num_blocks = plan_of(spans)
     first, device = layers[0], model.device
     shape = (num_blocks + 1, BLOCK_SIZE, first.num_kv_heads, first.head_dim)
@@ -203,7 +203,7 @@ def _attention_case(
                 attend(layer, q, k, v)
 
     work = attention_work(first, spans, kv_dtype.itemsize)
-    return _Case(f"attention, {name}", size, run, count, work + Work(bytes=2.0 * q.nbytes))
+    return KernelCase(f"attention, {name}", size, run, count, work + Work(bytes=2.0 * q.nbytes))
 
 
 def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dtype) -> Attend:
@@ -219,7 +219,7 @@ def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dt
     return replace(attend, batch=replace(batch, tile_chunk=chunks, tile_offset=offsets, tile_queries=queries))
 
 
-def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[_Case]:
+def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
     """With the addition to the residual stream. A decoder whose layers are one kernel has none of its own."""
     norms = [layer.before_mlp for layer in model.layers if layer.before_mlp is not None]
     if model.brings_threads or not norms:
@@ -233,10 +233,10 @@ def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[_Case]:
                 norm.add_(x, delta)
 
         # The stream is read and written, what is added is read, and the norm is written.
-        yield _Case("add and norm", f"{count} rows", run, len(norms), Work(4.0 * x.numel(), 4.0 * x.nbytes))
+        yield KernelCase("add and norm", f"{count} rows", run, len(norms), Work(4.0 * x.numel(), 4.0 * x.nbytes))
 
 
-def _sampling(model: Decoder, batches: Sequence[int]) -> Iterator[_Case]:
+def _sampling(model: Decoder, batches: Sequence[int]) -> Iterator[KernelCase]:
     for name, params in (
         ("greedy", SamplingParams(temperature=0.0)),
         ("top-p", SamplingParams(temperature=0.8, top_p=0.95)),
@@ -248,7 +248,7 @@ def _sampling(model: Decoder, batches: Sequence[int]) -> Iterator[_Case]:
             else:
                 run = _host_sampler(logits, params)
             moved = logits.numel() * (model.dtype.itemsize if model.device.type == "cuda" else 4)
-            yield _Case(f"sampling, {name}", f"{batch} rows", run, 1, Work(bytes=moved))
+            yield KernelCase(f"sampling, {name}", f"{batch} rows", run, 1, Work(bytes=moved))
 
 
 def _device_sampler(logits: Tensor, params: SamplingParams) -> Run:

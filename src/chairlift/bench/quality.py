@@ -17,6 +17,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.execution.config import EngineConfig
+from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.input_batch import build_batch
 from chairlift.execution.runner import ModelRunner
 from chairlift.execution.startup import load_model, start_engine
@@ -30,6 +31,13 @@ MODES: Mapping[str, Mapping[str, str]] = {
     "int8, KV float32": {"quantization": "int8", "kv_dtype": "float32"},
     "int8, KV bfloat16": {"quantization": "int8", "kv_dtype": "bfloat16"},
     "bfloat16": {"dtype": "bfloat16"},
+}
+GPU_MODES: Mapping[str, Mapping[str, str]] = {
+    "float32": EXACT,
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16, KV fp8": {"dtype": "bfloat16", "kv_dtype": "fp8"},
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
+    "fp8, KV fp8": {"dtype": "bfloat16", "quantization": "fp8", "kv_dtype": "fp8"},
 }
 LARGEST_LOSS = 0.02  # in perplexity: what an option may cost and still be the default
 ROWS = 64  # tokens whose logits are held at a time
@@ -67,17 +75,22 @@ class Quality:
         }
 
 
-def measure_quality(model: str, modes: Sequence[str], note: Note, *, texts: Sequence[str] = TEXTS) -> list[Quality]:
+def modes_on(device: str) -> Mapping[str, Mapping[str, str]]:
+    return MODES if EngineConfig(device=device).torch_device().type == "cpu" else GPU_MODES
+
+
+def measure_quality(
+    model: str, modes: Sequence[str], note: Note, *, texts: Sequence[str] = TEXTS, device: str = "cpu"
+) -> list[Quality]:
     """Every mode on the same texts; float32, to which all are compared, is always the first."""
     found: list[Quality] = []
     exact: Scores | None = None
     for mode in ["float32", *(mode for mode in modes if mode != "float32")]:
         note(f"{mode}: loading")
-        options: dict[str, Any] = {"device": "cpu", "kv_memory": "256MiB", "max_batch_requests": 1}
-        config = EngineConfig(**(options | dict(MODES[mode])))
+        options: dict[str, Any] = {"device": device, "kv_memory": "256MiB", "max_batch_requests": 1}
+        config = EngineConfig(**(options | dict(modes_on(device)[mode])))
         loaded = load_model(model, config, progress=False)
         started = start_engine(loaded, config)
-        assert isinstance(started.runner, ModelRunner)
         parts = []
         for index, text in enumerate(texts):
             note(f"{mode}: text {index + 1} of {len(texts)}")
@@ -100,7 +113,7 @@ def measure_quality(model: str, modes: Sequence[str], note: Note, *, texts: Sequ
 
 
 @torch.inference_mode()
-def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores:
+def score(runner: ModelRunner | GPURunner, tokens: Sequence[int], block_size: int) -> Scores:
     """One text as one chunk, through the same code that serves requests."""
     if len(tokens) < 2:
         raise InvalidParameter("texts", "a text must have at least two tokens")
@@ -111,20 +124,20 @@ def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores
     attend = runner.attention.plan(batch.layout, runner.storage)
     hidden = runner.model.hidden_states(batch.tokens, batch.positions, attend)
     losses, likeliest = [], []
-    following = torch.tensor(tokens[1:])
+    following = torch.tensor(tokens[1:], device=hidden.device)
     for first in range(0, len(following), ROWS):
         logits = runner.model.logits(hidden[first : min(first + ROWS, len(following))]).float()
         losses.append(torch.nn.functional.cross_entropy(logits, following[first : first + ROWS], reduction="none"))
         likeliest.append(logits.argmax(dim=-1))
-    return Scores(torch.cat(losses), torch.cat(likeliest))
+    return Scores(torch.cat(losses).cpu(), torch.cat(likeliest).cpu())
 
 
-def parse_modes(text: str) -> list[str]:
+def parse_modes(text: str, device: str = "cpu") -> list[str]:
     """ "float32; int8, KV bfloat16" -> both: modes have commas of their own."""
-    names = [name.strip() for name in text.split(";") if name.strip()]
+    names, choices = [name.strip() for name in text.split(";") if name.strip()], modes_on(device)
     for name in names:
-        if name not in MODES:
-            raise InvalidParameter("modes", f"there is no {name!r}; choose from {'; '.join(MODES)}")
+        if name not in choices:
+            raise InvalidParameter("modes", f"there is no {name!r}; choose from {'; '.join(choices)}")
     if not names:
         raise InvalidParameter("modes", "names none")
     return names

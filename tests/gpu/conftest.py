@@ -1,0 +1,47 @@
+"""What is only true on a GPU is checked there; without one these tests are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.table import show
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The figures that tests noted, whichever process they ran in."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    for line in show([property for report in reports for property in getattr(report, "user_properties", [])]):
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """float32 means float32: no products with shorter mantissas, here or in transformers."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(scope="session")
+def default_model_file() -> Path:
+    """The default model, if it is here: nothing is fetched for these tests."""
+    from chairlift.loading.store import DEFAULT_MODEL, known_models
+
+    (known,) = (model for model in known_models() if model.name == DEFAULT_MODEL)
+    if not known.cached:
+        pytest.skip(f"{known.path.name} is not in {known.path.parent}")
+    return known.path

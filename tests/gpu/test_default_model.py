@@ -1,0 +1,85 @@
+"""The default model on the GPU, against transformers there."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.gpu_runner import GPURunner
+from chairlift.execution.startup import LoadedModel, load_model
+from tests.comparison import compare, reference_tokens
+from tests.gpu.greedy import compare_rounded, generate
+from tests.gpu.test_families import rounding_row
+from tests.prompts import CHATS, SHORT, long_text
+
+pytestmark = pytest.mark.gpu
+
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def loaded(default_model_file: Path) -> LoadedModel:
+    return load_model(str(default_model_file), EngineConfig(device="cuda", dtype="float32"), progress=False)
+
+
+@pytest.fixture(scope="module")
+def asked(loaded: LoadedModel) -> list[list[int]]:
+    tokenizer = loaded.tokenizer
+    texts = [tokenizer.encode(text) for text in SHORT]
+    texts += [tokenizer.encode_chat([{"role": "user", "content": question}])[1] for question in CHATS]
+    long = tokenizer.encode(long_text())
+    return [*texts, long[:90], long[90:250], long[250:850], long[300:1800]]
+
+
+@pytest.fixture(scope="module")
+def hf(default_model_file: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    folder, name = default_model_file.parent, default_model_file.name
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval().to("cuda")
+
+
+def test_greedy_tokens_equal_transformers(
+    loaded: LoadedModel, hf: Any, asked: list[list[int]], record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [reference_tokens(hf, prompt, NEW_TOKENS) for prompt in asked]
+    runs = [
+        generate(loaded, asked, NEW_TOKENS, **options)
+        for options in (
+            {},
+            {"cuda_graphs": False},
+            {"max_batch_requests": 1},
+            {"max_prefill_tokens": 100, "prefix_caching": False},
+            {"num_blocks": 110, "max_batch_requests": 32},
+            {"num_blocks": 110, "max_batch_requests": 32, "preemption": "swap", "swap_memory": "1GiB"},
+        )
+    ]
+    monkeypatch.setattr(GPURunner, "steps_ahead", 0)
+    runs += [generate(loaded, asked, NEW_TOKENS), generate(loaded, asked, NEW_TOKENS, cuda_graphs=False)]
+    assert runs[4].num_preemptions > 0
+    assert runs[5].num_preemptions > 0
+    ties = sum(
+        compare(hf, prompt, wanted, actual) is not None
+        for run in runs
+        for prompt, wanted, actual in zip(asked, expected, run.outputs, strict=True)
+    )
+    tokens = sum(map(len, expected))
+    record_property(
+        "greedy", {"model": "the default model", "settings": len(runs), "tokens": tokens, "ties within 1e-4": ties}
+    )
+
+
+def test_rounded_tokens_differ_at_near_ties_only(
+    default_model_file: Path, hf: Any, asked: list[list[int]], record_property: Any
+) -> None:
+    rounded = load_model(str(default_model_file), EngineConfig(device="cuda", dtype="bfloat16"), progress=False)
+    outputs = generate(rounded, asked, NEW_TOKENS).outputs
+    found = compare_rounded(hf.bfloat16(), asked, outputs)  # the last to use it
+    record_property("rounding", rounding_row("the default model", found))
+    assert found.all_near_ties, found

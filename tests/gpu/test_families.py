@@ -1,0 +1,81 @@
+"""Tiny models of every family on the GPU, against transformers there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.execution.gpu_runner import GPURunner
+from tests.comparison import compare, reference_tokens
+from tests.gpu.greedy import compare_rounded, generate, load_tiny
+from tests.models.checkpoints import make_reference, prompts, save
+from tests.models.test_families import CONFIGS
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+NEW_TOKENS = 24
+SMALL_POOL = {"num_blocks": 13, "block_size": 4, "max_batch_tokens": 16, "max_batch_requests": 6}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "without graphs": {"cuda_graphs": False},
+    "chunks of 7": {"max_prefill_tokens": 7, "block_size": 4},
+    "preempted": SMALL_POOL | {"prefix_caching": False},
+    "swapped": SMALL_POOL | {"preemption": "swap", "swap_memory": "1MiB"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_equal_transformers(
+    name: str, tmp_path: Path, record_property: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = make_reference(CONFIGS[name]()).to(DEVICE)
+    save(hf, tmp_path)
+    loaded = load_tiny(tmp_path, DEVICE, torch.float32)
+    asked = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40)]
+    expected = [reference_tokens(hf, prompt, NEW_TOKENS) for prompt in asked]
+    runs = {}
+    for waits in (False, True):  # for a step before the next one is queued
+        if waits:
+            monkeypatch.setattr(GPURunner, "steps_ahead", 0)
+        for setting, options in SETTINGS.items():
+            runs[setting, waits] = generate(loaded, asked, NEW_TOKENS if "num_blocks" not in options else 10, **options)
+    ties = 0
+    for (setting, _), run in runs.items():
+        for prompt, wanted, actual in zip(asked, expected, run.outputs, strict=True):
+            ties += compare(hf, prompt, wanted[: len(actual)], actual) is not None
+        assert setting not in ("preempted", "swapped") or run.num_preemptions > 0
+    together = runs["together", False].outputs
+    assert all(
+        runs[setting, waits].outputs == together
+        for setting in ("together", "without graphs")
+        for waits in (False, True)
+    )
+    row = {"model": name, "settings": len(runs), "tokens": sum(map(len, together)), "ties within 1e-4": ties}
+    record_property("greedy", row)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rounded_tokens_differ_at_near_ties_only(name: str, tmp_path: Path, record_property: Any) -> None:
+    hf = make_reference(CONFIGS[name]()).to(DEVICE).bfloat16()
+    save(hf, tmp_path)
+    loaded = load_tiny(tmp_path, DEVICE, torch.bfloat16)
+    asked = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40, 60)]
+    outputs = generate(loaded, asked, 60).outputs
+    found = compare_rounded(hf, asked, outputs)
+    record_property("rounding", rounding_row(name, found))
+    assert found.all_near_ties, found
+
+
+def rounding_row(name: str, found: Any) -> dict[str, Any]:
+    return {
+        "model": name,
+        "tokens": found.tokens,
+        "differ": found.different,
+        "transformers from its float32": found.theirs_different,
+        "largest gap": f"{found.largest_gap:.4f}",
+        "rounding of a score": f"{found.noise:.4f}",
+    }

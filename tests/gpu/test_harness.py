@@ -1,0 +1,36 @@
+"""What the GPU is held against, tried out where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.gpu.greedy import compare_rounded, generate, load_tiny
+from tests.gpu.table import show
+from tests.models.checkpoints import make_reference, prompts, save
+from tests.models.test_families import CONFIGS
+
+
+def test_only_near_ties_pass(tmp_path: Path) -> None:
+    hf = make_reference(CONFIGS["qwen2"]()).bfloat16()
+    save(hf, tmp_path)
+    asked = [tokens.tolist() for tokens in prompts(9, 17)]
+    run = generate(load_tiny(tmp_path, torch.device("cpu"), torch.bfloat16), asked, 30)
+    found = compare_rounded(hf, asked, run.outputs)
+    assert found.tokens == 60
+    assert found.noise > 0
+    assert found.all_near_ties
+    wrong = [[*output[:-1], (output[-1] + 1) % 211] for output in run.outputs]
+    assert not compare_rounded(hf, asked, wrong).all_near_ties
+
+
+def test_tables_of_what_was_noted() -> None:
+    rows = [("greedy", {"model": name, "tokens": 3}) for name in ("b", "a")]
+    assert show([("other", 1), *rows]) == [
+        "",
+        "Greedy tokens against transformers, float32",
+        "model  tokens",
+        "a      3     ",
+        "b      3     ",
+    ]

@@ -1,0 +1,95 @@
+"""Graphs, batch invariance and 8-bit floats on the GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from chairlift.bench.quality import score
+from chairlift.execution.config import EngineConfig
+from chairlift.execution.gpu_runner import GPURunner
+from chairlift.execution.startup import LoadedModel, load_model, start_engine
+from tests.execution.test_batch_invariant import check_all_batches, config, prompts
+from tests.gpu.greedy import generate, load_tiny
+from tests.models.checkpoints import SIZES, make_reference, save
+from tests.tiny import write_tiny_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+# Large enough for every kernel to have several tiles and several parts of a sum.
+WIDE = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 3008, "num_hidden_layers": 2, "head_dim": 64}
+WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3Config": {},
+    "Qwen3MoeConfig": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+    "Gemma2Config": {"sliding_window": 48},
+}
+
+
+def wide(folder: Path, shape: str = "Qwen3Config", **options: Any) -> LoadedModel:
+    save(make_reference(getattr(transformers, shape)(**(SIZES | WIDE | SHAPES[shape]))), folder)
+    return load_tiny(folder, torch.device("cuda"), torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_invariant_answers_of_a_tiny_model(tmp_path: Path, dtype: str) -> None:
+    """Tokens and logprobs, chosen by the host: alone, together, in chunks, and after preemptions."""
+    tiny = str(write_tiny_checkpoint(tmp_path / "tiny"))
+    options = {"device": "cuda", "dtype": dtype}
+    loaded = load_model(tiny, config(**options), progress=False)
+    check_all_batches(loaded, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rounded", [False, True], ids=["bfloat16", "fp8"])
+def test_invariant_tokens_in_every_way_to_run(
+    tmp_path: Path, shape: str, rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen on the device: with graphs and without, queued ahead and not, alone and together, the same tokens."""
+    if rounded and shape == "Qwen3MoeConfig":
+        pytest.skip("experts are not rounded")
+    loaded = wide(tmp_path, shape, batch_invariant=True, quantization="fp8" if rounded else "none")
+    options: dict[str, Any] = {"batch_invariant": True, "prefix_caching": False}
+    options |= {"kv_dtype": "fp8"} if rounded else {}
+    asked = prompts()
+    together = generate(loaded, asked, 40, **options).outputs
+    assert len(set(map(tuple, together))) == len(asked), "answers that do not depend on the prompt show nothing"
+    for place in (0, 1, 4):
+        assert generate(loaded, [asked[place]], 40, **options).outputs == [together[place]]
+    assert generate(loaded, asked, 40, cuda_graphs=False, **options).outputs == together
+    assert generate(loaded, asked, 40, max_prefill_tokens=11, **options).outputs == together
+    monkeypatch.setattr(GPURunner, "steps_ahead", 0)
+    assert generate(loaded, asked, 40, **options).outputs == together
+    assert generate(loaded, asked, 40, cuda_graphs=False, **options).outputs == together
+
+
+@pytest.mark.parametrize("which", ["weights", "cache"])
+def test_8_bit_floats_stay_close(tmp_path: Path, which: str, record_property: Any) -> None:
+    """Random tokens have about the same probabilities; `chairlift bench quality --device cuda` says what it costs a
+    real model."""
+    tokens = torch.randint(0, 3000, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = {}
+    for rounded in (False, True):
+        loaded = wide(tmp_path, quantization="fp8" if rounded and which == "weights" else "none")
+        cache = "fp8" if rounded and which == "cache" else "auto"
+        engine_config = EngineConfig(device="cuda", dtype="bfloat16", kv_memory="8MiB", kv_dtype=cache)
+        found[rounded] = score(start_engine(loaded, engine_config).runner, tokens, engine_config.block_size)
+    change, spread = found[True].losses - found[False].losses, float(found[False].losses.std())
+    agreement = float((found[True].likeliest == found[False].likeliest).double().mean())
+    record_property(
+        "fp8",
+        {
+            "model": f"qwen3, {which} in fp8",
+            "same likeliest token": f"{agreement:.1%}",
+            "losses spread by": f"{spread:.3f}",
+            "change by": f"{float(change.std()):.4f}",
+            "on average": f"{float(change.mean()):+.4f}",
+        },
+    )
+    assert 0 < float(change.std()) < 0.25 * spread
+    assert abs(float(change.mean())) < 0.03 * spread
+    assert agreement > 0.6

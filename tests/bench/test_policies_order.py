@@ -9,8 +9,9 @@ import pytest
 from chairlift.bench.policies import PoliciesSettings
 from chairlift.bench.simulation import ReplicaSettings
 from chairlift.simulate.measured import MeasuredCost
+from chairlift.simulate.records import Arrival, Outcome
 from chairlift.simulate.router import make_router
-from chairlift.simulate.run import Arrival, Outcome, simulate
+from chairlift.simulate.run import simulate
 
 CPU_LIKE = MeasuredCost(step=0.012, request=0.0, prefill_kv=0.0, decode_kv=1e-6, tokens=((0, 0.0015),))
 

@@ -60,3 +60,19 @@ def test_a_cached_free_block_comes_back_to_life() -> None:
     assert pool.references(0) == 1
     assert pool.take(2) is None
     assert evicted == []
+
+
+def test_lent_blocks_count_as_used_and_evict_what_taking_them_would() -> None:
+    pool, evicted = pool_of(4)
+    blocks = pool.take(3) or []
+    for block in blocks[:2]:
+        pool.mark_cached(block)
+    pool.release(blocks[:2])
+    pool.lend(1)  # the one that was never used
+    assert (pool.num_empty, pool.num_free) == (0, 2)
+    assert pool.take(1) == [blocks[0]]  # though an empty one is there: it is lent
+    pool.lend(1)
+    assert evicted == blocks[:2]
+    assert pool.take(1) is None
+    pool.lend(-2)
+    assert (pool.num_empty, pool.num_free) == (2, 2)

@@ -13,9 +13,10 @@ from chairlift.bench.simulation import ReplicaSettings, trace_arrivals
 from chairlift.bench.traces import load_trace
 from chairlift.core.cost_model import StepShape
 from chairlift.simulate.devices import device_named
+from chairlift.simulate.records import Arrival
 from chairlift.simulate.roofline import Roofline
 from chairlift.simulate.router import make_router
-from chairlift.simulate.run import Arrival, simulate
+from chairlift.simulate.run import simulate
 
 COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", 2)[0], device_named("h200"))
 

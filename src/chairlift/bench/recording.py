@@ -16,8 +16,9 @@ from chairlift.bench.workload import BenchRequest, LengthRange, Workload
 from chairlift.errors import InvalidParameter
 from chairlift.simulate.figures import Targets, figures
 from chairlift.simulate.measured import MeasuredCost
+from chairlift.simulate.records import Arrival, Gaps, Outcome, Record
 from chairlift.simulate.router import make_router
-from chairlift.simulate.run import Arrival, Outcome, Record, simulate
+from chairlift.simulate.run import simulate
 
 if TYPE_CHECKING:
     from chairlift.bench.measure import Measurement
@@ -122,7 +123,7 @@ def _figures(measured: Measurement, requests: Sequence[tuple[float, int, int]], 
         Record(at, n_in, n_out, 0, times[0], times[-1])
         for (at, n_in, n_out), times in zip(requests, measured.token_times, strict=True)
     ]
-    gaps = [(later - earlier, 1) for times in measured.token_times for earlier, later in pairwise(times)]
+    gaps = Gaps((later - earlier, 1) for times in measured.token_times for earlier, later in pairwise(times))
     steps = measured.inside.steps  # those before were the warm-up
     busy = sum(seconds for _, seconds in watched.steps[-steps:])
     return figures(Outcome(records, measured.seconds, steps, busy, measured.inside.preemptions, gaps), 1, Targets())

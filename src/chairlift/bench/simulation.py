@@ -24,10 +24,11 @@ from chairlift.errors import InvalidParameter
 from chairlift.simulate.devices import Device
 from chairlift.simulate.figures import Targets, percentile
 from chairlift.simulate.measured import MeasuredCost
+from chairlift.simulate.records import Arrival
 from chairlift.simulate.replica import Replica
 from chairlift.simulate.roofline import ModelShape, StepCost
 from chairlift.simulate.router import make_router
-from chairlift.simulate.run import Arrival, simulate
+from chairlift.simulate.run import simulate
 
 SHARE_OF_MEMORY = 0.9  # what is left free is for the step's own tensors
 HIGHEST_RATE = 1e5

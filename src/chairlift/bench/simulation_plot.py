@@ -8,8 +8,8 @@ from typing import Any
 
 from chairlift.bench.plots import save_panels
 from chairlift.core.cost_model import StepShape
+from chairlift.simulate.records import Outcome
 from chairlift.simulate.roofline import StepCost
-from chairlift.simulate.run import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class BlockPool:
         self._cached_free: OrderedDict[int, None] = OrderedDict()  # the free ones of them, least recently used first
         self._on_evict = on_evict
         self.num_evictions = 0
+        self.num_lent = 0  # blocks that count as used though no table names them (a simulation does that)
         self.changed: set[int] | None = None  # while someone watches: blocks whose state may have changed
 
     @property
@@ -37,7 +38,7 @@ class BlockPool:
 
     @property
     def num_empty(self) -> int:
-        return len(self._empty) + self.num_blocks - len(self._references)
+        return len(self._empty) + self.num_blocks - len(self._references) - self.num_lent
 
     @property
     def num_used(self) -> int:
@@ -73,18 +74,32 @@ class BlockPool:
         return blocks
 
     def _take_one(self) -> int:
-        if self._empty:
+        if self.num_lent and not self.num_empty:
+            block = self._evict()
+        elif self._empty:
             block = self._empty.pop()
         elif len(self._references) < self.num_blocks:
             self._references.append(1)
             return len(self._references) - 1
         else:
-            block, _ = self._cached_free.popitem(last=False)
-            self._cached.remove(block)
-            self._on_evict(block)
-            self.num_evictions += 1
+            block = self._evict()
         self._references[block] = 1
         return block
+
+    def _evict(self) -> int:
+        block, _ = self._cached_free.popitem(last=False)
+        self._cached.remove(block)
+        self._on_evict(block)
+        self.num_evictions += 1
+        return block
+
+    def lend(self, count: int) -> None:
+        """Count so many more blocks as used, without saying which; a negative count takes that back. For whoever needs
+        to know when memory runs out and what is evicted by then, but not who holds which block."""
+        if count > 0:
+            for _ in range(count - self.num_empty):
+                self._empty.append(self._evict())
+        self.num_lent += count
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner for each of these; a cached free block comes back to life."""

@@ -96,13 +96,19 @@ class Scheduler:
             if one.id in self._requests:
                 raise InvalidParameter("request_id", f"{one.id!r} is already in use")
         for one in request.companions:
-            one.order = self._num_submitted
-            self._num_submitted += 1
+            if one.order < 0:
+                one.order = self.take_number()
             self._requests[one.id] = one
         self.waiting.add(request)
         self.ordering.arrived(request)
         self._deadlines.add(request)
         self.lift.events.append(RequestQueued(now, request.id, request.num_prompt))
+
+    def take_number(self) -> int:
+        """The next place in the order of submission. A request that has one keeps it when it is submitted: a simulation
+        shows the scheduler only those about whom there is something to decide, sometimes long after they came."""
+        self._num_submitted += 1
+        return self._num_submitted - 1
 
     def submit_beams(self, requests: Sequence[Request], now: float) -> None:
         """One beam search, as wide as there are requests. In the end, the first of them is the best, and so on."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.simulate.run import Outcome, Record
+from chairlift.simulate.records import Gaps, Outcome, Record
 
 SHARES = (50, 95, 99)
 
@@ -26,19 +26,20 @@ class Targets:
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that `share` percent of all do not exceed."""
-    return weighted_percentile([(value, 1) for value in values], share)
+    return weighted_percentiles(((value, 1) for value in values), [share])[0]
 
 
-def weighted_percentile(values: Sequence[tuple[float, int]], share: float) -> float:
-    """The same of values that occurred several times."""
+def weighted_percentiles(values: Iterable[tuple[float, int]], shares: Sequence[float]) -> list[float]:
+    """The same, for several shares (rising), of values that occurred several times: (value, how often)."""
     ordered = sorted(values)
-    wanted = share / 100 * sum(count for _, count in ordered)
+    total = sum(count for _, count in ordered)
+    found: list[float] = []
     seen = 0
     for value, count in ordered:
         seen += count
-        if seen >= wanted:
-            return value
-    return ordered[-1][0]
+        while len(found) < len(shares) and seen >= shares[len(found)] / 100 * total:
+            found.append(value)
+    return found + [ordered[-1][0]] * (len(shares) - len(found))
 
 
 def figures(outcome: Outcome, num_replicas: int, targets: Targets) -> dict[str, Any]:
@@ -56,13 +57,16 @@ def figures(outcome: Outcome, num_replicas: int, targets: Targets) -> dict[str, 
         "steps": outcome.steps,
         "preemptions": outcome.preemptions,
     }
-    columns: dict[str, list[tuple[float, int]]] = {
+    columns: dict[str, list[tuple[float, int]] | Gaps] = {
         "ttft": [(record.ttft, 1) for record in records],
         "tpot": [(record.tpot, 1) for record in records if record.tpot is not None],
         "itl": outcome.gaps,
         "e2e": [(record.e2e, 1) for record in records],
     }
     for name, values in columns.items():
-        for share in SHARES:
-            found[f"{name}_p{share}_ms"] = 1e3 * weighted_percentile(values, share) if values else None
+        milliseconds = (
+            [1e3 * value for value in weighted_percentiles(values, SHARES)] if values else [None] * len(SHARES)
+        )
+        for share, value in zip(SHARES, milliseconds, strict=True):
+            found[f"{name}_p{share}_ms"] = value
     return found

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from chairlift.core.boarding import MAX_PASSED_OVER
 from chairlift.core.budget import FixedBudget
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.policy import ContinuousPolicy
-from chairlift.core.request import Request
 from chairlift.core.scheduler import Scheduler
-from chairlift.simulate.cruise import ANY_TOKEN, Aside
+from chairlift.simulate.cruise import Aside
+from chairlift.simulate.records import Gaps, Record
+from chairlift.simulate.rider import Passengers, Rider, token_of
 from chairlift.simulate.roofline import StepCost
 
 
@@ -16,9 +24,10 @@ class Replica:
     """Steps of a scheduler, each as long as `cost` predicts.
 
     When all on board are decoding and nobody can board, the coming steps differ in nothing but their length until
-    someone finishes or arrives. Those are taken in one go; `leaps=False` takes them one by one, with the same outcome.
-    Where nothing depends on those who decode (first come first served, continuous, a fixed budget), they are not even
-    shown to the scheduler while a newcomer's prompt is computed; nor is a newcomer that fits into the step as a whole.
+    someone finishes or arrives. Those are taken in one go, a *leap*; `leaps=False` takes them one by one, with the same
+    outcome. Where nothing depends on those who decode (first come first served, continuous, a fixed budget), it
+    *cruises*: they are not even shown to the scheduler while a newcomer's prompt is computed; nor is a newcomer that
+    fits into the step as a whole.
     """
 
     def __init__(
@@ -31,141 +40,218 @@ class Replica:
         self.leaps = leaps
         self.num_steps = 0
         self.busy_seconds = 0.0
-        self.load = 0  # tokens that its open requests may still compute
-        self.gaps: list[tuple[float, int]] = []  # (length of a step, requests that were decoding in it)
-        self.busy = False
+        self.gaps = Gaps()  # (length of a step, requests that were decoding in it)
+        self.due: float | None = None  # when it is to be woken; None if it has nothing to do
+        self.on_end: Callable[[Record], None] = lambda record: None
+        self._passengers = Passengers(scheduler, lambda record: self.on_end(record))
+        self._aside = Aside(scheduler, self._passengers)
+        self._line: deque[Rider] = deque()  # those in the queue that the scheduler does not know yet: behind the others
+        # What is under way: a step with a plan of the scheduler's, or with newcomers, or with neither; or a leap.
+        self._busy = False
         self._plan: StepPlan | None = None
-        self._newcomers: list[Request] = []  # those who compute their whole prompts in the step, besides its plan
-        self._ends_at = 0.0
+        self._newcomers: list[Rider] = []  # those who compute their whole prompts in the step
+        self._leap: list[float] = []  # seconds of each step
+        self._leap_ends: list[float] = []  # when it began, and when each of its steps ends
         self._seconds_of_decodes: dict[tuple[int, int], float] = {}
-        self._aside = Aside(scheduler)
         budget = scheduler.budget
         cruises = (
-            isinstance(scheduler.policy, ContinuousPolicy)
+            leaps
+            and isinstance(scheduler.policy, ContinuousPolicy)
             and isinstance(budget, FixedBudget)
             and not scheduler.ordering.has_claims
             and budget.most.tokens >= scheduler.max_batch_requests  # everyone gets a token in every step
         )
         self._cruises = budget.most if cruises and isinstance(budget, FixedBudget) else None
 
-    def submit(self, request: Request, now: float) -> None:
-        self.scheduler.submit(request, now)
-        self.load += request.num_prompt + request.max_new_tokens
+    @property
+    def preemptions(self) -> int:
+        return self._passengers.preemptions
 
-    def begin(self, now: float, undisturbed_until: float) -> float | None:
-        """Plan a step; returns when it ends, or when to try again, or None if there is nothing to do."""
-        assert not self.busy
+    def submit(self, record: Record, prompt: Sequence[int], now: float, next_arrival: float = math.inf) -> None:
+        """`next_arrival`: nobody else comes before that. It need not be known."""
+        self.scheduler.check_fits(record.n_in, record.n_out)
+        rider = Rider(record, prompt, self.scheduler.take_number())
+        if self._leap:
+            self._cut_leap(now)
+        if self._cruises:
+            self._line.append(rider)
+        else:
+            self._passengers.show(rider)
+        if not self._busy:
+            self._begin(now, next_arrival)
+
+    def expect_no_more(self, now: float) -> None:
+        """Batches that wait to be filled need not any longer."""
+        self.scheduler.expect_no_more()
+        if not self._busy:
+            self._begin(now, math.inf)
+
+    def wake(self, next_arrival: float = math.inf) -> None:
+        """It is `due`: what is under way is over, or a batch is released. Begin what comes next."""
+        assert self.due is not None
+        now = self.due
+        if self._leap:
+            self._end_leap(len(self._leap))
+        elif self._busy:
+            self._end_step(now)
+        self._begin(now, next_arrival)
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    def _begin(self, now: float, next_arrival: float) -> None:
         if self.leaps:
-            now = self._leap(now, undisturbed_until)
-            if self._cruises and self._aside.all_fit(self._cruises):
-                self._newcomers = self._aside.board_all()
-            elif self._aside and not self._room_beside_them():
-                self._aside.give_back()
-        plan = None if self._newcomers or self._only_decodes() else self.scheduler.schedule(now)
-        if not plan and not self._newcomers and not self._aside:
-            wakeup = self.scheduler.next_wakeup(now)
-            return wakeup if wakeup is not None and wakeup > now else None
-        self._plan, self.busy = plan, True
-        swaps = len(plan.swap_outs) + len(plan.swap_ins) if plan else 0
-        self._ends_at = now + self._take(self._shape(plan), swaps * self.seconds_per_swap)
-        return self._ends_at
+            self._set_aside()
+            if self._cruises:
+                self._newcomers = self._aside.board(self._line, self._cruises)
+                if self._newcomers:
+                    self._aside.reserve(1)
+                    self._take(self._shape_with_newcomers(), now)
+                    return
+            if self._begin_leap(now, next_arrival):
+                return
+        self._ask_scheduler(now)
 
-    def end(self) -> None:
-        """The step is over: apply it."""
-        plan, self._plan, self.busy = self._plan, None, False
-        if plan:
-            samples = sum(chunk.samples for chunk in plan.chunks)
-            self.scheduler.apply(StepResult(plan, [ANY_TOKEN] * samples, [None] * samples), self._ends_at)
-        if self._aside:
-            self._aside.advance(1, self._ends_at)
-        if self._newcomers:
-            self._aside.welcome(self._newcomers, self._ends_at)
-            self._newcomers = []
+    def _ask_scheduler(self, now: float) -> None:
+        aside, scheduler = self._aside, self.scheduler
+        if aside.size and not (self._cruises and aside.leaves_room()):
+            aside.give_back()
+        if aside.size:
+            aside.reserve(1)
+        self._show_line()
+        scheduler.lift.aside = aside.size
+        plan = scheduler.schedule(now)
+        self._passengers.take_in_events()
+        if not plan and not aside.size:
+            wakeup = scheduler.next_wakeup(now)
+            self.due = wakeup if wakeup is not None and wakeup > now else None
+            return
+        self._plan = plan
+        swaps = len(plan.swap_outs) + len(plan.swap_ins)
+        self._take(self._shape_of(plan), now, swaps * self.seconds_per_swap)
 
-    def _shape(self, plan: StepPlan | None) -> StepShape:
-        size, context, idle = len(self._aside), self._aside.context, len(self.scheduler.idle)
-        if not plan:
-            tokens = prefill_kv = 0
-            for request in self._newcomers:
-                tokens += request.num_prompt
-                prefill_kv += chunk_kv(0, request.num_prompt)
-            return StepShape(size, tokens, context, prefill_kv, size + len(self._newcomers), idle)
-        shape = StepShape.of(plan)
-        if not size:
-            return shape
-        return StepShape(
-            shape.decode_tokens + size,
-            shape.prefill_tokens,
-            shape.decode_kv + context,
-            shape.prefill_kv,
-            shape.requests + size,
-            idle,
-        )
+    def _show_line(self) -> None:
+        """Let the scheduler know of as many as it can ask in a step."""
+        scheduler = self.scheduler
+        enough = scheduler.max_batch_requests - len(scheduler.running) - self._aside.size + MAX_PASSED_OVER + 1
+        if scheduler.kv.prefix_caching:  # it asks any number of those who wait for a prefix
+            enough = len(scheduler.waiting) + len(self._line)
+        while self._line and len(scheduler.waiting) < enough:
+            self._passengers.show(self._line.popleft())
 
-    def _take(self, shape: StepShape, swapping: float = 0.0) -> float:
+    def _take(self, shape: StepShape, now: float, swapping: float = 0.0) -> None:
         seconds = self.cost.predict(shape) + swapping
         self.num_steps += 1
         self.busy_seconds += seconds
         if shape.decode_tokens:
-            self.gaps.append((seconds, shape.decode_tokens))
-        return seconds
+            self.gaps.add(seconds, shape.decode_tokens)
+        self._busy, self.due = True, now + seconds
+
+    def _end_step(self, now: float) -> None:
+        plan, newcomers = self._plan, self._newcomers
+        self._busy, self._plan, self._newcomers = False, None, []
+        if self._aside.size:
+            self._aside.advance(1, now)
+        if plan:
+            tokens = [token_of(chunk.request) for chunk in plan.chunks if chunk.samples]
+            self.scheduler.apply(StepResult(plan, tokens, [None] * len(tokens)), now)
+        if newcomers:
+            self._aside.welcome(newcomers, now)
+        if self.scheduler.has_events:
+            self._passengers.take_in_events()
+
+    def _shape_with_newcomers(self) -> StepShape:
+        tokens = prefill_kv = 0
+        for rider in self._newcomers:
+            tokens += rider.record.n_in
+            prefill_kv += chunk_kv(0, rider.record.n_in)
+        size = self._aside.size
+        return StepShape(size, tokens, self._aside.context, prefill_kv, size + len(self._newcomers))
+
+    def _shape_of(self, plan: StepPlan) -> StepShape:
+        shape, aside = StepShape.of(plan), self._aside
+        if not aside.size:
+            return shape
+        return StepShape(
+            shape.decode_tokens + aside.size,
+            shape.prefill_tokens,
+            shape.decode_kv + aside.context,
+            shape.prefill_kv,
+            shape.requests + aside.size,
+            shape.idle_rows,
+        )
 
     # ---- many steps at once -------------------------------------------------------------------------------------
 
-    def _only_decodes(self) -> bool:
-        return bool(self._aside) and not self.scheduler.running and self._nobody_boards()
-
-    def _nobody_boards(self) -> bool:
-        """Whoever waits cannot be given a seat, whatever the scheduler would think of it."""
-        scheduler = self.scheduler
-        if not scheduler.waiting:
-            return True
-        return self._cruises is not None and len(scheduler.running) + len(self._aside) >= scheduler.max_batch_requests
-
-    def _room_beside_them(self) -> bool:
-        return self._aside.steps_with_room() > 0 if self._only_decodes() else self._aside.leaves_room()
-
-    def _may_set_aside(self) -> bool:
-        scheduler = self.scheduler
+    def _set_aside(self) -> None:
+        """Take from the scheduler those about whom there is nothing to decide for now."""
+        scheduler, aside = self.scheduler, self._aside
+        if not scheduler.running:
+            return
         if self._cruises:  # not where memory is so short that they would be back at once
-            return self._aside.spare_blocks > 3 * (len(scheduler.running) + len(self._aside))
-        return not scheduler.waiting and all(request.decoding for request in scheduler.running)
+            if scheduler.kv.num_free > len(scheduler.running) + aside.size:
+                aside.take()
+        elif not scheduler.waiting and all(
+            request.decoding and request.max_new_tokens - request.num_output > 1 for request in scheduler.running
+        ):
+            aside.take()
 
-    def _leap(self, now: float, until: float) -> float:
-        """Take the steps in which nothing happens but one more token for everyone, and that are over before `until`;
-        returns when they are."""
-        if self._may_set_aside():
-            self._aside.take()
-        while self._only_decodes():
-            steps = min(self._aside.steps_to_next_end, self._aside.steps_with_room())
-            if not self._cruises:
-                steps = min(steps, self._aside.steps_to_next_end - 1)  # an ending is the scheduler's business
-            taken, now = self._take_decodes(steps, now, until)
-            self._aside.advance(taken, now)
-            if taken < steps or not steps:
-                break
+    def _only_decodes(self) -> bool:
+        """Nobody but those set aside is on board, and whoever waits cannot be given a seat."""
+        scheduler, aside = self.scheduler, self._aside
+        if scheduler.running or not aside.size:
+            return False
+        if not scheduler.waiting and not self._line:
+            return True
+        return self._cruises is not None and aside.size >= scheduler.max_batch_requests
+
+    def _begin_leap(self, now: float, next_arrival: float) -> bool:
+        """Take all steps at once in which nothing happens but one more token for everyone; False if there are none."""
+        if not self._only_decodes():
+            return False
+        aside = self._aside
+        size, context = aside.size, aside.context
+        steps = min(aside.steps_to_next_end, aside.steps_with_room())
         if not self._cruises:
-            self._aside.give_back()
-        return now
-
-    def _take_decodes(self, most: int, now: float, until: float) -> tuple[int, float]:
-        """At most so many steps of those set aside; returns how many, and when they are over."""
-        size, context = len(self._aside), self._aside.context
+            steps = min(steps, aside.steps_to_next_end - 1)  # an ending is the scheduler's business
         base = self._decode_seconds(size, len(self.scheduler.idle))
         per_position = self.cost.seconds_per_position
-        taken, gaps = 0, self.gaps
-        while taken < most:
-            seconds = base + per_position * context
-            end = now + seconds
-            if end >= until:
-                break
-            now = end
-            self.busy_seconds += seconds
-            gaps.append((seconds, size))
-            context += size
-            taken += 1
-        self.num_steps += taken
-        return taken, now
+        first = base + per_position * context  # and no step is shorter
+        if next_arrival < math.inf and first > 0:
+            steps = min(steps, int((next_arrival - now) / first) + 2)
+        if steps <= 0:
+            return False
+        self._leap = [base + per_position * read for read in range(context, context + steps * size, size)]
+        self._leap_ends = list(accumulate(self._leap, initial=now))
+        self._busy, self.due = True, self._leap_ends[-1]
+        return True
+
+    def _cut_leap(self, now: float) -> None:
+        """Someone comes: it is over with the step that is under way."""
+        if self._cruises:
+            if self._aside.size < self.scheduler.max_batch_requests:  # else he cannot board before one of them ends
+                steps = bisect_left(self._leap_ends, now, lo=1)
+                del self._leap[steps:], self._leap_ends[steps + 1 :]
+                self.due = self._leap_ends[-1]
+            return
+        # The scheduler may look at what was generated so far, and so has to plan the step under way itself.
+        steps = bisect_left(self._leap_ends, now, lo=1) - 1
+        began = self._leap_ends[steps]
+        self._end_leap(steps)
+        self._ask_scheduler(began)
+
+    def _end_leap(self, steps: int) -> None:
+        """So many of its steps are over."""
+        seconds, now = self._leap[:steps], self._leap_ends[steps]
+        self._busy, self._leap, self._leap_ends = False, [], []
+        self.num_steps += steps
+        self.busy_seconds += sum(seconds)
+        self.gaps.add_steps(seconds, self._aside.size)
+        self._aside.reserve(steps)
+        self._aside.advance(steps, now)
+        if not self._cruises:
+            self._aside.give_back()
+        if self.scheduler.has_events:
+            self._passengers.take_in_events()
 
     def _decode_seconds(self, size: int, idle: int) -> float:
         """What so many decodes take, but for the positions they read. The same few numbers come again and again."""

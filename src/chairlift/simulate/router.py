@@ -2,52 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
-from chairlift.simulate.replica import Replica
+from chairlift.simulate.records import Arrival
 
 AFFINE_TOKENS = 256  # requests that begin with so many equal tokens belong together
 TOO_BUSY = 1.5  # a replica with so many times the mean load is passed over
 
 
+class Loads:
+    """Tokens that the open requests of each replica may still compute. Finds the least without going through all."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.total = 0
+        self._loads = [0] * num_replicas
+        self._heap = [(0, index) for index in range(num_replicas)]  # with entries that are out of date
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __getitem__(self, index: int) -> int:
+        return self._loads[index]
+
+    def change(self, index: int, tokens: int) -> None:
+        self.total += tokens
+        self._loads[index] += tokens
+        heappush(self._heap, (self._loads[index], index))
+        if len(self._heap) > 64 + 4 * len(self._loads):
+            self._heap = [(load, index) for index, load in enumerate(self._loads)]
+            heapify(self._heap)
+
+    def least(self) -> int:
+        """The replica with the least load, the first of them if there are several."""
+        heap = self._heap
+        while self._loads[heap[0][1]] != heap[0][0]:
+            heappop(heap)
+        return heap[0][1]
+
+
 class Router(Protocol):
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int: ...
+    def choose(self, arrival: Arrival, loads: Loads) -> int: ...
 
 
 class RoundRobin:
     def __init__(self) -> None:
         self._next = -1
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
-        self._next = (self._next + 1) % len(replicas)
+    def choose(self, arrival: Arrival, loads: Loads) -> int:
+        self._next = (self._next + 1) % len(loads)
         return self._next
 
 
 class LeastLoaded:
     """The one with the fewest tokens still to compute."""
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
-        loads = [replica.load for replica in replicas]
-        return loads.index(min(loads))
+    def choose(self, arrival: Arrival, loads: Loads) -> int:
+        return loads.least()
 
 
 class PrefixAffine:
     """The one that has seen a prompt with the same beginning, unless it has far more to do than the others."""
 
     def __init__(self) -> None:
-        self._home: dict[tuple[int, ...], int] = {}
-        self._fallback = LeastLoaded()
+        self._home: dict[int, int] = {}  # by the hash of the beginning: there may be millions of them
 
-    def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
-        key = tuple(request.tokens[:AFFINE_TOKENS])
+    def choose(self, arrival: Arrival, loads: Loads) -> int:
+        key = hash(tuple(arrival.prompt[:AFFINE_TOKENS]))
         home = self._home.get(key)
-        mean = sum(replica.load for replica in replicas) / len(replicas)
-        own = request.num_prompt + request.max_new_tokens
-        if home is None or replicas[home].load > TOO_BUSY * mean + own:
-            home = self._home[key] = self._fallback.choose(request, replicas)
+        own = len(arrival.prompt) + arrival.n_out
+        if home is None or loads[home] > TOO_BUSY * loads.total / len(loads) + own:
+            home = self._home[key] = loads.least()
         return home
 
 

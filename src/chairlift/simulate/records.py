@@ -1,0 +1,80 @@
+"""What comes into a simulation, and what comes out of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    at: float
+    prompt: Sequence[int]  # tokens; equal beginnings are shared
+    n_out: int
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of a request. Times are seconds on the virtual clock."""
+
+    arrival: float
+    n_in: int
+    n_out: int
+    replica: int
+    first_token: float | None = None
+    end: float | None = None
+
+    @property
+    def ttft(self) -> float:
+        assert self.first_token is not None
+        return self.first_token - self.arrival
+
+    @property
+    def e2e(self) -> float:
+        assert self.end is not None
+        return self.end - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        return (self.e2e - self.ttft) / (self.n_out - 1) if self.n_out > 1 else None
+
+
+class Gaps:
+    """Times between two tokens of a request, and how many requests waited so long: (seconds, count). One for every
+    step, of which there are many: therefore flat."""
+
+    def __init__(self, pairs: Iterable[tuple[float, int]] = ()) -> None:
+        self._seconds = array("d")
+        self._counts = array("q")
+        for seconds, count in pairs:
+            self.add(seconds, count)
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        return zip(self._seconds, self._counts, strict=True)
+
+    def add(self, seconds: float, count: int) -> None:
+        self._seconds.append(seconds)
+        self._counts.append(count)
+
+    def add_steps(self, seconds: Sequence[float], count: int) -> None:
+        """As many waited in each of these steps."""
+        self._seconds.extend(seconds)
+        self._counts.extend([count] * len(seconds))
+
+    def update(self, other: Gaps) -> None:
+        self._seconds.extend(other._seconds)
+        self._counts.extend(other._counts)
+
+
+@dataclass(slots=True)
+class Outcome:
+    records: list[Record] = field(default_factory=list)
+    seconds: float = 0.0  # when the last request ended
+    steps: int = 0
+    busy_seconds: float = 0.0  # of all replicas together
+    preemptions: int = 0
+    gaps: Gaps = field(default_factory=Gaps)

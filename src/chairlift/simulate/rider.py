@@ -1,0 +1,71 @@
+"""A request of a simulation, and the scheduler's picture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from chairlift.core.events import RequestFinished, RequestPreempted, TokenProduced
+from chairlift.core.request import Request
+from chairlift.core.sampling import SamplingParams
+from chairlift.core.scheduler import Scheduler
+from chairlift.simulate.records import Record
+
+_LAST_TOKEN = 2**32 - 1
+_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+
+
+class Rider:
+    """A request that is open. Most come and go without the scheduler having to be asked about them."""
+
+    __slots__ = ("known", "order", "prompt", "record", "request", "since")
+
+    def __init__(self, record: Record, prompt: Sequence[int], order: int) -> None:
+        self.record = record
+        self.prompt = prompt
+        self.order = order  # place in the order of submission
+        self.request: Request | None = None  # what the scheduler was shown
+        self.since = 0  # steps that had been taken when it was set aside (`cruise.py`) ...
+        self.known = 0  # ... and how many tokens it knew then
+
+
+def token_of(request: Request) -> int:
+    """What is generated does not matter, only how much. Nobody else's prompt or output has this token."""
+    return _LAST_TOKEN - request.order
+
+
+class Passengers:
+    """The riders that the scheduler knows of."""
+
+    def __init__(self, scheduler: Scheduler, ended: Callable[[Record], None]) -> None:
+        self.preemptions = 0
+        self._scheduler = scheduler
+        self._ended = ended
+        self._riders: dict[str, Rider] = {}
+
+    def show(self, rider: Rider) -> Request:
+        """Let the scheduler know, as if it had been told when the rider came."""
+        record = rider.record
+        request = Request(str(rider.order), rider.prompt, _GREEDY, max_new_tokens=record.n_out, arrival=record.arrival)
+        request.order = rider.order
+        rider.request = request
+        self._riders[request.id] = rider
+        self._scheduler.submit(request, record.arrival)
+        return request
+
+    def rider(self, request: Request) -> Rider:
+        return self._riders[request.id]
+
+    def take_in_events(self) -> None:
+        for event in self._scheduler.drain_events():
+            if isinstance(event, TokenProduced):
+                record = self._riders[event.request_id].record
+                if record.first_token is None:
+                    record.first_token = event.time
+            elif isinstance(event, RequestFinished):
+                self.end(self._riders.pop(event.request_id), event.time)
+            elif isinstance(event, RequestPreempted):
+                self.preemptions += 1
+
+    def end(self, rider: Rider, now: float) -> None:
+        rider.record.end = now
+        self._ended(rider.record)

@@ -15,23 +15,23 @@ def train_draft(
         Path | None,
         typer.Option(help="A text file with one question per line to ask the model.", show_default="many subjects"),
     ] = None,
-    texts: Annotated[int, typer.Option(help="How many texts the model writes.")] = 3000,
-    length: Annotated[int, typer.Option(help="Longest text, in tokens, its question included.")] = 384,
-    epochs: Annotated[int, typer.Option(help="How often each text is learned from.")] = 8,
-    batch: Annotated[int, typer.Option(help="Texts that are learned from at a time.")] = 16,
+    texts: Annotated[int, typer.Option(help="How many texts the model writes.")] = 65_536,
+    length: Annotated[int, typer.Option(help="Of each text, in tokens, questions included.")] = 320,
+    epochs: Annotated[int, typer.Option(help="How often each text is learned from.")] = 6,
+    batch: Annotated[int, typer.Option(help="Texts that are learned from at a time.")] = 64,
     learning_rate: Annotated[float, typer.Option(help="How far a batch may move the weights.")] = 1e-3,
     draft_vocab: Annotated[int, typer.Option(help="Tokens that can be guessed: the most frequent ones.")] = 8192,
     minutes: Annotated[
-        float | None, typer.Option(help="Stop training after so long, with what there is.", show_default="no limit")
-    ] = None,
+        float, typer.Option(help="For all of it: there will be fewer texts or epochs if this is too short.")
+    ] = 5.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Of the model: auto, float32, bfloat16 or float16.")] = "auto",
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0,
 ) -> None:
     """Train a draft head for --speculate draft:FOLDER on texts that the model writes itself.
 
-    A few minutes on a GPU for a small model. An epoch that is done is kept: a
-    command that was interrupted goes on from there when it is given again.
+    A few minutes on a GPU for a small model. Each tenth of the training is kept:
+    a command that was interrupted goes on from there when it is given again.
     """
     from chairlift.cli_console import show_log
     from chairlift.errors import InvalidParameter

@@ -23,9 +23,10 @@ from chairlift.execution.engine import Engine
 from chairlift.execution.runner import ModelRunner
 from chairlift.execution.startup import LoadedModel, load_model, start_engine
 from chairlift.models.decoder import Decoder
+from chairlift.speculative.head import joined_features
 from chairlift.speculative.head_config import HeadConfig
 from chairlift.training.train_draft import TrainSettings, train_draft
-from chairlift.training.trainable_head import TrainableHead, WholeTexts
+from chairlift.training.trainable_head import Seen, TrainableHead, WholeTexts
 from tests.speculation.running import run, start
 from tests.speculation.test_same_output import SETTINGS, same, uneven_work
 from tests.tiny import write_tiny_checkpoint
@@ -186,7 +187,8 @@ def draft(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = TrainSettings(texts=12, length=32, epochs=2, batch=4, draft_vocab=150, device="cpu", learning_rate=3e-3)
     said: list[str] = []
     train_draft(str(folder), output, settings, [], said.append)
-    assert any(line.startswith("epoch   2") for line in said)
+    assert any("step 6 of 6" in line for line in said)
+    assert json.loads((output / "config.json").read_text())["taps"], "layers in the middle are read, too"
     return output
 
 
@@ -211,7 +213,7 @@ def test_a_trained_head_changes_nothing_and_says_what_it_was_trained_to_say(tiny
     assert isinstance(model, Decoder)
     head, ids = load_trainable(draft, model)
     for request, num_known, drafts in said:
-        assert drafts[0] == offline_guess(head, ids, model, list(request.tokens[:num_known]))
+        assert drafts == offline_guesses(head, ids, model, list(request.tokens[:num_known]), len(drafts))
 
 
 def load_trainable(folder: Path, model: Decoder) -> tuple[TrainableHead, torch.Tensor]:
@@ -225,13 +227,22 @@ def load_trainable(folder: Path, model: Decoder) -> tuple[TrainableHead, torch.T
 
 
 @torch.no_grad()
-def offline_guess(head: TrainableHead, ids: torch.Tensor, model: Decoder, tokens: list[int]) -> int:
-    """From the whole text at once, without a cache."""
-    row = torch.tensor(tokens)
-    hidden = model.hidden_states(row, torch.arange(len(tokens)), WholeTexts(len(tokens)))
-    previous = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
-    states = head(model.embed(row)[None], previous[None])[0, -1]
-    return int(ids[model.logits(states[None])[0, ids].argmax()])
+def offline_guesses(head: TrainableHead, ids: torch.Tensor, model: Decoder, tokens: list[int], count: int) -> list[int]:
+    """From the whole text at once, without a cache, as in training: a guess from the states of the depth before."""
+    guesses: list[int] = []
+    previous = None
+    for depth in range(count):
+        row = torch.tensor(tokens + guesses)
+        # The target's states of guesses are not known to the head, and must not matter: it sees its own there.
+        hidden = model.hidden_states(row, torch.arange(len(row)), WholeTexts(len(row)))
+        assert model.tapped is not None
+        features = joined_features(model.tapped, hidden)
+        seen: Seen = []
+        previous = head.joint(features)[None]
+        for _ in range(depth + 1):
+            previous = head(model.embed(row)[None], torch.nn.functional.pad(previous[:, :-1], (0, 0, 1, 0)), seen)
+        guesses.append(int(ids[model.logits(previous[0, -1:])[0, ids].argmax()]))
+    return guesses
 
 
 def test_training_goes_on_where_it_stopped(folder: Path, tmp_path: Path) -> None:
@@ -239,8 +250,18 @@ def test_training_goes_on_where_it_stopped(folder: Path, tmp_path: Path) -> None
     train_draft(str(folder), tmp_path / "a", TrainSettings(epochs=1, **settings), [], lambda line: None)  # type: ignore[arg-type]
     said: list[str] = []
     train_draft(str(folder), tmp_path / "a", TrainSettings(epochs=2, **settings), [], said.append)  # type: ignore[arg-type]
-    assert [line.split("loss")[0].strip() for line in said if line.startswith("epoch")] == ["epoch   2"]
-    assert not any(" of 6" in line for line in said), "the texts are there already"
+    assert [line.split(",")[0] for line in said if "step" in line] == [
+        f"learning   step {step} of 6" for step in (4, 5, 6)
+    ]
+    assert not any(" of 6, " in line for line in said if line.startswith("texts")), "the texts are there already"
+
+
+def test_training_ends_in_time_with_all_that_is_needed(folder: Path, tiny: LoadedModel, tmp_path: Path) -> None:
+    settings = TrainSettings(texts=6, length=16, batch=2, epochs=100_000, minutes=0.05, draft_vocab=50, device="cpu")
+    said: list[str] = []
+    train_draft(str(folder), tmp_path, settings, [], said.append)
+    assert any(line.startswith("stopped") for line in said)
+    same(run(start(tiny), uneven_work(3)), run(start(tiny, speculate=f"draft:{tmp_path}"), uneven_work(3)))
 
 
 @pytest.mark.parametrize("speculate", ["layers:2", "draft:nowhere/at/all", "draft:tiny-but-other"])

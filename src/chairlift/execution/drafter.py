@@ -282,44 +282,53 @@ class Head:
 
     def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
         head = self._head
-        previous = torch.zeros(len(batch.tokens), head.hidden_size, dtype=head.target.dtype, device=batch.tokens.device)
-        for offset, chunk in zip(batch.layout.offsets, chunks, strict=False):
-            request_id = chunk.request.id
-            if chunk.drafts:
-                previous[offset] = self._guessed[request_id]
-                continue
-            ahead = self._ahead.get(request_id)
-            if ahead is not None and (ahead.first, len(ahead.states)) == (chunk.start, chunk.count):
-                previous[offset : offset + chunk.count] = torch.stack(ahead.states)
-            # Its last token is computed once more next time: a step with prompts may compute it without its state.
-            self._ahead[request_id] = _Ahead(chunk.end - 1, [previous[offset + chunk.count - 1]])
+        if chunks[0].drafts:  # then all of them have some
+            size = (len(batch.tokens), head.hidden_size)
+            previous = torch.zeros(size, dtype=head.target.dtype, device=batch.tokens.device)
+            previous[last_rows] = torch.stack([self._guessed[chunk.request.id] for chunk in chunks])
+        else:
+            previous = head.join(self._features(batch, chunks))
         states = head.states(batch.tokens, previous, batch.positions, attend)[last_rows]
         for chunk, state in zip(chunks, states, strict=True):
             self._guessed[chunk.request.id] = state
         return head.scores(states)
 
+    def _features(self, batch: InputBatch, chunks: Sequence[Chunk]) -> Tensor:
+        """What the target knew before each token [T, features]; zeros where that is not known."""
+        head = self._head
+        size = (len(batch.tokens), head.feature_size)
+        features = torch.zeros(size, dtype=head.target.dtype, device=batch.tokens.device)
+        for offset, chunk in zip(batch.layout.offsets, chunks, strict=False):
+            ahead = self._ahead.get(chunk.request.id)
+            if ahead is not None and (ahead.first, len(ahead.states)) == (chunk.start, chunk.count):
+                features[offset : offset + chunk.count] = torch.stack(ahead.states)
+            # Its last token is computed once more next time: a step with prompts may compute it without its state.
+            self._ahead[chunk.request.id] = _Ahead(chunk.end - 1, [features[offset + chunk.count - 1]])
+        return features
+
     def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
+        features = self._head.features(hidden)
         if not all(chunk.decodes for chunk in plan.chunks):
-            self._compute_prompts(plan, batch, attend, hidden)
+            self._compute_prompts(plan, batch, attend, features)
         rows = iter(kept)
         for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
             last = next(rows) if chunk.samples else offset + chunk.count - 1
             ahead = self._ahead.get(chunk.request.id)
             if not chunk.decodes or ahead is None or ahead.first + len(ahead.states) != chunk.start + 1:
-                self._ahead[chunk.request.id] = _Ahead(chunk.start + last - offset + 1, [hidden[last].clone()])
+                self._ahead[chunk.request.id] = _Ahead(chunk.start + last - offset + 1, [features[last].clone()])
                 continue
-            ahead.states += hidden[offset : last + 1].clone().unbind(0)
+            ahead.states += features[offset : last + 1].clone().unbind(0)
             ahead.forget_all_but(MOST_STATES)
 
-    def _compute_prompts(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor) -> None:
+    def _compute_prompts(self, plan: StepPlan, batch: InputBatch, attend: Attend, features: Tensor) -> None:
         """All of the step, for it is one batch: what decodes is computed once more when it is asked for guesses."""
-        previous = torch.zeros_like(hidden)
-        previous[1:] = hidden[:-1]
+        previous = torch.zeros_like(features)
+        previous[1:] = features[:-1]
         for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
             ahead = self._ahead.get(chunk.request.id)
             known = ahead is not None and len(ahead.states) == 1 and ahead.first == chunk.start
             previous[offset] = ahead.states[0] if ahead is not None and known else 0.0  # behind a prefix hit: none
-        self._head.states(batch.tokens, previous, batch.positions, attend)
+        self._head.states(batch.tokens, self._head.join(previous), batch.positions, attend)
 
     def forget(self, request_id: str) -> None:
         self._ahead.pop(request_id, None)

@@ -44,6 +44,7 @@ class Network(NamedTuple):
     scales: np.ndarray  # [L] float32, of scores
     windows: np.ndarray  # [L] int64, 0: none
     softcaps: np.ndarray  # [L] float32, 0: none
+    taps: np.ndarray  # [L] int64: which of the step's `tapped` keeps what the layer reads, -1: none
 
 
 class Step(NamedTuple):
@@ -57,6 +58,7 @@ class Step(NamedTuple):
     values: np.ndarray
     tables: np.ndarray  # [S, longest] int32
     work: Work
+    tapped: np.ndarray  # [taps, T, hidden] float32: the residual stream before some layers
 
 
 class Buffers(NamedTuple):
@@ -90,6 +92,9 @@ def decode_step(shared: Any, members: int, net: Network, step: Step, buffers: Bu
         cache = Cache(step.keys[layer], step.values[layer], step.tables)
         how = Score(net.scales[layer], net.windows[layer], net.softcaps[layer])
 
+        if net.taps[layer] >= 0:
+            _keep(shared, step.x, step.tapped[net.taps[layer]])
+            meet(shared, members)
         _norm_and_round(shared, step.x, net.before_attention[layer], net.eps, buffers.hidden_rows)
         meet(shared, members)
         weight = PackedWeight(net.qkv.numbers[layer], net.qkv.scales[layer])
@@ -153,6 +158,15 @@ def _norm(values: Any, weight: Any, eps: Any, out: Any) -> None:
     factor = _ONE / np.sqrt(squares / np.float32(values.shape[0]) + eps)
     for i in range(values.shape[0]):
         out[i] = values[i] * factor * weight[i]
+
+
+@compiled(FAST)
+def _keep(shared: Any, x: Any, kept: Any) -> None:
+    while True:
+        row = claim(shared, 1)
+        if row >= x.shape[0]:
+            return
+        kept[row] = x[row]
 
 
 @compiled(FAST)

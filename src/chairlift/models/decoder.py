@@ -180,6 +180,8 @@ class Decoder:
         else:
             self.head = Linear.empty(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
         self.batch_invariant = False
+        self.taps: tuple[int, ...] = ()  # layers whose input is kept for someone else to read
+        self.tapped: Tensor | None = None  # [taps, T, hidden], of the last call of `hidden_states`
         self._fused: FusedCPUDecoder | None = None
         self._layer_weights: LayerWeights | None = None
         self._missing: list[int] = []  # how many targets of each layer are still to be filled
@@ -270,10 +272,15 @@ class Decoder:
         rotations = {rope: rotary(positions) for rope, rotary in self.rotary.items()}
         x = self.embed(tokens)
         if self._fused is not None and isinstance(attend, PagedCPUStep):
-            return self._fused(x, rotations, attend)
+            x, self.tapped = self._fused(x, rotations, attend, self.taps)
+            return x
         delta: Tensor | None = None
-        for layer in self.layers:
+        tapped = {}
+        for index, layer in enumerate(self.layers):
+            if index in self.taps:
+                tapped[index] = x.clone() if delta is None else x + delta
             delta = layer(x, delta, positions, None if layer.rope is None else rotations[layer.rope], attend)
+        self.tapped = torch.stack([tapped[index] for index in self.taps]) if self.taps else None
         return _add_(x, delta, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -95,14 +95,18 @@ class FusedCPUDecoder:
             scales=np.array([attention.layer.scale for attention in attentions], dtype=np.float32),
             windows=np.array([attention.layer.window or 0 for attention in attentions]),
             softcaps=np.array([attention.layer.softcap or 0.0 for attention in attentions], dtype=np.float32),
+            taps=np.full(len(layers), -1),
         )
         self._layer = attentions[0].layer
         self._inner = config.layers[0].intermediate_size
         self._buffers: Buffers | None = None
         self._team = the_team()  # sized by torch's threads, of which few will be left
 
-    def __call__(self, x: Tensor, rotations: Mapping[Rope, Rotation], attend: PagedCPUStep) -> Tensor:
-        """x [T, hidden], the embedded tokens -> [T, hidden], in the same memory, after the final norm."""
+    def __call__(
+        self, x: Tensor, rotations: Mapping[Rope, Rotation], attend: PagedCPUStep, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, hidden], the embedded tokens -> [T, hidden], in the same memory, after the final norm; and what the
+        layers `taps` read [taps, T, hidden]."""
         first = self._layer.index
         keys, values = (side[first:] for side in _all_layers(attend.storage))
         angles = [rotations[rope] for rope in self._ropes]
@@ -115,9 +119,12 @@ class FusedCPUDecoder:
             values=values,
             tables=attend.layout.tables.numpy(),
             work=attend.work(self._layer),
+            tapped=np.empty((len(taps), *x.shape), dtype=np.float32),
         )
+        self._network.taps[:] = -1
+        self._network.taps[list(taps)] = range(len(taps))
         self._team.run(decode_step, self._network, step, self._room_for(len(x), x.shape[1]))
-        return x
+        return x, torch.from_numpy(step.tapped)
 
     def _room_for(self, rows: int, hidden: int) -> Buffers:
         if self._buffers is None or len(self._buffers.qkv) < rows:

@@ -1,9 +1,10 @@
 """A draft head: one layer that continues the target's own hidden states.
 
-The target's last layer knows far more about what comes next than a small model could find out by itself. So the head
-reads, for each token, the token's embedding and the target's hidden state of the token before it, and tells what the
-target's hidden state of this token will be; the target's own head turns that into a guess. From the second guess on it
-reads its own states instead. Its keys and values live in the target's KV storage, as those of one more layer.
+The target's layers know far more about what comes next than a small model could find out by itself. So the head reads,
+for each token, the token's embedding and the target's hidden states of the token before it (what the last layer puts
+out, and what some layers in the middle read, joined to the size of one), and makes a state of its own, which the
+target's own head turns into a guess. From the second guess on it reads its own states instead. Its keys and values live
+in the target's KV storage, as those of one more layer.
 
     target      h0      h1      h2                       read once the target has computed them
     tokens      x1      x2      x3      g4      g5
@@ -13,7 +14,7 @@ reads its own states instead. Its keys and values live in the target's KV storag
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ from chairlift.attention.base import Attend, AttentionLayer
 from chairlift.attention.paged_cpu import PagedCPUStep
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.layers.linear import Linear
+from chairlift.layers.mlp import GatedMLP
+from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.rope import RotaryEmbedding
 from chairlift.models.config import DecoderConfig
@@ -45,10 +48,18 @@ class DraftHead:
             raise InvalidParameter("speculate", f"{problem} and {target.vocab_size}")
         dtype, device, decoder = target.dtype, target.device, config.decoder()
         layer = replace(decoder.layers[0], attention=replace(decoder.layers[0].attention, index=index))
+        if not all(0 <= tap < len(target.layers) for tap in config.taps):
+            raise CorruptCheckpoint(f"the draft head reads layers {config.taps} of a model of {len(target.layers)}")
         self.target = target
+        target.taps = config.taps
         self.hidden_size = config.hidden_size
+        self.feature_size = config.feature_size
         self.attention_layers: tuple[AttentionLayer, ...] = (layer.attention,)
         self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, bias=False, dtype=dtype, device=device)
+        self.joint: Linear | None = None  # one of several hidden states of the target
+        if config.taps:
+            size = (config.feature_size, config.hidden_size)
+            self.joint = Linear.empty(*size, bias=False, dtype=dtype, device=device)
         self.layer = DecoderLayer(decoder, layer, dtype, device)
         assert layer.rope is not None
         self._rope = layer.rope
@@ -59,14 +70,22 @@ class DraftHead:
         self._fused: FusedCPUDecoder | None = None
         if target.quantization == "int8":
             self._round(decoder)
-        for part in (self.mix, *self.layer.parts(), self.norm, self.head):
+        for part in self._parts():
             part.finalize()
+
+    def _parts(self) -> Iterator[Linear | RMSNorm | GatedMLP | MixtureOfExperts]:
+        yield from (self.mix, *self.layer.parts(), self.norm, self.head)
+        if self.joint is not None:
+            yield self.joint
 
     def _fill(self, tensors: Iterable[tuple[str, Tensor]], config: HeadConfig) -> Tensor:
         assert self.mix.weight is not None
         weights = dict(tensors)
         token_ids = weights.pop("token_ids", torch.empty(0)).long()
         targets = {"mix.weight": self.mix.weight, "norm.weight": self.norm.weight}
+        if self.joint is not None:
+            assert self.joint.weight is not None
+            targets["joint.weight"] = self.joint.weight
         targets |= {f"layers.0.{name}": target for name, target in self.layer.targets()}
         fill(targets, weights.items(), text_part_only=False, tied=False)
         if token_ids.shape != (config.draft_vocab_size,):
@@ -79,8 +98,9 @@ class DraftHead:
         """As the target is. A pass is so short that what it calls counts: the layer is one call, if it can be."""
         from chairlift.models.fused_cpu import FusedCPUDecoder, LayerWeights, can_fuse
 
-        for linear in (self.mix, self.head):
-            linear.round()
+        for linear in (self.mix, self.head, self.joint):
+            if linear is not None:
+                linear.round()
         first = self.target.attention_layers[0]
         own = self.layer.attention.layer
         stored_alike = (own.num_kv_heads, own.head_dim) == (first.num_kv_heads, first.head_dim)
@@ -93,14 +113,25 @@ class DraftHead:
         self._fused = FusedCPUDecoder(decoder, [self.layer], self.norm, weights)
 
     def num_weight_bytes(self) -> int:
-        return sum(part.num_bytes for part in (self.mix, *self.layer.parts(), self.norm, self.head))
+        return sum(part.num_bytes for part in self._parts())
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """What the target has just computed [T, hidden] -> what the head reads of it [T, features]."""
+        if not self.target.taps:
+            return hidden
+        assert self.target.tapped is not None
+        return joined_features(self.target.tapped, hidden)
+
+    def join(self, features: Tensor) -> Tensor:
+        """[T, features] -> [T, hidden]."""
+        return features if self.joint is None else self.joint(features)
 
     def states(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions [T], previous [T, hidden]: the states of the tokens before -> [T, hidden]."""
         x = self.mix(torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1))
         rotation = self.rotary(positions)
         if self._fused is not None and isinstance(attend, PagedCPUStep):
-            return self._fused(x, {self._rope: rotation}, attend)
+            return self._fused(x, {self._rope: rotation}, attend)[0]
         delta = self.layer(x, None, positions, rotation, attend)
         return self.norm(x if delta is None else x + delta)
 
@@ -116,6 +147,12 @@ def head_rows(target: Decoder, token_ids: Tensor) -> Tensor:
     # However the head is stored, it is a linear map: it tells its weights if it is asked for one number at a time.
     numbers = torch.eye(target.config.hidden_size, dtype=target.dtype, device=target.device)
     return torch.cat([target.head(some)[:, token_ids] for some in numbers.split(64)]).T.contiguous()
+
+
+def joined_features(tapped: Tensor, hidden: Tensor) -> Tensor:
+    """[taps, ..., hidden] and [..., hidden] -> [..., (taps + 1) * hidden]: each of the same size, however large the
+    stream has grown."""
+    return torch.cat([unit(state) for state in (*tapped, hidden)], dim=-1)
 
 
 def unit(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from chairlift.errors import CorruptCheckpoint
@@ -27,14 +27,15 @@ class HeadConfig:
     head_dim: int
     rope_theta: float
     max_position_embeddings: int
+    taps: tuple[int, ...] = ()  # layers of the target whose input it reads beside what the last one puts out
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> HeadConfig:
-        names = {field.name for field in fields(cls)}
-        missing = sorted(names - config.keys())
+        missing = sorted(field.name for field in fields(cls) if field.default is MISSING and field.name not in config)
         if missing:
             raise CorruptCheckpoint(f"config.json of the draft head lacks {', '.join(missing)}")
-        return cls(**{name: config[name] for name in names})
+        given = {field.name: config[field.name] for field in fields(cls) if field.name in config}
+        return cls(**given | {"taps": tuple(given.get("taps", ()))})
 
     def to_json(self) -> dict[str, Any]:
         return {"model_type": MODEL_TYPE, **asdict(self)}
@@ -43,6 +44,11 @@ class HeadConfig:
         """The same as a Llama of one layer."""
         shape = asdict(self) | {"model_type": "llama", "vocab_size": self.target_vocab_size, "num_hidden_layers": 1}
         return decoder_config(shape | {"rms_norm_eps": EPS, "tie_word_embeddings": True})
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers that it reads of one of the target's tokens."""
+        return self.hidden_size * (1 + len(self.taps))
 
     @property
     def layer(self) -> LayerConfig:

@@ -13,12 +13,12 @@ from chairlift.training.trainable_head import TrainableHead
 
 
 class Progress:
-    """`progress.json`, the texts, and at the end of each epoch the weights and the optimizer."""
+    """`progress.json`, the texts, and now and then the weights and the optimizer."""
 
-    def __init__(self, folder: Path, fingerprint: str, epochs_done: int, resumed: bool) -> None:
+    def __init__(self, folder: Path, fingerprint: str, steps_done: int, resumed: bool) -> None:
         self.folder = folder
         self.fingerprint = fingerprint
-        self.epochs_done = epochs_done
+        self.steps_done = steps_done
         self.resumed = resumed
 
     @classmethod
@@ -26,16 +26,16 @@ class Progress:
         file = folder / "progress.json"
         found = json.loads(file.read_text()) if file.exists() else {}
         same = found.get("settings") == fingerprint
-        progress = cls(folder, fingerprint, found.get("epochs_done", 0) if same else 0, same)
+        progress = cls(folder, fingerprint, found.get("steps_done", 0) if same else 0, same)
         progress._note()
         return progress
 
     def _note(self) -> None:
-        progress = {"settings": self.fingerprint, "epochs_done": self.epochs_done}
+        progress = {"settings": self.fingerprint, "steps_done": self.steps_done}
         (self.folder / "progress.json").write_text(json.dumps(progress))
 
     def restore(self, head: TrainableHead, optimizer: torch.optim.Optimizer) -> None:
-        if not self.epochs_done:
+        if not self.steps_done:
             return
         saved = load_file(self.folder / "checkpoint.safetensors")
         for name, parameter in head.named_parameters():
@@ -46,7 +46,7 @@ class Progress:
                 "exp_avg_sq": saved[f"{name}/square"].to(parameter),
             }
 
-    def save(self, head: TrainableHead, optimizer: torch.optim.Optimizer, epochs_done: int) -> None:
+    def save(self, head: TrainableHead, optimizer: torch.optim.Optimizer, steps_done: int) -> None:
         tensors: dict[str, Tensor] = {}
         for name, parameter in head.named_parameters():
             moments = optimizer.state[parameter]
@@ -54,5 +54,5 @@ class Progress:
             tensors |= {f"{name}/square": moments["exp_avg_sq"], "step": torch.as_tensor(moments["step"]).float().cpu()}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.folder / "checkpoint.new")
         (self.folder / "checkpoint.new").replace(self.folder / "checkpoint.safetensors")
-        self.epochs_done = epochs_done
+        self.steps_done = steps_done
         self._note()

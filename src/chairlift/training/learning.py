@@ -1,0 +1,93 @@
+"""What a draft head has to get right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.models.decoder import Decoder
+from chairlift.speculative.head import head_rows, joined_features
+from chairlift.training.texts import Texts
+from chairlift.training.trainable_head import Seen, TrainableHead, WholeTexts
+
+DEPTH = 4  # guesses one after the other, each from the head's own state at the one before
+DEPTH_WEIGHT = 0.8  # of each guess, compared with the one before it
+AFTER_A_MISS = 0.2  # the weight of a guess that would not be asked for, because the one before it was wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    loss: Tensor
+    wanted: Tensor  # [DEPTH]: how many guesses were asked for, all of those before them having been right
+    right: Tensor  # [DEPTH]: how many of them were right
+
+
+class Lesson:
+    """The target and the tokens that may be guessed, for which it says what is right."""
+
+    def __init__(self, target: Decoder, token_ids: Tensor) -> None:
+        self._target = target
+        self._token_ids = token_ids
+        self._rows = copied(head_rows(target, token_ids))  # [draft vocab, hidden]
+
+    def study(self, head: TrainableHead, texts: Texts) -> Outcome:
+        device = self._target.device
+        tokens, written = texts.tokens.long().to(device), texts.written.to(device)
+        counted = written.nonzero(as_tuple=True)
+        with torch.no_grad():
+            hidden, features, embedded = self._target_states(tokens)
+            goal = F.linear(hidden[counted], self._rows).float().softmax(dim=-1)  # among the tokens that it can guess
+            best = torch.zeros_like(tokens)
+            best[counted] = self._target_choice(hidden[counted])
+        weights, asked = written.float(), written  # of each place; at depth 0, a guess is asked for at all of them
+        loss, numbers, seen = torch.zeros((), device=device), [], Seen()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            previous = head.joint(features)
+            for depth in range(DEPTH):
+                previous = head(embedded, _later(previous), seen)
+                scores = F.linear(previous[counted], self._rows.to(previous.dtype))
+                missed = F.cross_entropy(scores.float(), goal, reduction="none")
+                share = weights[counted]
+                loss = loss + DEPTH_WEIGHT**depth * (missed * share).sum() / share.sum().clamp(min=1.0)
+                guesses = torch.zeros_like(tokens)
+                guesses[counted] = self._token_ids[scores.argmax(dim=-1)]
+                right = asked & (guesses == best)
+                numbers.append(torch.stack((asked.sum(), right.sum())))
+                # One place on, the next depth guesses, if what came was what this one said.
+                came = guesses[:, :-1] == tokens[:, 1:]
+                weights = F.pad(weights[:, :-1] * torch.where(came, 1.0, AFTER_A_MISS), (1, 0)) * written
+                asked = F.pad(right[:, :-1] & came, (1, 0)) & written
+        wanted, right_ones = torch.stack(numbers, dim=1)
+        return Outcome(loss, wanted, right_ones)
+
+    def _target_states(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, what the head reads of them, and embeddings: each [texts, length, ...]."""
+        texts, length = tokens.shape
+        flat, positions = tokens.flatten(), torch.arange(length, device=tokens.device).repeat(texts)
+        with torch.inference_mode():
+            hidden = self._target.hidden_states(flat, positions, WholeTexts(length))
+            tapped = self._target.tapped
+            features = hidden if tapped is None else joined_features(tapped, hidden)
+            found = hidden, features, self._target.embed(flat)
+        hidden, features, embedded = (copied(states).view(texts, length, -1) for states in found)
+        return hidden, features, embedded
+
+    def _target_choice(self, hidden: Tensor) -> Tensor:
+        """What the target would say next, of all its tokens."""
+        with torch.inference_mode():
+            found = [self._target.logits(part).argmax(dim=-1) for part in hidden.split(4096)]
+        return copied(torch.cat(found))
+
+
+def _later(states: Tensor) -> Tensor:
+    """Each at the place of the next token; before the first there was none."""
+    return F.pad(states[:, :-1], (0, 0, 1, 0))
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """The model was loaded for inference only; copies of what comes out of it may be trained on."""
+    with torch.inference_mode(False):
+        return tensor.clone()

@@ -11,7 +11,7 @@ import numpy as np
 from chairlift.execution.startup import LoadedModel
 from chairlift.training.prompts import HELD_OUT, Questions
 
-TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 1.0)  # most users ask for the likeliest text, or something near it
+TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.0, 1.0)  # most users ask for the likeliest text, or something near it
 CURIOUS = 0.6  # the share of texts in which the target writes the questions, too: it knows more subjects than we do
 ASKING_TEMPERATURE = 0.9
 LONGEST_QUESTION = 48  # that it writes

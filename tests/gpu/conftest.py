@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from tests.gpu.table import show
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # for tests/kernels: Triton reads it when it is first imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -55,8 +55,8 @@ def make_case(
         for i in range(blocks):
             tables[slot, i] = free.pop()
     cache = (num_blocks, block_size, kv_heads, dim)
-    q = torch.randn(sum(counts), heads, dim).to(dtype).to(device)
-    keys, values = (torch.randn(cache).to(dtype).to(device) for _ in range(2))
+    q = torch.randn(sum(counts), heads, dim, device=device).to(dtype)
+    keys, values = (torch.randn(cache, device=device).to(dtype) for _ in range(2))
     return Case(q, keys, values, tables.to(device), slots, starts, counts)
 
 

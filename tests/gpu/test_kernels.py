@@ -1,0 +1,200 @@
+"""The kernels against float64 at the sizes of real models, on random batches. tests/kernels has the small ones."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift.layers.fp8 import FP8, multiply, round_rows
+from chairlift.layers.moe import MixtureOfExperts
+
+pytest.importorskip("triton", reason="the GPU kernels need triton")
+
+from chairlift.kernels.triton_invariant import invariant_linear
+from chairlift.kernels.triton_layers import add_rms_norm_, silu_mul
+from chairlift.kernels.triton_skinny import skinny_linear
+from tests.kernels.test_triton_attention import TOLERANCE, error, make_case, reference, run_decode, run_prefill
+from tests.kernels.test_triton_invariant import attend, cut
+from tests.kernels.test_triton_layers import normed, test_rotate_and_store
+from tests.kernels.test_triton_sampling import run as run_sampling
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# heads, heads of keys, their size, tokens per block, type, window, soft cap
+ATTENTION: dict[str, tuple[int, int, int, int, torch.dtype, int | None, float | None]] = {
+    "llama-3-8b": (32, 8, 128, 16, BF16, None, None),
+    "llama-3-8b float16, large blocks": (32, 8, 128, 128, FP16, None, None),
+    "llama-3-8b float32": (32, 8, 128, 16, FP32, None, None),
+    "qwen3-0.6b": (16, 8, 128, 16, BF16, None, None),
+    "qwen2-0.5b": (14, 2, 64, 16, BF16, None, None),
+    "smollm2-135m": (9, 3, 64, 8, FP32, None, None),
+    "phi-3-mini": (32, 32, 96, 16, BF16, 2047, None),
+    "gemma-2-9b": (16, 8, 256, 16, BF16, 4096, 50.0),
+    "mistral-7b": (32, 8, 128, 32, BF16, 300, None),
+    "one head of keys": (16, 1, 128, 16, BF16, None, None),
+}
+BATCHES, ROWS = (1, 7, 64, 300), (1, 33, 3000)
+PRODUCTS = [(1536, 576), (1000, 1024), (6144, 4096), (4096, 4096), (4096, 14336), (151_936, 1024)]  # columns, depth
+
+
+def context_lengths(rng: random.Random, count: int, most: int) -> list[int]:
+    """Some long and many short, of at most `most` tokens together."""
+    lengths = [int(2 ** rng.uniform(0, 14.5)) for _ in range(count)]
+    share = min(1.0, most / sum(lengths))
+    return [max(0, int(length * share)) for length in lengths]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("cache", ["own type", "fp8"])
+def test_attention(name: str, cache: str) -> None:
+    heads, kv_heads, dim, block_size, dtype, window, softcap = ATTENTION[name]
+    if cache == "fp8" and dtype is FP32:
+        pytest.skip("the cache of a model in float32 is never rounded")
+    rng = random.Random(name)
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size}
+    shape |= {"dtype": dtype, "device": DEVICE}
+    scale = dim**-0.5
+    for number, rows in enumerate(BATCHES):
+        decode = make_case(context_lengths(rng, rows, 60_000), [1] * rows, seed=number, **shape)
+        starts = context_lengths(rng, 1 + rows % 5, 9_000)
+        prefill = make_case(starts, [rng.choice((1, 2, 17, 128, 129, 400)) for _ in starts], seed=number, **shape)
+        for case in (decode, prefill):
+            if cache == "fp8":
+                case.keys, case.values = case.keys.to(FP8), case.values.to(FP8)
+        for case, run in ((decode, run_decode), (prefill, run_prefill)):
+            found = run(case, scale, window, softcap)
+            assert error(found, reference(case, scale, window, softcap)) < TOLERANCE[dtype], (rows, run.__name__)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gemma-2-9b", "smollm2-135m"])
+def test_invariant_attention(name: str) -> None:
+    heads, kv_heads, dim, block_size, dtype, window, softcap = ATTENTION[name]
+    shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size}
+    case = make_case([0, 3000, 700], [500, 130, 1], dtype=dtype, device=DEVICE, **shape)
+    options: dict[str, Any] = {"longest": 4096, "window": window, "softcap": softcap}
+    whole = attend(case, **options, singles=False)
+    assert error(whole, reference(case, dim**-0.5, window, softcap)) < TOLERANCE[dtype]
+    for sequence, first, count in ((0, 499, 1), (0, 100, 300), (1, 129, 1), (1, 1, 100), (2, 0, 1)):
+        row = case.rows[sequence] + first
+        part = cut(case, sequence, first, count)
+        for singles in (False, True) if count == 1 else (False,):
+            assert attend(part, **options, singles=singles).equal(whole[row : row + count])
+
+
+@pytest.mark.parametrize(("columns", "depth"), PRODUCTS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_products(columns: int, depth: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(depth)
+    x = torch.randn(150, depth, device=DEVICE).to(dtype)
+    weight = (torch.randn(columns, depth, device=DEVICE) * depth**-0.5).to(dtype)
+    total = torch.randn(150, columns, device=DEVICE).to(dtype)
+    plain = x.double() @ weight.double().T
+    whole = invariant_linear(x, weight)
+    assert error(whole, plain) < TOLERANCE[dtype]
+    for rows in (1, 2, 8, 17, 32):
+        assert error(skinny_linear(x[:rows], weight), plain[:rows]) < TOLERANCE[dtype]
+        added = skinny_linear(x[:rows], weight, add_to=total[:rows].clone())
+        assert error(added, plain[:rows] + total[:rows].double()) < TOLERANCE[dtype]
+        assert invariant_linear(x[:rows], weight).equal(whole[:rows])
+
+
+@pytest.mark.parametrize(("columns", "depth"), PRODUCTS[2:5])
+def test_products_of_8_bit_floats(columns: int, depth: int) -> None:
+    x = torch.randn(150, depth, device=DEVICE, dtype=BF16)
+    weight = round_rows(torch.randn(columns, depth, device=DEVICE))
+    rounded = round_rows(x)
+    factors = [side.numbers.double() * side.scales.double()[:, None] for side in (rounded, weight)]
+    expected = factors[0] @ factors[1].T
+    for own_kernel in (False, True):
+        for rows in (1, 16, 150):
+            found = multiply(x[:rows], weight, None, own_kernel=own_kernel)
+            assert error(found, expected[:rows]) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("size", [576, 4096, 14_336])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_norms_and_gates(size: int, dtype: torch.dtype) -> None:
+    for rows in ROWS:
+        x, delta = (torch.randn(rows, size, device=DEVICE).to(dtype) for _ in range(2))
+        weight = torch.randn(size, device=DEVICE).to(dtype)
+        total = x.double() + delta.double()
+        found = add_rms_norm_(x, delta, weight, 1e-5)
+        assert error(x, total) < TOLERANCE[dtype]
+        assert error(found, normed(total, weight.double(), 1e-5)) < TOLERANCE[dtype]
+        gate_up = torch.randn(rows, 2 * size, device=DEVICE).to(dtype)
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        assert error(silu_mul(gate_up), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (14, 2, 64), (8, 4, 256), (32, 32, 96)])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rotation(heads: int, kv_heads: int, dim: int, with_norm: bool) -> None:
+    test_rotate_and_store(heads, kv_heads, dim, dim // 2, with_norm, DEVICE)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "hidden", "inner"), [(8, 2, 1024, 3584), (128, 8, 2048, 768)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_experts(num_experts: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+    sizes: dict[str, Any] = {"num_experts": num_experts, "top_k": top_k, "normalize": True, "activation": "silu"}
+    block = MixtureOfExperts(hidden, inner, **sizes, dtype=dtype, device=DEVICE)
+    for weight in (block.gate_up, block.down):
+        weight.normal_(std=weight.shape[-1] ** -0.5)
+    for tokens in (1, 5, 64, 700):
+        x = torch.randn(tokens, hidden, device=DEVICE).to(dtype)
+        experts = torch.rand(tokens, num_experts, device=DEVICE).topk(top_k, dim=-1).indices
+        shares = torch.rand(tokens, top_k, device=DEVICE).to(dtype)
+        expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=DEVICE)
+        for expert in range(num_experts):
+            token, place = (experts == expert).nonzero(as_tuple=True)
+            gate, up = (x[token].double() @ block.gate_up[expert].double().T).chunk(2, dim=-1)
+            result = (gate * gate.sigmoid() * up) @ block.down[expert].double().T
+            expected.index_add_(0, token, result * shares[token, place, None].double())
+        found = block.grouped(x, shares, experts, torch.zeros(tokens, dtype=torch.int32, device=DEVICE))
+        assert error(found, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("vocab", [49_152, 151_936])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sampling(vocab: int, dtype: torch.dtype) -> None:
+    """A drawn token is where its random number falls among the sums of the weights, which rounding moves a little."""
+    from chairlift.core.sampling import SamplingParams
+
+    rng = random.Random(vocab)
+    logits = (torch.randn(200, vocab, device=DEVICE) * 3).to(dtype)
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 50}]
+    kinds += [{"temperature": 1.2, "top_p": 0.8}, {"temperature": 0.9, "min_p": 0.02, "top_k": 9, "top_p": 0.95}]
+    params = [SamplingParams(**rng.choice(kinds)) for _ in range(len(logits))]
+    uniforms = [rng.random() for _ in params]
+    tokens: list[int] = []
+    for at in range(0, len(params), 10):  # `run_sampling` has a dozen slots
+        part = slice(at, at + 10)
+        tokens += run_sampling(logits[part], params[part], uniforms[part], list(range(10)))[0].tolist()
+    for row, param, uniform, token in zip(logits, params, uniforms, tokens, strict=True):
+        if param.temperature == 0:
+            assert row[token] == row.max()
+            continue
+        assert_drawn(row.double() / param.temperature, param, uniform, token)
+
+
+def assert_drawn(scores: Tensor, params: Any, uniform: float, token: int) -> None:
+    weights = scores.softmax(-1)
+    ordered = weights.sort(descending=True).values
+    if params.top_k:
+        ordered = ordered[ordered >= ordered[params.top_k - 1]]  # whoever ties with the last one stays
+    count = 1 + int((ordered.cumsum(0) < params.top_p * ordered.sum()).sum())
+    last = min(count, len(ordered)) - 1
+    least = max(float(ordered[last]), params.min_p * float(ordered[0]))
+    # By the rounding of a sum one token more or less may be left.
+    next_one = float(ordered[min(last + 1, len(ordered) - 1)])
+    assert weights[token] >= min(least, max(next_one, params.min_p * float(ordered[0]))) * (1 - 1e-5)
+    kept = torch.where(weights >= least * (1 - 1e-9), weights, 0.0)
+    sums, slack = kept.cumsum(0) / kept.sum(), 1e-4 + 2 * least / float(kept.sum())
+    assert float(sums[token]) >= uniform - slack
+    assert float(sums[token] - weights[token] / kept.sum()) <= uniform + slack

@@ -68,23 +68,24 @@ class BlockPool:
         """`count` blocks for one new owner, or None (and no change) if there are not as many."""
         if count > self.num_free:
             return None
-        blocks = [self._take_one() for _ in range(count)]
+        blocks = self._take_empty(min(count, self.num_empty))
+        blocks += [self._evict() for _ in range(count - len(blocks))]
+        for block in blocks:
+            self._references[block] = 1
         if self.changed is not None:
             self.changed.update(blocks)
         return blocks
 
-    def _take_one(self) -> int:
-        if self.num_lent and not self.num_empty:
-            block = self._evict()
-        elif self._empty:
-            block = self._empty.pop()
-        elif len(self._references) < self.num_blocks:
-            self._references.append(1)
-            return len(self._references) - 1
-        else:
-            block = self._evict()
-        self._references[block] = 1
-        return block
+    def _take_empty(self, count: int) -> list[int]:
+        """Those used last first, then some that never were."""
+        used = min(count, len(self._empty))
+        blocks = self._empty[len(self._empty) - used :]
+        blocks.reverse()
+        del self._empty[len(self._empty) - used :]
+        never_used = len(self._references)
+        blocks += range(never_used, never_used + count - used)
+        self._references += [0] * (count - used)
+        return blocks
 
     def _evict(self) -> int:
         block, _ = self._cached_free.popitem(last=False)
@@ -113,13 +114,14 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """One owner less for each. Pass a table's tail first: what is released first is evicted first."""
+        references, cached = self._references, self._cached
         for block in blocks:
-            assert self._references[block] > 0, f"block {block} is released twice"
-            self._references[block] -= 1
+            count = references[block] = references[block] - 1
+            assert count >= 0, f"block {block} is released twice"
             if self.changed is not None:
                 self.changed.add(block)
-            if self._references[block] == 0:
-                if block in self._cached:
+            if count == 0:
+                if block in cached:
                     self._cached_free[block] = None
                 else:
                     self._empty.append(block)

@@ -90,7 +90,21 @@ class WaitingLine(Sequence[Request]):
     def in_boarding_order(self) -> Iterator[Request]:
         """Those who are ready. Requests may leave the line while it is gone through."""
         yield from [request for request in self._aged if request.ready]
-        yield from self.ordering.arrange([request for request in self._requests if request.ready and not request.aged])
+        if self.ordering.has_claims:
+            rest = [request for request in self._requests if request.ready and not request.aged]
+            yield from self.ordering.arrange(rest)
+        else:
+            yield from self._by_submission()
+
+    def _by_submission(self) -> Iterator[Request]:
+        """Those who are ready and not aged. Looks no further than asked: the line may be long."""
+        place = 0
+        while place < len(self._requests):
+            request = self._requests[place]
+            if request.ready and not request.aged:
+                yield request
+            if place < len(self._requests) and self._requests[place] is request:  # else it left the line
+                place += 1
 
     def best_claim(self) -> tuple[bool, float] | None:
         """The claim of whoever is next, as in `Ordering.rank`; None if nobody is."""

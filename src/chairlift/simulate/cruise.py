@@ -5,10 +5,6 @@ nothing to decide about them: not before one ends or memory runs out. A simulati
 of them in every step spends all its time there. So they are set aside: the scheduler only knows how many they are
 (`Lift.aside`) and how many blocks they have taken (`BlockPool.lend`), and all else is worked out when someone looks.
 
-Nor is there anything to decide about newcomers when all who find a seat fit into the coming step with their whole
-prompts: they board, and at its end they are set aside like the others, without the scheduler having seen them
-(`board`).
-
 Which blocks they hold does not matter, only how many, and when. That is known exactly: each of them takes one every
 `block_size` steps, so it is enough to count how many do so in which of these steps (`_takers`).
 """
@@ -16,11 +12,8 @@ Which blocks they hold does not matter, only how many, and when. That is known e
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 from heapq import heappop, heappush
-from itertools import islice
 
-from chairlift.core.budget import StepLimits
 from chairlift.core.prefix import Miss, PrefixMatch
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.scheduler import Scheduler
@@ -114,10 +107,10 @@ class Aside:
 
     def _show_on_board(self, rider: Rider) -> Request:
         request = self.passengers.show(rider)
-        self._seat(request)
+        self.seat(request)
         return request
 
-    def _seat(self, request: Request) -> None:
+    def seat(self, request: Request) -> None:
         self.scheduler.waiting.remove(request)
         request.status = Status.RUNNING
 
@@ -131,57 +124,26 @@ class Aside:
         self._pool.lend(held - self._kv.blocks_for(rider.known - 1 + taken))
         return taken
 
-    # ---- newcomers ----------------------------------------------------------------------------------------------
-
-    def board(self, line: deque[Rider], limits: StepLimits) -> list[Rider]:
-        """Let on board those in line who find a seat, if all of them can compute their whole prompts in a step with
-        these limits; else the scheduler has to decide, and nobody does. `line`: those whom it does not know yet."""
-        scheduler = self.scheduler
-        shown = scheduler.waiting
-        count = min(scheduler.max_batch_requests - self.size, len(shown) + len(line))
-        if count <= 0 or scheduler.running or self._kv.prefix_caching:
-            return []
-        room = min(limits.prefill_tokens, limits.tokens - self.size)
-        # Those on board take what they need for the step, and one more is kept for each.
-        blocks = self._pool.num_empty - self._takers_of(1) - self.size
-        newcomers = [self.passengers.rider(request) for request in shown[:count]] if shown else []
-        newcomers += islice(line, count - len(newcomers))
-        lent = 0
-        for rider in newcomers:
-            prompt = rider.record.n_in
-            room -= prompt
-            blocks -= self._kv.blocks_for(prompt)
-            # One that was on board before has more than a prompt.
-            if room < 0 or blocks < 0 or (rider.request is not None and rider.request.generation):
-                return []
-            blocks -= 1  # for its own tokens to come
-            lent += self._kv.blocks_for(prompt)
-        for rider in newcomers:
-            if rider.request is None:
-                line.popleft()
-            else:
-                self._seat(rider.request)
-        self._pool.lend(lent)
-        return newcomers
-
     def welcome(self, newcomers: list[Rider], now: float) -> None:
-        """That step is over: each has its first token, and decodes from now on."""
+        """The step in which these have boarded is over: each has got a token, and decodes from now on. The blocks for
+        what they knew are lent already."""
         for rider in newcomers:
-            record = rider.record
-            record.first_token = now
-            if record.n_out > 1:
-                self._add(rider, record.n_in + 1)
+            record, known = rider.record, rider.num_known
+            if record.first_token is None:
+                record.first_token = now
+            if record.n_in + record.n_out > known + 1:
+                self._add(rider, known + 1)
             else:
-                self._pool.lend(-self._kv.blocks_for(record.n_in))
+                self._pool.lend(-self._kv.blocks_for(known))
                 self._end(rider, now)
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def reserve(self, steps: int) -> None:
         """Count the blocks that they take in the coming steps as used."""
-        self._pool.lend(self._takers_of(steps))
+        self._pool.lend(self.takers_of(steps))
 
-    def _takers_of(self, steps: int) -> int:
+    def takers_of(self, steps: int) -> int:
         """How many blocks they take in so many coming steps."""
         size, first = self._block_size, self._steps + 1
         rounds, rest = divmod(steps, size)
@@ -203,5 +165,5 @@ class Aside:
 
     def leaves_room(self) -> bool:
         """Whether in the next step everyone who is on board gets the blocks he needs."""
-        needed = self._takers_of(1) + sum(self._kv.num_missing(request) for request in self.scheduler.running)
+        needed = self.takers_of(1) + sum(self._kv.num_missing(request) for request in self.scheduler.running)
         return needed <= self._pool.num_free

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from chairlift.core.boarding import MAX_PASSED_OVER
 from chairlift.core.budget import FixedBudget
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.policy import ContinuousPolicy
 from chairlift.core.scheduler import Scheduler
 from chairlift.simulate.cruise import Aside
+from chairlift.simulate.door import Door
 from chairlift.simulate.records import Gaps, Record
 from chairlift.simulate.rider import Passengers, Rider, token_of
 from chairlift.simulate.roofline import StepCost
@@ -45,23 +44,22 @@ class Replica:
         self.on_end: Callable[[Record], None] = lambda record: None
         self._passengers = Passengers(scheduler, lambda record: self.on_end(record))
         self._aside = Aside(scheduler, self._passengers)
-        self._line: deque[Rider] = deque()  # those in the queue that the scheduler does not know yet: behind the others
         # What is under way: a step with a plan of the scheduler's, or with newcomers, or with neither; or a leap.
         self._busy = False
         self._plan: StepPlan | None = None
-        self._newcomers: list[Rider] = []  # those who compute their whole prompts in the step
+        self._newcomers: list[Rider] = []  # those who board in the step, and compute all they know
         self._leap: list[float] = []  # seconds of each step
         self._leap_ends: list[float] = []  # when it began, and when each of its steps ends
         self._seconds_of_decodes: dict[tuple[int, int], float] = {}
-        budget = scheduler.budget
-        cruises = (
-            leaps
-            and isinstance(scheduler.policy, ContinuousPolicy)
-            and isinstance(budget, FixedBudget)
-            and not scheduler.ordering.has_claims
-            and budget.most.tokens >= scheduler.max_batch_requests  # everyone gets a token in every step
-        )
-        self._cruises = budget.most if cruises and isinstance(budget, FixedBudget) else None
+        self._door = self._make_door()
+
+    def _make_door(self) -> Door | None:
+        """If it cruises."""
+        scheduler, budget = self.scheduler, self.scheduler.budget
+        if not (self.leaps and isinstance(scheduler.policy, ContinuousPolicy) and isinstance(budget, FixedBudget)):
+            return None
+        everyone_moves = budget.most.tokens >= scheduler.max_batch_requests  # all get a token in every step
+        return Door(self._aside, budget.most) if everyone_moves and not scheduler.ordering.has_claims else None
 
     @property
     def preemptions(self) -> int:
@@ -73,8 +71,8 @@ class Replica:
         rider = Rider(record, prompt, self.scheduler.take_number())
         if self._leap:
             self._cut_leap(now)
-        if self._cruises:
-            self._line.append(rider)
+        if self._door:
+            self._door.add(rider)
         else:
             self._passengers.show(rider)
         if not self._busy:
@@ -101,8 +99,8 @@ class Replica:
     def _begin(self, now: float, next_arrival: float) -> None:
         if self.leaps:
             self._set_aside()
-            if self._cruises:
-                self._newcomers = self._aside.board(self._line, self._cruises)
+            if self._door:
+                self._newcomers = self._door.let_in()
                 if self._newcomers:
                     self._aside.reserve(1)
                     self._take(self._shape_with_newcomers(), now)
@@ -113,11 +111,12 @@ class Replica:
 
     def _ask_scheduler(self, now: float) -> None:
         aside, scheduler = self._aside, self.scheduler
-        if aside.size and not (self._cruises and aside.leaves_room()):
+        if aside.size and not (self._door and aside.leaves_room()):
             aside.give_back()
         if aside.size:
             aside.reserve(1)
-        self._show_line()
+        if self._door:
+            self._door.show_line()
         scheduler.lift.aside = aside.size
         plan = scheduler.schedule(now)
         self._passengers.take_in_events()
@@ -128,15 +127,6 @@ class Replica:
         self._plan = plan
         swaps = len(plan.swap_outs) + len(plan.swap_ins)
         self._take(self._shape_of(plan), now, swaps * self.seconds_per_swap)
-
-    def _show_line(self) -> None:
-        """Let the scheduler know of as many as it can ask in a step."""
-        scheduler = self.scheduler
-        enough = scheduler.max_batch_requests - len(scheduler.running) - self._aside.size + MAX_PASSED_OVER + 1
-        if scheduler.kv.prefix_caching:  # it asks any number of those who wait for a prefix
-            enough = len(scheduler.waiting) + len(self._line)
-        while self._line and len(scheduler.waiting) < enough:
-            self._passengers.show(self._line.popleft())
 
     def _take(self, shape: StepShape, now: float, swapping: float = 0.0) -> None:
         seconds = self.cost.predict(shape) + swapping
@@ -162,8 +152,9 @@ class Replica:
     def _shape_with_newcomers(self) -> StepShape:
         tokens = prefill_kv = 0
         for rider in self._newcomers:
-            tokens += rider.record.n_in
-            prefill_kv += chunk_kv(0, rider.record.n_in)
+            known = rider.num_known
+            tokens += known
+            prefill_kv += chunk_kv(0, known)
         size = self._aside.size
         return StepShape(size, tokens, self._aside.context, prefill_kv, size + len(self._newcomers))
 
@@ -187,8 +178,8 @@ class Replica:
         scheduler, aside = self.scheduler, self._aside
         if not scheduler.running:
             return
-        if self._cruises:  # not where memory is so short that they would be back at once
-            if scheduler.kv.num_free > len(scheduler.running) + aside.size:
+        if self._door:  # not where memory is so short that they would be back at once
+            if aside.leaves_room():
                 aside.take()
         elif not scheduler.waiting and all(
             request.decoding and request.max_new_tokens - request.num_output > 1 for request in scheduler.running
@@ -196,13 +187,11 @@ class Replica:
             aside.take()
 
     def _only_decodes(self) -> bool:
-        """Nobody but those set aside is on board, and whoever waits cannot be given a seat."""
+        """Nobody but those set aside is on board, and whoever waits cannot board before one of them ends."""
         scheduler, aside = self.scheduler, self._aside
         if scheduler.running or not aside.size:
             return False
-        if not scheduler.waiting and not self._line:
-            return True
-        return self._cruises is not None and aside.size >= scheduler.max_batch_requests
+        return self._door.stays_shut() if self._door else not scheduler.waiting
 
     def _begin_leap(self, now: float, next_arrival: float) -> bool:
         """Take all steps at once in which nothing happens but one more token for everyone; False if there are none."""
@@ -211,7 +200,7 @@ class Replica:
         aside = self._aside
         size, context = aside.size, aside.context
         steps = min(aside.steps_to_next_end, aside.steps_with_room())
-        if not self._cruises:
+        if not self._door:
             steps = min(steps, aside.steps_to_next_end - 1)  # an ending is the scheduler's business
         base = self._decode_seconds(size, len(self.scheduler.idle))
         per_position = self.cost.seconds_per_position
@@ -227,7 +216,7 @@ class Replica:
 
     def _cut_leap(self, now: float) -> None:
         """Someone comes: it is over with the step that is under way."""
-        if self._cruises:
+        if self._door:
             if self._aside.size < self.scheduler.max_batch_requests:  # else he cannot board before one of them ends
                 steps = bisect_left(self._leap_ends, now, lo=1)
                 del self._leap[steps:], self._leap_ends[steps + 1 :]
@@ -248,7 +237,7 @@ class Replica:
         self.gaps.add_steps(seconds, self._aside.size)
         self._aside.reserve(steps)
         self._aside.advance(steps, now)
-        if not self._cruises:
+        if not self._door:
             self._aside.give_back()
         if self.scheduler.has_events:
             self._passengers.take_in_events()

@@ -27,6 +27,11 @@ class Rider:
         self.since = 0  # steps that had been taken when it was set aside (`cruise.py`) ...
         self.known = 0  # ... and how many tokens it knew then
 
+    @property
+    def num_known(self) -> int:
+        """Its tokens, while it waits."""
+        return self.record.n_in if self.request is None else self.request.num_known
+
 
 def token_of(request: Request) -> int:
     """What is generated does not matter, only how much. Nobody else's prompt or output has this token."""

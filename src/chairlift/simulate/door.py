@@ -1,0 +1,126 @@
+"""The queue of a simulated engine, and who boards without the scheduler having to decide about it.
+
+There is nothing to decide about newcomers when all who find a seat and blocks fit into the coming step with everything
+they have to compute: they board, and at its end they are set aside like the others (`cruise.py`). Here that is worked
+out as the scheduler would (`core/boarding.py`), for first come, first served and without a prefix cache. In all other
+cases it is asked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from chairlift.core.boarding import MAX_PASSED_OVER
+from chairlift.core.budget import StepLimits
+from chairlift.simulate.cruise import Aside
+from chairlift.simulate.rider import Rider
+
+
+@dataclass(slots=True)
+class _Boarding:
+    newcomers: list[Rider] = field(default_factory=list)
+    passed_over: list[tuple[Rider, int]] = field(default_factory=list)  # and how many had boarded before
+    blocks: int = 0  # that the newcomers take
+
+
+class Door:
+    def __init__(self, aside: Aside, limits: StepLimits) -> None:
+        self._aside = aside
+        self._limits = limits
+        self._scheduler = aside.scheduler
+        self._kv = aside.scheduler.kv
+        self._line: deque[Rider] = deque()  # those the scheduler does not know: younger than all that it knows
+
+    def add(self, rider: Rider) -> None:
+        self._line.append(rider)
+
+    def show_line(self) -> None:
+        """Let the scheduler know of as many as it can ask in a step."""
+        scheduler = self._scheduler
+        seats = scheduler.max_batch_requests - len(scheduler.running) - self._aside.size
+        enough = seats + MAX_PASSED_OVER + 1
+        if self._kv.prefix_caching:  # it asks any number of those who wait for a prefix
+            enough = len(scheduler.waiting) + len(self._line)
+        while self._line and len(scheduler.waiting) < enough:
+            self._aside.passengers.show(self._line.popleft())
+
+    def stays_shut(self) -> bool:
+        """Whether surely nobody boards before one of those set aside, who are alone on board, ends."""
+        if not self._line and not self._scheduler.waiting:
+            return True
+        if self._aside.size >= self._scheduler.max_batch_requests:
+            return True
+        if self._kv.prefix_caching:
+            return False
+        blocks = self._blocks_to_give()  # and there are never more until then
+        asked = islice(self._queue(), MAX_PASSED_OVER)
+        return all(self._kv.blocks_for(rider.num_known) > blocks for rider in asked)
+
+    def let_in(self) -> list[Rider]:
+        """Those who board, if all of them can compute all they know in the coming step; else nobody, and the scheduler
+        has to decide."""
+        boarding = self._decide()
+        if boarding is None or not boarding.newcomers:
+            return []
+        for rider, before in boarding.passed_over:
+            overtakers = len(boarding.newcomers) - before
+            if overtakers:
+                if rider.request is None:
+                    self._line.remove(rider)
+                (rider.request or self._aside.passengers.show(rider)).overtaken += overtakers
+        for rider in boarding.newcomers:
+            if rider.request is None:
+                self._line.remove(rider)
+            else:
+                self._aside.seat(rider.request)
+        self._kv.pool.lend(boarding.blocks)
+        return boarding.newcomers
+
+    def _decide(self) -> _Boarding | None:
+        """Who boards in the coming step; None if that is the scheduler's business."""
+        scheduler, found = self._scheduler, _Boarding()
+        seats = scheduler.max_batch_requests - self._aside.size
+        if seats <= 0 or scheduler.running or self._kv.prefix_caching or scheduler.swap.num_slots:
+            return None
+        room = min(self._limits.prefill_tokens, self._limits.tokens - self._aside.size)
+        blocks = self._blocks_to_give()
+        for rider in self._queue():
+            request = rider.request
+            if request is not None and request.aged:
+                return None
+            known = rider.num_known
+            needed = self._kv.blocks_for(known)
+            if needed > blocks:
+                found.passed_over.append((rider, len(found.newcomers)))
+                if len(found.passed_over) >= MAX_PASSED_OVER:
+                    break
+                continue
+            room -= known
+            if room < 0:
+                return None  # it computes a part
+            found.newcomers.append(rider)
+            found.blocks += needed
+            blocks -= needed + 1  # one is kept for its tokens to come
+            if not room or len(found.newcomers) == seats:
+                break
+        return None if self._someone_ages(found) else found
+
+    def _someone_ages(self, boarding: _Boarding) -> bool:
+        """Whether one who is passed over may not be overtaken so often."""
+        most = self._scheduler.waiting.max_overtakes
+        return any(
+            len(boarding.newcomers) - before + (rider.request.overtaken if rider.request else 0) >= most
+            for rider, before in boarding.passed_over
+        )
+
+    def _blocks_to_give(self) -> int:
+        """What those on board leave to newcomers: they take what they need for the step, and one is kept for each."""
+        return self._kv.num_free - self._aside.takers_of(1) - self._aside.size
+
+    def _queue(self) -> Iterator[Rider]:
+        """Everyone who waits, in the order of submission."""
+        shown = self._scheduler.waiting
+        return chain(map(self._aside.passengers.rider, shown), self._line) if shown else iter(self._line)

@@ -63,7 +63,8 @@ class DraftLength(Protocol):
     def choose(
         self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
     ) -> Sequence[int]:
-        """For each (request, kind of draft), given what the step carries otherwise."""
+        """For each (request, kind of draft), given what the step carries otherwise. Also asked of requests whose last
+        token is not known yet, to find out whether it is worth waiting for."""
         ...
 
     def learn(self, request_id: str, proposed: int, accepted: int) -> None: ...
@@ -130,24 +131,26 @@ class AdaptiveLength:
     ) -> Sequence[int]:
         decodes = [chunk for chunk in chunks if chunk.decodes]
         threshold = self._threshold(len(candidates), decodes, proposer)
-        lengths = [self._length(request.id, kind, threshold, proposer.max_length) for request, kind in candidates]
+        lengths = [self._length(request, kind, threshold, proposer.max_length) for request, kind in candidates]
         for (request, kind), length in zip(candidates, lengths, strict=True):
             if length:
                 self._kind[request.id] = kind
         return lengths
 
-    def _length(self, request_id: str, kind: int, threshold: float, most: int) -> int:
-        chance = min(_SURE, self.chance(request_id, kind))
+    def _length(self, request: Request, kind: int, threshold: float, most: int) -> int:
+        chance = min(_SURE, self.chance(request.id, kind))
         if threshold >= 1.0:
             return 0
         length = min(most, int(math.log(threshold) / math.log(chance))) if threshold > 0 else most
         if length:
-            self._unasked[request_id] = 0
+            self._unasked[request.id] = 0
             return length
-        # Its text may have become easier to guess meanwhile; only a draft can tell.
-        unasked = self._unasked.get(request_id, 0) + 1
-        self._unasked[request_id] = unasked % _PROBE_EVERY
-        return 1 if unasked == _PROBE_EVERY else 0
+        # Its text may have become easier to guess meanwhile; only a draft can tell. If its last token is not known yet
+        # it can have none now, and so is due until it is.
+        unasked = min(self._unasked.get(request.id, 0) + 1, _PROBE_EVERY)
+        due = unasked == _PROBE_EVERY
+        self._unasked[request.id] = 0 if due and not request.num_unread else unasked
+        return int(due)
 
     def chance(self, request_id: str, kind: int) -> float:
         common = self._common.get(kind)

@@ -71,11 +71,17 @@ class Proposer(Protocol):
 class Speculation:
     """Adds drafts to a step that is otherwise complete: they use what memory and budget the others leave."""
 
-    def __init__(self, proposer: Proposer, length: DraftLength) -> None:
+    def __init__(self, proposer: Proposer, length: DraftLength, most_drafts: int | None = None) -> None:
+        """`most_drafts`: of all requests of a step together."""
         self.proposer = proposer
         self.length = length
+        self.most_drafts = most_drafts
+        # Whether the steps now are to have drafts. Then each is planned when the tokens of the one before are known, on
+        # devices that could otherwise be given it sooner.
+        self.guesses = False
 
     def add_drafts(self, lift: Lift, plan: PlanDraft) -> None:
+        self.guesses = False
         # Blocks that are still to be copied to the host must not be given to drafts, which may be written before that.
         if plan.memory_was_short or plan.swap_outs or not plan.room:
             return
@@ -87,6 +93,7 @@ class Speculation:
         if not candidates:
             return
         lengths = self.length.choose(candidates, plan.chunks.values(), self.proposer)
+        self.guesses = any(lengths)
         wanted = self._reserve(candidates, lengths, lift, plan)
         if not wanted:
             return
@@ -104,8 +111,10 @@ class Speculation:
     ) -> list[Wanted]:
         """Room for as many drafts as were chosen, where there is any: nobody gives way to a guess."""
         wanted = []
-        room = plan.room
+        room = plan.room if self.most_drafts is None else min(plan.room, self.most_drafts)
         for (request, _), length in zip(candidates, lengths, strict=True):
+            if request.num_unread:  # its last token is not known yet
+                continue
             # A verified draft is followed by one more token, and that is the last that may be.
             length = min(length, room, request.max_new_tokens - request.num_output - 1)
             if length > 0 and lift.kv.reserve(request, plan.count(request) + length) is not None:
@@ -113,15 +122,17 @@ class Speculation:
                 room -= length
         return wanted
 
-    def note_step(self, result: StepResult, seconds: float) -> float:
-        """A step took so long. Returns how much of that went into running it and not into guessing.
+    def note_step(self, result: StepResult, seconds: float, waited: bool = False) -> float:
+        """A step took so long. Returns how much of that went into running it and not into guessing. `waited`: it could
+        have been planned before the tokens of the one before were known, but for guesses. That is part of their price,
+        even if there were none in the end.
 
         Guesses that a grammar has cut are not among its drafts, for the model did not see them. But they took their
         time, so that the step says nothing of those without speculation."""
         plan = result.plan
         if all(chunk.decodes for chunk in plan.chunks):
             accepted = sum(result.accepted.values())
-            guessed = plan.num_drafts > 0 or plan.guess_seconds > plan.catch_up_seconds
+            guessed = waited or plan.num_drafts > 0 or plan.guess_seconds > plan.catch_up_seconds
             self.length.observe(len(plan.chunks), guessed, accepted, seconds, plan.catch_up_seconds)
         return seconds - plan.guess_seconds
 
@@ -138,9 +149,9 @@ class Speculation:
 
 
 def _may_have_drafts(chunk: Chunk, plan: PlanDraft) -> bool:
-    """Only those whose last token is known and whose blocks are as they will be: a proposer may read and write them
-    before the copies of the step are made. And no beams: what comes after them is not for the sampler to say."""
+    """Only those whose blocks are as they will be: a proposer may read and write them before the copies of the step
+    are made. And no beams: what comes after them is not for the sampler to say."""
     request = chunk.request
-    if not chunk.decodes or chunk.copies or request.num_unread or request.group is not None:
+    if not chunk.decodes or chunk.copies or request.group is not None:
         return False
     return not any(swap.request is request for swap in plan.swap_ins)

@@ -69,6 +69,7 @@ class _StepUnderWay:
     begun: float
     schedule_seconds: float
     used_blocks: int
+    waited: bool  # was planned later than it could have been, for the sake of drafts
 
 
 class Engine:
@@ -288,16 +289,20 @@ class Engine:
         """Plan one ragged batch, compute it, and return all that happened.
 
         An executor that can work ahead is given the next step before the last one is read, so what is returned is
-        then about the step before. With nothing to compute, only what happened otherwise is reported.
+        then about the step before. But drafts follow the last token, so that with them each step is read first. With
+        nothing to compute, only what happened otherwise is reported.
         """
         begun = self._clock()
         plan = StepPlan(step=0, chunks=())  # until there is one
         try:
             self._take_in_grammars(begun)
-            plan = self.scheduler.schedule(begun)
+            waits = self._waits_for_tokens
+            if not (waits and self._under_way):
+                plan = self.scheduler.schedule(begun)
             if plan:
-                self._begin(plan, begun)
-            if len(self._under_way) <= (self._steps_ahead if plan else 0):
+                self._begin(plan, begun, waits)
+            may_stay = self._steps_ahead if plan and not self._waits_for_tokens else 0
+            if len(self._under_way) <= may_stay:
                 self._rest(plan)
                 return self._publish([])
             step = self._under_way[0]
@@ -313,12 +318,18 @@ class Engine:
             raise
         return self._publish([summary])
 
-    def _begin(self, plan: StepPlan, begun: float) -> None:
+    @property
+    def _waits_for_tokens(self) -> bool:
+        """Whether the next step is planned once the last one is read, though the executor could work ahead."""
+        speculation = self.scheduler.speculation
+        return self._steps_ahead > 0 and speculation is not None and speculation.guesses
+
+    def _begin(self, plan: StepPlan, begun: float, waited: bool) -> None:
         schedule_seconds = self._clock() - begun
         used_blocks = self.scheduler.kv.pool.num_used
         executor = self.executor
         pending = executor.launch(plan) if isinstance(executor, PipelinedExecutor) else _Done(executor.run(plan))
-        self._under_way.append(_StepUnderWay(plan, pending, begun, schedule_seconds, used_blocks))
+        self._under_way.append(_StepUnderWay(plan, pending, begun, schedule_seconds, used_blocks, waited))
 
     def shut_down(self) -> None:
         """Stop what works beside the engine, which takes no more steps. Otherwise an exit would wait for it."""
@@ -352,7 +363,8 @@ class Engine:
         self._last_step_ended = ended
         predicted = self.cost_model.predict(shape) or None
         speculation = self.scheduler.speculation
-        self.cost_model.observe(shape, seconds if speculation is None else speculation.note_step(result, seconds))
+        running = seconds if speculation is None else speculation.note_step(result, seconds, step.waited)
+        self.cost_model.observe(shape, running)
         return StepDone(
             time=ran,
             step=step.plan.step,

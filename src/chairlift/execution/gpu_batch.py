@@ -71,12 +71,55 @@ def fill_with_nobody(views: dict[str, np.ndarray], idle_cell: int) -> None:
     views["update_block"][:] = 0
 
 
+MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
+SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
+
+
+class Shapes:
+    """Which shape carries a batch. Where graphs are captured, few shapes serve all batches that recur."""
+
+    def __init__(self, seats: int, rows: int, tile_queries: int, *, graphs: bool) -> None:
+        """`rows`: the most single tokens of a step: one of each seat, and their drafts."""
+        self._seats = seats
+        self._rows = rows
+        self._tile_queries = tile_queries
+        self._graphs = graphs
+        self.decode_buckets = decode_buckets(rows)
+
+    def largest(self, max_batch_tokens: int) -> BatchShape:
+        """One that no batch exceeds in any respect."""
+        tokens = max(max_batch_tokens + self._rows, MIXED_BUCKETS[-1])
+        return BatchShape(tokens, self._rows, self._rows, tokens + SPARE_TILES, self._rows, 4 * self._rows)
+
+    def decodes(self, size: int) -> BatchShape:
+        """Of single tokens alone."""
+        return BatchShape(size, size, size, 0, size, size)
+
+    def choose(
+        self, *, tokens: int, chunks: int, singles: int, tiles: int, samples: int, updates: int
+    ) -> tuple[BatchShape, bool]:
+        """The shape for this batch, and whether it is one that recurs, so that a graph of it pays."""
+        exact = BatchShape(tokens, chunks, singles, tiles, samples, min(updates, 4 * self._seats))
+        if not self._graphs:
+            return exact, False
+        if not tiles:
+            size = round_up(tokens, self.decode_buckets)
+            return (exact, False) if size is None else (self.decodes(size), True)
+        bucket = round_up(tokens, MIXED_BUCKETS)
+        if bucket is None:
+            return exact, False
+        seats = min(self._seats, bucket)
+        shape = BatchShape(bucket, seats, seats, bucket // self._tile_queries + SPARE_TILES, seats, 2 * seats)
+        fits = tiles <= shape.tiles and chunks <= seats and samples <= seats
+        return (shape, True) if fits else (exact, False)
+
+
 def round_up(value: int, buckets: list[int]) -> int | None:
     """The smallest bucket that holds `value`; None if none does."""
     return next((bucket for bucket in buckets if bucket >= value), None)
 
 
-def decode_buckets(seats: int) -> list[int]:
+def decode_buckets(rows: int) -> list[int]:
     """Batch sizes with a graph of their own: below eight rows cuBLAS only gets slower."""
-    sizes = [8, 16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, seats, 64)]
-    return [size for size in sizes if size < seats] + [seats]
+    sizes = [8, 16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, rows, 64)]
+    return [size for size in sizes if size < rows] + [rows]

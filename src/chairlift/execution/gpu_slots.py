@@ -27,10 +27,12 @@ class Slots:
     nothing that is under way can refer to it when it changes hands.
     """
 
-    def __init__(self, seats: int, table_width: int) -> None:
+    def __init__(self, seats: int, table_width: int, block_size: int) -> None:
         self.count = 2 * seats + 2
         self.table_width = table_width
-        self.idle_cell = self.count * table_width  # of one more row, which belongs to nobody
+        self.block_size = block_size
+        self.nobody = self.count  # one more row, for what no request is to remember
+        self.idle_cell = self.nobody * table_width
         self._free = list(range(self.count))
         self._held: OrderedDict[str, Slot] = OrderedDict()
         self.temperature = np.zeros(self.count, np.float32)
@@ -71,3 +73,5 @@ class Slots:
             cells.extend(range(first + sent, first + count))
             blocks.extend(table[sent:count])
             slot.blocks_sent = count
+        if chunk.drafts:  # if they are wrong, blocks that only they needed are given back, and are others next time
+            slot.blocks_sent = min(count, -(-chunk.known_end // self.block_size))

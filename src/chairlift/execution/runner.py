@@ -104,6 +104,8 @@ class ModelRunner:
         request = Request("warm-up", [0], SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
         self.run(StepPlan(step=0, chunks=(Chunk(request, start=0, count=1, table=[0], samples=True),)))
         self.forget(request.id)
+        if self.drafter is not None:
+            self.drafter.forget(request.id)
 
     def forget(self, request_id: str) -> None:
         """A request is over, or its steps were lost: drop its sampling state."""

@@ -48,10 +48,15 @@ def check_speculate(speculate: str | None, draft_length: int | None) -> None:
 
 
 def make_speculation(
-    proposer: Proposer, draft_length: int | None, cost: CostModel, structured: StructuredOutput | None
+    proposer: Proposer,
+    draft_length: int | None,
+    cost: CostModel,
+    structured: StructuredOutput | None,
+    most_drafts: int | None = None,
 ) -> Speculation:
     length: DraftLength = AdaptiveLength(cost) if draft_length is None else FixedLength(draft_length)
-    return Speculation(proposer if structured is None else GrammaticalDrafts(proposer, structured), length)
+    guesser = proposer if structured is None else GrammaticalDrafts(proposer, structured)
+    return Speculation(guesser, length, most_drafts)
 
 
 class GrammaticalDrafts:

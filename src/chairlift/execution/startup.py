@@ -22,7 +22,7 @@ from chairlift.core.swap import SwapCost, SwapSpace
 from chairlift.core.work_forecast import WorkForecast
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.execution.config import EngineConfig
-from chairlift.execution.draft_model import load_draft
+from chairlift.execution.draft_model import Draft, load_draft
 from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_runner import GPURunner
@@ -44,6 +44,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
 
+MOST_DRAFTS_ON_GPU = 256  # of a step: beyond some hundred rows, arithmetic takes what a guess is to save
 SMALLEST_ROUNDED = 20_000_000  # weights of a model that is rounded to 8 bits without being asked for
 
 
@@ -142,15 +143,16 @@ def start_engine(
     compiler = GrammarCompiler(loaded.tokenizer, model.vocab_size, loaded.eos_ids)
     structured = StructuredOutput(compiler, model.vocab_size)
     seats = config.max_batch_requests or memory.seats(config.seats())
-    runner = _make_runner(model, attention, storage, config, seats, max_model_len, structured)
-    proposer = None
+    runner = _make_runner(model, attention, storage, config, seats, max_model_len, structured, draft)
+    cost_model = CostModel()
+    speculation = None
     if draft is not None:
         proposer = draft.make_proposer(attention, runner.storage, model, repeatable=config.seed is not None)
+        if isinstance(proposer, NetworkProposer):
+            runner.drafter = proposer
+        most_drafts = runner.max_drafts if isinstance(runner, GPURunner) else None
+        speculation = make_speculation(proposer, config.draft_length, cost_model, structured, most_drafts)
     runner.warm_up()
-    if isinstance(proposer, NetworkProposer) and isinstance(runner, ModelRunner):
-        runner.drafter = proposer
-    cost_model = CostModel()
-    speculation = make_speculation(proposer, config.draft_length, cost_model, structured) if proposer else None
     engine = Engine(
         _make_scheduler(config, memory, seats, runner, cost_model, speculation),
         runner,
@@ -235,12 +237,10 @@ def _make_runner(
     seats: int,
     max_model_len: int,
     structured: StructuredOutput,
+    draft: Draft | None,
 ) -> ModelRunner | GPURunner:
     if not isinstance(attention, PagedGPUAttention):
         return ModelRunner(model, attention, storage, structured)
-    if config.speculate is not None:
-        problem = "steps on a GPU are queued before the last one is read, so nothing can be guessed from its tokens"
-        raise InvalidParameter("speculate", f"works on the CPU, or with another attention than ragged: {problem}")
     return GPURunner(
         model,
         attention,
@@ -250,6 +250,8 @@ def _make_runner(
         max_model_len=max_model_len,
         graphs=config.cuda_graphs,
         structured=structured,
+        max_drafts=0 if draft is None else min(MOST_DRAFTS_ON_GPU, config.batch_tokens()),
+        draft_layers=draft.layers if draft else (),
     )
 
 

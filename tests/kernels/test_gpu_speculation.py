@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from chairlift.attention import PagedGPUAttention
+from chairlift.attention import PagedGPUAttention, choose_backend
 from chairlift.core.draft_length import FixedLength
+from chairlift.core.events import StepDone
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Speculation, Wanted
 from chairlift.core.structure import Structure
 from chairlift.execution.config import EngineConfig
-from chairlift.execution.drafter import FirstLayers, Head, NetworkProposer
+from chairlift.execution.drafter import FirstLayers, NetworkProposer
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.startup import LoadedModel, load_model
 from chairlift.models.decoder import Decoder
-from tests.kernels.test_gpu_runner import few_splits
+from chairlift.speculative.head_config import HeadConfig
+from chairlift.training.trainable_head import TrainableHead
 from tests.speculation import running
 from tests.speculation.running import Run, Work, knows_better, run
 from tests.speculation.test_same_output import same
 from tests.tiny import write_tiny_checkpoint
-
-__all__ = ["few_splits"]  # a fixture
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
 
@@ -42,15 +44,15 @@ def tiny(folder: Path, device: torch.device) -> LoadedModel:
 
 
 @pytest.fixture(autouse=True)
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def everywhere(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """The backend that is only chosen on a GPU, unless another is asked for."""
-    chosen = "chairlift.execution.startup.choose_backend"
-    from chairlift.execution.startup import choose_backend
+    if device.type == "cpu":  # one program after the other: contexts are not split among several
+        monkeypatch.setattr("chairlift.kernels.triton_attention.PROGRAMS", 1)
 
     def choose(name: str, *rest: Any, **more: Any) -> Any:
         return PagedGPUAttention(more.get("invariant_for")) if name == "auto" else choose_backend(name, *rest, **more)
 
-    monkeypatch.setattr(chosen, choose)
+    monkeypatch.setattr("chairlift.execution.startup.choose_backend", choose)
 
 
 def start(tiny: LoadedModel, *given: Any, **options: Any) -> Engine:
@@ -98,3 +100,116 @@ def test_blocks_that_wrong_guesses_gave_back_are_not_read_again(tiny: LoadedMode
     same(expected, found)
     assert found.preemptions > 0
     assert found.proposed > found.accepted > 5
+
+
+class Alternating(FixedLength):
+    """Two steps with drafts, then some without, in which the engine works ahead again."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self._turn = 0
+
+    def choose(self, candidates: Any, chunks: Any, proposer: Any) -> Sequence[int]:
+        self._turn += 1
+        return super().choose(candidates, chunks, proposer) if self._turn % 5 < 3 else [0] * len(candidates)
+
+
+def speculation_of(engine: Engine) -> Speculation:
+    assert engine.scheduler.speculation is not None
+    return engine.scheduler.speculation
+
+
+def test_a_model_that_guesses_itself_is_always_right(tiny: LoadedModel, folder: Path) -> None:
+    """Also where its guesses are drawn and verified by rejection: both draw from the same distribution."""
+    work = work_of(GREEDY.clone(max_tokens=12), GREEDY, GREEDY.clone(temperature=1.0, top_k=30, max_tokens=9))
+    expected = plain(tiny, work)
+    engine = start(tiny, speculate=f"draft:{folder}", seed=None)
+    speculation_of(engine).length = Alternating()
+    ahead = []
+    engine.subscribe(lambda events: ahead.append(len(engine._under_way)))
+    found = run(engine, work)
+    greedy = [name for name, _ in zip(expected.outcomes, work[:2], strict=False)]
+    assert [found.outcomes[name].tokens for name in greedy] == [expected.outcomes[name].tokens for name in greedy]
+    assert found.proposed == found.accepted > 5
+    assert {0, 1} <= set(ahead), "it worked ahead, and did not, in turns"
+
+
+@pytest.mark.slow
+def test_all_layers_are_always_right(tiny: LoadedModel) -> None:
+    work = work_of(GREEDY, GREEDY.clone(max_tokens=9))
+    engine, model = start(tiny), tiny.model
+    assert isinstance(model, Decoder)
+    assert isinstance(engine.executor, GPURunner)
+    runner = engine.executor
+    proposer = NetworkProposer("test", FirstLayers(model, 2), runner.attention, runner.storage, model)
+    engine.scheduler.speculation = Speculation(proposer, FixedLength(3), most_drafts=4)
+    rows = []
+    engine.subscribe(lambda events: rows.extend(event.decode_tokens for event in events if isinstance(event, StepDone)))
+    found = run(engine, work)
+    same(plain(tiny, work), found)
+    assert found.proposed == found.accepted > 5
+    assert max(rows) == 2 + 4, "no more drafts than the device has rows for"
+
+
+def write_random_head(folder: Path, model: Decoder) -> Path:
+    config = HeadConfig(
+        hidden_size=64,
+        target_vocab_size=model.vocab_size,
+        draft_vocab_size=model.vocab_size,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        rope_theta=10000.0,
+        max_position_embeddings=256,
+    )
+    torch.manual_seed(1)
+    tensors = {name: tensor.cpu() for name, tensor in TrainableHead(config, model).tensors().items()}
+    save_file(tensors | {"token_ids": torch.arange(model.vocab_size)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config.to_json()))
+    return folder
+
+
+def guesses_of(engine: Engine, work: Work) -> tuple[Run, dict[tuple[str, int], list[int]]]:
+    """With all drafts that were made, by the request and how many tokens it knew."""
+    said: dict[tuple[str, int], list[int]] = {}
+    proposer = speculation_of(engine).proposer
+    propose = proposer.propose
+
+    def listen(wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
+        drafts = propose(wanted)
+        said.update(
+            {(one.request.id, one.request.num_known): list(some) for one, some in zip(wanted, drafts, strict=True)}
+        )
+        return drafts
+
+    proposer.propose = listen  # type: ignore[method-assign]
+    return run(engine, work), said
+
+
+@pytest.mark.slow
+def test_a_draft_head_says_the_same_as_on_the_plain_runner(tiny: LoadedModel, tmp_path: Path) -> None:
+    """Its states come from prompts in parts, from steps that were read at once and from such that were not."""
+    model = tiny.model
+    assert isinstance(model, Decoder)
+    speculate = f"draft:{write_random_head(tmp_path, model)}"
+    work = work_of(GREEDY, GREEDY.clone(max_tokens=10))
+    expected, here = guesses_of(start(tiny, attention="bursted", speculate=speculate, max_prefill_tokens=6), work)
+    engine = start(tiny, speculate=speculate, max_prefill_tokens=6)
+    speculation_of(engine).length = Alternating()
+    found, there = guesses_of(engine, work)
+    same(expected, found)
+    both = here.keys() & there.keys()
+    assert len(both) > 3
+    assert [here[key][:2] for key in both] == [there[key] for key in both]
+
+
+@pytest.mark.slow
+def test_grammars_hold_for_every_draft(tiny: LoadedModel) -> None:
+    pytest.importorskip("llguidance")
+    shapes = Structure.regex("[0-9]{3}-[a-f]{2,5}"), Structure.choice(["red", "reddish"])
+    work = work_of(*(SamplingParams(structure=one, max_tokens=10, temperature=0.0) for one in shapes))
+    expected = plain(tiny, work)
+    found = run(start(tiny, knows_better(expected, seed=4)), work)
+    same(expected, found)
+    assert found.accepted > 1

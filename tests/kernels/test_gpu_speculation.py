@@ -162,6 +162,7 @@ def write_random_head(folder: Path, model: Decoder) -> Path:
         head_dim=16,
         rope_theta=10000.0,
         max_position_embeddings=256,
+        taps=(1,),
     )
     torch.manual_seed(1)
     tensors = {name: tensor.cpu() for name, tensor in TrainableHead(config, model).tensors().items()}

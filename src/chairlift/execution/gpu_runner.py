@@ -32,6 +32,7 @@ from chairlift.execution.sampler import Sampler
 from chairlift.execution.sampler_beams import beam_candidates
 from chairlift.execution.structured import MaskJob, StructuredOutput
 from chairlift.models.base import CausalLM
+from chairlift.models.decoder import Decoder
 
 STAGING_BUFFERS = 3  # one being filled, and those of the steps that may be under way
 
@@ -137,7 +138,8 @@ class GPURunner:
             min_p=view["min_p"],
             uniforms=view["uniform"],
         )
-        return ComputedStep(logits, sampled, None if self.drafter is None else Seen(tokens, hidden))
+        seen = None if self.drafter is None else Seen(tokens, hidden, getattr(self.model, "tapped", None))
+        return ComputedStep(logits, sampled, seen)
 
     def _paged_batch(self, shape: BatchShape, view: dict[str, Tensor]) -> PagedBatch:
         return PagedBatch(
@@ -225,6 +227,8 @@ class GPURunner:
             num_padding=packed.shape.tokens - plan.num_tokens,
         )
         attend = self.attention.attend(self._paged_batch(packed.shape, view), self.storage)
+        if isinstance(self.model, Decoder):
+            self.model.tapped = step.seen.tapped  # which a replayed graph does not say
         drafter.network.follow(replace(plan, chunks=tuple(chunks)), batch, attend, step.seen.hidden, kept)
 
     # ---- graphs ---------------------------------------------------------------------------------------------------

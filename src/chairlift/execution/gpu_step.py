@@ -20,6 +20,7 @@ class Seen:
 
     tokens: Tensor  # [T] int32
     hidden: Tensor  # [T, hidden]
+    tapped: Tensor | None  # [taps, T, hidden], of models that keep what some layers read
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,10 @@ class BlockPool:
     def is_cached(self, block: int) -> bool:
         return block in self._cached
 
+    def is_private(self, block: int) -> bool:
+        """Whether its one owner may write to it: nobody else holds it, and what is in it is not indexed."""
+        return self._references[block] == 1 and block not in self._cached
+
     def mark_cached(self, block: int) -> None:
         """Its contents are now indexed: keep it as long as possible once it is free."""
         assert self._references[block] > 0, f"block {block} is indexed while nobody holds it"

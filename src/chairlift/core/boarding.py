@@ -20,6 +20,8 @@ def board_waiting(lift: Lift, policy: Policy, draft: PlanDraft, now: float) -> N
     if draft.memory_was_short:
         lift.waiting.note_rest(WaitReason.PREEMPTION)
         return
+    if not lift.waiting:
+        return
     boarding = _Boarding(lift, draft, now)
     while lift.waiting:
         admission = policy.admit(lift.waiting, lift.running, lift.max_batch_requests, now)

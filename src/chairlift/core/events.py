@@ -42,7 +42,7 @@ class RequestPreempted:
     swapped: bool = False  # to host memory; else those tokens are computed again
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # nobody changes one; not frozen because every token makes one, and that would take far longer
 class TokenProduced:
     time: float
     request_id: str

@@ -87,8 +87,11 @@ class KVCache:
         Returns the copies that must be made first, or None (and no change) if memory is short.
         """
         table = self._tables[request.id]
+        planned, room = request.num_planned, len(table) * self.block_size
+        if room - self.block_size <= planned <= room - count and self.pool.is_private(table[-1]):
+            return ()  # as with most decodes: it writes on in its last block
         frozen = self._frozen_positions(request, table)
-        num_new = self.blocks_for(request.num_planned + count) - len(table)
+        num_new = self.blocks_for(planned + count) - len(table)
         blocks = self.pool.take(len(frozen) + max(num_new, 0))
         if blocks is None:
             return None
@@ -106,11 +109,7 @@ class KVCache:
     def _frozen_positions(self, request: Request, table: Sequence[int]) -> list[int]:
         """Positions from the next write on whose block others hold too, or whose contents are indexed."""
         first = request.num_planned // self.block_size
-        return [
-            position
-            for position in range(first, len(table))
-            if self.pool.references(table[position]) > 1 or self.pool.is_cached(table[position])
-        ]
+        return [position for position in range(first, len(table)) if not self.pool.is_private(table[position])]
 
     def num_missing(self, request: Request) -> int:
         """Blocks that `request` does not hold yet but needs for the tokens it knows."""
@@ -125,12 +124,14 @@ class KVCache:
         """Index the blocks that `request` has filled by now."""
         if not self.prefix_caching:
             return
+        num_full, num_indexed = request.num_computed // self.block_size, self._num_indexed[request.id]
+        if num_full <= num_indexed:  # as with most decodes
+            return
         table = self._tables[request.id]
-        num_full = request.num_computed // self.block_size
-        for position in range(self._num_indexed[request.id], num_full):
+        for position in range(num_indexed, num_full):
             if self.index.insert(request, position, table[position]):
                 self.pool.mark_cached(table[position])
-        self._num_indexed[request.id] = max(num_full, self._num_indexed[request.id])
+        self._num_indexed[request.id] = num_full
 
     def trim(self, request: Request, num_tokens: int) -> None:
         """Give back the blocks behind `request`'s first `num_tokens` tokens, which were reserved for drafts."""

@@ -10,7 +10,8 @@ from chairlift.core.request import Request, Status
 def decode(lift: Lift, draft: PlanDraft, now: float) -> None:
     """One token for everyone who is one behind: running requests never wait for a new prompt."""
     for request in [request for request in lift.running if request.decoding]:
-        _compute(request, draft.room_for(request), lift, draft, now)
+        if request.num_behind and draft.room > 0:
+            _compute(request, 1, lift, draft, now)
 
 
 def advance_prompts(lift: Lift, draft: PlanDraft, now: float) -> None:

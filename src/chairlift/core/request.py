@@ -163,7 +163,7 @@ class Request:
     @property
     def num_behind(self) -> int:
         """Tokens that still have to be computed. The last one that may be generated never is."""
-        expected = self.num_expected
+        expected = len(self._tokens) + self.num_unread
         if self.num_unread and (self.params.structure is not None or self.group is not None):
             return 0  # which tokens may come next, or which come at all, is known only once the last ones are
         if expected - self.num_prompt >= self.max_new_tokens:
@@ -173,7 +173,8 @@ class Request:
     @property
     def decoding(self) -> bool:
         """One token behind, and that token is its own."""
-        return self.num_planned == self.num_expected - 1 and self.num_planned >= self.num_prompt
+        planned = self.num_planned  # asked of everybody several times a step: no detour over other properties
+        return planned == len(self._tokens) + self.num_unread - 1 and planned >= self.num_prompt
 
     def start_from(self, num_computed: int) -> None:
         """Nothing is under way, and the first `num_computed` tokens are in the cache."""
@@ -220,7 +221,7 @@ class Request:
             return Ending(FinishReason.STOP, token)
         if token in self.eos_ids and not self.params.ignore_eos:
             return Ending(FinishReason.STOP)
-        if self.num_output >= self.max_new_tokens:
+        if len(self._tokens) - self.num_prompt >= self.max_new_tokens:
             return Ending(FinishReason.LENGTH)
         return None
 

@@ -19,7 +19,6 @@ from chairlift.core.draft import PlanDraft
 from chairlift.core.events import BudgetDecided, DraftsVerified, Event, RequestFinished, RequestQueued, TokenProduced
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.lift import Lift
-from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.ordering import Ordering
 from chairlift.core.plan import BAD_LOGITS, Chunk, StepPlan, StepResult
 from chairlift.core.policy import Policy
@@ -33,8 +32,6 @@ from chairlift.errors import InvalidParameter
 EndingCheck = Callable[[Request, int], Ending | None]
 """Looks at a token just appended to a request and returns the ending that its text or grammar calls for, if any. Also
 asked with BAD_LOGITS, of which nothing was appended: the grammar may know why no token could be chosen."""
-
-_Sample = tuple[int, TokenLogprobs | None]
 
 HOPELESS = "by the measured speed it could not have been finished in time"
 NO_TOKEN = "no token could be chosen: the model's scores are not finite, or the grammar allows none"
@@ -245,7 +242,7 @@ class Scheduler:
         for chunk in chunks:
             request = chunk.request
             request.steps_in_flight += 1
-            request.num_planned = chunk.end
+            request.num_planned = chunk.start + chunk.count
             request.num_unread += chunk.samples
         self._num_steps += 1
         swaps = tuple(draft.swap_outs), tuple(draft.swap_ins)
@@ -270,13 +267,15 @@ class Scheduler:
 
     def apply(self, result: StepResult, now: float, ends: EndingCheck | None = None) -> None:
         """Take in what a step computed: advance, append the sampled tokens, index full blocks, finish, free."""
-        samples = iter(zip(result.tokens, result.logprobs, strict=True))
+        assert len(result.tokens) == len(result.logprobs)
+        num_read = 0  # of the sampled tokens
         for chunk in result.plan.chunks:
             request = chunk.request
             accepted = result.accepted.get(request.id, 0) if chunk.drafts else 0
-            sampled = [next(samples) for _ in range(1 + accepted)] if chunk.samples else []
+            sampled = range(num_read, num_read + chunk.samples + accepted)
+            num_read = sampled.stop
             request.steps_in_flight -= 1
-            if request.status is Status.FINISHED:  # ended while the step was under way: its blocks are free now
+            if request.ending is not None:  # it came while the step was under way: its blocks are free now
                 self.lift.let_go(request)
                 continue
             if chunk.generation != request.generation:  # preempted meanwhile: it computes those tokens again
@@ -287,26 +286,29 @@ class Scheduler:
             if chunk.drafts:
                 self._note_drafts(chunk, accepted, now)
             if request.group is not None and sampled:
-                self._advance_beam(request, result, sampled[0][0], now, ends)
+                self._advance_beam(request, result, result.tokens[sampled.start], now, ends)
             else:
-                self._append(request, sampled, now, ends)
+                self._append(request, result, sampled, now, ends)
             if chunk.drafts and request.status is Status.RUNNING:
                 request.rewind()
                 self.kv.trim(request, request.num_computed)
 
-    def _append(self, request: Request, sampled: Sequence[_Sample], now: float, ends: EndingCheck | None) -> None:
+    def _append(
+        self, request: Request, result: StepResult, sampled: range, now: float, ends: EndingCheck | None
+    ) -> None:
         """Each sampled token but the last was drafted, and so is computed already: with it, the next one counts."""
-        for index, (token, logprobs) in enumerate(sampled):
-            if index:
+        for index in sampled:
+            if index > sampled.start:
                 request.num_computed += 1
                 self.kv.commit(request)
+            token = result.tokens[index]
             if token == BAD_LOGITS:
                 known = ends(request, token) if ends else None
                 self._finish(request, known or Ending(FinishReason.ERROR, NO_TOKEN), now)
                 return
             request.append(token)
             self.ordering.grew(request)
-            self.lift.events.append(TokenProduced(now, request.id, token, logprobs))
+            self.lift.events.append(TokenProduced(now, request.id, token, result.logprobs[index]))
             ending = (ends(request, token) if ends else None) or request.ending_after(token)
             if ending is not None:
                 self._finish(request, ending, now)

@@ -22,6 +22,7 @@ from chairlift.speculative.head import unit
 from chairlift.speculative.head_config import EPS, HeadConfig
 from chairlift.training.writer import refuse_unusual_attention
 
+FIRST_SIZE = 0.3
 Seen = list[tuple[Tensor, Tensor]]  # keys and values of each depth [texts, heads, length, head_dim]
 
 
@@ -46,7 +47,8 @@ class TrainableHead(nn.Module):
         self.post_attention_layernorm = _Norm(hidden, EPS)
         self.norm = _Norm(hidden, EPS)
         with torch.no_grad():
-            self.norm.weight.copy_(target.norm.weight)  # so that its states begin at the size of the target's
+            # Its states are to be of the target's size in the end; but who knows nothing yet should not be so sure.
+            self.norm.weight.copy_(FIRST_SIZE * target.norm.weight)
         self.inv_freq = torch.tensor(layer.rope.inv_freq, device=target.device)
 
     def forward(self, embedded: Tensor, previous: Tensor, seen: Seen) -> Tensor:

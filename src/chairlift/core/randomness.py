@@ -9,7 +9,8 @@ from __future__ import annotations
 from chairlift.core.sampling import MAX_SEED
 
 _MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: consecutive multiples spread evenly over 64 bits
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: consecutive multiples spread evenly over 64 bits
+FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
 _STREAM = 0x9FB21C651E98DF25  # keeps several numbers for the same token apart
 _CHILDREN = 0xD1B54A32D192ED03  # keeps the seeds of children apart from the numbers of the parent
 
@@ -19,7 +20,7 @@ def uniform(seed: int, position: int, stream: int = 0) -> float:
 
     Stream 0 draws the token. The others are for drafts that are drawn too: 1 draws the draft, 2 accepts it.
     """
-    return (_mix(_mix(seed ^ (stream * _STREAM & _MASK)) + (position + 1) * _GOLDEN) >> 11) * 2.0**-53
+    return (_mix(_mix(seed ^ (stream * _STREAM & _MASK)) + (position + 1) * GOLDEN) >> 11) * 2.0**-53
 
 
 def child_seed(seed: int, index: int) -> int:
@@ -29,12 +30,12 @@ def child_seed(seed: int, index: int) -> int:
     """
     if index == 0:
         return seed
-    return _mix(_mix(seed ^ _CHILDREN) + index * _GOLDEN) & MAX_SEED
+    return _mix(_mix(seed ^ _CHILDREN) + index * GOLDEN) & MAX_SEED
 
 
 def _mix(value: int) -> int:
     """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): flips about half the bits for any change."""
     value &= _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    value = ((value ^ (value >> 30)) * FACTORS[0]) & _MASK
+    value = ((value ^ (value >> 27)) * FACTORS[1]) & _MASK
     return value ^ (value >> 31)

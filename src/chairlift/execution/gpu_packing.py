@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from chairlift.core.plan import Chunk, StepPlan
-from chairlift.core.randomness import uniform
 from chairlift.execution.gpu_batch import BatchShape, Shapes, fill_with_nobody
 from chairlift.execution.gpu_slots import Slots
 from chairlift.execution.gpu_staging import Staging
+from chairlift.execution.uniforms import uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Packed:
     capturable: bool
     chunks: list[Chunk]  # those that sample
     slots: np.ndarray  # theirs
+    num_sampled: int  # rows that are sampled from
     first_rows: np.ndarray  # of all chunks of the plan: where in the batch they begin
 
 
@@ -49,6 +50,7 @@ class Packer:
         indices = np.array([slot.index for slot in slots], np.int32)[of_piece]
         counts = np.array([piece.count for piece in pieces], np.int32)
         starts = np.array([piece.start for piece in pieces], np.int32)
+        ends = starts + counts
         order = _order(counts, np.array([chunk.start for chunk in chunks])[of_piece])
         rows = np.empty_like(counts)
         rows[order] = np.cumsum(counts[order]) - counts[order]
@@ -58,7 +60,7 @@ class Packer:
         tiles = self._tiles(in_order, num_single)
         sampling = [index for index, piece in enumerate(pieces) if piece.samples]
         shape, capturable = self._shapes.choose(
-            tokens=plan.num_tokens + plan.idle_rows,
+            tokens=int(counts.sum()) + plan.idle_rows,
             chunks=len(pieces),
             singles=num_single,
             tiles=len(tiles),
@@ -79,10 +81,12 @@ class Packer:
             views["update_block"][: len(cells)] = blocks
         if sampling:
             views["sample_row"][: len(sampling)] = (rows + counts - 1)[sampling]
-            self._pack_sampling(views, [pieces[index] for index in sampling], indices[sampling])
+            self._pack_sampling(views, [pieces[index] for index in sampling], indices[sampling], ends[sampling])
         firsts = np.cumsum(owned) - owned  # pieces
         samplers = [index for index, chunk in enumerate(chunks) if chunk.samples]
-        return Packed(shape, capturable, [chunks[index] for index in samplers], indices[firsts[samplers]], rows[firsts])
+        sampling_chunks = [chunks[index] for index in samplers]
+        slots_of_them = indices[firsts[samplers]]
+        return Packed(shape, capturable, sampling_chunks, slots_of_them, len(sampling), rows[firsts])
 
     def _tiles(self, in_order: Sequence[Chunk], num_single: int) -> list[tuple[int, int]]:
         """(chunk, its first query) of the tiles of the longer chunks."""
@@ -115,7 +119,9 @@ class Packer:
         for name, values in (("slot", indices), ("row", rows), ("start", starts), ("count", counts)):
             views[f"chunk_{name}"][: len(in_order)] = values
 
-    def _pack_sampling(self, views: dict[str, np.ndarray], pieces: Sequence[Chunk], indices: np.ndarray) -> None:
+    def _pack_sampling(
+        self, views: dict[str, np.ndarray], pieces: Sequence[Chunk], indices: np.ndarray, ends: np.ndarray
+    ) -> None:
         count, slots = len(pieces), self._slots
         views["sample_slot"][:count] = indices
         guessed = [index for index, piece in enumerate(pieces) if piece.drafts]
@@ -127,9 +133,7 @@ class Packer:
             views["top_k"][:count] = slots.top_k[indices]
             views["top_p"][:count] = slots.top_p[indices]
             views["min_p"][:count] = slots.min_p[indices]
-            views["uniform"][:count] = [
-                uniform(piece.request.seed, piece.end - piece.request.num_prompt) for piece in pieces
-            ]
+            views["uniform"][:count] = uniforms(slots.seed[indices], ends - slots.num_prompt[indices])
 
 
 def _apart(chunk: Chunk) -> list[Chunk]:

@@ -102,7 +102,7 @@ class GPURunner:
         size = packed.shape.size
         self._inputs[:size].copy_(staging.inputs[:size], non_blocking=True)
         staging.started.record()
-        by_host = [index for index, chunk in enumerate(packed.chunks) if self._needs_host(chunk)]
+        by_host = self._by_host(packed)
         masks = self._begin_masks(packed, by_host)  # computed while the device computes the logits
         step = self._forward(packed.shape) if graph is None else graph.replay()
         candidates = beam_candidates(packed.chunks, step.logits, one_by_one=self.one_by_one)
@@ -158,8 +158,13 @@ class GPURunner:
 
     # ---- sampling that needs the host -----------------------------------------------------------------------------
 
-    def _needs_host(self, chunk: Chunk) -> bool:
-        return needs_host(chunk.request.params) or self._drawn_from(chunk) is not None
+    def _by_host(self, packed: Packed) -> list[int]:
+        """Which of the chunks that sample need the host."""
+        wanted = self.slots.by_host[packed.slots]
+        if self.drafter is not None:
+            wanted |= [self._drawn_from(chunk) is not None for chunk in packed.chunks]
+        found: list[int] = wanted.nonzero()[0].tolist()
+        return found
 
     def _drawn_from(self, chunk: Chunk) -> Tensor | None:
         return self.drafter.drawn_from(chunk.request.id) if self.drafter is not None and chunk.drafts else None
@@ -259,9 +264,3 @@ class GPURunner:
     def forget(self, request_id: str) -> None:
         self.slots.release(request_id)
         self.sampler.forget(request_id)
-
-
-def needs_host(params: SamplingParams) -> bool:
-    """Whether a request's tokens are chosen by the host's sampler."""
-    plain = not params.has_penalties and params.logit_bias is None and params.logprobs is None
-    return not plain or params.min_tokens > 0 or params.structure is not None

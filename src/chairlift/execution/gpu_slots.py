@@ -8,9 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from chairlift.core.plan import Chunk
+from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 
 COLDEST = 1e-5  # below this a temperature means the arg max, as in the host's sampler
+
+
+def needs_host(params: SamplingParams) -> bool:
+    """Whether a request's tokens are chosen by the host's sampler."""
+    plain = not params.has_penalties and params.logit_bias is None and params.logprobs is None
+    return not plain or params.min_tokens > 0 or params.structure is not None
 
 
 @dataclass(slots=True)
@@ -39,6 +46,9 @@ class Slots:
         self.top_k = np.zeros(self.count, np.int32)
         self.top_p = np.ones(self.count, np.float32)
         self.min_p = np.zeros(self.count, np.float32)
+        self.seed = np.zeros(self.count, np.uint64)
+        self.num_prompt = np.zeros(self.count, np.int32)
+        self.by_host = np.zeros(self.count, np.bool_)
 
     def of(self, chunk: Chunk) -> Slot:
         request = chunk.request
@@ -46,7 +56,7 @@ class Slots:
         if slot is None:
             slot = Slot(self._free.pop() if self._free else self._held.popitem(last=False)[1].index)
             self._held[request.id] = slot
-            self._note_sampling(slot.index, request.params)
+            self._note_sampling(slot.index, request)
         else:
             self._held.move_to_end(request.id)
         return slot
@@ -56,11 +66,15 @@ class Slots:
         if slot is not None:
             self._free.append(slot.index)
 
-    def _note_sampling(self, index: int, params: SamplingParams) -> None:
+    def _note_sampling(self, index: int, request: Request) -> None:
+        params = request.params
         self.temperature[index] = 0.0 if params.temperature < COLDEST else params.temperature
         self.top_k[index] = params.top_k
         self.top_p[index] = params.top_p
         self.min_p[index] = params.min_p
+        self.seed[index] = request.seed
+        self.num_prompt[index] = request.num_prompt
+        self.by_host[index] = needs_host(params)
 
     def table_changes(self, slot: Slot, chunk: Chunk, cells: list[int], blocks: list[int]) -> None:
         """Append the entries of `chunk`'s block table that the device does not know yet."""

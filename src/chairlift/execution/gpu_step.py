@@ -52,7 +52,7 @@ class PendingStep:
     def result(self) -> StepResult:
         """Wait for the step, and return its tokens."""
         self.staging.finished.synchronize()
-        tokens: list[int] = self.staging.tokens[: sum(chunk.num_scored for chunk in self.packed.chunks)].tolist()
+        tokens: list[int] = self.staging.tokens[: self.packed.num_sampled].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         accepted: dict[str, int] = {}
         if self.chosen or len(tokens) > len(self.packed.chunks):

@@ -17,12 +17,14 @@ def beam_candidates(chunks: Sequence[Chunk], logits: Tensor, *, one_by_one: bool
 
     logits: [S, V], a row for each chunk that samples and for each of its drafts, in the order of `chunks`.
     """
+    if all(chunk.request.group is None for chunk in chunks):  # as in nearly every step
+        return {}
     wanted, row = {}, 0
     for chunk in chunks:
         if chunk.samples and chunk.request.group is not None:
             wanted[row] = chunk.request.id, chunk.request.group.search.num_candidates
         row += chunk.num_scored
-    if not wanted:
+    if not wanted:  # none of its chunks reaches a last token
         return {}
     chosen = logits.index_select(0, torch.tensor([*wanted], device=logits.device)).float()
     ids = top_ids(chosen, max(count for _, count in wanted.values()))

@@ -24,6 +24,8 @@ class StopStrings:
         With a match, the text ends before the stop string, or behind it if it is to be included; whatever
         comes later is dropped.
         """
+        if not self._searches:
+            return text, None
         if self._found is not None:
             return "", self._found
         start = len(self._held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,7 +56,7 @@ def bench_profile(
     With --record, how far the simulator is off is measured as well; chairlift
     simulate --against FILE repeats that comparison without a model.
     """
-    from chairlift.bench.profile import measure_profile
+    from chairlift.bench.profile import Profile, measure_profile
     from chairlift.bench.recording import RunSettings, compare, record_run
     from chairlift.bench.workload import LengthRange
     from chairlift.execution.config import EngineConfig
@@ -80,12 +81,18 @@ def bench_profile(
     with watch(enabled=not engine.quiet) as note:
         note("loading")
         started = load_engine(engine.model, config, progress=not engine.quiet).engine
-        profile = measure_profile(started, rounds=rounds, note=note)
         replica = _replica(started, config)
         run = None
         if record:
+            # Around the run, since the pace of a machine that others share changes with time.
+            before = measure_profile(started, rounds=-(-rounds // 2), note=note)
             note("recording a run")
-            run = record_run(started, replica, profile.cost, settings)
+            run = record_run(started, replica, before.cost, settings)
+            after = measure_profile(started, rounds=-(-rounds // 2), note=note, seed=1)
+            profile = Profile.of([*before.steps, *after.steps])
+            run = replace(run, cost=profile.cost)
+        else:
+            profile = measure_profile(started, rounds=rounds, note=note)
     saved: dict[str, Any] = profile.to_json()
     saved["settings"] = {"model": engine.model, "kv_blocks": replica.num_blocks}
     saved["settings"] |= {"max_batch_requests": replica.seats, "max_batch_tokens": replica.max_batch_tokens}
@@ -124,5 +131,5 @@ def _show_prices(profile: Profile) -> None:
         "Microseconds per",
         ["", ""],
         [[name, f"{1e6 * price:,.3f}"] for name, price in rows],
-        f"{profile.steps:,} steps; typical error {profile.error:.1%}",
+        f"{len(profile.steps):,} steps; typical error {profile.error:.1%}",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -10,21 +11,28 @@ from typing import Any
 from chairlift.bench.timing import Note
 from chairlift.bench.workload import LengthRange
 from chairlift.core.cost_model import CostModel, StepShape
+from chairlift.core.events import RequestFinished
 from chairlift.core.sampling import SamplingParams
 from chairlift.execution.engine import Engine
-from chairlift.simulate.measured import MeasuredCost
+from chairlift.simulate.measured import MeasuredCost, Steps
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 512, 24
+RELAY = 8  # requests that come one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
+    steps: Steps
     cost: MeasuredCost
-    steps: int
     error: float  # median of |measured - predicted| / predicted over all steps
 
+    @classmethod
+    def of(cls, steps: Steps) -> Profile:
+        cost = MeasuredCost.fit(steps)
+        return cls(steps, cost, median(cost.errors(steps)))
+
     def to_json(self) -> dict[str, Any]:
-        return {"prices": self.cost.to_json(), "steps": self.steps, "error": self.error}
+        return {"prices": self.cost.to_json(), "steps": len(self.steps), "error": self.error}
 
 
 def measure_profile(engine: Engine, *, rounds: int, note: Note, seed: int = 0) -> Profile:
@@ -33,29 +41,37 @@ def measure_profile(engine: Engine, *, rounds: int, note: Note, seed: int = 0) -
     seats = engine.scheduler.max_batch_requests
     sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256) if size < seats] + [seats]
     prompts = LengthRange(1, max(1, min(LONGEST_PROMPT, engine.max_model_len // 2)))
-    watched = watch_steps(engine)
+    engine.cost_model = watched = BackToBackCost(engine.now)
     for turn in range(-1, rounds):
         if turn == 0:
             watched.steps.clear()  # the first, uncounted, warms up caches and kernels
         for size in sizes if turn >= 0 else (1, min(8, seats)):
             note(f"round {turn + 1} of {rounds}: {size} requests")
-            for _ in range(size):
-                prompt = [rng.randrange(engine.vocab_size) for _ in range(prompts.draw(rng))]
-                count = min(rng.randint(2, LONGEST_OUTPUT), engine.max_model_len - len(prompt))
-                params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count, detokenize=False)
-                engine.submit(prompt, params)
-            engine.expect_no_more()
-            while engine.has_work:
-                engine.step()
+            watched.pause()
+            _relay(engine, size, prompts, rng)
             engine.check_alive()
-    cost = MeasuredCost.fit(watched.steps)
-    return Profile(cost, len(watched.steps), median(cost.errors(watched.steps)))
+    return Profile.of(watched.steps)
+
+
+def _relay(engine: Engine, size: int, prompts: LengthRange, rng: random.Random) -> None:
+    """So many at once, so that prompts fill whole steps; then another whenever one ends, so that single prompts of all
+    lengths meet decodes, as in traffic."""
+    coming, under_way = size + RELAY, 0
+    while coming or engine.has_work:
+        while coming and under_way < size:
+            prompt = [rng.randrange(engine.vocab_size) for _ in range(prompts.draw(rng))]
+            count = min(rng.randint(2, LONGEST_OUTPUT), engine.max_model_len - len(prompt))
+            params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count, detokenize=False)
+            engine.submit(prompt, params)
+            coming, under_way = coming - 1, under_way + 1
+        engine.expect_no_more()
+        under_way -= sum(isinstance(event, RequestFinished) for event in engine.step())
 
 
 def watch_steps(engine: Engine) -> WatchedCost:
     """Have every step of `engine` written down."""
-    engine.cost_model = WatchedCost()
-    return engine.cost_model
+    engine.cost_model = watched = WatchedCost()
+    return watched
 
 
 class WatchedCost(CostModel):
@@ -68,3 +84,21 @@ class WatchedCost(CostModel):
     def observe(self, shape: StepShape, seconds: float) -> None:
         self.steps.append((shape, seconds))
         super().observe(shape, seconds)
+
+
+class BackToBackCost(WatchedCost):
+    """Between two steps the engine publishes what happened and learns from it, and whoever drives it takes that in. So
+    if there was no pause, a step took all the time since the end of the one before."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+        self._last: float | None = None  # when the last step was over
+
+    def pause(self) -> None:
+        """The next step does not begin where the last one ended."""
+        self._last = None
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        last, self._last = self._last, self._clock()
+        super().observe(shape, seconds if last is None else self._last - last)

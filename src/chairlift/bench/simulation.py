@@ -26,6 +26,7 @@ from chairlift.simulate.figures import Targets, percentile
 from chairlift.simulate.measured import MeasuredCost
 from chairlift.simulate.records import Arrival
 from chairlift.simulate.replica import Replica
+from chairlift.simulate.rider import quick_digest
 from chairlift.simulate.roofline import ModelShape, StepCost
 from chairlift.simulate.router import make_router
 from chairlift.simulate.run import simulate
@@ -55,7 +56,7 @@ class ReplicaSettings:
         ordering = make_ordering(self.order)
         most = min(self.max_prefill_tokens or self.max_batch_tokens, self.max_batch_tokens)
         scheduler = Scheduler(
-            KVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching),
+            KVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching, digest=quick_digest),
             FixedBudget(self.max_batch_tokens, self.max_prefill_tokens),
             make_policy(self.policy),
             self.seats,

@@ -14,15 +14,18 @@ from collections.abc import Sequence
 
 from chairlift.core.blocks import BlockPool
 from chairlift.core.plan import BlockCopy
-from chairlift.core.prefix import Miss, PrefixIndex, PrefixMatch
+from chairlift.core.prefix import Digest, Miss, PrefixIndex, PrefixMatch, sha256
 from chairlift.core.request import Request
 
 
 class KVCache:
-    def __init__(self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True, digest: Digest = sha256
+    ) -> None:
+        """`digest`: of blocks in the prefix index. Where nobody means harm, as in a simulation, any hash will do."""
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.index = PrefixIndex(block_size)
+        self.index = PrefixIndex(block_size, digest)
         self.pool = BlockPool(num_blocks, on_evict=self.index.remove)
         self._tables: dict[str, list[int]] = {}
         self._num_indexed: dict[str, int] = {}  # how many of a table's first blocks commit() has been through
@@ -132,6 +135,17 @@ class KVCache:
             if self.index.insert(request, position, table[position]):
                 self.pool.mark_cached(table[position])
         self._num_indexed[request.id] = num_full
+
+    def leave_behind(self, request: Request, num_tokens: int) -> None:
+        """`request` is about to end with so many tokens computed: give it the blocks for all of them, and count the
+        full ones as cached. Nobody will ask for what it generated (a simulation knows that), so they are not indexed;
+        but they take their place among the cached blocks, until they are evicted."""
+        table = self._tables[request.id]
+        blocks = self.pool.take(self.blocks_for(num_tokens) - len(table))
+        assert blocks is not None
+        table += blocks
+        for position in range(self._num_indexed[request.id], num_tokens // self.block_size):
+            self.pool.mark_cached(table[position])
 
     def trim(self, request: Request, num_tokens: int) -> None:
         """Give back the blocks behind `request`'s first `num_tokens` tokens, which were reserved for drafts."""

@@ -10,12 +10,21 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from chairlift.core.request import Request
 
 REMEMBERED_EVICTIONS = 65_536
+
+Digest = Callable[[bytes, tuple[int, ...]], bytes]
+"""Of a block: from the digest of the prefix before it, and its tokens."""
+
+
+def sha256(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+    return hashlib.sha256(parent + array("I", tokens).tobytes()).digest()
 
 
 class Miss(StrEnum):
@@ -34,16 +43,16 @@ class PrefixMatch:
     coming: bool = False  # a request on board is computing the next block right now
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     digest: bytes
     parent: bytes
     tokens: tuple[int, ...]
 
 
 class PrefixIndex:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, digest: Digest = sha256) -> None:
         self.block_size = block_size
+        self._digest = digest
         self._block_of: dict[bytes, int] = {}
         self._entry_of: dict[int, _Entry] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
@@ -101,7 +110,10 @@ class PrefixIndex:
                 del self._claims[digest]
 
     def remove(self, block: int) -> None:
-        digest = self._entry_of.pop(block).digest
+        entry = self._entry_of.pop(block, None)
+        if entry is None:
+            return  # it was never indexed (`KVCache.leave_behind`)
+        digest = entry.digest
         del self._block_of[digest]
         self._evicted[digest] = None
         if len(self._evicted) > REMEMBERED_EVICTIONS:
@@ -116,8 +128,8 @@ class PrefixIndex:
         """The digest of a full block; computed once and kept on the request, with those before it."""
         chain = request.block_digests
         for missing in range(len(chain), position + 1):
-            tokens = array("I", self._block_tokens(request, missing))
-            chain.append(hashlib.sha256(self.parent_digest(request, missing) + tokens.tobytes()).digest())
+            parent = chain[-1] if chain else self.parent_digest(request, 0)
+            chain.append(self._digest(parent, self._block_tokens(request, missing)))
         return chain[position]
 
     def parent_digest(self, request: Request, position: int) -> bytes:

@@ -37,6 +37,7 @@ class Aside:
         self._steps = 0  # that any of them have taken since the beginning
         self._ends: list[tuple[int, int, Rider]] = []  # (its last step, order, rider): a heap
         self._takers = [0] * self._block_size  # who takes a block in step s, at s % block_size
+        self._next_is_lent = False  # the blocks that they take in the next step
 
     @property
     def steps_to_next_end(self) -> int:
@@ -64,15 +65,16 @@ class Aside:
 
     def advance(self, count: int, now: float) -> None:
         """One more token for each, `count` times, and the end of those who then have all of theirs."""
+        self.reserve(count)
+        self._next_is_lent = False
         self._steps += count
         self.context += count * self.size
         ends = self._ends
         while ends and ends[0][0] <= self._steps:
             rider = heappop(ends)[2]
-            if self._kv.prefix_caching:  # others may find what it leaves behind
-                self._return(rider)
-            else:
-                self._remove(rider)
+            computed = rider.known - 1 + self._remove(rider)
+            if self._kv.prefix_caching and rider.request is not None:  # its blocks stay until others need them
+                self._kv.leave_behind(rider.request, computed)
             self._end(rider, now)
 
     def _end(self, rider: Rider, now: float) -> None:
@@ -81,12 +83,14 @@ class Aside:
         if request is None:
             self.passengers.end(rider, now)
             return
-        if not self._kv.prefix_caching:
-            self.scheduler.lift.running.append(request)
+        self.scheduler.lift.running.append(request)
         self.scheduler.finish(request.id, _ALL_GENERATED, now)
 
     def give_back(self) -> None:
         """The scheduler is to decide about all of them again."""
+        if self._next_is_lent:
+            self._pool.lend(-self.takers_of(1))
+            self._next_is_lent = False
         for _, _, rider in self._ends:
             self._return(rider)
         self._ends.clear()
@@ -120,28 +124,40 @@ class Aside:
         self.size -= 1
         self.context -= rider.known + taken
         self._takers[(rider.since + 2 - rider.known) % self._block_size] -= 1
-        held = 0 if rider.request is None else len(self._kv.table(rider.request))
-        self._pool.lend(held - self._kv.blocks_for(rider.known - 1 + taken))
+        self._pool.lend(self._num_held(rider) - self._kv.blocks_for(rider.known - 1 + taken))
         return taken
 
+    def _num_held(self, rider: Rider) -> int:
+        """Blocks that the scheduler knows it to have."""
+        return 0 if rider.request is None else len(self._kv.table(rider.request))
+
     def welcome(self, newcomers: list[Rider], now: float) -> None:
-        """The step in which these have boarded is over: each has got a token, and decodes from now on. The blocks for
-        what they knew are lent already."""
+        """The step in which these have boarded is over: each has got a token, and decodes from now on. Those that the
+        scheduler does not know hold no blocks, but were lent as many as they need for what they knew."""
         for rider in newcomers:
             record, known = rider.record, rider.num_known
             if record.first_token is None:
                 record.first_token = now
+            if self._kv.prefix_caching and rider.request is not None:
+                rider.request.start_from(known)
+                self._kv.commit(rider.request)
             if record.n_in + record.n_out > known + 1:
                 self._add(rider, known + 1)
             else:
-                self._pool.lend(-self._kv.blocks_for(known))
+                self._pool.lend(self._num_held(rider) - self._kv.blocks_for(known))
                 self._end(rider, now)
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    def reserve(self, steps: int) -> None:
-        """Count the blocks that they take in the coming steps as used."""
-        self._pool.lend(self.takers_of(steps))
+    def reserve(self, steps: int = 1) -> None:
+        """Count the blocks that they take in the coming steps as used. Those of the next step may be already."""
+        self._pool.lend(self.takers_of(steps) - (self.takers_of(1) if self._next_is_lent else 0))
+        self._next_is_lent = self.size > 0
+
+    @property
+    def blocks_for_next(self) -> int:
+        """That they have yet to take for the next step."""
+        return 0 if self._next_is_lent else self.takers_of(1)
 
     def takers_of(self, steps: int) -> int:
         """How many blocks they take in so many coming steps."""
@@ -165,5 +181,5 @@ class Aside:
 
     def leaves_room(self) -> bool:
         """Whether in the next step everyone who is on board gets the blocks he needs."""
-        needed = self.takers_of(1) + sum(self._kv.num_missing(request) for request in self.scheduler.running)
+        needed = self.blocks_for_next + sum(self._kv.num_missing(request) for request in self.scheduler.running)
         return needed <= self._pool.num_free

@@ -2,8 +2,8 @@
 
 There is nothing to decide about newcomers when all who find a seat and blocks fit into the coming step with everything
 they have to compute: they board, and at its end they are set aside like the others (`cruise.py`). Here that is worked
-out as the scheduler would (`core/boarding.py`), for first come, first served and without a prefix cache. In all other
-cases it is asked.
+out as the scheduler would (`core/boarding.py`), for first come, first served. With a prefix cache only if there is one
+newcomer. In all other cases it is asked.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ class Door:
     def let_in(self) -> list[Rider]:
         """Those who board, if all of them can compute all they know in the coming step; else nobody, and the scheduler
         has to decide."""
+        scheduler = self._scheduler
+        if scheduler.running or scheduler.swap.num_slots or self._aside.size >= scheduler.max_batch_requests:
+            return []
+        if self._kv.prefix_caching:
+            return self._let_in_one()
         boarding = self._decide()
         if boarding is None or not boarding.newcomers:
             return []
@@ -81,11 +86,8 @@ class Door:
 
     def _decide(self) -> _Boarding | None:
         """Who boards in the coming step; None if that is the scheduler's business."""
-        scheduler, found = self._scheduler, _Boarding()
-        seats = scheduler.max_batch_requests - self._aside.size
-        if seats <= 0 or scheduler.running or self._kv.prefix_caching or scheduler.swap.num_slots:
-            return None
-        room = min(self._limits.prefill_tokens, self._limits.tokens - self._aside.size)
+        found, room = _Boarding(), self._room()
+        seats = self._scheduler.max_batch_requests - self._aside.size
         blocks = self._blocks_to_give()
         for rider in self._queue():
             request = rider.request
@@ -108,6 +110,33 @@ class Door:
                 break
         return None if self._someone_ages(found) else found
 
+    def _let_in_one(self) -> list[Rider]:
+        """With a prefix cache, if nobody else waits: several may share what one of them computes."""
+        aside, kv = self._aside, self._kv
+        if len(self._line) + len(self._scheduler.waiting) != 1 or not aside.leaves_room():
+            return []
+        aside.reserve()  # what they take may be evicted for it, and then is not found
+        if self._line:
+            aside.passengers.show(self._line.popleft())
+        (rider,) = self._queue()
+        request = rider.request
+        assert request is not None
+        match = kv.match(request)
+        missing = kv.blocks_for(request.num_known) - len(match.blocks)
+        taken = missing + sum(kv.pool.is_free(block) for block in match.blocks)
+        computes = request.num_known - len(match.blocks) * kv.block_size
+        if match.coming or request.num_computed or computes > self._room() or taken > self._blocks_to_give():
+            return []
+        aside.seat(request)
+        kv.attach(request, match)
+        copies = kv.reserve(request, computes)
+        assert copies == (), "nothing that is shared is written to"
+        return [rider]
+
+    def _room(self) -> int:
+        """The most prompt tokens of the coming step."""
+        return min(self._limits.prefill_tokens, self._limits.tokens - self._aside.size)
+
     def _someone_ages(self, boarding: _Boarding) -> bool:
         """Whether one who is passed over may not be overtaken so often."""
         most = self._scheduler.waiting.max_overtakes
@@ -118,7 +147,7 @@ class Door:
 
     def _blocks_to_give(self) -> int:
         """What those on board leave to newcomers: they take what they need for the step, and one is kept for each."""
-        return self._kv.num_free - self._aside.takers_of(1) - self._aside.size
+        return self._kv.num_free - self._aside.blocks_for_next - self._aside.size
 
     def _queue(self) -> Iterator[Rider]:
         """Everyone who waits, in the order of submission."""

@@ -5,13 +5,16 @@
 The first tokens of a step have prices of their own, then those up to the next power of two, and so on: small batches
 are cheap here and dear there, as the machine's matrix products happen to be. The engine's own `CostModel` has fewer
 such bends, since it learns while it works; a profile has all the steps at once.
+
+These are the prices of a typical step. Some take longer, and requests wait for them: by how much steps are late on the
+whole is measured for those of decodes alone and for those with a prompt each by itself, and added to their price.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import mul
 from statistics import median
 from typing import Any
@@ -25,11 +28,12 @@ Steps = Sequence[tuple[StepShape, float]]
 """What was in a step, and how many seconds it took."""
 
 _NAMES = ("step", "request", "prefill_kv", "decode_kv")
+_LATENESS = ("late_decodes", "late_prompts")
 _SWEEPS, _CONVERGED = 2000, 1e-7
 _ROUNDS = 5  # of the fit, each trusting far-off steps less
 _OUTLIER = 3.0  # a step so many typical errors off counts less, in proportion
 _SMALLEST_ERROR = 0.02
-_MOST_LATE = 1.5  # times what is usual
+_MOST_LATE = 3.0  # times what is usual: what took longer was an accident, and says little about the next run
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,9 @@ class MeasuredCost:
     prefill_kv: float
     decode_kv: float
     tokens: tuple[tuple[int, float], ...]  # (from which token of a step on, price of each)
+    late_decodes: float = 1.0  # what steps of decodes alone take, in proportion to these prices
+    late_prompts: float = 1.0  # and those with a prompt in them
+    _seconds_of: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # so many tokens
 
     @classmethod
     def fit(cls, steps: Steps) -> MeasuredCost:
@@ -56,19 +63,15 @@ class MeasuredCost:
         prices = _fit(rows, [seconds for _, seconds in steps])
         step, request, prefill_kv, decode_kv, *tokens = prices
         fitted = cls(step, request, prefill_kv, decode_kv, tuple(zip(bends, tokens, strict=True)))
-        return fitted._times(fitted._lateness(steps))
+        decodes = [(shape, seconds) for shape, seconds in steps if not shape.prefill_tokens]
+        prompts = [(shape, seconds) for shape, seconds in steps if shape.prefill_tokens]
+        return replace(fitted, late_decodes=fitted._lateness(decodes), late_prompts=fitted._lateness(prompts))
 
     def _lateness(self, steps: Steps) -> float:
-        """What was fitted is a typical step. Requests also wait for those that took longer, but for the odd one that
-        took very much longer only as if it had taken somewhat longer: it says nothing about the next run."""
+        """What these took on the whole, in proportion to what is typical."""
         predicted = [self.predict(shape) for shape, _ in steps]
         counted = [min(seconds, _MOST_LATE * usual) for (_, seconds), usual in zip(steps, predicted, strict=True)]
-        return sum(counted) / max(sum(predicted), 1e-12)
-
-    def _times(self, factor: float) -> MeasuredCost:
-        tokens = tuple((bend, factor * price) for bend, price in self.tokens)
-        step, request, prefill_kv, decode_kv = (factor * getattr(self, name) for name in _NAMES)
-        return MeasuredCost(step, request, prefill_kv, decode_kv, tokens)
+        return sum(counted) / sum(predicted) if sum(predicted) else 1.0
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> MeasuredCost:
@@ -76,23 +79,28 @@ class MeasuredCost:
         tokens = tuple((int(bend), _price("tokens", price)) for bend, price in saved["tokens"])
         if not tokens or [bend for bend, _ in tokens] != sorted({bend for bend, _ in tokens}) or tokens[0][0] != 0:
             raise InvalidParameter("tokens", "the prices of tokens must begin with the first, and rise from there")
-        return cls(step, request, prefill_kv, decode_kv, tokens)
+        late_decodes, late_prompts = (_price(name, saved.get(name, 1.0)) for name in _LATENESS)
+        return cls(step, request, prefill_kv, decode_kv, tokens, late_decodes, late_prompts)
 
     def to_json(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in _NAMES}
+        named = {name: getattr(self, name) for name in (*_NAMES, *_LATENESS)}
         return named | {"tokens": [list(pair) for pair in self.tokens]}
 
     def predict(self, shape: StepShape) -> float:
+        late = self.late_prompts if shape.prefill_tokens else self.late_decodes
         fixed = self.step + self.request * shape.requests + self.prefill_kv * shape.prefill_kv
-        return fixed + self._tokens(shape.tokens) + self.decode_kv * shape.decode_kv
+        return late * (fixed + self._tokens(shape.tokens)) + late * self.decode_kv * shape.decode_kv
 
     @property
     def seconds_per_position(self) -> float:
-        return self.decode_kv
+        return self.late_decodes * self.decode_kv
 
     def _tokens(self, count: int) -> float:
-        bends = [bend for bend, _ in self.tokens]
-        return sum(map(mul, _spread(count, bends), (price for _, price in self.tokens)), 0.0)
+        seconds = self._seconds_of.get(count)
+        if seconds is None:
+            spread = _spread(count, [bend for bend, _ in self.tokens])
+            seconds = self._seconds_of[count] = sum(map(mul, spread, (price for _, price in self.tokens)), 0.0)
+        return seconds
 
     def errors(self, steps: Steps) -> list[float]:
         """|measured - predicted| / predicted."""
@@ -143,5 +151,5 @@ def _least_squares(
 def _price(name: str, value: Any) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (number and math.isfinite(value) and value >= 0):
-        raise InvalidParameter(name, f"must be a number of seconds of at least 0, got {value!r}")
+        raise InvalidParameter(name, f"must be a number of at least 0, got {value!r}")
     return float(value)

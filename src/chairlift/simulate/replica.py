@@ -102,7 +102,7 @@ class Replica:
             if self._door:
                 self._newcomers = self._door.let_in()
                 if self._newcomers:
-                    self._aside.reserve(1)
+                    self._aside.reserve()
                     self._take(self._shape_with_newcomers(), now)
                     return
             if self._begin_leap(now, next_arrival):
@@ -114,7 +114,7 @@ class Replica:
         if aside.size and not (self._door and aside.leaves_room()):
             aside.give_back()
         if aside.size:
-            aside.reserve(1)
+            aside.reserve()
         if self._door:
             self._door.show_line()
         scheduler.lift.aside = aside.size
@@ -152,9 +152,10 @@ class Replica:
     def _shape_with_newcomers(self) -> StepShape:
         tokens = prefill_kv = 0
         for rider in self._newcomers:
-            known = rider.num_known
-            tokens += known
-            prefill_kv += chunk_kv(0, known)
+            computed = rider.num_computed
+            count = rider.num_known - computed
+            tokens += count
+            prefill_kv += chunk_kv(computed, count)
         size = self._aside.size
         return StepShape(size, tokens, self._aside.context, prefill_kv, size + len(self._newcomers))
 
@@ -235,7 +236,6 @@ class Replica:
         self.num_steps += steps
         self.busy_seconds += sum(seconds)
         self.gaps.add_steps(seconds, self._aside.size)
-        self._aside.reserve(steps)
         self._aside.advance(steps, now)
         if not self._door:
             self._aside.give_back()

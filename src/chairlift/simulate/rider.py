@@ -32,10 +32,20 @@ class Rider:
         """Its tokens, while it waits."""
         return self.record.n_in if self.request is None else self.request.num_known
 
+    @property
+    def num_computed(self) -> int:
+        """Of those, the ones that it found in the prefix cache when it boarded."""
+        return 0 if self.request is None else self.request.num_computed
+
 
 def token_of(request: Request) -> int:
     """What is generated does not matter, only how much. Nobody else's prompt or output has this token."""
     return _LAST_TOKEN - request.order
+
+
+def quick_digest(parent: bytes, tokens: tuple[int, ...]) -> bytes:
+    """For a prefix index: equal blocks after equal prefixes have equal ones, and that is all a simulation asks for."""
+    return hash((parent, tokens)).to_bytes(8, "little", signed=True)
 
 
 class Passengers:

@@ -14,7 +14,7 @@ class StepCost(Protocol):
 
     @property
     def seconds_per_position(self) -> float:
-        """What it costs that a decode reads one position more, whatever else is in the step."""
+        """What it costs that a decode reads one position more, in a step of decodes alone."""
         ...
 
     def predict(self, shape: StepShape) -> float:

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from chairlift.attention import PagedGPUAttention, choose_backend
 from chairlift.core.draft_length import FixedLength
 from chairlift.core.events import StepDone
+from chairlift.core.plan import Chunk
+from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Speculation, Wanted
 from chairlift.core.structure import Structure
@@ -21,6 +23,7 @@ from chairlift.execution.config import EngineConfig
 from chairlift.execution.drafter import FirstLayers, NetworkProposer
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_runner import GPURunner
+from chairlift.execution.gpu_slots import Slots
 from chairlift.execution.startup import LoadedModel, load_model
 from chairlift.models.decoder import Decoder
 from chairlift.speculative.head_config import HeadConfig
@@ -91,8 +94,24 @@ def test_whatever_is_guessed_the_tokens_are_the_same(tiny: LoadedModel) -> None:
     assert [one and one.logprob for one in logprobs[0]] == pytest.approx([one and one.logprob for one in logprobs[1]])
 
 
-def test_blocks_that_wrong_guesses_gave_back_are_not_read_again(tiny: LoadedModel) -> None:
-    """So little memory that requests are preempted, and that the blocks of drafts change hands."""
+def test_blocks_that_drafts_gave_back_are_told_again() -> None:
+    """The third block was needed by drafts alone; next time another one is there."""
+    slots = Slots(seats=1, table_width=8, block_size=4)
+    request = Request("r", [1] * 6, GREEDY, max_new_tokens=9, arrival=0.0)
+    request.append(1)
+    told = []
+    for table, drafts in (([5, 6, 7], (1, 2)), ([5, 6, 8], (1,) * 4), ([5, 6, 8, 9], (1,) * 6), ([5, 6, 9], ())):
+        cells: list[int] = []
+        blocks: list[int] = []
+        chunk = Chunk(request, 6, 1 + len(drafts), table, samples=True, drafts=drafts)
+        slots.table_changes(slots.of(chunk), chunk, cells, blocks)
+        told.append(blocks)
+        first = slots.of(chunk).index * 8
+        assert [cell - first for cell in cells] == list(range(len(table)))[len(table) - len(blocks) :]
+    assert told == [[5, 6, 7], [8], [8, 9], [9]]
+
+
+def test_preempted_requests_lose_no_token(tiny: LoadedModel) -> None:
     work = work_of(*[GREEDY.clone(max_tokens=12)] * 3)
     expected = plain(tiny, work)
     engine = start(tiny, knows_better(expected, seed=3), length=6, kv_memory="22KiB", prefix_caching=False)

@@ -52,6 +52,15 @@ class PipelinedExecutor(Executor, Protocol):
     def launch(self, plan: StepPlan) -> PendingStep: ...
 
 
+@runtime_checkable
+class PreparingExecutor(Executor, Protocol):
+    """An executor that can use the time in which there is nothing to run."""
+
+    def use_idle_time(self) -> bool:
+        """Prepare one thing for later. False if nothing is left to prepare."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Done:
     """The pending step of an executor that computes at once."""
@@ -269,6 +278,17 @@ class Engine:
         now = self._clock()
         wakeup = self.scheduler.next_wakeup(now)
         return math.inf if wakeup is None else wakeup - now
+
+    def use_idle_time(self) -> bool:
+        """With nothing to do, let the executor prepare one thing for later, which takes a fraction of a second.
+        False if there is work instead, or nothing left to prepare."""
+        if self.fatal is not None or not math.isinf(self.pause()):
+            return False
+        try:
+            return isinstance(self.executor, PreparingExecutor) and self.executor.use_idle_time()
+        except Exception as error:  # as in a step
+            self._die(error)
+            return False
 
     def switch_policy(self, policy: Policy) -> None:
         """From the next step on, requests board as `policy` says; whoever is on board stays there."""

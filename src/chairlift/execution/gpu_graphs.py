@@ -1,9 +1,14 @@
-"""Captured steps: all kernels of a shape, started by one call."""
+"""Captured steps: all kernels of a shape, started by one call.
+
+Capturing takes as long as a hundred steps, in which the device does nothing else: two captures at once, or one beside a
+step, would share memory that only one may use. So it is done when nobody waits, or when a shape has been met so often
+that it is sure to pay. Until then the kernels of a step are launched one by one.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +18,13 @@ from chairlift.execution.gpu_batch import BatchShape
 from chairlift.execution.gpu_step import ComputedStep
 
 log = logging.getLogger("chairlift")
+
+MEETINGS = 2  # of a shape of nothing but decodes before it is captured at once: the next steps are likely the same
+MIXED_MEETINGS = 8  # of other shapes, which come and go with the prompts
+
+
+def can_capture(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +38,54 @@ class Graph:
 
 
 class Graphs:
-    def __init__(self, prepare: Callable[[BatchShape], None], forward: Callable[[BatchShape], ComputedStep]) -> None:
-        """`forward` computes a step of a shape; `prepare` computes one for nobody, which compiles what is not."""
+    def __init__(
+        self,
+        prepare: Callable[[BatchShape], None],
+        forward: Callable[[BatchShape], ComputedStep],
+        likely: Sequence[BatchShape],
+    ) -> None:
+        """`forward` computes a step of a shape, `prepare` one for nobody, which compiles what is not compiled yet.
+        `likely`: shapes to be captured when there is time, in this order."""
         self._prepare = prepare
         self._forward = forward
+        self._likely = likely
         self._captured: dict[BatchShape, Graph] = {}
+        self._met: dict[BatchShape, int] = {}  # of those that are not captured: how often
+        self._full = False  # there is no memory for more
         self._pool: Any = None
 
-    def find(self, shape: BatchShape) -> Graph:
-        return self._captured.get(shape) or self.capture(shape)
-
-    @torch.inference_mode()
-    def capture(self, shape: BatchShape) -> Graph:
+    def find(self, shape: BatchShape) -> Graph | None:
+        """The graph of a step, to be replayed. None: its kernels are to be launched one by one."""
         if shape in self._captured:
             return self._captured[shape]
-        self._prepare(shape)
+        self._met[shape] = self._met.get(shape, 0) + 1
+        if self._met[shape] >= (MIXED_MEETINGS if shape.tiles else MEETINGS):
+            self.capture(shape)
+        return self._captured.get(shape)
+
+    def capture_next(self) -> bool:
+        """There is time for one: of those that were missed, else of the likely ones. False if there is none left."""
+        missing = [*self._met, *(shape for shape in self._likely if shape not in self._captured)]
+        if missing:
+            self.capture(missing[0])
+        return bool(missing) and not self._full
+
+    @torch.inference_mode()
+    def capture(self, shape: BatchShape) -> None:
+        if shape in self._captured or self._full:
+            return
+        try:
+            self._prepare(shape)
+            self._captured[shape] = self._record(shape)
+            self._met.pop(shape, None)
+        except torch.OutOfMemoryError:
+            self._full = True
+            log.warning("no memory is left for captured steps: others are slower to start; lower kv_memory")
+
+    def _record(self, shape: BatchShape) -> Graph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             step = self._forward(shape)
-        self._captured[shape] = Graph(graph, step)
-        return self._captured[shape]
+        return Graph(graph, step)

@@ -21,7 +21,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.gpu_batch import BatchShape, Shapes, fill_with_nobody
-from chairlift.execution.gpu_graphs import Graphs
+from chairlift.execution.gpu_graphs import Graphs, can_capture
 from chairlift.execution.gpu_packing import Packed, Packer
 from chairlift.execution.gpu_slots import Slots
 from chairlift.execution.gpu_staging import Staging
@@ -73,14 +73,17 @@ class GPURunner:
         self.tile_queries = attention.tile_queries((*model.attention_layers, *draft_layers), model.dtype)
         self.tables = self._zeros(self.slots.count + 1, self.slots.table_width)
         self.last_token = self._zeros(self.slots.count + 1)
-        use_graphs = graphs and self.device.type == "cuda"
+        use_graphs = graphs and can_capture(self.device)
         self.shapes = Shapes(seats, seats + max_drafts, self.tile_queries, graphs=use_graphs)
         self.packer = Packer(self.slots, self.shapes, self.tables, self.tile_queries)
         largest = self.shapes.largest(max_batch_tokens)
         self._inputs = self._zeros(largest.size)
         self._staging = [Staging(largest, self.device) for _ in range(STAGING_BUFFERS)]
         self._num_steps = 0
-        self.graphs = Graphs(self._forward_nobody, self._forward) if use_graphs else None
+        self.graphs: Graphs | None = None
+        if use_graphs:
+            likely = [self.shapes.decodes(size) for size in self.shapes.decode_buckets if size <= 2 * seats]
+            self.graphs = Graphs(self._forward_nobody, self._forward, likely)
 
     def _zeros(self, *size: int) -> Tensor:
         return torch.zeros(*size, dtype=torch.int32, device=self.device)
@@ -254,6 +257,10 @@ class GPURunner:
         self.forget(request.id)
         if self.drafter is not None:
             self.drafter.forget(request.id)
+
+    def use_idle_time(self) -> bool:
+        """Capture a step that is likely to come. False if there is none left."""
+        return self.graphs is not None and self.graphs.capture_next()
 
     def capture_decodes(self, sizes: Sequence[int] | None = None) -> None:
         """Capture decode steps of these batch sizes now instead of when they first occur."""

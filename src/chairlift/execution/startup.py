@@ -183,7 +183,7 @@ def _choose_attention(
     invariant_for = max_model_len if config.batch_invariant else None
     attention = choose_backend(config.attention, layers, model.device, model.dtype, invariant_for=invariant_for)
     if isinstance(attention, PagedGPUAttention):
-        attention.reserve(layers, config.seats(), model.device)
+        attention.reserve(layers, config.seats() + _max_drafts(config), model.device)
     return attention
 
 
@@ -250,9 +250,14 @@ def _make_runner(
         max_model_len=max_model_len,
         graphs=config.cuda_graphs,
         structured=structured,
-        max_drafts=0 if draft is None else min(MOST_DRAFTS_ON_GPU, config.batch_tokens()),
+        max_drafts=_max_drafts(config),
         draft_layers=draft.layers if draft else (),
     )
+
+
+def _max_drafts(config: EngineConfig) -> int:
+    """Of a step on a GPU."""
+    return 0 if config.speculate is None else min(MOST_DRAFTS_ON_GPU, config.batch_tokens())
 
 
 def _make_swap_space(

@@ -90,7 +90,8 @@ class EngineProcess:
     def _serve(self) -> int:
         while not self.stopping and os.getppid() == self.parent:
             self.turn_began = time.monotonic()
-            self._take_messages(min(1000 * self.engine.pause(), IDLE_POLL_MS))
+            prepared = self.engine.use_idle_time()
+            self._take_messages(0 if prepared else min(1000 * self.engine.pause(), IDLE_POLL_MS))
             if self.engine.has_work:
                 events = self.engine.step()
                 self._report(events)

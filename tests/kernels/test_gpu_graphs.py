@@ -1,0 +1,145 @@
+"""Which steps are captured and when, and that a replayed step is the step; without a GPU, by a stand-in for CUDA's."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.execution import gpu_batch, gpu_graphs, gpu_runner
+from chairlift.execution.engine import Engine
+from chairlift.execution.gpu_batch import BatchShape, Shapes
+from chairlift.execution.gpu_graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs
+from chairlift.execution.gpu_runner import GPURunner
+from chairlift.execution.gpu_step import ComputedStep
+from chairlift.execution.startup import LoadedModel
+from tests.kernels.test_gpu_speculation import GREEDY, everywhere, folder, plain, start, tiny, work_of
+from tests.speculation.running import knows_better, run
+from tests.speculation.test_same_output import same
+
+__all__ = ["everywhere", "folder", "tiny"]  # fixtures
+
+NOTHING = ComputedStep(torch.empty(0), torch.empty(0), None)
+DECODES, MORE_DECODES = BatchShape(8, 8, 8, 0, 8, 8), BatchShape(16, 16, 16, 0, 16, 16)
+MIXED = BatchShape(128, 4, 4, 17, 4, 8)
+
+
+class Replayed:
+    """Computes the step again, into the tensors of the first time: as a graph does, but by the same calls."""
+
+    count = 0
+
+    def __init__(self, graphs: Graphs, shape: BatchShape, step: ComputedStep) -> None:
+        self._again = lambda: graphs._forward(shape)
+        self._step = step
+
+    def replay(self) -> None:
+        Replayed.count += 1
+        _copy_into(self._step, self._again())
+
+
+def _copy_into(old: Any, new: Any) -> None:
+    for name in (field.name for field in fields(old)):
+        one, other = getattr(old, name), getattr(new, name)
+        if is_dataclass(one):
+            _copy_into(one, other)
+        elif one is not None:
+            one.copy_(other)
+
+
+def record(graphs: Graphs, shape: BatchShape) -> Graph:
+    step = graphs._forward(shape)
+    return Graph(Replayed(graphs, shape, step), step)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    monkeypatch.setattr(Graphs, "_record", record)
+    return Graphs(lambda shape: None, lambda shape: NOTHING, [DECODES, MORE_DECODES])
+
+
+def test_a_shape_is_captured_once_it_was_met_often_enough(graphs: Graphs) -> None:
+    for shape, meetings in ((DECODES, MEETINGS), (MIXED, MIXED_MEETINGS)):
+        found = [graphs.find(shape) for _ in range(meetings + 1)]
+        assert found[: meetings - 1] == [None] * (meetings - 1)
+        assert found[-1] is found[-2]
+        assert found[-1] is not None
+
+
+def test_idle_time_goes_to_what_was_missed_and_then_to_what_is_likely(graphs: Graphs) -> None:
+    assert graphs.find(MIXED) is None
+    captured = []
+    while graphs.capture_next():
+        captured.append(list(graphs._captured)[-1])
+    assert captured == [MIXED, DECODES, MORE_DECODES]
+    assert not graphs.capture_next()
+    assert all(graphs.find(shape) is not None for shape in captured)
+
+
+def test_without_memory_for_another_graph_steps_go_on_without(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs.capture(DECODES)
+
+    def fail(graphs: Graphs, shape: BatchShape) -> Graph:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Graphs, "_record", fail)
+    assert [graphs.find(MIXED) for _ in range(2 * MIXED_MEETINGS)] == [None] * (2 * MIXED_MEETINGS)
+    assert graphs.find(DECODES) is not None
+    assert not graphs.capture_next()
+    assert [record.message.split(":")[0] for record in caplog.records] == ["no memory is left for captured steps"]
+
+
+def test_every_batch_fits_its_shape_and_the_largest() -> None:
+    shapes = Shapes(seats=20, rows=276, tile_queries=4, graphs=True)
+    largest = shapes.largest(max_batch_tokens=600)
+    for singles in (0, 1, 9, 20, 100, 270):
+        for long in ([], [2], [17, 30], [300] * 2):
+            if not singles + len(long):
+                continue
+            needs = {
+                "tokens": singles + sum(long),
+                "chunks": singles + len(long),
+                "singles": singles,
+                "tiles": sum(-(-count // 4) for count in long),
+                "samples": singles + len(long),
+                "updates": 7,
+            }
+            shape, recurs = shapes.choose(**needs)
+            assert all(getattr(shape, name) >= needs[name] for name in needs if recurs or name != "updates")
+            assert shape.size <= largest.size
+            assert shape.samples <= largest.samples
+            assert recurs or shape.tokens == needs["tokens"]
+
+
+def runner_of(engine: Engine) -> GPURunner:
+    assert isinstance(engine.executor, GPURunner)
+    return engine.executor
+
+
+def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Few shapes for all batches: what a batch leaves unused is nobody's, in steps with drafts and without."""
+    monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [16, 32])
+    for name in ("MEETINGS", "MIXED_MEETINGS"):
+        monkeypatch.setattr(gpu_graphs, name, 1)
+    if device.type == "cpu":
+        monkeypatch.setattr(gpu_runner, "can_capture", lambda device: True)
+        monkeypatch.setattr(Graphs, "_record", record)
+        monkeypatch.setattr(Replayed, "count", 0)
+    work = work_of(GREEDY, GREEDY.clone(temperature=0.7, seed=2), GREEDY.clone(max_tokens=5, frequency_penalty=0.5))
+    expected = plain(tiny, work)
+    engine = start(tiny, knows_better(expected, seed=2), length=3)
+    found = run(engine, work)
+    same(expected, found)
+    assert found.accepted > 2
+    graphs = runner_of(engine).graphs
+    assert graphs is not None
+    assert {bool(shape.tiles) for shape in graphs._captured} == {False, True}
+    assert device.type == "cuda" or Replayed.count > 5
+    graphs._captured.clear()
+    assert engine.use_idle_time()
+    assert list(graphs._captured) == [BatchShape(8, 8, 8, 0, 8, 8)]
+    assert not engine.use_idle_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from chairlift.core.draft import PlanDraft
 from chairlift.core.lift import Lift, seats_of
@@ -37,9 +38,13 @@ class _Boarding:
         self.kv = lift.kv
         self.draft = draft
         self.now = now
-        # What those on board will still take of the free blocks.
-        self.promised_blocks = sum(self._blocks_to_come(request) for request in lift.running) + lift.aside
         self._newcomers: set[int] = set()
+
+    @cached_property
+    def promised_blocks(self) -> int:
+        """What those on board will still take of the free blocks. Kept up to date once it was asked for: with all seats
+        taken, nobody asks."""
+        return sum(self._blocks_to_come(request) for request in self.lift.running) + self.lift.aside
 
     def offer_seats(self, admission: Admission) -> bool:
         """False if the order has changed on the way: someone was overtaken once too often."""
@@ -112,11 +117,12 @@ class _Boarding:
         return None
 
     def _plan_first_tokens(self, request: Request) -> WaitReason | None:
+        promised = self.promised_blocks  # from before those on board take some of it
         # Those on board with a better claim to the prefill budget, or a shorter prompt, come first.
         share_rest_among_prompts(self.lift, self.draft, before=self.lift.urgency(request, self.draft))
         if not self.draft.room_for(request):
             return WaitReason.BUDGET
-        leaving = self._who_must_leave(request)
+        leaving = self._who_must_leave(request, promised)
         if isinstance(leaving, WaitReason):
             return leaving
         for victim in leaving:
@@ -133,14 +139,14 @@ class _Boarding:
             self.draft.swap_ins += self.lift.swap.bring_back(request, restored)
         return None
 
-    def _who_must_leave(self, request: Request) -> list[Request] | WaitReason:
+    def _who_must_leave(self, request: Request, promised_blocks: int) -> list[Request] | WaitReason:
         """Those whose seats and blocks `request` may take, by the ordering, to fit on board; mostly none need to.
 
         It must fit with all its known tokens beside what those on board still need: boarding someone only to throw
         him out again is work done twice.
         """
         staying, leaving = self.lift.running, list[Request]()
-        spare = self.kv.num_free - self.promised_blocks - self._blocks_needed(request)
+        spare = self.kv.num_free - promised_blocks - self._blocks_needed(request)
         while self._full(staying, request.seats) or spare < 0:
             victim = self.lift.ordering.seat_to_take(request, staying)
             if victim is None or victim.order in self._newcomers:

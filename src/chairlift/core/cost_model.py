@@ -54,7 +54,7 @@ class StepShape:
         for chunk in chunks:
             if chunk.decodes:
                 decodes += chunk.count
-                decode_kv += chunk.end  # its drafts are verified together, and share what they read
+                decode_kv += chunk.start + chunk.count  # its drafts are verified together, and share what they read
             else:
                 prefill += chunk.count
                 prefill_kv += chunk_kv(chunk.start, chunk.count)

@@ -56,6 +56,13 @@ class PlanDraft:
         samples = start + count == request.num_expected
         self.chunks[request.id] = Chunk(request, start, count, kv.table(request), samples, copies, request.generation)
 
+    def add_decode(self, request: Request, table: Sequence[int], copies: tuple[BlockCopy, ...]) -> None:
+        """The token that a decoding `request` is behind. The same as `add`, with what is known of it beforehand: most
+        chunks of most steps are made here."""
+        self.room -= 1
+        self.prefill_room = min(self.prefill_room, self.room)
+        self.chunks[request.id] = Chunk(request, request.num_planned, 1, table, True, copies, request.generation)
+
     def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
         """Guesses of the tokens that follow those `request` has in this step already."""
         chunk = self.chunks[request.id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from chairlift.core.draft import PlanDraft
 from chairlift.core.lift import Lift, Urgency
+from chairlift.core.plan import BlockCopy
 from chairlift.core.request import Request, Status
 
 
@@ -11,7 +12,9 @@ def decode(lift: Lift, draft: PlanDraft, now: float) -> None:
     """One token for everyone who is one behind: running requests never wait for a new prompt."""
     for request in [request for request in lift.running if request.decoding]:
         if request.num_behind and draft.room > 0:
-            _compute(request, 1, lift, draft, now)
+            copies = _reserve(request, 1, lift, draft, now)
+            if copies is not None:
+                draft.add_decode(request, lift.kv.table(request), copies)
 
 
 def advance_prompts(lift: Lift, draft: PlanDraft, now: float) -> None:
@@ -55,9 +58,17 @@ def keep_moving(lift: Lift, draft: PlanDraft, now: float) -> None:
 
 
 def _compute(request: Request, count: int, lift: Lift, draft: PlanDraft, now: float) -> None:
-    """Plan `count` tokens of one on board; at the expense of others if memory is short."""
-    if count <= 0 or request.status is not Status.RUNNING:  # someone ahead may have preempted it meanwhile
-        return
+    """Plan `count` tokens of one on board."""
+    copies = _reserve(request, count, lift, draft, now) if count > 0 else None
+    if copies is not None:
+        draft.add(request, count, lift.kv, copies)
+
+
+def _reserve(request: Request, count: int, lift: Lift, draft: PlanDraft, now: float) -> tuple[BlockCopy, ...] | None:
+    """Make room for `count` tokens of one on board, at the expense of others if memory is short. None if it has to give
+    way itself."""
+    if draft.memory_was_short and request.status is not Status.RUNNING:
+        return None  # someone ahead has preempted it meanwhile
     while (copies := lift.kv.reserve(request, count)) is None:
         if lift.take_idle_blocks():
             continue
@@ -65,5 +76,5 @@ def _compute(request: Request, count: int, lift: Lift, draft: PlanDraft, now: fl
         victim = lift.ordering.victim(lift.running)
         lift.preempt(victim, now, draft)
         if request in victim.companions:
-            return
-    draft.add(request, count, lift.kv, copies)
+            return None
+    return copies

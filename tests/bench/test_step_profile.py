@@ -96,7 +96,7 @@ def test_without_captured_steps_all_waiting_is_the_hosts() -> None:
 def test_kernels_are_sorted_by_their_names() -> None:
     names = {
         GEMM: [
-            "_skinny_kernel",
+            "_product_kernel",
             "_linear_kernel",
             "_grouped_kernel",
             "nvjet_tst_128x64_64x7",

@@ -30,7 +30,7 @@ from tests.kernels.tiny_config import CONFIG
 def few_splits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """The interpreter runs one program after the other: do not give it hundreds that have nothing to do."""
     if device.type == "cpu":
-        monkeypatch.setattr("chairlift.kernels.triton_attention.PROGRAMS", 16)
+        monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 16)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton_attention import Scratch, decode_attention, prefill_attention, queries_per_tile
+from chairlift.kernels.triton_attention import prefill_attention, queries_per_tile
+from chairlift.kernels.triton_decode import DecodeTiling, Fresh, Scratch, decode_attention
+from chairlift.kernels.triton_layers import rotate_and_store_
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -220,3 +222,59 @@ def test_random_mixes(seed: int, device: torch.device) -> None:
     assert error(run_decode(decode, 0.3, None, None), reference(decode, 0.3, None, None)) < 1e-5
     prefill = make_case(starts, [rng.randint(1, 60) for _ in starts], device=device, seed=seed, **options)
     assert error(run_prefill(prefill, 0.3, None, None), reference(prefill, 0.3, None, None)) < 1e-5
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "pairs"), [(4, 2, 16, 8), (6, 2, 32, 4), (3, 1, 24, 0)])
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (2, 20)])
+def test_decode_straight_from_the_projection(
+    heads: int, kv_heads: int, dim: int, pairs: int, splits: int, window: int | None, early: bool, device: torch.device
+) -> None:
+    """As if norms, rotation and the write to the cache had been a kernel before."""
+    starts = [0, 15, 16, 70, 3]
+    case = make_case(starts, [1] * 5, heads=heads, kv_heads=kv_heads, dim=dim, device=device)
+    rows, keys, values = len(starts), case.keys.clone(), case.values.clone()
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device)
+    before, scale = qkv.clone(), dim**-0.5
+    norms = [torch.randn(dim, device=device) for _ in range(2)]
+    angles = torch.randn(rows, pairs, device=device)
+    cos, sin = (angles.cos(), angles.sin()) if pairs else (None, None)
+    slots, positions = as_ints(case.slots, device), as_ints(starts, device)
+    rotate_and_store_(
+        qkv,
+        case.keys,
+        case.values,
+        num_heads=heads,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        eps=1e-6,
+        cos=cos,
+        sin=sin,
+        slots=slots,
+        positions=positions,
+        tables=case.tables,
+    )
+    case.q = qkv.view(rows, -1, dim)[:, :heads]
+    scratch = Scratch(rows, heads, kv_heads, dim, device)
+    scratch.partial = torch.full((rows * splits, heads, dim), float("nan"), device=device)
+    scratch.lse = torch.full((rows * splits, heads), float("nan"), device=device)
+    out = torch.full((rows, heads, dim), float("nan"), device=device)
+    decode_attention(
+        before.view(rows, -1, dim),
+        keys,
+        values,
+        out,
+        tables=case.tables,
+        row_slot=slots,
+        row_start=positions,
+        row_count=as_ints([1] * rows, device),
+        scratch=scratch,
+        scale=scale,
+        window=window,
+        splits=splits,
+        fresh=Fresh(norms[0], norms[1], 1e-6, cos, sin),
+        tiling=DecodeTiling(16, 16, 4, 2, early=early),
+    )
+    assert error(out, reference(case, scale, window, None)) < 1e-5
+    torch.testing.assert_close(keys, case.keys, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(values, case.values)

@@ -75,7 +75,7 @@ def test_the_step_tells_experts_whose_rows_are_nobodys(device: torch.device, mon
 
     group = triton_moe.group_by_expert
     monkeypatch.setattr(triton_moe, "group_by_expert", spied)
-    monkeypatch.setattr("chairlift.kernels.triton_attention.PROGRAMS", 16)
+    monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 16)
     monkeypatch.setattr(MixtureOfExperts, "__call__", lambda self, x, where: self.grouped(x, *self._route(x), where))
     storage = allocate_storage(model.attention_layers, MemoryPlan(0, 0, 8, 4, 32, "test"), model.dtype, device)
     runner = GPURunner(model, PagedGPUAttention(), storage, seats=4, max_batch_tokens=8, max_model_len=32, graphs=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout
 
 if TYPE_CHECKING:
-    from chairlift.kernels.triton_attention import Scratch
+    from chairlift.kernels.triton_decode import Fresh, Scratch
     from chairlift.kernels.triton_invariant_attention import SpanScratch
 
 
@@ -38,6 +38,7 @@ class PagedBatch:
     tile_chunk: Tensor  # [tiles]: the chunk that each tile of queries belongs to, -1 for none
     tile_offset: Tensor  # [tiles]: its first query, counted from the chunk's first
     tile_queries: int  # tokens in a tile
+    one_per_request: bool = False  # none has two rows, so that no row reads what another writes in the same step
 
 
 class PagedGPUAttention:
@@ -100,7 +101,7 @@ class PagedGPUAttention:
         return min(int(for_layer(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype)) for layer in layers)
 
     def scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> Scratch:
-        from chairlift.kernels.triton_attention import Scratch
+        from chairlift.kernels.triton_decode import Scratch
 
         key = (rows, layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if key not in self._scratch:
@@ -150,9 +151,14 @@ class PagedGPUStep:
         cos: Tensor | None,
         sin: Tensor | None,
     ) -> Tensor:
+        from chairlift.kernels.triton_decode import Fresh
         from chairlift.kernels.triton_layers import rotate_and_store_
 
         batch = self.batch
+        if batch.one_per_request and not len(batch.tile_chunk) and self.backend.invariant_for is None:
+            return self._decoded_from(
+                layer, qkv.unflatten(1, (-1, layer.head_dim)), Fresh(q_norm, k_norm, eps, cos, sin)
+            )
         rotate_and_store_(
             qkv,
             self.storage.keys[layer.index],
@@ -169,8 +175,35 @@ class PagedGPUStep:
         )
         return self._attended(layer, qkv.unflatten(1, (-1, layer.head_dim))[:, : layer.num_heads])
 
+    def _decoded_from(self, layer: AttentionLayer, heads: Tensor, fresh: Fresh) -> Tensor:
+        """A step of single tokens only: one kernel does all of it."""
+        size = (len(heads), layer.num_heads, layer.head_dim)
+        out = torch.empty(size, dtype=heads.dtype, device=heads.device)
+        self._decode(layer, heads, out, fresh)
+        return out
+
+    def _decode(self, layer: AttentionLayer, q: Tensor, out: Tensor, fresh: Fresh | None = None) -> None:
+        from chairlift.kernels.triton_decode import decode_attention
+
+        batch = self.batch
+        decode_attention(
+            q,
+            self.storage.keys[layer.index],
+            self.storage.values[layer.index],
+            out,
+            tables=batch.tables,
+            row_slot=batch.chunk_slot[: batch.num_single],
+            row_start=batch.chunk_start,
+            row_count=batch.chunk_count,
+            scratch=self.backend.scratch(layer, batch.num_single, q.device),
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            fresh=fresh,
+        )
+
     def _attended(self, layer: AttentionLayer, q: Tensor) -> Tensor:
-        from chairlift.kernels.triton_attention import decode_attention, prefill_attention
+        from chairlift.kernels.triton_attention import prefill_attention
 
         batch = self.batch
         keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
@@ -179,20 +212,7 @@ class PagedGPUStep:
             self._attend_invariantly(layer, q, out)
             return out
         if batch.num_single:
-            decode_attention(
-                q,
-                keys,
-                values,
-                out,
-                tables=batch.tables,
-                row_slot=batch.chunk_slot[: batch.num_single],
-                row_start=batch.chunk_start,
-                row_count=batch.chunk_count,
-                scratch=self.backend.scratch(layer, batch.num_single, q.device),
-                scale=layer.scale,
-                window=layer.window,
-                softcap=layer.softcap,
-            )
+            self._decode(layer, q, out)
         if len(batch.tile_chunk):
             prefill_attention(
                 q,

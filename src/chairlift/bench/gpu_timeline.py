@@ -22,7 +22,8 @@ _KINDS = (
     (
         GEMM,
         re.compile(
-            r"_skinny|_linear_kernel|gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|matmul|_mm_|grouped", re.IGNORECASE
+            r"_product_kernel|_linear_kernel|gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|matmul|_mm_|grouped",
+            re.IGNORECASE,
         ),
     ),
 )

@@ -157,6 +157,7 @@ class GPURunner:
             tile_chunk=view["tile_chunk"],
             tile_offset=view["tile_offset"],
             tile_queries=self.tile_queries,
+            one_per_request=self.max_drafts == 0,
         )
 
     # ---- sampling that needs the host -----------------------------------------------------------------------------

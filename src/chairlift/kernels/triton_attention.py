@@ -13,8 +13,6 @@ batch that fits its grid: programs without work return at once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -36,130 +34,15 @@ def in_type_of(cached, q):
 @triton.jit
 def scores_of(q, k, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """q [M, D], k [D, N] -> scores in units of log 2."""
-    scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-    if SOFTCAP > 0:
-        # scale_log2 holds 1 / softcap here: tanh(x) = 1 - 2 / (exp(2x) + 1)
-        scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * (SOFTCAP * 1.4426950408889634)
-    return scores
+    return cap_scores(tl.dot(q, k, input_precision=PRECISION) * scale_log2, SOFTCAP)
 
 
 @triton.jit
-def _decode_kernel(
-    q_ptr,  # [rows, heads, D]
-    keys_ptr,  # [blocks, block_size, kv_heads, D]
-    values_ptr,
-    out_ptr,  # [rows, heads, D]
-    partial_ptr,  # [rows, kv_heads, splits, GROUP, D] float32
-    lse_ptr,  # [rows, kv_heads, splits, GROUP] float32, in log 2
-    arrived_ptr,  # [rows, kv_heads] int32, all zero between steps
-    tables_ptr,  # [slots, table_stride] int32
-    row_slot_ptr,  # [rows] int32: each row's place in the tables
-    row_start_ptr,  # [rows] int32: position of the row's token
-    row_count_ptr,  # [rows] int32: 1, or 0 for a row without work
-    q_stride,
-    out_stride,
-    kv_block_stride,
-    kv_token_stride,
-    table_stride,
-    scale_log2,
-    window,
-    GROUP: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    split = tl.program_id(2)
-    # All three are under way at once: each waits for memory as long as a tile of keys does.
-    count = tl.load(row_count_ptr + row)
-    slot = tl.load(row_slot_ptr + row).to(tl.int64)
-    length = tl.load(row_start_ptr + row) + 1
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if count != 1:
-        return
-    first = tl.maximum(length - window, 0)
-    # Splits are whole tiles, and no smaller than is worth a program.
-    span = tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), N) * N, MIN_SPLIT)
-    num_splits = tl.cdiv(length - first, span)
-    begin = first + split * span
-    end = tl.minimum(begin + span, length)
-    if begin >= end:
-        return
-
-    m = tl.arange(0, M)
-    d = tl.arange(0, D_PADDED)
-    n = tl.arange(0, N)
-    in_group = m < GROUP
-    in_head = d < D
-    q_heads = head * GROUP + m
-    q = tl.load(
-        q_ptr + row * q_stride + q_heads[:, None] * D + d[None, :], mask=in_group[:, None] & in_head[None, :], other=0.0
-    )
-    table = tables_ptr + slot * table_stride
-    best = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, D_PADDED], tl.float32)
-    head_offset = head * D + d
-    for at in range(begin, end, N):
-        position = at + n
-        inside = position < end
-        block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        offset = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
-        mask = inside[:, None] & in_head[None, :]
-        k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
-        v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
-        scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), in_type_of(v, q), input_precision=PRECISION)
-        best = new_best
-
-    out_at = out_ptr + row * out_stride + q_heads[:, None] * D + d[None, :]
-    keep = in_group[:, None] & in_head[None, :]
-    if num_splits == 1:
-        tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
-        return
-    if SPLITS > 1:
-        num_heads = tl.num_programs(0)
-        place = (row * num_heads + head) * SPLITS
-        tl.store(partial_ptr + ((place + split) * GROUP + m[:, None]) * D + d[None, :], acc / total[:, None], mask=keep)
-        tl.store(lse_ptr + (place + split) * GROUP + m, best + tl.log2(total), mask=in_group)
-        tl.debug_barrier()
-        counter = arrived_ptr + row * num_heads + head
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-            tl.debug_barrier()
-            best = tl.full([M], float("-inf"), tl.float32)
-            total = tl.zeros([M], tl.float32)
-            acc = tl.zeros([M, D_PADDED], tl.float32)
-            for other in range(num_splits):
-                lse = tl.load(lse_ptr + (place + other) * GROUP + m, mask=in_group, other=0.0, volatile=True)
-                part = tl.load(
-                    partial_ptr + ((place + other) * GROUP + m[:, None]) * D + d[None, :],
-                    mask=keep,
-                    other=0.0,
-                    volatile=True,
-                )
-                new_best = tl.maximum(best, lse)
-                shrink = tl.exp2(best - new_best)
-                weight = tl.exp2(lse - new_best)
-                acc = acc * shrink[:, None] + part * weight[:, None]
-                total = total * shrink + weight
-                best = new_best
-            tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
-            tl.store(counter, 0)
+def cap_scores(scores, SOFTCAP: tl.constexpr):
+    """With a cap they come divided by it: tanh(x) = 1 - 2 / (exp(2x) + 1)."""
+    if SOFTCAP > 0:
+        scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * (SOFTCAP * 1.4426950408889634)
+    return scores
 
 
 @triton.jit
@@ -251,98 +134,6 @@ def _prefill_kernel(
     tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
 
 
-class Scratch:
-    """What the splits of the decode kernel hand to each other; made once per batch size, used by every layer."""
-
-    def __init__(self, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        parts = rows * decode_splits(rows, num_kv_heads)
-        self.partial = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device)
-        self.lse = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
-
-
-PROGRAMS = 528  # four for each of the 132 multiprocessors of a Hopper chip: enough to keep its memory busy
-
-
-def decode_splits(rows: int, num_kv_heads: int) -> int:
-    """Into how many parts a context may be cut so that small batches fill the chip too."""
-    return max(1, min(32, triton.next_power_of_2(PROGRAMS // (rows * num_kv_heads))))
-
-
-def decode_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    *,
-    tables: Tensor,
-    row_slot: Tensor,
-    row_start: Tensor,
-    row_count: Tensor,
-    scratch: Scratch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    splits: int | None = None,
-) -> None:
-    """Rows 0 .. len(row_slot) - 1 of `q` [T, heads, D] are single tokens; writes the same rows of `out`."""
-    rows, (_, num_heads, dim) = len(row_slot), q.shape
-    _, block_size, kv_heads, _ = keys.shape
-    splits = splits or decode_splits(rows, kv_heads)
-    group = num_heads // kv_heads
-    tiling = _decode_tiling(rows, kv_heads, q.dtype)
-    # Heads of one row run side by side, since their keys lie side by side.
-    _decode_kernel[(kv_heads, rows, splits)](
-        q,
-        keys,
-        values,
-        out,
-        scratch.partial,
-        scratch.lse,
-        scratch.arrived,
-        tables,
-        row_slot,
-        row_start,
-        row_count,
-        q.stride(0),
-        out.stride(0),
-        keys.stride(0),
-        keys.stride(1),
-        tables.stride(0),
-        _scale_log2(scale, softcap),
-        window or 2**30,
-        GROUP=group,
-        M=max(16, triton.next_power_of_2(group)),
-        D=dim,
-        D_PADDED=max(16, triton.next_power_of_2(dim)),
-        BLOCK_SIZE=block_size,
-        N=tiling.keys,
-        SPLITS=splits,
-        MIN_SPLIT=tiling.min_split,
-        SOFTCAP=softcap or 0.0,
-        PRECISION=_precision(q.dtype),
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-        **overlapping(q.device),
-    )
-
-
-class DecodeTiling(NamedTuple):
-    keys: int  # keys and values loaded at once
-    min_split: int  # the shortest part of a context that is worth a program of its own
-    warps: int
-    stages: int
-
-
-def _decode_tiling(rows: int, num_kv_heads: int, dtype: torch.dtype) -> DecodeTiling:
-    """The fastest of some hundred measured on an H200: few programs want long loads, many want to fit side by side."""
-    if dtype == torch.float32:
-        return DecodeTiling(32, 64, 4, 3)
-    if rows * num_kv_heads >= PROGRAMS:
-        return DecodeTiling(32, 256, 1, 4)
-    return DecodeTiling(128, 512, 4 if rows * num_kv_heads <= 128 else 8, 3)
-
-
 def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Tokens whose queries make one tile of the prefill kernel, all heads of a key head together."""
     rows = 128 if dtype != torch.float32 and head_dim <= 128 else 32
@@ -390,7 +181,7 @@ def prefill_attention(
         keys.stride(0),
         keys.stride(1),
         tables.stride(0),
-        _scale_log2(scale, softcap),
+        scale_in_log2(scale, softcap),
         window or 2**30,
         GROUP=group,
         GROUP_PADDED=triton.next_power_of_2(group),
@@ -400,17 +191,17 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         N=64 if half_precision else 32,
         SOFTCAP=softcap or 0.0,
-        PRECISION=_precision(q.dtype),
+        PRECISION=precision_for(q.dtype),
         num_warps=8 if half_precision and dim >= 128 else 4,
         num_stages=2 if half_precision else 1,
         **overlapping(q.device),
     )
 
 
-def _scale_log2(scale: float, softcap: float | None) -> float:
+def scale_in_log2(scale: float, softcap: float | None) -> float:
     return scale * LOG2_E if softcap is None else scale / softcap
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision_for(dtype: torch.dtype) -> str:
     """float32 is kept exact; other types have no choice."""
     return "ieee" if dtype == torch.float32 else "tf32"

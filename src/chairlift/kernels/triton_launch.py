@@ -12,6 +12,21 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prefetch_rows(rows, num_bytes):
+    """Asks for the first bytes of each row (a tensor of pointers) to be brought into the L2 cache. Hopper and later."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [rows.to(tl.int64), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @cache

@@ -113,7 +113,7 @@ def rotation(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dty
     return cos, sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_updates"])  # they change all the time
 def _begin_step_kernel(
     tokens_ptr,  # [T] int32: a token, or -1: the last one sampled in the row's slot
     slots_ptr,  # [T] int32
@@ -147,6 +147,51 @@ def begin_step(
         tokens, slots, last_token, resolved, cells, blocks, tables, len(tokens), len(cells), BLOCK=128, num_warps=4
     )
     return resolved
+
+
+@triton.jit
+def _embed_kernel(
+    tokens_ptr,  # [T] int32
+    table_ptr,  # [vocab, size]
+    out_ptr,  # [T, size]
+    squares_ptr,  # [T] float32
+    scale,
+    size,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.load(tokens_ptr + row).to(tl.int64)
+    x = tl.load(table_ptr + token * size + column, mask=inside, other=0.0).to(tl.float32) * scale
+    rounded = x.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + column, rounded, mask=inside)
+    x = rounded.to(tl.float32)
+    tl.store(squares_ptr + row, tl.sum(x * x, 0))
+
+
+def embed(tokens: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The rows [T, size] of the table, and their sums of squares [T, 1]."""
+    count, size = len(tokens), table.shape[1]
+    out = torch.empty(count, size, dtype=table.dtype, device=table.device)
+    squares = torch.empty(count, 1, dtype=torch.float32, device=table.device)
+    block = triton.next_power_of_2(size)
+    _embed_kernel[(count,)](
+        tokens,
+        table,
+        out,
+        squares,
+        scale,
+        size,
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
+        **overlapping(table.device),
+    )
+    return out, squares
 
 
 @triton.jit

@@ -18,13 +18,6 @@ if TYPE_CHECKING:  # numba takes its time
 # layout chosen for 32 is within noise of the best one measured at 1, 8, 32 and 512 rows.
 EXPECTED_ROWS = 32
 
-# Up to so many rows our own kernel is faster than cuBLAS: it is set up while the kernel before it runs. Larger
-# weights keep the chip busy long enough, and cuBLAS reads those faster.
-SKINNY_ROWS = 32
-SKINNY_WEIGHTS = 8 * 2**20
-FEWEST_ROWS = 8
-LARGE_SKINNY_WEIGHTS = 64 * 2**20
-
 
 class Linear:
     """`y = x Wᵀ + b`: made empty, filled from a checkpoint, then finalized.
@@ -98,12 +91,12 @@ class Linear:
 
     def _multiply_on_gpu(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         from chairlift.kernels.triton_invariant import invariant_linear
-        from chairlift.kernels.triton_skinny import skinny_linear
+        from chairlift.kernels.triton_products import product
 
         assert self.weight is not None
         if self.batch_invariant:
             return invariant_linear(x, self.weight, self.bias, add_to=add_to)
-        return skinny_linear(x, self.weight, add_to=add_to)
+        return product(x, self.weight, add_to=add_to)[0]
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self._packed is None:
@@ -120,10 +113,11 @@ class Linear:
             return False
         if self.batch_invariant:
             return True
-        if len(x) > SKINNY_ROWS:
+        if x.dtype not in (torch.bfloat16, torch.float16) or self.in_features % 16 != 0:
             return False
-        most_weights = SKINNY_WEIGHTS if len(x) > FEWEST_ROWS else LARGE_SKINNY_WEIGHTS
-        return x.dtype in (torch.bfloat16, torch.float16) and self.weight.numel() <= most_weights
+        from chairlift.kernels.triton_products import is_faster
+
+        return is_faster(len(x), self.out_features, self.in_features, gated=False)
 
     def add_to_(self, total: Tensor, x: Tensor) -> None:
         """total [T, out_features] += x Wᵀ, where `adds_in_place` allows it."""

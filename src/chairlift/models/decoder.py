@@ -22,6 +22,7 @@ from chairlift.models.weights import EMBEDDING, HEAD
 
 if TYPE_CHECKING:  # numba takes its time
     from chairlift.models.fused_cpu import FusedCPUDecoder, LayerWeights
+    from chairlift.models.fused_gpu import FusedGPUDecoder
 
 Targets = Iterator[tuple[str, Tensor]]  # the checkpoint's name of a tensor, and where it goes
 
@@ -71,7 +72,7 @@ class SelfAttention:
     def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         layer = self.layer
         if isinstance(attend, FusedAttend) and not self._norms_all_heads:
-            return self._fused(self.qkv(x), rotation, attend).flatten(1)
+            return self.attended(self.qkv(x), rotation, attend)
         heads = self.qkv(x).unflatten(-1, (-1, layer.head_dim))  # [T, heads + 2 * kv_heads, head_dim]
         qk, v = heads.split((layer.num_heads + layer.num_kv_heads, layer.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -85,8 +86,9 @@ class SelfAttention:
     def _norms_all_heads(self) -> bool:
         return self.q_norm is not None and len(self.q_norm.weight) != self.layer.head_dim
 
-    def _fused(self, qkv: Tensor, rotation: Rotation | None, attend: FusedAttend) -> Tensor:
-        return attend.from_projection(
+    def attended(self, qkv: Tensor, rotation: Rotation | None, attend: FusedAttend) -> Tensor:
+        """qkv [T, ...], the projection, which is used up -> [T, query_size]."""
+        heads = attend.from_projection(
             self.layer,
             qkv,
             q_norm=None if self.q_norm is None else self.q_norm.weight,
@@ -95,6 +97,7 @@ class SelfAttention:
             cos=None if rotation is None else rotation.cos,
             sin=None if rotation is None else rotation.sin,
         )
+        return heads.flatten(1)
 
     def _normalised(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
         """Normalise per head, or over all heads at once: the norm's own size tells which."""
@@ -183,6 +186,7 @@ class Decoder:
         self.taps: tuple[int, ...] = ()  # layers whose input is kept for someone else to read
         self.tapped: Tensor | None = None  # [taps, T, hidden], of the last call of `hidden_states`
         self._fused: FusedCPUDecoder | None = None
+        self._fused_gpu: FusedGPUDecoder | None = None
         self._layer_weights: LayerWeights | None = None
         self._missing: list[int] = []  # how many targets of each layer are still to be filled
         if quantization != "none":
@@ -214,6 +218,10 @@ class Decoder:
 
             assert self._layer_weights is not None
             self._fused = FusedCPUDecoder(self.config, self.layers, self.norm, self._layer_weights)
+        if self._fused_gpu is not None:
+            from chairlift.models.fused_gpu import FusedGPUDecoder
+
+            self._fused_gpu = FusedGPUDecoder(self.layers)
 
     def make_batch_invariant(self) -> None:
         """From now on a token's numbers are the same, bit for bit, whatever else is computed in the same step."""
@@ -252,6 +260,15 @@ class Decoder:
             from chairlift.models.fused_cpu import FusedCPUDecoder
 
             self._fused = FusedCPUDecoder(self.config, self.layers, self.norm, self._layer_weights)
+        if self.quantization == "none" and not self.batch_invariant:
+            self._fuse_on_gpu()
+
+    def _fuse_on_gpu(self) -> None:
+        from chairlift.models.fused_gpu import FusedGPUDecoder, can_fuse
+
+        if can_fuse(self.config, self.dtype, self.device):
+            FusedGPUDecoder.move_norms_into(self.layers)
+            self._fused_gpu = FusedGPUDecoder(self.layers)
 
     def _parts(self) -> Iterator[Linear | RMSNorm | GatedMLP | MixtureOfExperts]:
         for layer in self.layers:
@@ -268,8 +285,16 @@ class Decoder:
         x = F.embedding(tokens, self.embedding).to(self.dtype)
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
+    def _embed_with_squares(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        from chairlift.kernels.triton_layers import embed
+
+        return embed(tokens, self.embedding, self.embedding_scale)
+
     def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         rotations = {rope: rotary(positions) for rope, rotary in self.rotary.items()}
+        if self._fused_gpu is not None and isinstance(attend, FusedAttend) and len(tokens) <= self._fused_gpu.most_rows:
+            x, self.tapped = self._fused_gpu(*self._embed_with_squares(tokens), rotations, attend, self.taps)
+            return self.norm(x)
         x = self.embed(tokens)
         if self._fused is not None and isinstance(attend, PagedCPUStep):
             x, self.tapped = self._fused(x, rotations, attend, self.taps)

@@ -1,0 +1,366 @@
+"""Paged attention of single new tokens on a GPU: one program per (request, key head, split of the context).
+
+Keys and values are read where they lie, through the block tables. The last split of a context to finish adds the
+parts up. In a step of single tokens only, the same kernel also normalises and rotates the new token's queries and
+key, and writes its key and value to the cache: only the program that holds the end of the context needs them.
+
+Everything that changes from step to step is read from device memory, so a captured graph can be replayed for any
+batch that fits its grid: programs without work return at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.kernels.triton_attention import cap_scores, in_type_of, precision_for, scale_in_log2, scores_of
+from chairlift.kernels.triton_launch import overlapping, prefetch_rows
+
+
+@triton.jit
+def _rotated(
+    rows,  # [R, 1] pointers to heads
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    token,
+    d,
+    keep,
+    eps,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Heads of a token, normalised and rotated, in float32. Each number is loaded with its partner."""
+    x = tl.load(rows + d[None, :], mask=keep, other=0.0).to(tl.float32)
+    if PAIRS > 0:
+        partner = tl.where(d < PAIRS, d + PAIRS, tl.where(d < 2 * PAIRS, d - PAIRS, d))
+        y = tl.load(rows + partner[None, :], mask=keep, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        kind = rows.dtype.element_ty
+        x = (x * scale * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]).to(kind).to(tl.float32)
+        if PAIRS > 0:
+            weight = tl.load(norm_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
+            y = (y * scale * weight[None, :]).to(kind).to(tl.float32)
+    if PAIRS > 0:
+        turns = d < 2 * PAIRS
+        pair = tl.where(d < PAIRS, d, d - PAIRS)
+        cos = tl.load(cos_ptr + token * PAIRS + pair, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + token * PAIRS + pair, mask=turns, other=0.0).to(tl.float32)
+        x = x * cos[None, :] + y * tl.where(d < PAIRS, -sin, sin)[None, :]
+    return x
+
+
+@triton.jit
+def _places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE: tl.constexpr):
+    block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    return block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
+
+
+@triton.jit
+def _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head):
+    mask = inside[:, None] & in_head[None, :]
+    k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+    v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """One tile more of keys and values in the running softmax."""
+    scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
+    scores = tl.where(inside[None, :], scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # a first token has nothing cached: keep NaN out
+    weights = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(best - safe)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), in_type_of(v, q), input_precision=PRECISION)
+    return new_best, total, acc
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,  # [rows, heads, D]; FRESH: [rows, heads + 2 * kv_heads, D], as the projection made them
+    keys_ptr,  # [blocks, block_size, kv_heads, D]
+    values_ptr,
+    out_ptr,  # [rows, heads, D]
+    partial_ptr,  # [rows, kv_heads, splits, GROUP, D] float32
+    lse_ptr,  # [rows, kv_heads, splits, GROUP] float32, in log 2
+    arrived_ptr,  # [rows, kv_heads] int32, all zero between steps
+    tables_ptr,  # [slots, table_stride] int32
+    row_slot_ptr,  # [rows] int32: each row's place in the tables
+    row_start_ptr,  # [rows] int32: position of the row's token
+    row_count_ptr,  # [rows] int32: 1, or 0 for a row without work
+    q_norm_ptr,  # [D]; this and the next four with FRESH only
+    k_norm_ptr,
+    cos_ptr,  # [rows, PAIRS]
+    sin_ptr,
+    eps,
+    q_stride,
+    out_stride,
+    kv_block_stride,
+    kv_token_stride,
+    table_stride,
+    scale_log2,
+    window,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    FRESH: tl.constexpr,  # the new token's key and value are not in the cache yet
+    PAIRS: tl.constexpr,  # numbers of a head that are rotated, halved
+    HAS_NORM: tl.constexpr,
+    KV_LIMIT: tl.constexpr,  # the largest number that the cache can hold, 0 where nothing is larger
+    EARLY: tl.constexpr,  # the first tile is read, and the second asked for, before the kernel before has ended
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    # All three are under way at once: each waits for memory as long as a tile of keys does.
+    count = tl.load(row_count_ptr + row)
+    slot = tl.load(row_slot_ptr + row).to(tl.int64)
+    length = tl.load(row_start_ptr + row) + 1
+    first = tl.maximum(length - window, 0)
+    cached = length - 1 if FRESH else length
+    # Splits are whole tiles, and no smaller than is worth a program.
+    span = tl.maximum(tl.cdiv(tl.cdiv(cached - first, SPLITS), N) * N, MIN_SPLIT)
+    num_splits = tl.maximum(tl.cdiv(cached - first, span), 1)
+    begin = first + split * span
+    end = tl.minimum(begin + span, cached)
+    m = tl.arange(0, M)
+    d = tl.arange(0, D_PADDED)
+    n = tl.arange(0, N)
+    in_head = d < D
+    num_heads = tl.num_programs(0)
+    table = tables_ptr + slot * table_stride
+    head_offset = head * D + d
+    has_work = (count == 1) & (split < num_splits)
+    if EARLY:  # what was cached in earlier steps is older than the kernel before
+        inside = (begin + n < end) & has_work
+        offset = _places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        first_k, first_v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
+        if OVERLAP:
+            after = begin + N + n
+            more = (after < end) & has_work
+            offset = _places(table, after, more, kv_block_stride, kv_token_stride, BLOCK_SIZE) + head * D
+            size = tl.where(more, D * (keys_ptr.dtype.element_ty.primitive_bitwidth // 8), 0)
+            prefetch_rows(keys_ptr + offset, size)
+            prefetch_rows(values_ptr + offset, size)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if has_work == 0:
+        return
+
+    in_group = m < GROUP
+    q_heads = head * GROUP + m
+    keep = in_group[:, None] & in_head[None, :]
+    q_at = q_ptr + row.to(tl.int64) * q_stride
+    if FRESH:
+        k_at = q_at + (num_heads * GROUP + head + tl.arange(0, 1))[:, None] * D
+        one = in_head[None, :]
+        if EARLY:  # else registers are scarce
+            new_v = tl.load(k_at + num_heads * D + d[None, :], mask=one, other=0.0).to(tl.float32)
+            new_k = _rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
+        q = _rotated(q_at + q_heads[:, None] * D, q_norm_ptr, cos_ptr, sin_ptr, row, d, keep, eps, D, PAIRS, HAS_NORM)
+        q = q.to(q_ptr.dtype.element_ty)
+    else:
+        q = tl.load(q_at + q_heads[:, None] * D + d[None, :], mask=keep, other=0.0)
+    best = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D_PADDED], tl.float32)
+    if EARLY:
+        best, total, acc = _take_in(q, first_k, first_v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
+        begin += N
+    for at in range(begin, end, N):
+        inside = at + n < end
+        offset = _places(table, at + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
+        best, total, acc = _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
+
+    if FRESH and split == num_splits - 1:
+        if not EARLY:
+            new_v = tl.load(k_at + num_heads * D + d[None, :], mask=one, other=0.0).to(tl.float32)
+            new_k = _rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
+        new_k = new_k.to(q_ptr.dtype.element_ty).to(tl.float32)
+        if KV_LIMIT > 0:  # what is not a number stays so: it must not be taken for one later
+            new_k = tl.clamp(new_k, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            new_v = tl.clamp(new_v, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        kept_k, kept_v = new_k.to(keys_ptr.dtype.element_ty), new_v.to(keys_ptr.dtype.element_ty)
+        block = tl.load(table + cached // BLOCK_SIZE).to(tl.int64)
+        place = block * kv_block_stride + (cached % BLOCK_SIZE) * kv_token_stride + head_offset[None, :]
+        tl.store(keys_ptr + place, kept_k, mask=one)
+        tl.store(values_ptr + place, kept_v, mask=one)
+        score = cap_scores(tl.sum(q.to(tl.float32) * kept_k.to(tl.float32), 1) * scale_log2, SOFTCAP)
+        new_best = tl.maximum(best, score)
+        weight = tl.exp2(score - new_best)
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + weight[:, None] * kept_v.to(tl.float32)
+        best = new_best
+
+    out_at = out_ptr + row.to(tl.int64) * out_stride + q_heads[:, None] * D + d[None, :]
+    if num_splits == 1:
+        tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
+        return
+    if SPLITS > 1:
+        place = (row * num_heads + head) * SPLITS
+        tl.store(partial_ptr + ((place + split) * GROUP + m[:, None]) * D + d[None, :], acc / total[:, None], mask=keep)
+        tl.store(lse_ptr + (place + split) * GROUP + m, best + tl.log2(total), mask=in_group)
+        tl.debug_barrier()
+        counter = arrived_ptr + row * num_heads + head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+            tl.debug_barrier()
+            best = tl.full([M], float("-inf"), tl.float32)
+            total = tl.zeros([M], tl.float32)
+            acc = tl.zeros([M, D_PADDED], tl.float32)
+            for other in range(num_splits):
+                lse = tl.load(lse_ptr + (place + other) * GROUP + m, mask=in_group, other=0.0, volatile=True)
+                part = tl.load(
+                    partial_ptr + ((place + other) * GROUP + m[:, None]) * D + d[None, :],
+                    mask=keep,
+                    other=0.0,
+                    volatile=True,
+                )
+                new_best = tl.maximum(best, lse)
+                shrink = tl.exp2(best - new_best)
+                weight = tl.exp2(lse - new_best)
+                acc = acc * shrink[:, None] + part * weight[:, None]
+                total = total * shrink + weight
+                best = new_best
+            tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
+            tl.store(counter, 0)
+
+
+class Scratch:
+    """What the splits of the decode kernel hand to each other; made once per batch size, used by every layer."""
+
+    def __init__(self, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        parts = rows * decode_splits(rows, num_kv_heads)
+        self.partial = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
+
+
+PROGRAMS = 528  # four for each of the 132 multiprocessors of a Hopper chip: enough to keep its memory busy
+
+
+def decode_splits(rows: int, num_kv_heads: int) -> int:
+    """Into how many parts a context may be cut so that small batches fill the chip too."""
+    return max(1, min(64, triton.next_power_of_2(PROGRAMS // (rows * num_kv_heads))))
+
+
+class Fresh(NamedTuple):
+    """What turns a projection into queries, a key and a value: norms [D], and the rotation [rows, ..., pairs]."""
+
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    *,
+    tables: Tensor,
+    row_slot: Tensor,
+    row_start: Tensor,
+    row_count: Tensor,
+    scratch: Scratch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+    fresh: Fresh | None = None,
+    tiling: DecodeTiling | None = None,
+) -> None:
+    """Rows 0 .. len(row_slot) - 1 of `q` [T, heads, D] are single tokens; writes the same rows of `out`.
+
+    With `fresh`, `q` is [T, heads + 2 * kv_heads, D] as the projection made it, and keys and values are not in the
+    cache yet: they are written there.
+    """
+    rows, (_, num_heads, dim) = len(row_slot), out.shape
+    _, block_size, kv_heads, _ = keys.shape
+    splits = splits or decode_splits(rows, kv_heads)
+    group = num_heads // kv_heads
+    tiling = tiling or _decode_tiling(rows, kv_heads, q.dtype)
+    pairs = 0 if fresh is None or fresh.cos is None else fresh.cos.shape[-1]
+    q_norm, k_norm, eps, cos, sin = fresh or Fresh(None, None, 0.0, None, None)
+    # Heads of one row run side by side, since their keys lie side by side.
+    _decode_kernel[(kv_heads, rows, splits)](
+        q,
+        keys,
+        values,
+        out,
+        scratch.partial,
+        scratch.lse,
+        scratch.arrived,
+        tables,
+        row_slot,
+        row_start,
+        row_count,
+        q if q_norm is None else q_norm,
+        q if k_norm is None else k_norm,
+        q if cos is None else cos,
+        q if sin is None else sin,
+        eps,
+        q.stride(0),
+        out.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        tables.stride(0),
+        scale_in_log2(scale, softcap),
+        window or 2**30,
+        GROUP=group,
+        M=max(16, triton.next_power_of_2(group)),
+        D=dim,
+        D_PADDED=max(16, triton.next_power_of_2(dim)),
+        BLOCK_SIZE=block_size,
+        N=tiling.keys,
+        SPLITS=splits,
+        MIN_SPLIT=tiling.min_split,
+        FRESH=fresh is not None,
+        PAIRS=pairs,
+        HAS_NORM=q_norm is not None,
+        KV_LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
+        EARLY=tiling.early and fresh is not None,
+        SOFTCAP=softcap or 0.0,
+        PRECISION=precision_for(q.dtype),
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **overlapping(q.device),
+    )
+
+
+class DecodeTiling(NamedTuple):
+    keys: int  # keys and values loaded at once
+    min_split: int  # the shortest part of a context that is worth a program of its own
+    warps: int
+    stages: int
+    early: bool = False  # the first keys and values are read before the kernel before has ended
+
+
+def _decode_tiling(rows: int, num_kv_heads: int, dtype: torch.dtype) -> DecodeTiling:
+    """The fastest of some hundred measured on an H200: few programs want long loads, many want to fit side by side."""
+    if dtype == torch.float32:
+        return DecodeTiling(32, 64, 4, 3)
+    if rows * num_kv_heads >= PROGRAMS:
+        return DecodeTiling(32, 256, 1, 4)
+    return DecodeTiling(128, 512, 4 if rows * num_kv_heads <= 128 else 8, 3)

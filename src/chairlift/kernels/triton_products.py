@@ -1,0 +1,301 @@
+"""Matrix products with few rows, as decode steps have them, together with what stands before and after them.
+
+All that counts is how fast the weights are read, and how few kernels there are: each costs microseconds, whatever it
+does. So a product takes along
+
+    the norm before it      its weight is part of the matrix already (see `models/fused_gpu.py`), which leaves one
+                            factor per row; the rows' sums of squares come from whoever wrote them
+    the activation after it gate and up are computed by the same program
+    the addition to the residual stream, and the sums of squares of the result, for the norm that comes next
+
+Outputs with few columns do not fill the chip; their sum is split among several programs, and the last one to finish
+adds the parts up, always in the same order.
+
+Weights are older than the kernel before: they are asked for, into the L2 cache, while that one still runs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from chairlift.kernels.triton_launch import overlapping, prefetch_rows
+
+
+@triton.jit
+def _sum_of_parts(parts_ptr, tile, A: tl.constexpr, B: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr):
+    acc = tl.zeros([A, B], tl.float32)
+    for other in range(SPLITS):
+        acc += tl.load(parts_ptr + other * STEP + tile, volatile=True)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M"])  # one kernel for all numbers of rows of a tile
+def _product_kernel(
+    x_ptr,  # [M, K]
+    weight_ptr,  # [N, K]; GATED: [2 * N, K], the gate's rows first
+    x_tiles,  # the same two as tensor descriptors, if DESCRIBED
+    weight_tiles,
+    bias_ptr,  # [N]
+    out_ptr,  # [M, N]; with RESIDUAL the product is added to what is there
+    squares_ptr,  # [M, SQUARES] float32: what the sums of squares of x's rows are made of
+    squares_out_ptr,  # [M, programs along the columns] float32
+    partial_ptr,  # [programs, SPLITS, 1 or 2, BM * BN] float32
+    arrived_ptr,  # [programs] int32, all zero between launches
+    M,
+    N,
+    K,
+    eps,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SQUARES: tl.constexpr,  # 0: x is taken as it is
+    SQUARES_PADDED: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SUM_SQUARES: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    SWAPPED: tl.constexpr,  # the weight is the left factor, which has to have 64 rows or more on Hopper
+    DESCRIBED: tl.constexpr,
+    PREFETCH: tl.constexpr,  # columns of the weight that are asked for before the kernel before has ended
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row_block = tl.program_id(0)
+    block = tl.program_id(1)
+    split = tl.program_id(2)
+    m = row_block * BM + tl.arange(0, BM)
+    n = block * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    per_split = tl.cdiv(K, SPLITS * BK) * BK
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, K)
+    # Rows and columns past the last are computed from another's numbers, and thrown away.
+    w_at = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * K
+    x_at = x_ptr + tl.minimum(m, M - 1).to(tl.int64) * K
+    if OVERLAP:
+        if PREFETCH > 0 and row_block == 0:
+            size = tl.minimum(end - begin, PREFETCH) * 2
+            prefetch_rows(w_at + begin, size)
+            if GATED:
+                prefetch_rows(w_at + N.to(tl.int64) * K + begin, size)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if SQUARES > 0:
+        part = tl.arange(0, SQUARES_PADDED)
+        squares = tl.load(
+            squares_ptr + m[:, None] * SQUARES + part[None, :],
+            mask=(m < M)[:, None] & (part < SQUARES)[None, :],
+            other=0.0,
+        )
+    A: tl.constexpr = BN if SWAPPED else BM
+    B: tl.constexpr = BM if SWAPPED else BN
+    acc = tl.zeros([A, B], tl.float32)
+    up = tl.zeros([A, B], tl.float32)
+    for at in range(begin, end, BK):
+        if DESCRIBED:
+            w = weight_tiles.load([block * BN, at])
+            x = x_tiles.load([row_block * BM, at])
+        elif EVEN_DEPTH:
+            w = tl.load(w_at[:, None] + (at + k)[None, :])
+            x = tl.load(x_at[:, None] + (at + k)[None, :])
+        else:
+            inside = (at + k < end)[None, :]
+            w = tl.load(w_at[:, None] + (at + k)[None, :], mask=inside, other=0.0)
+            x = tl.load(x_at[:, None] + (at + k)[None, :], mask=inside, other=0.0)
+        if SWAPPED:
+            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+        if GATED:
+            if DESCRIBED:
+                w = weight_tiles.load([N + block * BN, at])
+            elif EVEN_DEPTH:
+                w = tl.load(w_at[:, None] + N.to(tl.int64) * K + (at + k)[None, :])
+            else:
+                w = tl.load(w_at[:, None] + N.to(tl.int64) * K + (at + k)[None, :], mask=inside, other=0.0)
+            if SWAPPED:
+                up = tl.dot(w, tl.trans(x), up, input_precision=PRECISION)
+            else:
+                up = tl.dot(x, tl.trans(w), up, input_precision=PRECISION)
+
+    if SPLITS > 1:
+        TILE: tl.constexpr = BM * BN
+        STEP: tl.constexpr = 2 * TILE if GATED else TILE
+        program = row_block * tl.num_programs(1) + block
+        parts = partial_ptr + program.to(tl.int64) * SPLITS * STEP
+        tile = tl.arange(0, A)[:, None] * B + tl.arange(0, B)[None, :]
+        tl.store(parts + split * STEP + tile, acc)
+        if GATED:
+            tl.store(parts + split * STEP + TILE + tile, up)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + program, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+            return
+        tl.debug_barrier()
+        acc = _sum_of_parts(parts, tile, A, B, SPLITS, STEP)
+        if GATED:
+            up = _sum_of_parts(parts + TILE, tile, A, B, SPLITS, STEP)
+        tl.store(arrived_ptr + program, 0)
+
+    if SWAPPED:
+        acc = tl.trans(acc)
+    if SQUARES > 0:
+        factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
+        acc *= factor
+    if BIAS:
+        acc += tl.load(bias_ptr + tl.minimum(n, N - 1)).to(tl.float32)[None, :]
+    if GATED:
+        if SWAPPED:
+            up = tl.trans(up)
+        if SQUARES > 0:
+            up *= factor
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    out_at = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    keep = (m < M)[:, None] & (n < N)[None, :]
+    if RESIDUAL:
+        acc += tl.load(out_at, mask=keep, other=0.0).to(tl.float32)
+    rounded = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_at, rounded, mask=keep)
+    if SUM_SQUARES:
+        kept = tl.where(keep, rounded.to(tl.float32), 0.0)
+        tl.store(squares_out_ptr + m * tl.num_programs(1) + block, tl.sum(kept * kept, 1), mask=m < M)
+
+
+@cache
+def _scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Kernels of one stream run one after the other, so they can share this."""
+    return torch.empty(size, device=device), torch.zeros(programs, dtype=torch.int32, device=device)
+
+
+class ProductTiling(NamedTuple):
+    """How a product is cut: the tile of one program, how far it reads ahead, and into how many parts the sum is."""
+
+    rows: int
+    columns: int
+    depth: int
+    splits: int
+    stages: int
+    warps: int = 4
+    prefetch: int = 0
+    described: bool = False
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    add_to: Tensor | None = None,
+    tiling: ProductTiling | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """x [M, K] times weight [N, K] transposed, and what its rows' sums of squares are made of, with `add_to` only.
+
+    `squares` [M, parts]: scale each row of x to unit mean square, by these parts of its sum of squares.
+    `gated`: weight is [2 N, K]; the result is silu of the first half's times the second half's.
+    `add_to` [M, N]: the result is added to that in place.
+    """
+    rows, depth = x.shape
+    columns = len(weight) // (2 if gated else 1)
+    tiling = tiling or choose_tiling(rows, columns, depth, gated)
+    out = add_to if add_to is not None else torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    across = triton.cdiv(columns, tiling.columns)
+    programs = triton.cdiv(rows, tiling.rows) * across
+    tile = tiling.rows * tiling.columns * (2 if gated else 1)
+    partial, arrived = _scratch(programs * tiling.splits * tile if tiling.splits > 1 else 1, programs, x.device)
+    squares_out = None if add_to is None else torch.empty(rows, across, dtype=torch.float32, device=x.device)
+    described = tiling.described and x.is_contiguous()
+    num_squares = 0 if squares is None else squares.shape[1]
+    _product_kernel[(triton.cdiv(rows, tiling.rows), across, tiling.splits)](
+        x,
+        weight,
+        TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth]) if described else x,
+        TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.depth]) if described else weight,
+        weight if bias is None else bias,
+        out,
+        partial if squares is None else squares,
+        partial if squares_out is None else squares_out,
+        partial,
+        arrived,
+        rows,
+        columns,
+        depth,
+        eps,
+        BM=tiling.rows,
+        BN=tiling.columns,
+        BK=tiling.depth,
+        SPLITS=tiling.splits,
+        SQUARES=num_squares,
+        SQUARES_PADDED=triton.next_power_of_2(max(1, num_squares)),
+        GATED=gated,
+        RESIDUAL=add_to is not None,
+        SUM_SQUARES=add_to is not None,
+        BIAS=bias is not None,
+        EVEN_DEPTH=depth % tiling.depth == 0,
+        SWAPPED=tiling.rows < 64 and tiling.columns >= 64,
+        DESCRIBED=described,
+        PREFETCH=tiling.prefetch,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **overlapping(x.device),
+    )
+    return out, squares_out
+
+
+SMALL_WEIGHTS = 8 * 2**20  # numbers: a product with fewer hardly lasts longer than its launch
+PROGRAMS = 128  # about one for each multiprocessor of a Hopper chip
+
+
+def is_faster(rows: int, columns: int, depth: int, gated: bool) -> bool:
+    """Than cuBLAS and the kernels around it, on an H200."""
+    weights = columns * depth * (2 if gated else 1)
+    if weights <= SMALL_WEIGHTS:
+        return rows <= 256
+    return rows <= (128 if gated else 64)
+
+
+@cache
+def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
+    """The best of some thirty for each kind of product, measured on an H200."""
+    if columns * depth * (2 if gated else 1) <= SMALL_WEIGHTS:
+        return _small_tiling(rows, columns, depth, gated)
+    if rows > 64:
+        return ProductTiling(128, 64, 64, 1, 3, described=True)
+    height = max(16, triton.next_power_of_2(rows))
+    splits = 2 if columns // 64 <= PROGRAMS // 2 and depth >= 1024 else 1
+    stages = (3 if height == 64 else 2) if gated else 5 if height < 64 else 4
+    return ProductTiling(height, 64, 128, splits, stages, described=True)
+
+
+def _small_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
+    if rows > 128:
+        if gated:
+            return ProductTiling(128, 64, 128, 1, 3, prefetch=256, described=True)
+        if columns >= 2048:
+            return ProductTiling(128, 64, 64, 1, 4, prefetch=1024, described=True)
+        return ProductTiling(64, 32, 128, 1, 4, prefetch=1024, described=True)
+    splits = _splits(triton.cdiv(columns, 32), depth)
+    if rows > 64:
+        return ProductTiling(128, 32, 64, splits, 5, prefetch=256, described=splits == 1)
+    if rows > 32 or (gated and rows > 16):
+        return ProductTiling(64, 32, 64, splits, 6, prefetch=256)
+    if rows <= 16 and columns >= 4096:
+        return ProductTiling(16, 64, 128, 1, 5, prefetch=256)
+    return ProductTiling(16 if rows <= 16 else 32, 32, 128, splits, 5 if gated else 6, prefetch=256)
+
+
+def _splits(programs: int, depth: int) -> int:
+    """Parts of the sum, so that all multiprocessors have some, and each at least 512 numbers."""
+    wanted = min(PROGRAMS // programs, depth // 512)
+    return 2 ** (wanted.bit_length() - 1) if wanted > 1 else 1

@@ -1,0 +1,94 @@
+"""A decoder's layers in five kernels each compute what the layers compute one operation after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.attention import KVStorage, PagedGPUAttention
+from chairlift.execution.memory import MemoryPlan, allocate_storage
+from chairlift.models import build_model
+from chairlift.models.decoder import Decoder
+from chairlift.models.dummy import dummy_tensors
+from chairlift.models.fused_gpu import FusedGPUDecoder, can_fuse
+from tests.kernels.tiny_config import CONFIG
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},  # biases of queries, keys and values
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2},
+}
+
+
+def make_model(changes: dict[str, Any], device: torch.device) -> Decoder:
+    config = CONFIG | changes
+    torch.manual_seed(0)
+    tensors = ((name, torch.randn_like(tensor.float()) * 0.3) for name, tensor in dummy_tensors(config, device))
+    model = build_model(config, tensors, dtype=torch.float16, device=torch.device("cpu"))
+    assert isinstance(model, Decoder)
+    return model
+
+
+def logits(model: Decoder, storage: KVStorage, rows: list[tuple[int, int]]) -> torch.Tensor:
+    """One new token for each (position, table's first block), at once."""
+    from chairlift.attention import PagedBatch
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    count = len(rows)
+    none = torch.empty(0, dtype=torch.int32)
+    positions = ints([position for position, _ in rows])
+    batch = PagedBatch(
+        slots=ints(list(range(count))),
+        positions=positions,
+        tables=ints([block + i for _, block in rows for i in range(3)]).view(count, 3),
+        chunk_slot=ints(list(range(count))),
+        chunk_row=ints(list(range(count))),
+        chunk_start=positions,
+        chunk_count=ints([1] * count),
+        num_single=count,
+        tile_chunk=none,
+        tile_offset=none,
+        tile_queries=16,
+        one_per_request=True,
+    )
+    attend = PagedGPUAttention().attend(batch, storage)
+    return model.logits(model.hidden_states(ints(list(range(1, count + 1))), positions, attend))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_layers_are_the_layers(family: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type != "cpu":
+        pytest.skip("tests of whole models on the GPU compare with transformers")
+    monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 16)
+    model = make_model(FAMILIES[family], device)
+    storage = allocate_storage(
+        model.attention_layers, MemoryPlan(0, 0, 8, 12, 24, "test"), torch.float16, torch.device("cpu")
+    )
+    torch.manual_seed(1)
+    for side in (*storage.keys, *storage.values):
+        side.copy_(torch.randn_like(side.float()))
+    kept = [side.clone() for side in (*storage.keys, *storage.values)]
+    rows = [(0, 0), (17, 3), (8, 6)]
+    with torch.inference_mode():
+        expected = logits(model, storage, rows)
+        written = [side.clone() for side in (*storage.keys, *storage.values)]
+        for side, before in zip((*storage.keys, *storage.values), kept, strict=True):
+            side.copy_(before)
+        FusedGPUDecoder.move_norms_into(model.layers)
+        model._fused_gpu = FusedGPUDecoder(model.layers)
+        found = logits(model, storage, rows)
+    assert float((found - expected).norm() / expected.norm()) < 5e-3
+    for side, before in zip((*storage.keys, *storage.values), written, strict=True):
+        assert float((side.float() - before.float()).abs().max()) < 0.05
+
+
+def test_only_what_the_kernels_know_is_fused() -> None:
+    config = make_model({}, torch.device("cpu")).config
+    cuda = torch.device("cuda")
+    assert can_fuse(config, torch.bfloat16, cuda)
+    assert not can_fuse(config, torch.float32, cuda)
+    assert not can_fuse(config, torch.bfloat16, torch.device("cpu"))

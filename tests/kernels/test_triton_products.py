@@ -1,0 +1,62 @@
+"""Products with a norm before them, and a gate or an addition after them, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift.kernels.triton_products import ProductTiling, product
+
+EPS = 1e-6
+
+
+def expected(x: Tensor, weight: Tensor, squares: Tensor | None, bias: Tensor | None, gated: bool) -> Tensor:
+    y = x.double() @ weight.double().T
+    if squares is not None:
+        y *= torch.rsqrt(squares.double().sum(1, keepdim=True) / x.shape[1] + EPS)
+    if bias is not None:
+        y += bias.double()
+    if gated:
+        gate, up = y.chunk(2, dim=1)
+        y = torch.nn.functional.silu(gate) * up
+    return y
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+SIZES = [(1, 96, 128), (5, 100, 136), (32, 64, 256), (70, 128, 192), (130, 40, 64)]
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth"), SIZES)
+@pytest.mark.parametrize("kind", ["plain", "gated", "added"])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("described", [False, True])
+def test_product(
+    rows: int, columns: int, depth: int, kind: str, splits: int, described: bool, device: torch.device
+) -> None:
+    torch.manual_seed(rows)
+    gated, added = kind == "gated", kind == "added"
+    x = torch.randn(rows, depth, device=device).half()
+    weight = (torch.randn(columns * (1 + gated), depth, device=device) / depth**0.5).half()
+    squares = None if added else torch.rand(rows, 3, device=device) * depth
+    bias = torch.randn(columns, device=device).half() if kind == "plain" else None
+    before = torch.randn(rows, columns, device=device).half()
+    height = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    tiling = ProductTiling(height, 64, 64, splits, 3, prefetch=64, described=described)
+    wanted = expected(x, weight, squares, bias, gated) + (before.double() if added else 0.0)
+    for _ in range(2):  # the second run finds what the first left behind
+        total = before.clone() if added else None
+        found, sums = product(x, weight, squares=squares, eps=EPS, bias=bias, gated=gated, add_to=total, tiling=tiling)
+        assert error(found, wanted) < 1e-3
+        if added:
+            assert sums is not None
+            assert error(sums.sum(1), found.double().pow(2).sum(1)) < 1e-5
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 64, 304), (3, 40, 1024), (17, 33, 2112), (200, 48, 64)])
+def test_the_chosen_tiles_are_right(rows: int, columns: int, depth: int, device: torch.device) -> None:
+    x, weight = torch.randn(rows, depth, device=device).half(), torch.randn(columns, depth, device=device).half()
+    assert error(product(x, weight)[0], x.double() @ weight.double().T) < 1e-3

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the GPU kernels need triton")
 
 from chairlift.kernels.triton_invariant import invariant_linear
 from chairlift.kernels.triton_layers import add_rms_norm_, silu_mul
-from chairlift.kernels.triton_skinny import skinny_linear
+from chairlift.kernels.triton_products import product
 from tests.kernels.test_triton_attention import TOLERANCE, error, make_case, reference, run_decode, run_prefill
 from tests.kernels.test_triton_invariant import attend, cut
 from tests.kernels.test_triton_layers import normed, test_rotate_and_store
@@ -99,8 +99,8 @@ def test_products(columns: int, depth: int, dtype: torch.dtype) -> None:
     whole = invariant_linear(x, weight)
     assert error(whole, plain) < TOLERANCE[dtype]
     for rows in (1, 2, 8, 17, 32):
-        assert error(skinny_linear(x[:rows], weight), plain[:rows]) < TOLERANCE[dtype]
-        added = skinny_linear(x[:rows], weight, add_to=total[:rows].clone())
+        assert error(product(x[:rows], weight)[0], plain[:rows]) < TOLERANCE[dtype]
+        added = product(x[:rows], weight, add_to=total[:rows].clone())[0]
         assert error(added, plain[:rows] + total[:rows].double()) < TOLERANCE[dtype]
         assert invariant_linear(x[:rows], weight).equal(whole[:rows])
 

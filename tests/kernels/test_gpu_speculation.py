@@ -50,7 +50,7 @@ def tiny(folder: Path, device: torch.device) -> LoadedModel:
 def everywhere(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """The backend that is only chosen on a GPU, unless another is asked for."""
     if device.type == "cpu":  # one program after the other: contexts are not split among several
-        monkeypatch.setattr("chairlift.kernels.triton_attention.PROGRAMS", 1)
+        monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 1)
 
     def choose(name: str, *rest: Any, **more: Any) -> Any:
         return PagedGPUAttention(more.get("invariant_for")) if name == "auto" else choose_backend(name, *rest, **more)

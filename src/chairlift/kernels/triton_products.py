@@ -247,7 +247,7 @@ def product(
         PREFETCH=tiling.prefetch,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        num_stages=tiling.stages if x.dtype != torch.float32 else max(1, tiling.stages // 2),
         **overlapping(x.device),
     )
     return out, squares_out

@@ -61,7 +61,8 @@ def test_own_product(rows: int, channels: int, depth: int, device: torch.device)
     rounded = round_rows(x)
     factors = [side.numbers.double() * side.scales.double()[:, None] for side in (rounded, weight)]
     found = multiply(x, weight, bias, own_kernel=True)
-    assert error(found, factors[0] @ factors[1].T + bias.double()) < 1e-5
+    # Tensor cores of Hopper add products of 8-bit floats with fewer bits than float32 has.
+    assert error(found, factors[0] @ factors[1].T + bias.double()) < (3e-4 if found.is_cuda else 1e-5)
     assert multiply(x[-1:], weight, bias, own_kernel=True).equal(found[-1:])
 
 

@@ -30,9 +30,10 @@ from chairlift.kernels.triton_launch import overlapping, prefetch_rows
 
 @triton.jit
 def _sum_of_parts(parts_ptr, tile, A: tl.constexpr, B: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr):
+    """In order, and from the L2 cache, where other multiprocessors' numbers are; all are under way at once."""
     acc = tl.zeros([A, B], tl.float32)
-    for other in range(SPLITS):
-        acc += tl.load(parts_ptr + other * STEP + tile, volatile=True)
+    for other in tl.static_range(SPLITS):
+        acc += tl.load(parts_ptr + other * STEP + tile, cache_modifier=".cg")
     return acc
 
 
@@ -78,9 +79,10 @@ def _product_kernel(
     per_split = tl.cdiv(K, SPLITS * BK) * BK
     begin = split * per_split
     end = tl.minimum(begin + per_split, K)
-    # Rows and columns past the last are computed from another's numbers, and thrown away.
-    w_at = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * K
-    x_at = x_ptr + tl.minimum(m, M - 1).to(tl.int64) * K
+    # Rows and columns past the last are computed from another's numbers, and thrown away. Not all from the same one's:
+    # that would be slow.
+    w_at = weight_ptr + (n % N).to(tl.int64) * K
+    x_at = x_ptr + (m % M).to(tl.int64) * K
     if OVERLAP:
         if PREFETCH > 0 and row_block == 0:
             size = tl.minimum(end - begin, PREFETCH) * 2
@@ -151,7 +153,7 @@ def _product_kernel(
         factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
         acc *= factor
     if BIAS:
-        acc += tl.load(bias_ptr + tl.minimum(n, N - 1)).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + n % N).to(tl.float32)[None, :]
     if GATED:
         if SWAPPED:
             up = tl.trans(up)
@@ -288,8 +290,10 @@ def _small_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
     splits = _splits(triton.cdiv(columns, 32), depth)
     if rows > 64:
         return ProductTiling(128, 32, 64, splits, 5, prefetch=256, described=splits == 1)
-    if rows > 32 or (gated and rows > 16):
+    if rows > 32:
         return ProductTiling(64, 32, 64, splits, 6, prefetch=256)
+    if rows > 16 and gated:
+        return ProductTiling(64, 32, 128, 1, 3, prefetch=256, described=True)
     if rows <= 16 and columns >= 4096:
         return ProductTiling(16, 64, 128, 1, 5, prefetch=256)
     return ProductTiling(16 if rows <= 16 else 32, 32, 128, splits, 5 if gated else 6, prefetch=256)

@@ -73,6 +73,7 @@ def fill_with_nobody(views: dict[str, np.ndarray], idle_cell: int) -> None:
 
 MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
 SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
+FEWEST_UPDATES = 8  # of block tables, for which there is room in any captured step
 
 
 class Shapes:
@@ -93,7 +94,7 @@ class Shapes:
 
     def decodes(self, size: int) -> BatchShape:
         """Of single tokens alone."""
-        return BatchShape(size, size, size, 0, size, size)
+        return BatchShape(size, size, size, 0, size, max(size, FEWEST_UPDATES))
 
     def choose(
         self, *, tokens: int, chunks: int, singles: int, tiles: int, samples: int, updates: int

@@ -18,6 +18,7 @@ from chairlift.cli_bench_quality import bench_quality
 from chairlift.cli_bench_serve import bench_serve
 from chairlift.cli_bench_shapes import bench_shapes
 from chairlift.cli_bench_speculation import bench_speculation
+from chairlift.cli_bench_stress import bench_stress
 from chairlift.cli_bench_throughput import bench_throughput
 from chairlift.cli_options import examples
 
@@ -120,6 +121,14 @@ bench_app.command(
         "chairlift bench speculation --proposers ngram,draft:smollm2-135m --scenarios chat --plot speed.png",
     ),
 )(bench_speculation)
+bench_app.command(
+    "stress",
+    epilog=examples(
+        "chairlift bench stress --seconds 10",
+        "chairlift bench stress --device cuda --seconds 180 --speculate ngram --json result.json",
+        "chairlift bench stress --family qwen3_moe --batch-invariant",
+    ),
+)(bench_stress)
 bench_app.command(
     "dashboard",
     epilog=examples(

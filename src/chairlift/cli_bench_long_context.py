@@ -40,10 +40,10 @@ def bench_long_context(
     """One long prompt at a time: how its time and memory grow, and what a token costs after it.
 
     A prompt is computed in chunks of --max-prefill-tokens. "Peak more" is the most
-    memory in use beyond the weights and the KV cache: with chunks it does not grow
-    with the prompt. The last columns are the attention of one layer for one token
-    by itself, beside the time in which the bandwidth measured in the same run
-    brings its keys and values.
+    memory in use beyond the weights and the KV cache: with ragged attention, which
+    writes no score matrix, it hardly grows with the prompt. The last columns are the
+    attention of one layer for one token by itself, beside the time in which the
+    bandwidth measured in the same run brings its keys and values.
     """
     from chairlift.bench.floor import ceilings_for
     from chairlift.bench.long_context import LongContextSettings, made_longer, measure_long_contexts

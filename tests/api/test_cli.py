@@ -56,6 +56,7 @@ COMMANDS = [
     ["bench", "claims"],
     ["bench", "chunking"],
     ["bench", "speculation"],
+    ["bench", "stress"],
     ["bench", "dashboard"],
     ["bench", "quality"],
 ]

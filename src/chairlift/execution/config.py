@@ -132,7 +132,7 @@ class EngineConfig:
 
     def seats(self) -> int:
         """`max_batch_requests`, never more than the tokens of a step: a seat without a token is no use."""
-        default = 256 if self.torch_device().type == "cuda" else 64
+        default = 1024 if self.torch_device().type == "cuda" else 64
         if self.max_batch_requests is None:
             return min(default, self.batch_tokens())
         if self.max_batch_requests > self.batch_tokens():

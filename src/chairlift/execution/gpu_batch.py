@@ -122,5 +122,5 @@ def round_up(value: int, buckets: list[int]) -> int | None:
 
 def decode_buckets(rows: int) -> list[int]:
     """Batch sizes with a graph of their own. The smallest ones are for long contexts, which many programs share."""
-    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, rows, 64)]
+    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 512, 64), *range(512, rows, 128)]
     return [size for size in sizes if size < rows] + [rows]

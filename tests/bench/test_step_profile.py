@@ -111,8 +111,8 @@ def test_kernels_are_sorted_by_their_names() -> None:
 
 
 def test_the_kernels_pieces_are_all_named() -> None:
-    """A piece of work more or less in the kernel must be named here too."""
-    assert inspect.getsource(decode_step.py_func).count(" meet(") == len([*LAYER_PIECES, LAST_PIECE])
+    """A piece of work more or less in the kernel must be named here too; but for the one that a draft head needs."""
+    assert inspect.getsource(decode_step.py_func).count(" meet(") == len([*LAYER_PIECES, LAST_PIECE]) + 1
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -60,7 +60,7 @@ class DraftsVerified:
     accepted: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as TokenProduced
 class TextProduced:
     """Text that is safe to show: whole characters, and no part of a stop string."""
 

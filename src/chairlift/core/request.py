@@ -215,6 +215,11 @@ class Request:
         """Of the beams it has carried: what it is to stand for in the end is appended from the start."""
         del self._tokens[self.num_prompt :]
 
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Those that end it by themselves."""
+        return frozenset(self.params.stop_ids).union(() if self.params.ignore_eos else self.eos_ids)
+
     def ending_after(self, token: int) -> Ending | None:
         """The ending that `token`, just appended, brings by itself (stop strings are the text layer's)."""
         if token in self.params.stop_ids:

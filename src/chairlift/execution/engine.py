@@ -428,6 +428,10 @@ class Engine:
         """The scheduler's events with the text woven in, each piece right after the tokens that completed it."""
         events: list[Event] = []
         for event in self.scheduler.drain_events():
+            if isinstance(event, TokenProduced):
+                events.append(event)
+                self._add_text(events, event, self._text.take(event.request_id))
+                continue
             if isinstance(event, RequestFinished):
                 self._add_text(events, event, self._text.close(event.request_id))
                 self.executor.forget(event.request_id)
@@ -435,8 +439,6 @@ class Engine:
                     self._structured.close(event.request_id)
                 self._unreported.discard(event.request_id)
             events.append(event)
-            if isinstance(event, TokenProduced):
-                self._add_text(events, event, self._text.take(event.request_id))
         events = self._selection.pass_on(events)
         events.extend(more)
         for listener in self._listeners:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chairlift.core.request import FinishReason, Request
+from chairlift.core.request import Request
 from chairlift.text.stops import StopStrings
 from chairlift.text.tokenizer import Tokenizer
 
@@ -45,13 +45,15 @@ class _Stream:
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._ready: list[str] = []
         self._stopped = False
+        self._min_tokens = params.min_tokens
+        # The token that ends a text is no part of it, unless it is asked for.
+        self._unspoken = frozenset() if params.include_stop_str_in_output else request.stop_tokens
 
     def push(self, request: Request, token: int) -> str | None:
-        ending = request.ending_after(token)
-        if ending and ending.reason is FinishReason.STOP and not request.params.include_stop_str_in_output:
-            return None  # the token that ends a text is no part of it
+        if token in self._unspoken:
+            return None
         text = self._detokenizer.push(token)
-        if request.num_output < request.params.min_tokens:
+        if request.num_output < self._min_tokens:
             self._ready.append(text)  # too early to stop
             return None
         emitted, matched = self._stops.push(text)

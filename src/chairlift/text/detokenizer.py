@@ -53,7 +53,7 @@ class DecodingRules:
 class TokenPieces:
     """What each token of one tokenizer adds to the text; shared by the detokenizers of all requests.
 
-    A piece of `bytes` may continue or begin a character; a piece of `str` is text of its own.
+    A piece of `bytes` continues or begins a character; a piece of `str` is text of its own, as most are.
     """
 
     def __init__(self, backend: Backend, rules: DecodingRules) -> None:
@@ -80,12 +80,20 @@ class TokenPieces:
         if self.rules.byte_level:
             # An added token may contain characters that stand for no byte; then it is taken literally.
             known = all(character in _BYTE_OF for character in token)
-            return bytes(_BYTE_OF[character] for character in token) if known else token.encode()
+            return _whole(bytes(_BYTE_OF[character] for character in token)) if known else token
         if self.rules.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(byte[1], 16)])
         for old, new in replacements:
             token = token.replace(old, new)
         return token
+
+
+def _whole(raw: bytes) -> bytes | str:
+    """As text if these are whole characters: then nothing before them or after them is part of one of theirs."""
+    try:
+        return raw.decode() or raw
+    except UnicodeDecodeError:
+        return raw
 
 
 class PieceDetokenizer:
@@ -96,6 +104,7 @@ class PieceDetokenizer:
         self._skip = skip
         errors = "replace" if pieces.rules.byte_level else _EACH_BYTE
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        self._in_character = False  # whether bytes may be waiting in there for others
         self._first = not verbatim
         self._strip, self._strips_left = (" ", 0) if verbatim else pieces.rules.strip
 
@@ -107,8 +116,12 @@ class PieceDetokenizer:
             return ""
         self._first = False
         if isinstance(piece, bytes):
-            return self._stripped(self._utf8.decode(piece))
-        return self._stripped(self._utf8.decode(b"", final=True) + piece)
+            self._in_character = True
+            piece = self._utf8.decode(piece)
+        elif self._in_character:
+            self._in_character = False
+            piece = self._utf8.decode(b"", final=True) + piece
+        return self._stripped(piece) if self._strips_left else piece
 
     def flush(self) -> str:
         return self._stripped(self._utf8.decode(b"", final=True))

@@ -41,6 +41,8 @@ def check_accounting(scheduler: Scheduler) -> None:
     assert scheduler.lift.seats_taken <= scheduler.max_batch_requests
     assert scheduler.policy.keeps_seats or not scheduler.idle
     check_swap(scheduler)
+    waiting = scheduler.waiting
+    assert waiting.reasons() == Counter(map(waiting.last_reason, waiting)), "reasons to wait are counted wrong"
     assert scheduler.running or not scheduler.idle, "a batch is over, but its seats are not free"
 
 

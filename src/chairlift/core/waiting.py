@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
@@ -147,8 +147,13 @@ class WaitingLine(Sequence[Request]):
         return WaitReason.NEXT_STEP if found in (WaitReason.SIBLING, WaitReason.PREFIX) else found
 
     def reasons(self) -> Counter[WaitReason]:
-        """How many wait for what, as boarding last found them."""
-        return Counter(map(self.last_reason, self._requests))
+        """How many wait for what, as boarding last found them. Asked in every step, however long the line is: so those
+        who were not asked one by one are not looked at one by one."""
+        asked = bisect_left(self._requests, self._num_asked, key=_order)
+        others = [request for request in self._requests[:asked] if not request.ready] + self._requests[asked:]
+        counts = Counter([*self._reasons.values(), *map(self.last_reason, others)])
+        counts[self._reason_of_the_rest] += len(self._requests) - counts.total()
+        return +counts  # without those that are zero
 
     def last_reason(self, request: Request) -> WaitReason:
         """What kept it from boarding in the last step."""

@@ -111,6 +111,7 @@ def test_blocks_that_drafts_gave_back_are_told_again() -> None:
     assert told == [[5, 6, 7], [8], [8, 9], [9]]
 
 
+@pytest.mark.slow
 def test_preempted_requests_lose_no_token(tiny: LoadedModel) -> None:
     work = work_of(*[GREEDY.clone(max_tokens=12)] * 3)
     expected = plain(tiny, work)

@@ -1,0 +1,138 @@
+"""Guesses on a device that is given its next step before the last one is read, on a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from chairlift.core.budget import FixedBudget
+from chairlift.core.cost_model import CostModel
+from chairlift.core.draft_length import AdaptiveLength
+from chairlift.core.events import TokenProduced
+from chairlift.core.kv_cache import KVCache
+from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.policy import ContinuousPolicy
+from chairlift.core.request import Request
+from chairlift.core.sampling import SamplingParams
+from chairlift.core.scheduler import Scheduler
+from chairlift.core.speculation import Speculation, Wanted
+from chairlift.execution.engine import Engine
+from chairlift.text.tokenizer import Tokenizer
+from tests.text import backends
+
+HOST, STEP, TOKEN = 0.3e-3, 1e-3, 0.01e-3  # seconds: planning and reading a step, computing it, and each token of it
+
+
+def right_token(place: int) -> int:
+    return (17 * place + 5) % 250
+
+
+@dataclass
+class Device:
+    """Computes one step after the other, while the host does something else."""
+
+    now: float = 0.0
+    free_at: float = 0.0
+    steps_ahead: int = 1
+
+    def clock(self) -> float:
+        return self.now
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> Pending:
+        self.now += HOST
+        self.free_at = max(self.now, self.free_at) + STEP + TOKEN * plan.num_tokens
+        return Pending(self, plan, self.free_at)
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+@dataclass
+class Pending:
+    device: Device
+    plan: StepPlan
+    done_at: float
+
+    def result(self) -> StepResult:
+        self.device.now = max(self.device.now, self.done_at)
+        tokens: list[int] = []
+        accepted = {}
+        for chunk in self.plan.chunks:
+            place, right = chunk.known_end - chunk.request.num_prompt, 0
+            while right < len(chunk.drafts) and chunk.drafts[right] == right_token(place + right):
+                right += 1
+            tokens += [right_token(place + i) for i in range(right + 1)]
+            accepted[chunk.request.id] = right
+        return StepResult(self.plan, tokens, [None] * len(tokens), accepted=accepted)
+
+
+@dataclass
+class Proposer:
+    """`right` or not; and with `words` only now and then something to say at all."""
+
+    right: bool
+    words: float = 1.0
+    name: str = "test"
+    max_length: int = 7
+    spent: float = 0.0
+    catching_up: float = 0.0
+    asked: list[int] = field(default_factory=list)
+
+    def foresee(self, requests: Sequence[Request]) -> list[int | None]:
+        return [0 if request.num_known % 100 < 100 * self.words else None for request in requests]
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+        self.asked += [one.length for one in wanted]
+        return [
+            [right_token(one.request.num_output + i) if self.right else 251 for i in range(one.length)]
+            for one in wanted
+        ]
+
+    def seconds(self, num_requests: int, length: int) -> float:
+        return 0.0
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+def seconds_for(proposer: Proposer | None, batch: int, tokens: int = 600) -> float:
+    device, cost = Device(), CostModel()
+    speculation = None if proposer is None else Speculation(proposer, AdaptiveLength(cost))
+    scheduler = Scheduler(KVCache(4096, 16), FixedBudget(512, 512), ContinuousPolicy(), batch, speculation=speculation)
+    engine = Engine(
+        scheduler,
+        device,
+        Tokenizer(backends.byte_level()),
+        vocab_size=256,
+        max_model_len=2048,
+        cost_model=cost,
+        clock=device.clock,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    found: dict[str, list[int]] = {engine.submit([1, 2, 3], params)[0]: [] for _ in range(batch)}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenProduced):
+                found[event.request_id].append(event.token)
+    assert engine.fatal is None, engine.fatal
+    assert all(one == [right_token(place) for place in range(tokens)] for one in found.values())
+    return device.now
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+@pytest.mark.parametrize("words", [1.0, 0.3, 0.05])
+def test_wrong_guesses_cost_little(batch: int, words: float) -> None:
+    proposer = Proposer(right=False, words=words)
+    assert seconds_for(proposer, batch) < 1.03 * seconds_for(None, batch)
+    assert proposer.asked
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_right_guesses_are_worth_waiting_for(batch: int) -> None:
+    assert seconds_for(Proposer(right=True), batch) < 0.4 * seconds_for(None, batch)
+    assert seconds_for(Proposer(right=True, words=0.5), batch) < 0.8 * seconds_for(None, batch)

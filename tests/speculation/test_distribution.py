@@ -13,7 +13,8 @@ from chairlift.core.draft_length import FixedLength
 from chairlift.core.randomness import uniform
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Speculation
-from chairlift.execution.drafter import FirstLayers, NetworkProposer
+from chairlift.execution.draft_networks import FirstLayers
+from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.runner import ModelRunner
 from chairlift.execution.sampler import Sampler
 from chairlift.execution.sampler_edits import TokenMasks

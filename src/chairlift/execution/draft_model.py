@@ -13,7 +13,8 @@ from chairlift.attention.base import AttentionLayer
 from chairlift.core.ngram import NgramProposer
 from chairlift.core.speculation import Proposer
 from chairlift.errors import InvalidParameter
-from chairlift.execution.drafter import DraftNetwork, FirstLayers, Head, NetworkProposer, SmallModel
+from chairlift.execution.draft_networks import DraftNetwork, FirstLayers, Head, SmallModel
+from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.speculate import Speculate
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.store import resolve_model

@@ -1,65 +1,33 @@
-"""Proposers that ask a network: the model's own first layers, a smaller model, or a draft head.
-
-Their keys and values are stored under the same block tables as the target's, as further layers of the same storage
-(the first layers of the model even share its own). So whatever happens to a request's blocks, be it a prefix hit, a
-copy on write, a swap or a roll-back, happens to both, and there is nothing to account for twice. Should a draft's keys
-and values ever be stale, its guesses get worse; what comes out is never affected.
-"""
+"""A proposer that asks a network."""
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from chairlift.attention import AttentionBackend, KVStorage
 from chairlift.attention.base import Attend
+from chairlift.attention.paged_cpu import PagedCPUAttention
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Wanted
+from chairlift.execution.draft_networks import DraftNetwork, Head
 from chairlift.execution.few_threads import few_threads
 from chairlift.execution.input_batch import InputBatch, build_batch
 from chairlift.execution.sampler import COLDEST
 from chairlift.execution.sampler_draw import draw, filter_weights
 from chairlift.models.base import CausalLM
-from chairlift.models.decoder import Decoder
-from chairlift.speculative.head import DraftHead
 
 MAX_LENGTH = 7
-MOST_STATES = 64  # of a request, that wait for its draft head
 A_FEW = MAX_LENGTH + 1  # tokens that a network is behind a request after most steps
 MOST_MISSED = 256  # tokens of requests further behind that a network catches up with in one step
 _GAIN = 0.1  # how far one measurement moves the estimate of what a pass takes
-
-
-class DraftNetwork(Protocol):
-    """What differs between the networks."""
-
-    in_parts: bool  # whether it can catch up with a request in more than one step
-
-    def first_position(self, request: Request) -> int:
-        """The first of the request's tokens that the network has not computed yet."""
-        ...
-
-    token_ids: Tensor | None  # [R]: the tokens that it scores; None if those are the first R of the vocabulary
-
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
-        """Compute the batch, and score what may follow the last row of each chunk [chunks, R]."""
-        ...
-
-    def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
-        """The target has computed a step: its hidden states, and of each chunk that samples the row of the batch
-        that the request's next token was sampled from."""
-        ...
-
-    def forget(self, request_id: str) -> None: ...
 
 
 class NetworkProposer:
@@ -103,6 +71,11 @@ class NetworkProposer:
         self._drawn_from = {}
         self.catching_up = 0.0
         ready = self._catch_up(wanted) if self.network.in_parts else range(len(wanted))
+        if self._can_guess_at_once(wanted):
+            drafts = self._guess_at_once(wanted)
+            self.spent = time.perf_counter() - started
+            self._note_seconds(len(wanted), self.spent / max(map(len, drafts)))
+            return drafts
         for place in range(max((wanted[index].length for index in ready), default=0)):
             asked = [index for index in ready if wanted[index].length > place]
             begun = time.perf_counter()
@@ -112,6 +85,23 @@ class NetworkProposer:
             for index, token in zip(asked, found, strict=True):
                 drafts[index].append(token)
         self.spent = time.perf_counter() - started if ready else self.catching_up
+        return drafts
+
+    def _can_guess_at_once(self, wanted: Sequence[Wanted]) -> bool:
+        """Whether nothing has to be done between two guesses of a request."""
+        one_call = isinstance(self.network, Head) and self.network.one_call
+        drawn = any(self._is_drawn(one.request.params) for one in wanted)
+        return one_call and isinstance(self._attention, PagedCPUAttention) and not drawn
+
+    def _guess_at_once(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+        assert isinstance(self.network, Head)
+        order = sorted(range(len(wanted)), key=lambda index: -wanted[index].length)
+        chunks = [self._chunk(wanted[index], ()) for index in order]
+        batch, rows, attend = self._prepare(chunks)
+        found = self.network.guess(batch, chunks, rows, attend, [wanted[index].length for index in order])
+        drafts: list[list[int]] = [[] for _ in wanted]
+        for index, guesses in zip(order, found, strict=True):
+            drafts[index] = guesses
         return drafts
 
     def _catch_up(self, wanted: Sequence[Wanted]) -> list[int]:
@@ -146,12 +136,16 @@ class NetworkProposer:
         return self._choose(self._scores(chunks), chunks)
 
     def _scores(self, chunks: Sequence[Chunk]) -> Tensor:
+        batch, rows, attend = self._prepare(chunks)
+        return self.network.scores(batch, chunks, rows, attend)
+
+    def _prepare(self, chunks: Sequence[Chunk]) -> tuple[InputBatch, Tensor, Attend]:
+        """Also: the last row of each chunk."""
         device = self._storage.keys[0].device
         plan = StepPlan(step=0, chunks=tuple(chunks))
         batch = build_batch(plan, self._storage, device, rectangular=self._attention.rectangular)
         rows = [offset + chunk.count - 1 for offset, chunk in zip(batch.layout.offsets, chunks, strict=False)]
-        attend = self._attention.plan(batch.layout, self._storage)
-        return self.network.scores(batch, chunks, torch.tensor(rows, device=device), attend)
+        return batch, torch.tensor(rows, device=device), self._attention.plan(batch.layout, self._storage)
 
     def _choose(self, scores: Tensor, chunks: Sequence[Chunk]) -> list[int]:
         ids = self.network.token_ids
@@ -200,159 +194,6 @@ class NetworkProposer:
 
     def forget(self, request_id: str) -> None:
         self.network.forget(request_id)
-
-
-class FirstLayers:
-    """The first layers of the target itself, with its norm and head. What they write for a draft is what the target
-    writes there again when it verifies it."""
-
-    in_parts = False  # it never has more than one token to catch up with
-
-    def __init__(self, model: Decoder, num_layers: int) -> None:
-        self.token_ids: Tensor | None = None
-        self._model = copy.copy(model)
-        self._model.use_layers(num_layers)
-
-    def first_position(self, request: Request) -> int:
-        return request.num_computed
-
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
-        return _scores(self._model, batch, last_rows, attend)
-
-    def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
-        pass
-
-    def forget(self, request_id: str) -> None:
-        pass
-
-
-class SmallModel:
-    """Another model with the same tokenizer. It computes prompts when the target does, and the tokens of a request
-    that got no drafts for a while when it is to get some again."""
-
-    in_parts = True
-
-    def __init__(self, model: CausalLM) -> None:
-        self.token_ids: Tensor | None = None
-        self._model = model
-        self._computed: dict[str, int] = {}  # by request id: how many of its first tokens
-
-    def first_position(self, request: Request) -> int:
-        return min(self._computed.get(request.id, 0), request.num_computed)
-
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
-        for chunk in chunks:
-            self._computed[chunk.request.id] = chunk.end
-        return _scores(self._model, batch, last_rows, attend)
-
-    def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
-        has_prompts = not all(chunk.decodes for chunk in plan.chunks)
-        if has_prompts:
-            self._model.hidden_states(batch.tokens, batch.positions, attend)
-        rows = iter(kept)
-        for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
-            computed = self._computed.get(chunk.request.id, 0)
-            # Before a prompt's chunk are its other chunks, or cached blocks, which a request before it filled.
-            if has_prompts and (not chunk.decodes or computed >= chunk.start):
-                computed = chunk.end
-            right = chunk.start + next(rows) - offset + 1 if chunk.samples else chunk.end
-            self._computed[chunk.request.id] = min(computed, right)  # what it computed of wrong guesses is void
-
-    def forget(self, request_id: str) -> None:
-        self._computed.pop(request_id, None)
-
-
-class Head:
-    """A draft head. It computes prompts when the target does. Of what is generated, the target's states are kept until
-    guesses are asked for: a request that gets none costs nothing."""
-
-    in_parts = False  # all that it has states for, or nothing
-
-    def __init__(self, head: DraftHead) -> None:
-        self.token_ids: Tensor | None = head.token_ids
-        self._head = head
-        self._ahead: dict[str, _Ahead] = {}  # by request id
-        self._guessed: dict[str, Tensor] = {}  # by request id: the head's own state of the last guess
-
-    def first_position(self, request: Request) -> int:
-        ahead = self._ahead.get(request.id)
-        if ahead is None or ahead.first + len(ahead.states) != request.num_known:
-            return request.num_known - 1  # it has just come back: the token has to do
-        return min(ahead.first, request.num_known - 1)
-
-    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
-        head = self._head
-        if chunks[0].drafts:  # then all of them have some
-            size = (len(batch.tokens), head.hidden_size)
-            previous = torch.zeros(size, dtype=head.target.dtype, device=batch.tokens.device)
-            previous[last_rows] = torch.stack([self._guessed[chunk.request.id] for chunk in chunks])
-        else:
-            previous = head.join(self._features(batch, chunks))
-        states = head.states(batch.tokens, previous, batch.positions, attend)[last_rows]
-        for chunk, state in zip(chunks, states, strict=True):
-            self._guessed[chunk.request.id] = state
-        return head.scores(states)
-
-    def _features(self, batch: InputBatch, chunks: Sequence[Chunk]) -> Tensor:
-        """What the target knew before each token [T, features]; zeros where that is not known."""
-        head = self._head
-        size = (len(batch.tokens), head.feature_size)
-        features = torch.zeros(size, dtype=head.target.dtype, device=batch.tokens.device)
-        for offset, chunk in zip(batch.layout.offsets, chunks, strict=False):
-            ahead = self._ahead.get(chunk.request.id)
-            if ahead is not None and (ahead.first, len(ahead.states)) == (chunk.start, chunk.count):
-                features[offset : offset + chunk.count] = torch.stack(ahead.states)
-            # Its last token is computed once more next time: a step with prompts may compute it without its state.
-            self._ahead[chunk.request.id] = _Ahead(chunk.end - 1, [features[offset + chunk.count - 1]])
-        return features
-
-    def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
-        features = self._head.features(hidden)
-        if not all(chunk.decodes for chunk in plan.chunks):
-            self._compute_prompts(plan, batch, attend, features)
-        rows = iter(kept)
-        for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
-            last = next(rows) if chunk.samples else offset + chunk.count - 1
-            ahead = self._ahead.get(chunk.request.id)
-            if not chunk.decodes or ahead is None or ahead.first + len(ahead.states) != chunk.start + 1:
-                self._ahead[chunk.request.id] = _Ahead(chunk.start + last - offset + 1, [features[last].clone()])
-                continue
-            ahead.states += features[offset : last + 1].clone().unbind(0)
-            ahead.forget_all_but(MOST_STATES)
-
-    def _compute_prompts(self, plan: StepPlan, batch: InputBatch, attend: Attend, features: Tensor) -> None:
-        """All of the step, for it is one batch: what decodes is computed once more when it is asked for guesses."""
-        previous = torch.zeros_like(features)
-        previous[1:] = features[:-1]
-        for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
-            ahead = self._ahead.get(chunk.request.id)
-            known = ahead is not None and len(ahead.states) == 1 and ahead.first == chunk.start
-            previous[offset] = ahead.states[0] if ahead is not None and known else 0.0  # behind a prefix hit: none
-        self._head.states(batch.tokens, self._head.join(previous), batch.positions, attend)
-
-    def forget(self, request_id: str) -> None:
-        self._ahead.pop(request_id, None)
-        self._guessed.pop(request_id, None)
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """What a draft head has to catch up with: its first token that is not computed, and for that and all later ones the
-    target's state of the token before."""
-
-    first: int
-    states: list[Tensor]
-
-    def forget_all_but(self, most: int) -> None:
-        """Guesses are worth less for the gap, but after so long it is not known whether any are wanted."""
-        spare = len(self.states) - most
-        if spare > 0:
-            self.first += spare
-            del self.states[:spare]
-
-
-def _scores(model: CausalLM, batch: InputBatch, last_rows: Tensor, attend: Attend) -> Tensor:
-    return model.logits(model.hidden_states(batch.tokens, batch.positions, attend)[last_rows])
 
 
 def _probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -85,45 +85,50 @@ class Buffers(NamedTuple):
 
 @compiled_and_kept(FAST)
 def decode_step(shared: Any, members: int, net: Network, step: Step, buffers: Buffers) -> None:
-    count = step.x.shape[0]
-    flat = buffers.qkv.reshape(buffers.qkv.shape[0], -1)
-    heads, kv_heads = buffers.attended.shape[1], step.keys.shape[3]
     for layer in range(net.scales.shape[0]):
-        cache = Cache(step.keys[layer], step.values[layer], step.tables)
-        how = Score(net.scales[layer], net.windows[layer], net.softcaps[layer])
-
         if net.taps[layer] >= 0:
             _keep(shared, step.x, step.tapped[net.taps[layer]])
             meet(shared, members)
-        _norm_and_round(shared, step.x, net.before_attention[layer], net.eps, buffers.hidden_rows)
-        meet(shared, members)
-        weight = PackedWeight(net.qkv.numbers[layer], net.qkv.scales[layer])
-        multiply(shared, buffers.hidden_rows, count, weight, net.qkv_bias[layer], False, flat)
-        meet(shared, members)
-        _rotate_and_store(shared, step, buffers.qkv, heads, kv_heads, net, layer, cache)
-        meet(shared, members)
-        attend(shared, members, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)
-        meet(shared, members)
-        _merge_and_round(shared, step, buffers)
-        meet(shared, members)
-        weight = PackedWeight(net.output.numbers[layer], net.output.scales[layer])
-        multiply(shared, buffers.attended_rows, count, weight, net.output_bias[layer], True, step.x)
-        meet(shared, members)
-        _norm_and_round(shared, step.x, net.before_mlp[layer], net.eps, buffers.hidden_rows)
-        meet(shared, members)
-        weight = PackedWeight(net.gate_up.numbers[layer], net.gate_up.scales[layer])
-        multiply(shared, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
-        meet(shared, members)
-        _activate_and_round(shared, count, buffers, net.activation)
-        meet(shared, members)
-        weight = PackedWeight(net.down.numbers[layer], net.down.scales[layer])
-        multiply(shared, buffers.inner_rows, count, weight, net.down_bias[layer], True, step.x)
-        meet(shared, members)
+        decode_layer(shared, members, net, layer, step, buffers)
     while True:
         row = claim(shared, 1)
-        if row >= count:
+        if row >= step.x.shape[0]:
             break
-        _norm(step.x[row], net.final_norm, net.eps, step.x[row])
+        norm_row(step.x[row], net.final_norm, net.eps, step.x[row])
+    meet(shared, members)
+
+
+@compiled(FAST)
+def decode_layer(shared: Any, members: int, net: Network, layer: int, step: Step, buffers: Buffers) -> None:
+    count = step.x.shape[0]
+    flat = buffers.qkv.reshape(buffers.qkv.shape[0], -1)
+    heads, kv_heads = buffers.attended.shape[1], step.keys.shape[3]
+    cache = Cache(step.keys[layer], step.values[layer], step.tables)
+    how = Score(net.scales[layer], net.windows[layer], net.softcaps[layer])
+
+    _norm_and_round(shared, step.x, net.before_attention[layer], net.eps, buffers.hidden_rows)
+    meet(shared, members)
+    weight = PackedWeight(net.qkv.numbers[layer], net.qkv.scales[layer])
+    multiply(shared, buffers.hidden_rows, count, weight, net.qkv_bias[layer], False, flat)
+    meet(shared, members)
+    _rotate_and_store(shared, step, buffers.qkv, heads, kv_heads, net, layer, cache)
+    meet(shared, members)
+    attend(shared, members, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)
+    meet(shared, members)
+    _merge_and_round(shared, step, buffers)
+    meet(shared, members)
+    weight = PackedWeight(net.output.numbers[layer], net.output.scales[layer])
+    multiply(shared, buffers.attended_rows, count, weight, net.output_bias[layer], True, step.x)
+    meet(shared, members)
+    _norm_and_round(shared, step.x, net.before_mlp[layer], net.eps, buffers.hidden_rows)
+    meet(shared, members)
+    weight = PackedWeight(net.gate_up.numbers[layer], net.gate_up.scales[layer])
+    multiply(shared, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
+    meet(shared, members)
+    _activate_and_round(shared, count, buffers, net.activation)
+    meet(shared, members)
+    weight = PackedWeight(net.down.numbers[layer], net.down.scales[layer])
+    multiply(shared, buffers.inner_rows, count, weight, net.down_bias[layer], True, step.x)
     meet(shared, members)
 
 
@@ -151,7 +156,7 @@ def linear(shared: Any, members: int, x: Any, rows: Rows, weight: PackedWeight, 
 
 
 @compiled(FAST)
-def _norm(values: Any, weight: Any, eps: Any, out: Any) -> None:
+def norm_row(values: Any, weight: Any, eps: Any, out: Any) -> None:
     squares = np.float32(0.0)
     for i in range(values.shape[0]):
         squares += values[i] * values[i]
@@ -176,7 +181,7 @@ def _norm_and_round(shared: Any, x: Any, weight: Any, eps: Any, rows: Rows) -> N
         row = claim(shared, 1)
         if row >= x.shape[0]:
             return
-        _norm(x[row], weight, eps, normed)
+        norm_row(x[row], weight, eps, normed)
         round_row(normed, rows, row)
 
 
@@ -192,7 +197,7 @@ def _rotate_and_store(
         for head in range(heads + kv_heads):
             values = qkv[row, head]
             if net.q_norm.shape[1] > 0:
-                _norm(values, net.q_norm[layer] if head < heads else net.k_norm[layer], net.eps, values)
+                norm_row(values, net.q_norm[layer] if head < heads else net.k_norm[layer], net.eps, values)
             if rope >= 0:
                 _rotate(values, step.cos[rope, row], step.sin[rope, row])
         store(cache, step.slots[row], qkv[row, heads : heads + kv_heads], qkv[row, heads + kv_heads :])

@@ -75,7 +75,7 @@ class FusedCPUDecoder:
         self._ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
         mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, GatedMLP)]
         attentions = [layer.attention for layer in layers]
-        self._network = Network(
+        self.network = Network(
             before_attention=_stack([layer.before_attention for layer in layers]),
             qkv=weights.qkv,
             qkv_bias=_stack_biases([attention.qkv.bias for attention in attentions]),
@@ -107,26 +107,31 @@ class FusedCPUDecoder:
     ) -> tuple[Tensor, Tensor]:
         """x [T, hidden], the embedded tokens -> [T, hidden], in the same memory, after the final norm; and what the
         layers `taps` read [taps, T, hidden]."""
+        angles = [rotations[rope] for rope in self._ropes]
+        cos, sin = (_stack_angles([getattr(rotation, side) for rotation in angles], len(x)) for side in ("cos", "sin"))
+        step = self.step(x, cos, sin, attend, len(taps))
+        self.network.taps[:] = -1
+        self.network.taps[list(taps)] = range(len(taps))
+        self._team.run(decode_step, self.network, step, self.room_for(len(x), x.shape[1]))
+        return x, torch.from_numpy(step.tapped)
+
+    def step(self, x: Tensor, cos: np.ndarray, sin: np.ndarray, attend: PagedCPUStep, taps: int = 0) -> Step:
+        """x [T, hidden], which will be overwritten; cos, sin [ropes, T, pairs]."""
         first = self._layer.index
         keys, values = (side[first:] for side in _all_layers(attend.storage))
-        angles = [rotations[rope] for rope in self._ropes]
-        step = Step(
+        return Step(
             x=x.numpy(),
-            cos=_stack_angles([rotation.cos for rotation in angles], len(x)),
-            sin=_stack_angles([rotation.sin for rotation in angles], len(x)),
+            cos=cos,
+            sin=sin,
             slots=attend.layout.slots.numpy(),
             keys=keys,
             values=values,
             tables=attend.layout.tables.numpy(),
             work=attend.work(self._layer),
-            tapped=np.empty((len(taps), *x.shape), dtype=np.float32),
+            tapped=np.empty((taps, *x.shape), dtype=np.float32),
         )
-        self._network.taps[:] = -1
-        self._network.taps[list(taps)] = range(len(taps))
-        self._team.run(decode_step, self._network, step, self._room_for(len(x), x.shape[1]))
-        return x, torch.from_numpy(step.tapped)
 
-    def _room_for(self, rows: int, hidden: int) -> Buffers:
+    def room_for(self, rows: int, hidden: int) -> Buffers:
         if self._buffers is None or len(self._buffers.qkv) < rows:
             layer = self._layer
             self._buffers = Buffers.empty(

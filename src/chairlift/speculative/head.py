@@ -14,7 +14,7 @@ in the target's KV storage, as those of one more layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ from chairlift.speculative.head_config import EPS, HeadConfig
 
 if TYPE_CHECKING:  # numba takes its time
     from chairlift.models.fused_cpu import FusedCPUDecoder
+    from chairlift.speculative.fused_head import FusedHead
 
 
 class DraftHead:
@@ -68,6 +69,7 @@ class DraftHead:
         self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: what its guesses stand for
         self.head = Linear(head_rows(target, self.token_ids))
         self._fused: FusedCPUDecoder | None = None
+        self._guesser: FusedHead | None = None
         if target.quantization == "int8":
             self._round(decoder)
         for part in self._parts():
@@ -95,12 +97,18 @@ class DraftHead:
         return token_ids
 
     def _round(self, decoder: DecoderConfig) -> None:
-        """As the target is. A pass is so short that what it calls counts: the layer is one call, if it can be."""
+        """As the target is. A pass is so short that what it calls counts: all guesses are one call, if they can be."""
+        from chairlift.kernels.cpu_int8 import PackedWeight
         from chairlift.models.fused_cpu import FusedCPUDecoder, LayerWeights, can_fuse
+        from chairlift.speculative.fused_head import FusedHead
 
-        for linear in (self.mix, self.head, self.joint):
-            if linear is not None:
-                linear.round()
+        def rounded(linear: Linear) -> PackedWeight:
+            place = PackedWeight.empty(1, linear.out_features, linear.in_features).layer(0)
+            linear.round(place)
+            return place
+
+        mix, head = rounded(self.mix), rounded(self.head)
+        joint = None if self.joint is None else rounded(self.joint)
         first = self.target.attention_layers[0]
         own = self.layer.attention.layer
         stored_alike = (own.num_kv_heads, own.head_dim) == (first.num_kv_heads, first.head_dim)
@@ -111,6 +119,23 @@ class DraftHead:
         weights = LayerWeights(decoder)
         weights.take(0, self.layer)
         self._fused = FusedCPUDecoder(decoder, [self.layer], self.norm, weights)
+        embedded = unit(self.target.embed(self.token_ids))
+        self._guesser = FusedHead(self._fused, own, self._rope, joint, mix, head, embedded)
+
+    @property
+    def guesses_in_one_call(self) -> bool:
+        return self._guesser is not None
+
+    def guess(
+        self, tokens: Tensor, features: Tensor, attend: Attend, last_rows: Tensor, lengths: Sequence[int]
+    ) -> list[list[int]]:
+        """If it does so in one call: the likeliest tokens for requests that want so many, in falling order, each behind
+        the last of its own."""
+        assert self._guesser is not None
+        assert isinstance(attend, PagedCPUStep)
+        chosen = self._guesser.guess(self.target.embed(tokens), features, attend, last_rows, lengths)
+        found = self.token_ids.numpy()[chosen].tolist()
+        return [guesses[:length] for guesses, length in zip(found, lengths, strict=True)]
 
     def num_weight_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts())

@@ -1,0 +1,210 @@
+"""The networks that guess: the model's own first layers, a smaller model, or a draft head.
+
+Their keys and values are stored under the same block tables as the target's, as further layers of the same storage
+(the first layers of the model even share its own). So whatever happens to a request's blocks, be it a prefix hit, a
+copy on write, a swap or a roll-back, happens to both, and there is nothing to account for twice. Should a draft's keys
+and values ever be stale, its guesses get worse; what comes out is never affected.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.base import Attend
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
+from chairlift.execution.input_batch import InputBatch
+from chairlift.models.base import CausalLM
+from chairlift.models.decoder import Decoder
+from chairlift.speculative.head import DraftHead
+
+MOST_STATES = 64  # of a request, that wait for its draft head
+
+
+class DraftNetwork(Protocol):
+    """What differs between the networks."""
+
+    in_parts: bool  # whether it can catch up with a request in more than one step
+
+    def first_position(self, request: Request) -> int:
+        """The first of the request's tokens that the network has not computed yet."""
+        ...
+
+    token_ids: Tensor | None  # [R]: the tokens that it scores; None if those are the first R of the vocabulary
+
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+        """Compute the batch, and score what may follow the last row of each chunk [chunks, R]."""
+        ...
+
+    def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
+        """The target has computed a step: its hidden states, and of each chunk that samples the row of the batch
+        that the request's next token was sampled from."""
+        ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
+class FirstLayers:
+    """The first layers of the target itself, with its norm and head. What they write for a draft is what the target
+    writes there again when it verifies it."""
+
+    in_parts = False  # it never has more than one token to catch up with
+
+    def __init__(self, model: Decoder, num_layers: int) -> None:
+        self.token_ids: Tensor | None = None
+        self._model = copy.copy(model)
+        self._model.use_layers(num_layers)
+
+    def first_position(self, request: Request) -> int:
+        return request.num_computed
+
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+        return _scores(self._model, batch, last_rows, attend)
+
+    def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+class SmallModel:
+    """Another model with the same tokenizer. It computes prompts when the target does, and the tokens of a request
+    that got no drafts for a while when it is to get some again."""
+
+    in_parts = True
+
+    def __init__(self, model: CausalLM) -> None:
+        self.token_ids: Tensor | None = None
+        self._model = model
+        self._computed: dict[str, int] = {}  # by request id: how many of its first tokens
+
+    def first_position(self, request: Request) -> int:
+        return min(self._computed.get(request.id, 0), request.num_computed)
+
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+        for chunk in chunks:
+            self._computed[chunk.request.id] = chunk.end
+        return _scores(self._model, batch, last_rows, attend)
+
+    def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
+        has_prompts = not all(chunk.decodes for chunk in plan.chunks)
+        if has_prompts:
+            self._model.hidden_states(batch.tokens, batch.positions, attend)
+        rows = iter(kept)
+        for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
+            computed = self._computed.get(chunk.request.id, 0)
+            # Before a prompt's chunk are its other chunks, or cached blocks, which a request before it filled.
+            if has_prompts and (not chunk.decodes or computed >= chunk.start):
+                computed = chunk.end
+            right = chunk.start + next(rows) - offset + 1 if chunk.samples else chunk.end
+            self._computed[chunk.request.id] = min(computed, right)  # what it computed of wrong guesses is void
+
+    def forget(self, request_id: str) -> None:
+        self._computed.pop(request_id, None)
+
+
+class Head:
+    """A draft head. It computes prompts when the target does. Of what is generated, the target's states are kept until
+    guesses are asked for: a request that gets none costs nothing."""
+
+    in_parts = False  # all that it has states for, or nothing
+
+    def __init__(self, head: DraftHead) -> None:
+        self.token_ids: Tensor | None = head.token_ids
+        self.one_call = head.guesses_in_one_call  # whether it has `guess`
+        self._head = head
+        self._ahead: dict[str, _Ahead] = {}  # by request id
+        self._guessed: dict[str, Tensor] = {}  # by request id: the head's own state of the last guess
+
+    def first_position(self, request: Request) -> int:
+        ahead = self._ahead.get(request.id)
+        if ahead is None or ahead.first + len(ahead.states) != request.num_known:
+            return request.num_known - 1  # it has just come back: the token has to do
+        return min(ahead.first, request.num_known - 1)
+
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+        head = self._head
+        if chunks[0].drafts:  # then all of them have some
+            size = (len(batch.tokens), head.hidden_size)
+            previous = torch.zeros(size, dtype=head.target.dtype, device=batch.tokens.device)
+            previous[last_rows] = torch.stack([self._guessed[chunk.request.id] for chunk in chunks])
+        else:
+            previous = head.join(self._features(batch, chunks))
+        states = head.states(batch.tokens, previous, batch.positions, attend)[last_rows]
+        for chunk, state in zip(chunks, states, strict=True):
+            self._guessed[chunk.request.id] = state
+        return head.scores(states)
+
+    def guess(
+        self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend, lengths: Sequence[int]
+    ) -> list[list[int]]:
+        """As many of the likeliest guesses as wanted for each, in falling order."""
+        return self._head.guess(batch.tokens, self._features(batch, chunks), attend, last_rows, lengths)
+
+    def _features(self, batch: InputBatch, chunks: Sequence[Chunk]) -> Tensor:
+        """What the target knew before each token [T, features]; zeros where that is not known."""
+        head = self._head
+        size = (len(batch.tokens), head.feature_size)
+        features = torch.zeros(size, dtype=head.target.dtype, device=batch.tokens.device)
+        for offset, chunk in zip(batch.layout.offsets, chunks, strict=False):
+            ahead = self._ahead.get(chunk.request.id)
+            if ahead is not None and (ahead.first, len(ahead.states)) == (chunk.start, chunk.count):
+                features[offset : offset + chunk.count] = torch.stack(ahead.states)
+            # Its last token is computed once more next time: a step with prompts may compute it without its state.
+            self._ahead[chunk.request.id] = _Ahead(chunk.end - 1, [features[offset + chunk.count - 1]])
+        return features
+
+    def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
+        features = self._head.features(hidden)
+        if not all(chunk.decodes for chunk in plan.chunks):
+            self._compute_prompts(plan, batch, attend, features)
+        rows = iter(kept)
+        for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
+            last = next(rows) if chunk.samples else offset + chunk.count - 1
+            ahead = self._ahead.get(chunk.request.id)
+            if not chunk.decodes or ahead is None or ahead.first + len(ahead.states) != chunk.start + 1:
+                self._ahead[chunk.request.id] = _Ahead(chunk.start + last - offset + 1, [features[last].clone()])
+                continue
+            ahead.states += features[offset : last + 1].clone().unbind(0)
+            ahead.forget_all_but(MOST_STATES)
+
+    def _compute_prompts(self, plan: StepPlan, batch: InputBatch, attend: Attend, features: Tensor) -> None:
+        """All of the step, for it is one batch: what decodes is computed once more when it is asked for guesses."""
+        previous = torch.zeros_like(features)
+        previous[1:] = features[:-1]
+        for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
+            ahead = self._ahead.get(chunk.request.id)
+            known = ahead is not None and len(ahead.states) == 1 and ahead.first == chunk.start
+            previous[offset] = ahead.states[0] if ahead is not None and known else 0.0  # behind a prefix hit: none
+        self._head.states(batch.tokens, self._head.join(previous), batch.positions, attend)
+
+    def forget(self, request_id: str) -> None:
+        self._ahead.pop(request_id, None)
+        self._guessed.pop(request_id, None)
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """What a draft head has to catch up with: its first token that is not computed, and for that and all later ones the
+    target's state of the token before."""
+
+    first: int
+    states: list[Tensor]
+
+    def forget_all_but(self, most: int) -> None:
+        """Guesses are worth less for the gap, but after so long it is not known whether any are wanted."""
+        spare = len(self.states) - most
+        if spare > 0:
+            self.first += spare
+            del self.states[:spare]
+
+
+def _scores(model: CausalLM, batch: InputBatch, last_rows: Tensor, attend: Attend) -> Tensor:
+    return model.logits(model.hidden_states(batch.tokens, batch.positions, attend)[last_rows])

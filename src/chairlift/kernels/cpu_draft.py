@@ -1,0 +1,171 @@
+"""All guesses of a draft head in one call: each is a pass over few weights, and leaving the kernel between two of them
+would take as long as the pass itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from chairlift.kernels.aligned import aligned
+from chairlift.kernels.cpu_attention import Pieces, Work
+from chairlift.kernels.cpu_decoder import Buffers, Network, Step, decode_layer, norm_row
+from chairlift.kernels.cpu_int8 import PackedWeight, Rows, multiply, round_row
+from chairlift.kernels.cpu_math import FAST, compiled, compiled_and_kept, widen
+from chairlift.kernels.cpu_threads import claim, meet
+
+
+class HeadWeights(NamedTuple):
+    net: Network  # one layer, and the norm behind it
+    joint: PackedWeight  # [hidden, features]; without panels: there is nothing to join
+    mix: PackedWeight  # [hidden, 2 * hidden]
+    head: PackedWeight  # [draft vocab, hidden]
+    embedded: np.ndarray  # [draft vocab, hidden] bfloat16 as uint16: the tokens to guess, each of mean square one
+
+
+class Certain(NamedTuple):
+    """What the first guesses are made from: T tokens of R requests."""
+
+    step: Step  # its x is filled here
+    embedded: np.ndarray  # [T, hidden] float32
+    features: np.ndarray  # [T, features] float32: what the target knew before each token
+    last_rows: np.ndarray  # [R] int64
+
+
+class Guessed(NamedTuple):
+    """What the other guesses are made from: the P before them, of R requests. Those that want most come first."""
+
+    x: np.ndarray  # [R, hidden] float32, filled here
+    cos: np.ndarray  # [P, R, pairs] float32
+    sin: np.ndarray
+    slots: np.ndarray  # [P, R] int64
+    tables: np.ndarray  # [R, longest] int32
+    work: Work  # of the last guesses
+    lengths: np.ndarray  # [P, pieces] int64: as the pieces of that have them, at each place
+    pieces: np.ndarray  # [P] int64: how many pieces are wanted at each place
+    requests: np.ndarray  # [P] int64: and by how many of the first requests
+
+
+class Room(NamedTuple):
+    """For what the pieces of work hand on."""
+
+    joined: np.ndarray  # [rows, hidden] float32
+    pairs: np.ndarray  # [rows, 2 * hidden] float32
+    states: np.ndarray  # [rows, hidden] float32
+    scores: np.ndarray  # [rows, draft vocab] float32
+    feature_rows: Rows
+    pair_rows: Rows
+    state_rows: Rows
+
+    @classmethod
+    def empty(cls, rows: int, hidden: int, features: int, draft_vocab: int) -> Room:
+        joined, pairs, states, scores = (
+            aligned((rows, size), np.float32) for size in (hidden, 2 * hidden, hidden, draft_vocab)
+        )
+        feature_rows, pair_rows, state_rows = (Rows.empty(rows, size) for size in (features, 2 * hidden, hidden))
+        return cls(joined, pairs, states, scores, feature_rows, pair_rows, state_rows)
+
+
+@compiled_and_kept(FAST)
+def guess(
+    shared: Any,
+    members: int,
+    head: HeadWeights,
+    certain: Certain,
+    guessed: Guessed,
+    buffers: Buffers,
+    room: Room,
+    chosen: Any,
+) -> None:
+    """chosen [R, P + 1] int64: the guesses, as rows of the head."""
+    step, count, no_bias = certain.step, certain.step.x.shape[0], np.empty(0, dtype=np.float32)
+    joined = certain.features
+    if head.joint.numbers.shape[0] > 0:
+        joined = room.joined
+        _round_all(shared, certain.features, room.feature_rows)
+        meet(shared, members)
+        multiply(shared, room.feature_rows, count, head.joint, no_bias, False, joined)
+        meet(shared, members)
+    _pair_up(shared, certain.embedded, joined, head.net.eps, room)
+    meet(shared, members)
+    multiply(shared, room.pair_rows, count, head.mix, no_bias, False, step.x)
+    meet(shared, members)
+    decode_layer(shared, members, head.net, 0, step, buffers)
+    _choose(shared, members, head, step.x, certain.last_rows, room, chosen[:, 0])
+    every = np.arange(guessed.x.shape[0])
+    for place in range(guessed.slots.shape[0]):
+        active, last = guessed.requests[place], guessed.pieces[place]
+        x, old = guessed.x[:active], guessed.work.pieces
+        multiply(shared, room.pair_rows, active, head.mix, no_bias, False, x)
+        meet(shared, members)
+        pieces = Pieces(
+            old.rows[:last], old.sequences[:last], guessed.lengths[place, :last], old.starts[:last], old.counts[:last]
+        )
+        work = Work(pieces, guessed.work.tiles, guessed.work.partial, guessed.work.several)
+        cos, sin = guessed.cos[place : place + 1], guessed.sin[place : place + 1]
+        slots = guessed.slots[place]
+        later = Step(x, cos, sin, slots, step.keys, step.values, guessed.tables, work, step.tapped)
+        decode_layer(shared, members, head.net, 0, later, buffers)
+        _choose(shared, members, head, x, every[:active], room, chosen[:, place + 1])
+
+
+@compiled(FAST)
+def _round_all(shared: Any, x: Any, rows: Rows) -> None:
+    while True:
+        row = claim(shared, 1)
+        if row >= x.shape[0]:
+            return
+        round_row(x[row], rows, row)
+
+
+@compiled(FAST)
+def _pair_up(shared: Any, embedded: Any, states: Any, eps: Any, room: Room) -> None:
+    """Each token beside the state of the one before it, as the mixture reads them."""
+    hidden = embedded.shape[1]
+    while True:
+        row = claim(shared, 1)
+        if row >= embedded.shape[0]:
+            return
+        _unit(embedded[row], eps, room.pairs[row, :hidden])
+        _unit(states[row], eps, room.pairs[row, hidden:])
+        round_row(room.pairs[row], room.pair_rows, row)
+
+
+@compiled(FAST)
+def _choose(shared: Any, members: int, head: HeadWeights, x: Any, chosen_rows: Any, room: Room, chosen: Any) -> None:
+    """The likeliest token behind each of these rows of x; and it beside the row's state, for the next guess."""
+    count, hidden, net = chosen_rows.shape[0], x.shape[1], head.net
+    while True:
+        row = claim(shared, 1)
+        if row >= count:
+            break
+        norm_row(x[chosen_rows[row]], net.final_norm, net.eps, room.states[row])
+        round_row(room.states[row], room.state_rows, row)
+    meet(shared, members)
+    multiply(shared, room.state_rows, count, head.head, np.empty(0, dtype=np.float32), False, room.scores)
+    meet(shared, members)
+    while True:
+        row = claim(shared, 1)
+        if row >= count:
+            break
+        scores, best = room.scores[row], 0
+        for token in range(scores.shape[0]):
+            if scores[token] > scores[best]:
+                best = token
+        chosen[row] = best
+        for i in range(hidden):
+            room.pairs[row, i] = widen(head.embedded[best, i])
+        _unit(room.states[row], net.eps, room.pairs[row, hidden:])
+        round_row(room.pairs[row], room.pair_rows, row)
+    meet(shared, members)
+
+
+@compiled(FAST)
+def _unit(values: Any, eps: Any, out: Any) -> None:
+    """Scaled to a mean square of one."""
+    squares = np.float32(0.0)
+    for i in range(values.shape[0]):
+        squares += values[i] * values[i]
+    factor = np.float32(1.0) / np.sqrt(squares / np.float32(values.shape[0]) + eps)
+    for i in range(values.shape[0]):
+        out[i] = values[i] * factor

@@ -26,7 +26,7 @@ from chairlift.execution.engine import Engine
 from chairlift.execution.runner import ModelRunner
 from chairlift.execution.startup import LoadedModel, load_model, start_engine
 from chairlift.models.decoder import Decoder
-from chairlift.speculative.head import joined_features
+from chairlift.speculative.head import unit
 from chairlift.speculative.head_config import HeadConfig
 from chairlift.training.train_draft import TrainSettings, train_draft
 from chairlift.training.trainable_head import Seen, TrainableHead, WholeTexts
@@ -249,7 +249,7 @@ def offline_guesses(head: TrainableHead, ids: torch.Tensor, model: Decoder, toke
         # The target's states of guesses are not known to the head, and must not matter: it sees its own there.
         hidden = model.hidden_states(row, torch.arange(len(row)), WholeTexts(len(row)))
         assert model.tapped is not None
-        features = joined_features(model.tapped, hidden)
+        features = torch.cat([unit(state) for state in (*model.tapped, hidden)], dim=-1)
         seen: Seen = []
         previous = head.joint(features)[None]
         for _ in range(depth + 1):

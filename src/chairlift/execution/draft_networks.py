@@ -16,9 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend
+from chairlift.attention.base import Attend, KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
+from chairlift.core.speculation import Wanted
 from chairlift.execution.input_batch import InputBatch
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import Decoder
@@ -125,41 +126,48 @@ class Head:
 
     def first_position(self, request: Request) -> int:
         ahead = self._ahead.get(request.id)
-        if ahead is None or ahead.first + len(ahead.states) != request.num_known:
+        if ahead is None or ahead.end != request.num_known:
             return request.num_known - 1  # it has just come back: the token has to do
         return min(ahead.first, request.num_known - 1)
 
     def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
         head = self._head
-        if chunks[0].drafts:  # then all of them have some
-            size = (len(batch.tokens), head.hidden_size)
-            previous = torch.zeros(size, dtype=head.target.dtype, device=batch.tokens.device)
+        size = head.hidden_size if chunks[0].drafts else head.feature_size  # if one has drafts, all of them have some
+        previous = torch.zeros(len(batch.tokens), size, dtype=head.target.dtype, device=batch.tokens.device)
+        if chunks[0].drafts:
             previous[last_rows] = torch.stack([self._guessed[chunk.request.id] for chunk in chunks])
         else:
-            previous = head.join(self._features(batch, chunks))
+            for offset, chunk in zip(batch.layout.offsets, chunks, strict=False):
+                previous[offset : offset + chunk.count] = self._take(chunk.request, chunk.start, chunk.end)
+            previous = head.join(previous)
         states = head.states(batch.tokens, previous, batch.positions, attend)[last_rows]
         for chunk, state in zip(chunks, states, strict=True):
             self._guessed[chunk.request.id] = state
         return head.scores(states)
 
-    def guess(
-        self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend, lengths: Sequence[int]
-    ) -> list[list[int]]:
-        """As many of the likeliest guesses as wanted for each, in falling order."""
-        return self._head.guess(batch.tokens, self._features(batch, chunks), attend, last_rows, lengths)
+    def guess(self, wanted: Sequence[Wanted], storage: KVStorage) -> list[list[int]]:
+        """The likeliest guesses, all in one call. Who wants most comes first."""
+        from chairlift.speculative.fused_head import Asked
 
-    def _features(self, batch: InputBatch, chunks: Sequence[Chunk]) -> Tensor:
-        """What the target knew before each token [T, features]; zeros where that is not known."""
-        head = self._head
-        size = (len(batch.tokens), head.feature_size)
-        features = torch.zeros(size, dtype=head.target.dtype, device=batch.tokens.device)
-        for offset, chunk in zip(batch.layout.offsets, chunks, strict=False):
-            ahead = self._ahead.get(chunk.request.id)
-            if ahead is not None and (ahead.first, len(ahead.states)) == (chunk.start, chunk.count):
-                features[offset : offset + chunk.count] = torch.stack(ahead.states)
-            # Its last token is computed once more next time: a step with prompts may compute it without its state.
-            self._ahead[chunk.request.id] = _Ahead(chunk.end - 1, [features[offset + chunk.count - 1]])
-        return features
+        starts = [self.first_position(one.request) for one in wanted]
+        asked = [
+            Asked(start, one.request.num_known, one.table, one.length)
+            for one, start in zip(wanted, starts, strict=True)
+        ]
+        requests = [(one.request, what.start, what.end) for one, what in zip(wanted, asked, strict=True)]
+        tokens = [token for request, start, end in requests for token in request.tokens[start:end]]
+        return self._head.guess(asked, tokens, torch.cat([self._take(*one) for one in requests]), storage)
+
+    def _take(self, request: Request, start: int, end: int) -> Tensor:
+        """What the target knew before each of these tokens [tokens, features]; zeros where that is not known."""
+        ahead, head = self._ahead.get(request.id), self._head
+        if ahead is not None and (ahead.first, ahead.end) == (start, end):
+            found = ahead.states
+        else:
+            found = torch.zeros(end - start, head.feature_size, dtype=head.target.dtype, device=head.target.device)
+        # Its last token is computed once more next time: a step with prompts may compute it without its state.
+        self._ahead[request.id] = _Ahead(end - 1, found[-1:])
+        return found
 
     def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
         features = self._head.features(hidden)
@@ -169,11 +177,12 @@ class Head:
         for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
             last = next(rows) if chunk.samples else offset + chunk.count - 1
             ahead = self._ahead.get(chunk.request.id)
-            if not chunk.decodes or ahead is None or ahead.first + len(ahead.states) != chunk.start + 1:
-                self._ahead[chunk.request.id] = _Ahead(chunk.start + last - offset + 1, [features[last].clone()])
-                continue
-            ahead.states += features[offset : last + 1].clone().unbind(0)
-            ahead.forget_all_but(MOST_STATES)
+            if not chunk.decodes or ahead is None or ahead.end != chunk.start + 1:
+                self._ahead[chunk.request.id] = _Ahead(
+                    chunk.start + last - offset + 1, features[last : last + 1].clone()
+                )
+            else:
+                ahead.append(features[offset : last + 1])
 
     def _compute_prompts(self, plan: StepPlan, batch: InputBatch, attend: Attend, features: Tensor) -> None:
         """All of the step, for it is one batch: what decodes is computed once more when it is asked for guesses."""
@@ -181,7 +190,7 @@ class Head:
         previous[1:] = features[:-1]
         for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
             ahead = self._ahead.get(chunk.request.id)
-            known = ahead is not None and len(ahead.states) == 1 and ahead.first == chunk.start
+            known = ahead is not None and (ahead.first, ahead.end) == (chunk.start, chunk.start + 1)
             previous[offset] = ahead.states[0] if ahead is not None and known else 0.0  # behind a prefix hit: none
         self._head.states(batch.tokens, self._head.join(previous), batch.positions, attend)
 
@@ -192,18 +201,22 @@ class Head:
 
 @dataclass(slots=True)
 class _Ahead:
-    """What a draft head has to catch up with: its first token that is not computed, and for that and all later ones the
-    target's state of the token before."""
+    """What a draft head has to catch up with: its first token that is not computed, and for that and all later ones
+    what the target knew before it [tokens, features]."""
 
     first: int
-    states: list[Tensor]
+    states: Tensor
 
-    def forget_all_but(self, most: int) -> None:
-        """Guesses are worth less for the gap, but after so long it is not known whether any are wanted."""
-        spare = len(self.states) - most
-        if spare > 0:
-            self.first += spare
-            del self.states[:spare]
+    @property
+    def end(self) -> int:
+        return self.first + len(self.states)
+
+    def append(self, states: Tensor) -> None:
+        """Of the oldest, some are forgotten. Guesses are worth less for the gap, but after so long it is not known
+        whether any are wanted."""
+        end = self.end + len(states)
+        self.states = torch.cat((self.states, states))[-MOST_STATES:]
+        self.first = end - len(self.states)
 
 
 def _scores(model: CausalLM, batch: InputBatch, last_rows: Tensor, attend: Attend) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from chairlift.attention import AttentionBackend, KVStorage
-from chairlift.attention.base import Attend
 from chairlift.attention.paged_cpu import PagedCPUAttention
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.randomness import uniform
@@ -19,10 +18,11 @@ from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Wanted
 from chairlift.execution.draft_networks import DraftNetwork, Head
 from chairlift.execution.few_threads import few_threads
-from chairlift.execution.input_batch import InputBatch, build_batch
+from chairlift.execution.input_batch import build_batch
 from chairlift.execution.sampler import COLDEST
 from chairlift.execution.sampler_draw import draw, filter_weights
 from chairlift.models.base import CausalLM
+from chairlift.speculative.head_config import MOST_GUESSES
 
 MAX_LENGTH = 7
 A_FEW = MAX_LENGTH + 1  # tokens that a network is behind a request after most steps
@@ -32,8 +32,6 @@ _GAIN = 0.1  # how far one measurement moves the estimate of what a pass takes
 
 class NetworkProposer:
     """Guesses for all requests at once, one pass of the network for each place."""
-
-    max_length = MAX_LENGTH
 
     def __init__(
         self,
@@ -50,6 +48,7 @@ class NetworkProposer:
         get the likeliest tokens."""
         self.name = name
         self.network = network
+        self.max_length = MOST_GUESSES if isinstance(network, Head) else MAX_LENGTH
         self._target = target
         self._draws = draws
         self._drawn_from: dict[str, list[Tensor]] = {}  # of the last drafts, by request id
@@ -57,6 +56,11 @@ class NetworkProposer:
         self._storage = storage
         self.spent = self.catching_up = 0.0
         self._pass_seconds: dict[int, float] = {}  # by the size of the batch, in powers of two
+
+    def warm_up(self, request: Request) -> None:
+        """As the runner's own, for this request of one token in block 0. The time that compiling takes says nothing."""
+        self.propose([Wanted(request, 2, [0, 0])])
+        self._pass_seconds.clear()
 
     def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
         return [0] * len(requests)
@@ -96,9 +100,7 @@ class NetworkProposer:
     def _guess_at_once(self, wanted: Sequence[Wanted]) -> list[list[int]]:
         assert isinstance(self.network, Head)
         order = sorted(range(len(wanted)), key=lambda index: -wanted[index].length)
-        chunks = [self._chunk(wanted[index], ()) for index in order]
-        batch, rows, attend = self._prepare(chunks)
-        found = self.network.guess(batch, chunks, rows, attend, [wanted[index].length for index in order])
+        found = self.network.guess([wanted[index] for index in order], self._storage)
         drafts: list[list[int]] = [[] for _ in wanted]
         for index, guesses in zip(order, found, strict=True):
             drafts[index] = guesses
@@ -136,16 +138,12 @@ class NetworkProposer:
         return self._choose(self._scores(chunks), chunks)
 
     def _scores(self, chunks: Sequence[Chunk]) -> Tensor:
-        batch, rows, attend = self._prepare(chunks)
-        return self.network.scores(batch, chunks, rows, attend)
-
-    def _prepare(self, chunks: Sequence[Chunk]) -> tuple[InputBatch, Tensor, Attend]:
-        """Also: the last row of each chunk."""
         device = self._storage.keys[0].device
         plan = StepPlan(step=0, chunks=tuple(chunks))
         batch = build_batch(plan, self._storage, device, rectangular=self._attention.rectangular)
         rows = [offset + chunk.count - 1 for offset, chunk in zip(batch.layout.offsets, chunks, strict=False)]
-        return batch, torch.tensor(rows, device=device), self._attention.plan(batch.layout, self._storage)
+        attend = self._attention.plan(batch.layout, self._storage)
+        return self.network.scores(batch, chunks, torch.tensor(rows, device=device), attend)
 
     def _choose(self, scores: Tensor, chunks: Sequence[Chunk]) -> list[int]:
         ids = self.network.token_ids

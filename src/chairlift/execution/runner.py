@@ -105,6 +105,7 @@ class ModelRunner:
         self.run(StepPlan(step=0, chunks=(Chunk(request, start=0, count=1, table=[0], samples=True),)))
         self.forget(request.id)
         if self.drafter is not None:
+            self.drafter.warm_up(request)
             self.drafter.forget(request.id)
 
     def forget(self, request_id: str) -> None:

@@ -8,6 +8,7 @@ query heads that share them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,9 @@ class Tiles(NamedTuple):
     counts: np.ndarray  # rows
     sequences: np.ndarray
     positions: np.ndarray  # of the first row
+
+
+_NO_TILES = Tiles(*(np.empty(0, dtype=np.int64) for _ in Tiles._fields))
 
 
 class Partial(NamedTuple):
@@ -97,13 +101,31 @@ def split_work(
         sequence,
         starts[sequence] + skipped,
     )
-    num_partial = len(of) if len(first) else 0
-    partial = Partial(
-        np.empty((num_partial, heads, head_dim), dtype=np.float32),
-        np.empty((num_partial, heads), dtype=np.float32),
-        np.empty((num_partial, heads), dtype=np.float32),
+    return Work(pieces, tiles, _room_for_partial(len(of) if len(first) else 0, heads, head_dim), several)
+
+
+def work_by_rows(sequences: Sequence[int], lengths: Sequence[int], heads: int, head_dim: int) -> Work:
+    """Row i is a token of this sequence that sees so many positions. The same as `split_work` of rows without tiles,
+    and for a handful of them sooner done."""
+    found = [
+        (row, sequence, length, start, -(-length // PIECE))
+        for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True))
+        for start in range(0, length, PIECE)
+    ]
+    pieces = Pieces(*np.array(found, dtype=np.int64).T.copy())
+    several = np.full(len(sequences), -1, dtype=np.int64)
+    first = np.flatnonzero((pieces.starts == 0) & (pieces.counts > 1))
+    several[pieces.rows[first]] = first
+    num_partial = len(found) if len(first) else 0
+    return Work(pieces, _NO_TILES, _room_for_partial(num_partial, heads, head_dim), several)
+
+
+def _room_for_partial(pieces: int, heads: int, head_dim: int) -> Partial:
+    return Partial(
+        np.empty((pieces, heads, head_dim), dtype=np.float32),
+        np.empty((pieces, heads), dtype=np.float32),
+        np.empty((pieces, heads), dtype=np.float32),
     )
-    return Work(pieces, tiles, partial, several)
 
 
 def _enumerate(items: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

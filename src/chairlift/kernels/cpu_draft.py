@@ -28,7 +28,7 @@ class Certain(NamedTuple):
 
     step: Step  # its x is filled here
     embedded: np.ndarray  # [T, hidden] float32
-    features: np.ndarray  # [T, features] float32: what the target knew before each token
+    features: np.ndarray  # [T, n * hidden] float32: what the target knew before each token
     last_rows: np.ndarray  # [R] int64
 
 
@@ -82,7 +82,7 @@ def guess(
     joined = certain.features
     if head.joint.numbers.shape[0] > 0:
         joined = room.joined
-        _round_all(shared, certain.features, room.feature_rows)
+        _unit_and_round(shared, certain.features, certain.embedded.shape[1], head.net.eps, room.feature_rows)
         meet(shared, members)
         multiply(shared, room.feature_rows, count, head.joint, no_bias, False, joined)
         meet(shared, members)
@@ -110,12 +110,16 @@ def guess(
 
 
 @compiled(FAST)
-def _round_all(shared: Any, x: Any, rows: Rows) -> None:
+def _unit_and_round(shared: Any, x: Any, size: int, eps: Any, rows: Rows) -> None:
+    """Every `size` numbers of a row by themselves."""
+    scaled = np.empty(x.shape[1], dtype=np.float32)
     while True:
         row = claim(shared, 1)
         if row >= x.shape[0]:
             return
-        round_row(x[row], rows, row)
+        for first in range(0, x.shape[1], size):
+            _unit(x[row, first : first + size], eps, scaled[first : first + size])
+        round_row(scaled, rows, row)
 
 
 @compiled(FAST)

@@ -213,6 +213,7 @@ class Decoder:
     def use_layers(self, count: int) -> None:
         """Be a model of the first `count` layers from now on. For copies: another model may hold the same parts."""
         self.layers = self.layers[:count]
+        self.taps = ()
         if self._fused is not None:
             from chairlift.models.fused_cpu import FusedCPUDecoder
 

@@ -109,17 +109,8 @@ class FusedCPUDecoder:
         layers `taps` read [taps, T, hidden]."""
         angles = [rotations[rope] for rope in self._ropes]
         cos, sin = (_stack_angles([getattr(rotation, side) for rotation in angles], len(x)) for side in ("cos", "sin"))
-        step = self.step(x, cos, sin, attend, len(taps))
-        self.network.taps[:] = -1
-        self.network.taps[list(taps)] = range(len(taps))
-        self._team.run(decode_step, self.network, step, self.room_for(len(x), x.shape[1]))
-        return x, torch.from_numpy(step.tapped)
-
-    def step(self, x: Tensor, cos: np.ndarray, sin: np.ndarray, attend: PagedCPUStep, taps: int = 0) -> Step:
-        """x [T, hidden], which will be overwritten; cos, sin [ropes, T, pairs]."""
-        first = self._layer.index
-        keys, values = (side[first:] for side in _all_layers(attend.storage))
-        return Step(
+        keys, values = self.stored(attend.storage)
+        step = Step(
             x=x.numpy(),
             cos=cos,
             sin=sin,
@@ -128,8 +119,18 @@ class FusedCPUDecoder:
             values=values,
             tables=attend.layout.tables.numpy(),
             work=attend.work(self._layer),
-            tapped=np.empty((taps, *x.shape), dtype=np.float32),
+            tapped=np.empty((len(taps), *x.shape), dtype=np.float32),
         )
+        self.network.taps[:] = -1
+        self.network.taps[list(taps)] = range(len(taps))
+        self._team.run(decode_step, self.network, step, self.room_for(len(x), x.shape[1]))
+        return x, torch.from_numpy(step.tapped)
+
+    def stored(self, storage: KVStorage) -> tuple[np.ndarray, np.ndarray]:
+        """The keys and values of its first layer and those behind it."""
+        assert storage.stacked is not None, "layers that are alike are stored together"
+        keys, values = (as_array(side)[self._layer.index :] for side in storage.stacked)
+        return keys, values
 
     def room_for(self, rows: int, hidden: int) -> Buffers:
         if self._buffers is None or len(self._buffers.qkv) < rows:
@@ -138,12 +139,6 @@ class FusedCPUDecoder:
                 rows, hidden, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._inner
             )
         return self._buffers
-
-
-def _all_layers(storage: KVStorage) -> tuple[np.ndarray, np.ndarray]:
-    assert storage.stacked is not None, "layers that are alike are stored together"
-    keys, values = storage.stacked
-    return as_array(keys), as_array(values)
 
 
 def _stack(norms: list[RMSNorm | None]) -> np.ndarray:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import AttentionLayer
-from chairlift.attention.paged_cpu import PagedCPUStep
-from chairlift.kernels.cpu_attention import split_work
+from chairlift.attention.base import AttentionLayer, KVStorage
+from chairlift.kernels.cpu_attention import Work, work_by_rows
+from chairlift.kernels.cpu_decoder import Step
 from chairlift.kernels.cpu_draft import Certain, Guessed, HeadWeights, Room, guess
 from chairlift.kernels.cpu_int8 import PackedWeight
 from chairlift.kernels.cpu_threads import the_team
 from chairlift.layers.rope import Rope
 from chairlift.models.fused_cpu import FusedCPUDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that wants guesses: its tokens [start, end) are certain, and not computed by the head yet."""
+
+    start: int
+    end: int
+    table: Sequence[int]
+    length: int  # so many
 
 
 class FusedHead:
@@ -40,44 +51,70 @@ class FusedHead:
         self._room: Room | None = None
 
     def guess(
-        self, embedded: Tensor, features: Tensor, attend: PagedCPUStep, last_rows: Tensor, lengths: Sequence[int]
+        self, asked: Sequence[Asked], embedded: np.ndarray, features: np.ndarray, storage: KVStorage
     ) -> np.ndarray:
-        """embedded [T, hidden], features [T, ...] of the tokens that `attend` is for; `lengths`: how many guesses each
-        request wants, in falling order -> [requests, most], of which each has as many as it wants."""
-        layout = attend.layout
-        starts = np.concatenate([np.arange(*ends) for ends in zip(layout.starts, layout.ends, strict=True)])
-        x = torch.empty_like(embedded)
-        step = self._decoder.step(x, *self._angles(starts[None]), attend)
-        certain = Certain(step, embedded.numpy(), features.numpy(), last_rows.numpy())
-        guessed = self._guessed(attend, np.array(layout.ends), np.array(lengths), x.shape[1])
-        rows = max(len(x), len(lengths))
-        chosen = np.zeros((len(lengths), lengths[0]), dtype=np.int64)
-        buffers = self._decoder.room_for(rows, x.shape[1])
+        """Who wants most comes first. embedded [T, hidden], features [T, ...]: of all their tokens -> [requests, most],
+        of which each has as many as it wants."""
+        tables = np.zeros((len(asked), max(len(one.table) for one in asked)), dtype=np.int32)
+        for row, one in zip(tables, asked, strict=True):
+            row[: len(one.table)] = one.table
+        certain = self._certain(asked, embedded, features, tables, storage)
+        guessed = self._guessed(asked, tables, storage.block_size, embedded.shape[1])
+        rows = max(len(embedded), len(asked))
+        chosen = np.zeros((len(asked), asked[0].length), dtype=np.int64)
+        buffers = self._decoder.room_for(rows, embedded.shape[1])
         the_team().run(guess, self._weights, certain, guessed, buffers, self._room_for(rows, features.shape[1]), chosen)
         return chosen
 
-    def _guessed(self, attend: PagedCPUStep, known: np.ndarray, lengths: np.ndarray, hidden: int) -> Guessed:
-        """Place p holds the token behind `known` + p others. Of the last, none is computed."""
+    def _certain(
+        self,
+        asked: Sequence[Asked],
+        embedded: np.ndarray,
+        features: np.ndarray,
+        tables: np.ndarray,
+        storage: KVStorage,
+    ) -> Certain:
+        rows = [(index, position) for index, one in enumerate(asked) for position in range(one.start, one.end)]
+        sequences, positions = np.array(rows).T
+        cos, sin = self._angles(positions[None])
+        keys, values = self._decoder.stored(storage)
+        step = Step(
+            x=np.empty_like(embedded),
+            cos=cos,
+            sin=sin,
+            slots=_slots(tables, sequences, positions, storage.block_size),
+            keys=keys,
+            values=values,
+            tables=tables,
+            work=self._work(sequences, positions + 1),
+            tapped=np.empty((0, *embedded.shape), dtype=np.float32),
+        )
+        return Certain(step, embedded, features, np.cumsum([one.end - one.start for one in asked]) - 1)
+
+    def _guessed(self, asked: Sequence[Asked], tables: np.ndarray, block_size: int, hidden: int) -> Guessed:
+        """Place p holds the token behind `end` + p others. Of the last guess, none is computed."""
+        ends, lengths = np.array([(one.end, one.length) for one in asked]).T
         places = np.arange(lengths[0] - 1)[:, None]
         wanted = places < lengths - 1  # [P, R]
-        positions = np.where(wanted, known + places, 0)
-        tables = attend.layout.tables.numpy()
-        block_size = attend.storage.block_size
-        blocks = tables[np.arange(len(known)), positions // block_size].astype(np.int64)
-        ends = known + np.maximum(lengths - 1, 1)
-        work = split_work(np.arange(len(known) + 1), ends - 1, ends, self._layer.num_heads, self._layer.head_dim)
-        rows = work.pieces.rows
-        requests = wanted.sum(axis=1)
+        positions = np.where(wanted, ends + places, 0)
+        every = np.arange(len(asked))
+        cos, sin = self._angles(positions)
+        work = self._work(every, ends + np.maximum(lengths - 1, 1))
+        rows, requests = work.pieces.rows, wanted.sum(axis=1)
         return Guessed(
-            np.empty((len(known), hidden), dtype=np.float32),
-            *self._angles(positions),
-            blocks * block_size + positions % block_size,
-            tables,
-            work,
-            known[rows] + places + 1,
-            np.searchsorted(rows, requests),
-            requests,
+            x=np.empty((len(asked), hidden), dtype=np.float32),
+            cos=cos,
+            sin=sin,
+            slots=_slots(tables, every, positions, block_size),
+            tables=tables,
+            work=work,
+            lengths=ends[rows] + places + 1,
+            pieces=np.searchsorted(rows, requests),
+            requests=requests,
         )
+
+    def _work(self, sequences: np.ndarray, lengths: np.ndarray) -> Work:
+        return work_by_rows(sequences.tolist(), lengths.tolist(), self._layer.num_heads, self._layer.head_dim)
 
     def _angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[P, R] -> cos, sin [P, R, pairs]."""
@@ -89,3 +126,9 @@ class FusedHead:
             vocab, hidden = self._weights.embedded.shape
             self._room = Room.empty(rows, hidden, features, vocab)
         return self._room
+
+
+def _slots(tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    blocks = tables[sequences, positions // block_size].astype(np.int64)
+    slots: np.ndarray = blocks * block_size + positions % block_size
+    return slots

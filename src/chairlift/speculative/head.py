@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer
+from chairlift.attention.base import Attend, AttentionLayer, KVStorage
 from chairlift.attention.paged_cpu import PagedCPUStep
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.layers.linear import Linear
@@ -37,7 +37,7 @@ from chairlift.speculative.head_config import EPS, HeadConfig
 
 if TYPE_CHECKING:  # numba takes its time
     from chairlift.models.fused_cpu import FusedCPUDecoder
-    from chairlift.speculative.fused_head import FusedHead
+    from chairlift.speculative.fused_head import Asked, FusedHead
 
 
 class DraftHead:
@@ -52,7 +52,8 @@ class DraftHead:
         if not all(0 <= tap < len(target.layers) for tap in config.taps):
             raise CorruptCheckpoint(f"the draft head reads layers {config.taps} of a model of {len(target.layers)}")
         self.target = target
-        target.taps = config.taps
+        target.taps = tuple(sorted({*target.taps, *config.taps}))  # another head may read others
+        self._taps = config.taps
         self.hidden_size = config.hidden_size
         self.feature_size = config.feature_size
         self.attention_layers: tuple[AttentionLayer, ...] = (layer.attention,)
@@ -127,29 +128,32 @@ class DraftHead:
         return self._guesser is not None
 
     def guess(
-        self, tokens: Tensor, features: Tensor, attend: Attend, last_rows: Tensor, lengths: Sequence[int]
+        self, asked: Sequence[Asked], tokens: Sequence[int], features: Tensor, storage: KVStorage
     ) -> list[list[int]]:
-        """If it does so in one call: the likeliest tokens for requests that want so many, in falling order, each behind
-        the last of its own."""
+        """If it does so in one call: the likeliest tokens behind those of the requests, of whom the one that wants most
+        comes first. tokens [T], features [T, ...]: of all of them that are certain."""
         assert self._guesser is not None
-        assert isinstance(attend, PagedCPUStep)
-        chosen = self._guesser.guess(self.target.embed(tokens), features, attend, last_rows, lengths)
+        embedded = self.target.embed(torch.tensor(tokens)).numpy()
+        chosen = self._guesser.guess(asked, embedded, features.numpy(), storage)
         found = self.token_ids.numpy()[chosen].tolist()
-        return [guesses[:length] for guesses, length in zip(found, lengths, strict=True)]
+        return [guesses[: one.length] for guesses, one in zip(found, asked, strict=True)]
 
     def num_weight_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts())
 
     def features(self, hidden: Tensor) -> Tensor:
         """What the target has just computed [T, hidden] -> what the head reads of it [T, features]."""
-        if not self.target.taps:
+        if not self._taps:
             return hidden
-        assert self.target.tapped is not None
-        return joined_features(self.target.tapped, hidden)
+        tapped = self.target.tapped
+        assert tapped is not None
+        return torch.cat([*(tapped[self.target.taps.index(tap)] for tap in self._taps), hidden], dim=-1)
 
     def join(self, features: Tensor) -> Tensor:
         """[T, features] -> [T, hidden]."""
-        return features if self.joint is None else self.joint(features)
+        if self.joint is None:
+            return features
+        return self.joint(unit(features.unflatten(-1, (-1, self.hidden_size))).flatten(-2))
 
     def states(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """tokens, positions [T], previous [T, hidden]: the states of the tokens before -> [T, hidden]."""
@@ -172,12 +176,6 @@ def head_rows(target: Decoder, token_ids: Tensor) -> Tensor:
     # However the head is stored, it is a linear map: it tells its weights if it is asked for one number at a time.
     numbers = torch.eye(target.config.hidden_size, dtype=target.dtype, device=target.device)
     return torch.cat([target.head(some)[:, token_ids] for some in numbers.split(64)]).T.contiguous()
-
-
-def joined_features(tapped: Tensor, hidden: Tensor) -> Tensor:
-    """[taps, ..., hidden] and [..., hidden] -> [..., (taps + 1) * hidden]: each of the same size, however large the
-    stream has grown."""
-    return torch.cat([unit(state) for state in (*tapped, hidden)], dim=-1)
 
 
 def unit(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from chairlift.models.read_config import decoder_config
 
 MODEL_TYPE = "chairlift_draft_head"
 EPS = 1e-5
+MOST_GUESSES = 4  # one after the other: what a head is trained for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.models.decoder import Decoder
-from chairlift.speculative.head import head_rows, joined_features
+from chairlift.speculative.head import head_rows, unit
+from chairlift.speculative.head_config import MOST_GUESSES
 from chairlift.training.texts import Texts
 from chairlift.training.trainable_head import Seen, TrainableHead, WholeTexts
 
-DEPTH = 4  # guesses one after the other, each from the head's own state at the one before
+DEPTH = MOST_GUESSES  # each from the head's own state at the one before
 DEPTH_WEIGHT = 0.8  # of each guess, compared with the one before it
 AFTER_A_MISS = 0.2  # the weight of a guess that would not be asked for, because the one before it was wrong
 
@@ -70,7 +71,8 @@ class Lesson:
         with torch.inference_mode():
             hidden = self._target.hidden_states(flat, positions, WholeTexts(length))
             tapped = self._target.tapped
-            features = hidden if tapped is None else joined_features(tapped, hidden)
+            # Each of the same size, however large the stream has grown.
+            features = hidden if tapped is None else torch.cat([unit(state) for state in (*tapped, hidden)], dim=-1)
             found = hidden, features, self._target.embed(flat)
         hidden, features, embedded = (copied(states).view(texts, length, -1) for states in found)
         return hidden, features, embedded

@@ -25,6 +25,7 @@ def bench_stress(
     seconds: Annotated[float, typer.Option(help="Of traffic, for all rounds together.")] = 20.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     family: Annotated[str, typer.Option(help="llama, mistral, qwen3, qwen3_moe or gemma2.")] = "llama",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     preemption: Annotated[str, typer.Option(help="A round with each of these.")] = "recompute,swap",
     speculate: Annotated[str | None, typer.Option(help="ngram or layers:1.", show_default="no")] = None,
     draft_length: Annotated[
@@ -38,12 +39,13 @@ def bench_stress(
 ) -> None:
     """Random traffic with every invariant checked at every step: it goes well, or says what went wrong.
 
-    A small random model in float32 serves requests of every kind (greedy, drawn,
+    A small random model serves requests of every kind (greedy, drawn,
     several at once, beams, structured, …) that come in bursts, quote each other,
     are cancelled or run out of time, in a KV cache that is far too small. After
     every step the books are checked, every request must end exactly once, and
     every token of greedy requests must be the one that the model gives to that
-    sequence by itself, computed by the plain formula.
+    sequence by itself, computed by the plain formula (or tie with it, within what
+    rounding to --dtype does).
     """
     from chairlift.bench.stress import stress, stress_config
     from chairlift.bench.stress_model import stress_model
@@ -61,7 +63,8 @@ def bench_stress(
         "seed": seed,
     }
     report.check()
-    loaded = stress_model(family, EngineConfig(device=device).torch_device(), batch_invariant=batch_invariant)
+    machine = EngineConfig(device=device, dtype=dtype)
+    loaded = stress_model(family, machine.torch_device(), machine.torch_dtype(), batch_invariant=batch_invariant)
     configs = [stress_config(loaded, name, **options) for name in rounds]
     with watch(enabled=not quiet) as note:
         found = [
@@ -69,7 +72,7 @@ def bench_stress(
             for number, config in enumerate(configs)
         ]
     show(family, found)
-    asked = {"family": family, "device": str(loaded.model.device), "seconds": seconds} | options
+    asked = {"family": family, "device": str(loaded.model.device), "dtype": dtype, "seconds": seconds} | options
     report.write("stress", asked, [figures.row() for figures in found])
 
 

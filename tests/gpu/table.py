@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 TITLES = {
     "greedy": "Greedy tokens against transformers, float32",
-    "rounding": "Greedy tokens against transformers, bfloat16: every difference is a near-tie",
+    "rounding": "Greedy tokens against transformers in short types: every difference is a near-tie",
     "fp8": "8-bit floats against bfloat16",
 }
 

@@ -17,7 +17,15 @@ pytest.importorskip("triton", reason="the GPU kernels need triton")
 from chairlift.kernels.triton_invariant import invariant_linear
 from chairlift.kernels.triton_layers import add_rms_norm_, silu_mul
 from chairlift.kernels.triton_products import product
-from tests.kernels.test_triton_attention import TOLERANCE, error, make_case, reference, run_decode, run_prefill
+from tests.kernels.test_triton_attention import (
+    TOLERANCE,
+    error,
+    make_case,
+    reference,
+    run_decode,
+    run_prefill,
+    test_decode_straight_from_the_projection,
+)
 from tests.kernels.test_triton_invariant import attend, cut
 from tests.kernels.test_triton_layers import normed, test_rotate_and_store
 from tests.kernels.test_triton_sampling import run as run_sampling
@@ -98,11 +106,30 @@ def test_products(columns: int, depth: int, dtype: torch.dtype) -> None:
     plain = x.double() @ weight.double().T
     whole = invariant_linear(x, weight)
     assert error(whole, plain) < TOLERANCE[dtype]
-    for rows in (1, 2, 8, 17, 32):
-        assert error(product(x[:rows], weight)[0], plain[:rows]) < TOLERANCE[dtype]
-        added = product(x[:rows], weight, add_to=total[:rows].clone())[0]
-        assert error(added, plain[:rows] + total[:rows].double()) < TOLERANCE[dtype]
+    for rows in (1, 2, 8, 17, 32, 64, 150):
         assert invariant_linear(x[:rows], weight).equal(whole[:rows])
+        if dtype is FP32:  # the other kernel is for the short types
+            continue
+        assert error(product(x[:rows], weight)[0], plain[:rows]) < TOLERANCE[dtype]
+        added, sums = product(x[:rows], weight, add_to=total[:rows].clone())
+        assert error(added, plain[:rows] + total[:rows].double()) < TOLERANCE[dtype]
+        assert sums is not None
+        assert error(sums.sum(1), added.double().square().sum(1)) < 1e-4
+
+
+@pytest.mark.parametrize(("columns", "depth"), [(1536, 576), (3072, 1024), (14_336, 4096)])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gated_products(columns: int, depth: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(depth)
+    x = torch.randn(150, depth, device=DEVICE).to(dtype)
+    weight = (torch.randn(2 * columns, depth, device=DEVICE) * depth**-0.5).to(dtype)
+    squares = torch.rand(150, 5, device=DEVICE) * depth
+    scaled = x.double() * torch.rsqrt(squares.double().sum(1, keepdim=True) / depth + 1e-6)
+    gate, up = (scaled @ weight.double().T).chunk(2, dim=1)
+    expected = gate * gate.sigmoid() * up
+    for rows in (1, 2, 8, 17, 32, 64, 150):
+        found, _ = product(x[:rows], weight, squares=squares[:rows], eps=1e-6, gated=True)
+        assert error(found, expected[:rows]) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("columns", "depth"), PRODUCTS[2:5])
@@ -137,6 +164,8 @@ def test_norms_and_gates(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_rotation(heads: int, kv_heads: int, dim: int, with_norm: bool) -> None:
     test_rotate_and_store(heads, kv_heads, dim, dim // 2, with_norm, DEVICE)
+    for splits, window in ((1, None), (3, 20)):
+        test_decode_straight_from_the_projection(heads, kv_heads, dim, dim // 2, splits, window, with_norm, DEVICE)
 
 
 @pytest.mark.parametrize(("num_experts", "top_k", "hidden", "inner"), [(8, 2, 1024, 3584), (128, 8, 2048, 768)])

@@ -46,13 +46,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def stress_model(family: str, device: torch.device, *, batch_invariant: bool = False) -> LoadedModel:
+def stress_model(
+    family: str, device: torch.device, dtype: torch.dtype = torch.float32, *, batch_invariant: bool = False
+) -> LoadedModel:
     if family not in FAMILIES:
         raise InvalidParameter("family", f"unknown {family!r}; choose from {', '.join(FAMILIES)}")
     config = SHAPE | {"model_type": family} | FAMILIES[family]
     with torch.inference_mode():
         tensors = decisive_tensors(config, device)
-        model = build_model(config, tensors, dtype=torch.float32, device=device, batch_invariant=batch_invariant)
+        model = build_model(config, tensors, dtype=dtype, device=device, batch_invariant=batch_invariant)
     return LoadedModel(f"a random {family}", model, byte_tokenizer(), frozenset({END}))
 
 

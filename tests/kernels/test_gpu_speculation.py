@@ -20,7 +20,8 @@ from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Speculation, Wanted
 from chairlift.core.structure import Structure
 from chairlift.execution.config import EngineConfig
-from chairlift.execution.drafter import FirstLayers, NetworkProposer
+from chairlift.execution.draft_networks import FirstLayers
+from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.gpu_slots import Slots

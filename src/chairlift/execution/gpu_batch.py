@@ -7,7 +7,7 @@ own shape, and is replayed for every batch that fits: what is left over in a sec
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -25,25 +25,14 @@ class BatchShape:
     samples: int  # rows that are sampled from
     updates: int  # changed entries of block tables
 
-    @cached_property
+    @property
     def sections(self) -> dict[str, slice]:
         """Where in the buffer each array lies."""
-        sizes = (
-            dict.fromkeys(("token", "slot", "position"), self.tokens)
-            | dict.fromkeys(("chunk_slot", "chunk_row", "chunk_start", "chunk_count"), self.chunks)
-            | dict.fromkeys(("tile_chunk", "tile_offset"), self.tiles)
-            | dict.fromkeys(("sample_row", "sample_slot", "top_k", *FLOATS), self.samples)
-            | dict.fromkeys(("update_cell", "update_block"), self.updates)
-        )
-        found, at = {}, 0
-        for name, size in sizes.items():
-            found[name] = slice(at, at + size)
-            at += -(-size // 4) * 4  # 16 bytes: what the kernels' loads like
-        return found
+        return _sections(self)
 
-    @cached_property
+    @property
     def size(self) -> int:
-        return int(max(section.stop for section in self.sections.values()))
+        return int(next(reversed(self.sections.values())).stop)  # the end of the last one
 
     def host_views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         return {
@@ -56,6 +45,22 @@ class BatchShape:
             name: buffer[section].view(torch.float32) if name in FLOATS else buffer[section]
             for name, section in self.sections.items()
         }
+
+
+@lru_cache(maxsize=1024)  # not kept with a shape: every step makes its own, mostly equal to the last
+def _sections(shape: BatchShape) -> dict[str, slice]:
+    sizes = (
+        dict.fromkeys(("token", "slot", "position"), shape.tokens)
+        | dict.fromkeys(("chunk_slot", "chunk_row", "chunk_start", "chunk_count"), shape.chunks)
+        | dict.fromkeys(("tile_chunk", "tile_offset"), shape.tiles)
+        | dict.fromkeys(("sample_row", "sample_slot", "top_k", *FLOATS), shape.samples)
+        | dict.fromkeys(("update_cell", "update_block"), shape.updates)
+    )
+    found, at = {}, 0
+    for name, size in sizes.items():
+        found[name] = slice(at, at + size)
+        at += -(-size // 4) * 4  # 16 bytes: what the kernels' loads like
+    return found
 
 
 def fill_with_nobody(views: dict[str, np.ndarray], idle_cell: int) -> None:

@@ -44,13 +44,13 @@ class Packer:
         blocks: list[int] = []
         for slot, chunk in zip(slots, chunks, strict=True):
             self._slots.table_changes(slot, chunk, cells, blocks)
-        owned = [1 + len(chunk.drafts) for chunk in chunks]
-        pieces = [piece for chunk in chunks for piece in _apart(chunk)] if sum(owned) > len(chunks) else chunks
+        owned = np.array([1 + len(chunk.drafts) for chunk in chunks])
+        firsts = np.cumsum(owned) - owned  # pieces
+        pieces = [piece for chunk in chunks for piece in _apart(chunk)] if owned.sum() > len(chunks) else chunks
         of_piece = np.repeat(np.arange(len(chunks)), owned)
         indices = np.array([slot.index for slot in slots], np.int32)[of_piece]
         counts = np.array([piece.count for piece in pieces], np.int32)
         starts = np.array([piece.start for piece in pieces], np.int32)
-        ends = starts + counts
         order = _order(counts, np.array([chunk.start for chunk in chunks])[of_piece])
         rows = np.empty_like(counts)
         rows[order] = np.cumsum(counts[order]) - counts[order]
@@ -58,7 +58,8 @@ class Packer:
         in_order = [pieces[index] for index in order.tolist()]
         num_single = int((counts == 1).sum())
         tiles = self._tiles(in_order, num_single)
-        sampling = [index for index, piece in enumerate(pieces) if piece.samples]
+        samples = np.array([chunk.samples for chunk in chunks], np.bool_)
+        sampling = np.flatnonzero(samples[of_piece])
         shape, capturable = self._shapes.choose(
             tokens=int(counts.sum()) + plan.idle_rows,
             chunks=len(pieces),
@@ -79,14 +80,14 @@ class Packer:
         if cells:
             views["update_cell"][: len(cells)] = cells
             views["update_block"][: len(cells)] = blocks
-        if sampling:
+        if len(sampling):
+            remembering = np.full_like(indices, self._slots.nobody)
+            remembering[firsts] = indices[firsts]  # what follows a guess is not the request's last token
+            views["sample_slot"][: len(sampling)] = remembering[sampling]
             views["sample_row"][: len(sampling)] = (rows + counts - 1)[sampling]
-            self._pack_sampling(views, [pieces[index] for index in sampling], indices[sampling], ends[sampling])
-        firsts = np.cumsum(owned) - owned  # pieces
-        samplers = [index for index, chunk in enumerate(chunks) if chunk.samples]
-        sampling_chunks = [chunks[index] for index in samplers]
-        slots_of_them = indices[firsts[samplers]]
-        return Packed(shape, capturable, sampling_chunks, slots_of_them, len(sampling), rows[firsts])
+            self._pack_sampling(views, indices[sampling], (starts + counts)[sampling])
+        sampling_chunks = [chunk for chunk in chunks if chunk.samples]
+        return Packed(shape, capturable, sampling_chunks, indices[firsts[samples]], len(sampling), rows[firsts])
 
     def _tiles(self, in_order: Sequence[Chunk], num_single: int) -> list[tuple[int, int]]:
         """(chunk, its first query) of the tiles of the longer chunks."""
@@ -119,14 +120,9 @@ class Packer:
         for name, values in (("slot", indices), ("row", rows), ("start", starts), ("count", counts)):
             views[f"chunk_{name}"][: len(in_order)] = values
 
-    def _pack_sampling(
-        self, views: dict[str, np.ndarray], pieces: Sequence[Chunk], indices: np.ndarray, ends: np.ndarray
-    ) -> None:
-        count, slots = len(pieces), self._slots
-        views["sample_slot"][:count] = indices
-        guessed = [index for index, piece in enumerate(pieces) if piece.drafts]
-        if guessed:  # what follows a guess is not the request's last token
-            views["sample_slot"][guessed] = slots.nobody
+    def _pack_sampling(self, views: dict[str, np.ndarray], indices: np.ndarray, ends: np.ndarray) -> None:
+        """How each row is sampled, as its slot says; `ends`: how many tokens come before the one that is."""
+        count, slots = len(indices), self._slots
         temperature = slots.temperature[indices]
         if temperature.any():
             views["temperature"][:count] = temperature

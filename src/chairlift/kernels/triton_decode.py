@@ -122,6 +122,7 @@ def _decode_kernel(
     HAS_NORM: tl.constexpr,
     KV_LIMIT: tl.constexpr,  # the largest number that the cache can hold, 0 where nothing is larger
     EARLY: tl.constexpr,  # the first tile is read, and the second asked for, before the kernel before has ended
+    AHEAD: tl.constexpr,  # the place of a tile is looked up while the one before it is computed
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -185,11 +186,21 @@ def _decode_kernel(
     if EARLY:
         best, total, acc = _take_in(q, first_k, first_v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
         begin += N
-    for at in range(begin, end, N):
-        inside = at + n < end
-        offset = _places(table, at + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
-        k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
-        best, total, acc = _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
+    if AHEAD:
+        inside = begin + n < end
+        offset = _places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        for at in range(begin, end, N):
+            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
+            then_inside = at + N + n < end
+            offset = _places(table, at + N + n, then_inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+            best, total, acc = _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
+            inside = then_inside
+    else:
+        for at in range(begin, end, N):
+            inside = at + n < end
+            offset = _places(table, at + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
+            best, total, acc = _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
 
     if FRESH and split == num_splits - 1:
         if not EARLY:
@@ -341,6 +352,7 @@ def decode_attention(
         HAS_NORM=q_norm is not None,
         KV_LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
         EARLY=tiling.early and fresh is not None,
+        AHEAD=tiling.ahead,
         SOFTCAP=softcap or 0.0,
         PRECISION=precision_for(q.dtype),
         num_warps=tiling.warps,
@@ -355,6 +367,7 @@ class DecodeTiling(NamedTuple):
     warps: int
     stages: int
     early: bool = False  # the first keys and values are read before the kernel before has ended
+    ahead: bool = False  # a tile's place is looked up while the one before it is computed
 
 
 def _decode_tiling(rows: int, num_kv_heads: int, dtype: torch.dtype) -> DecodeTiling:

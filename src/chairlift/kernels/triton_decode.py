@@ -375,6 +375,10 @@ def _decode_tiling(rows: int, num_kv_heads: int, dtype: torch.dtype) -> DecodeTi
     if dtype == torch.float32:
         return DecodeTiling(32, 64, 4, 3)
     programs = rows * num_kv_heads
+    if programs <= 16:
+        return DecodeTiling(64, 64, 4, 3, early=True, ahead=True)
     if programs <= 128:
         return DecodeTiling(128, 512, 8, 3)
-    return DecodeTiling(64, 512, 4, 3, early=True) if programs < 384 else DecodeTiling(32, 256, 1, 4)
+    if programs < 384:
+        return DecodeTiling(64, 512, 4, 3, early=True, ahead=True)
+    return DecodeTiling(32, 256, 1, 3, ahead=True) if programs <= 768 else DecodeTiling(32, 256, 1, 4)

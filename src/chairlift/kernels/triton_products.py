@@ -274,7 +274,7 @@ def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
         return _small_tiling(rows, columns, depth, gated)
     if rows > 64:
         return ProductTiling(128, 64, 64, 1, 3, described=True)
-    height = max(16, triton.next_power_of_2(rows))
+    height = 32 if rows <= 32 else 64
     splits = 2 if columns // 64 <= PROGRAMS // 2 and depth >= 1024 else 1
     stages = (3 if height == 64 else 2) if gated else 5 if height < 64 else 4
     return ProductTiling(height, 64, 128, splits, stages, described=True)

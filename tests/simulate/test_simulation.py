@@ -132,6 +132,16 @@ def test_leaps_change_nothing(
     assert sorted(leaping.gaps) == sorted(plain.gaps)
 
 
+def test_one_who_finds_all_its_tokens_in_the_cache_again_decodes_at_once() -> None:
+    """It was preempted, and is alone in the queue: that is a decode, not a prompt, also where the leap does it."""
+    gaps = []
+    for leaps in (False, True):
+        replica = make_replica(leaps=leaps, num_blocks=12, caching=True, budget=300)
+        outcome = simulate(arrivals(60, rate=1000.0, seed=327000, shared=True), [replica], make_router("round-robin"))
+        gaps.append(sorted(outcome.gaps))
+    assert gaps[0] == gaps[1]
+
+
 def test_short_memory_preempts() -> None:
     """So that the test above has something to be wrong about."""
     outcome = simulate(arrivals(60), [make_replica(num_blocks=9)], make_router("round-robin"))

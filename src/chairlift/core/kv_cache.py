@@ -137,15 +137,16 @@ class KVCache:
         self._num_indexed[request.id] = num_full
 
     def leave_behind(self, request: Request, num_tokens: int) -> None:
-        """`request` is about to end with so many tokens computed: give it the blocks for all of them, and count the
-        full ones as cached. Nobody will ask for what it generated (a simulation knows that), so they are not indexed;
-        but they take their place among the cached blocks, until they are evicted."""
+        """`request` is about to end with so many tokens computed: give it the blocks for all of them. With prefix
+        caching, the full ones count as cached. Nobody will ask for what it generated (a simulation knows that), so they
+        are not indexed; but they take their place among the cached blocks, until they are evicted."""
         table = self._tables[request.id]
         blocks = self.pool.take(self.blocks_for(num_tokens) - len(table))
         assert blocks is not None
         table += blocks
-        for position in range(self._num_indexed[request.id], num_tokens // self.block_size):
-            self.pool.mark_cached(table[position])
+        if self.prefix_caching:
+            for position in range(self._num_indexed[request.id], num_tokens // self.block_size):
+                self.pool.mark_cached(table[position])
 
     def trim(self, request: Request, num_tokens: int) -> None:
         """Give back the blocks behind `request`'s first `num_tokens` tokens, which were reserved for drafts."""

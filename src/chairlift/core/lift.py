@@ -106,7 +106,7 @@ class Lift:
 
     def end_batch_if_over(self) -> None:
         """With the last of a batch gone, what its finished requests kept is free at last."""
-        if self.idle and not self.running:
+        if self.idle and not self.running and not self.aside:
             self.free_idle_seats()
 
     def free_idle_seats(self) -> None:

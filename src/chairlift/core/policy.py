@@ -40,6 +40,11 @@ class Policy(Protocol):
         """Open the door to some, all or none of `waiting`, of whom there is at least one."""
         ...
 
+    @property
+    def stays_shut(self) -> bool:
+        """With someone on board: whether nobody can board before all who are have ended."""
+        ...
+
     def opens_at(self, waiting: WaitingLine, seats: int) -> float | None:
         """With nobody on board: when the door opens if nothing else happens; None if it is open."""
         ...
@@ -50,6 +55,7 @@ class ContinuousPolicy:
 
     name = "continuous"
     keeps_seats = False
+    stays_shut = False
 
     def admit(self, waiting: WaitingLine, running: Sequence[Request], seats: int, now: float) -> Admission:
         return Admission(waiting.in_boarding_order())
@@ -91,6 +97,10 @@ class BatchPolicy:
         if full or self._left_behind() or not waiting.waits_for_company:
             return None
         return waiting.oldest.arrival + self.max_delay
+
+    @property
+    def stays_shut(self) -> bool:
+        return not self._left_behind()
 
     def _left_behind(self) -> list[Request]:
         """Those of the last batch who have no seat (yet, or any more)."""

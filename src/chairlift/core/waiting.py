@@ -87,6 +87,10 @@ class WaitingLine(Sequence[Request]):
         """Whether others may yet come to fill a batch with those that are here."""
         return self.oldest.order >= self._num_complete
 
+    @property
+    def num_aged(self) -> int:
+        return len(self._aged)
+
     def in_boarding_order(self) -> Iterator[Request]:
         """Those who are ready. Requests may leave the line while it is gone through."""
         yield from [request for request in self._aged if request.ready]

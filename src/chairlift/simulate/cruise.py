@@ -31,6 +31,7 @@ class Aside:
         self.passengers = passengers
         self.size = 0
         self.context = 0  # known tokens of all of them: what a decode of each would read
+        self._lift = scheduler.lift
         self._kv = scheduler.kv
         self._pool = scheduler.kv.pool
         self._block_size = scheduler.kv.block_size
@@ -58,6 +59,7 @@ class Aside:
         """All of its `known` tokens but the last are computed."""
         rider.since, rider.known = self._steps, known
         self.size += 1
+        self._lift.aside = self.size
         self.context += known
         self._takers[(self._steps + 2 - known) % self._block_size] += 1
         last = self._steps + rider.record.n_in + rider.record.n_out - known
@@ -73,8 +75,8 @@ class Aside:
         while ends and ends[0][0] <= self._steps:
             rider = heappop(ends)[2]
             computed = rider.known - 1 + self._remove(rider)
-            if self._kv.prefix_caching and rider.request is not None:  # its blocks stay until others need them
-                self._kv.leave_behind(rider.request, computed)
+            if rider.request is not None and (self._kv.prefix_caching or self.scheduler.policy.keeps_seats):
+                self._kv.leave_behind(rider.request, computed)  # its blocks stay, until others need them or for a while
             self._end(rider, now)
 
     def _end(self, rider: Rider, now: float) -> None:
@@ -122,6 +124,7 @@ class Aside:
         """Returns how many steps it has taken part in. The blocks that it was lent for them are empty again."""
         taken = self._steps - rider.since
         self.size -= 1
+        self._lift.aside = self.size
         self.context -= rider.known + taken
         self._takers[(rider.since + 2 - rider.known) % self._block_size] -= 1
         self._pool.lend(self._num_held(rider) - self._kv.blocks_for(rider.known - 1 + taken))

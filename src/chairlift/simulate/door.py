@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 
 from chairlift.core.boarding import MAX_PASSED_OVER
 from chairlift.core.budget import StepLimits
@@ -32,6 +32,7 @@ class Door:
         self._limits = limits
         self._scheduler = aside.scheduler
         self._kv = aside.scheduler.kv
+        self._nobody_fits = False  # when they were last asked
         self._line: deque[Rider] = deque()  # those the scheduler does not know: younger than all that it knows
 
     def add(self, rider: Rider) -> None:
@@ -53,21 +54,18 @@ class Door:
             return True
         if self._aside.size >= self._scheduler.max_batch_requests:
             return True
-        if self._kv.prefix_caching:
-            return False
-        blocks = self._blocks_to_give()  # and there are never more until then
-        asked = islice(self._queue(), MAX_PASSED_OVER)
-        return all(self._kv.blocks_for(rider.num_known) > blocks for rider in asked)
+        return self._nobody_fits  # and there are never more blocks until then
 
     def let_in(self) -> list[Rider]:
         """Those who board, if all of them can compute all they know in the coming step; else nobody, and the scheduler
-        has to decide."""
-        scheduler = self._scheduler
+        has to decide unless the door `stays_shut`."""
+        scheduler, self._nobody_fits = self._scheduler, False
         if scheduler.running or scheduler.swap.num_slots or self._aside.size >= scheduler.max_batch_requests:
             return []
         if self._kv.prefix_caching:
             return self._let_in_one()
         boarding = self._decide()
+        self._nobody_fits = boarding is not None and not boarding.newcomers
         if boarding is None or not boarding.newcomers:
             return []
         for rider, before in boarding.passed_over:
@@ -88,13 +86,17 @@ class Door:
         """Who boards in the coming step; None if that is the scheduler's business."""
         found, room = _Boarding(), self._room()
         seats = self._scheduler.max_batch_requests - self._aside.size
-        blocks = self._blocks_to_give()
+        blocks, block_size, aged = self._blocks_to_give(), self._kv.block_size, self._scheduler.waiting.num_aged
         for rider in self._queue():
             request = rider.request
-            if request is not None and request.aged:
-                return None
-            known = rider.num_known
-            needed = self._kv.blocks_for(known)
+            known = rider.record.n_in if request is None else request.num_known
+            needed = -(-known // block_size)
+            if aged:
+                if request is None or not request.aged:
+                    return None  # one behind it goes before it
+                if needed > blocks:
+                    break  # nobody goes before this one
+                aged -= 1
             if needed > blocks:
                 found.passed_over.append((rider, len(found.newcomers)))
                 if len(found.passed_over) >= MAX_PASSED_OVER:
@@ -108,7 +110,7 @@ class Door:
             blocks -= needed + 1  # one is kept for its tokens to come
             if not room or len(found.newcomers) == seats:
                 break
-        return None if self._someone_ages(found) else found
+        return found if self._may_be_passed_over(found) else None
 
     def _let_in_one(self) -> list[Rider]:
         """With a prefix cache, if nobody else waits: several may share what one of them computes."""
@@ -121,11 +123,13 @@ class Door:
         (rider,) = self._queue()
         request = rider.request
         assert request is not None
+        if request.generation:
+            return []  # it was on board before, and may find all but the last of its own tokens
         match = kv.match(request)
         missing = kv.blocks_for(request.num_known) - len(match.blocks)
         taken = missing + sum(kv.pool.is_free(block) for block in match.blocks)
         computes = request.num_known - len(match.blocks) * kv.block_size
-        if match.coming or request.num_computed or computes > self._room() or taken > self._blocks_to_give():
+        if match.coming or computes > self._room() or taken > self._blocks_to_give():
             return []
         aside.seat(request)
         kv.attach(request, match)
@@ -137,11 +141,13 @@ class Door:
         """The most prompt tokens of the coming step."""
         return min(self._limits.prefill_tokens, self._limits.tokens - self._aside.size)
 
-    def _someone_ages(self, boarding: _Boarding) -> bool:
-        """Whether one who is passed over may not be overtaken so often."""
+    def _may_be_passed_over(self, boarding: _Boarding) -> bool:
+        """Whether nobody is overtaken who may not be, now or after this."""
+        if not boarding.newcomers or not boarding.passed_over:
+            return True
         most = self._scheduler.waiting.max_overtakes
-        return any(
-            len(boarding.newcomers) - before + (rider.request.overtaken if rider.request else 0) >= most
+        return all(
+            len(boarding.newcomers) - before + (rider.request.overtaken if rider.request else 0) < most
             for rider, before in boarding.passed_over
         )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import accumulate
+from operator import add
 
 from chairlift.core.budget import FixedBudget
 from chairlift.core.cost_model import StepShape, chunk_kv
@@ -36,7 +38,6 @@ class Replica:
         self.scheduler = scheduler
         self.cost = cost
         self.seconds_per_swap = seconds_per_swap
-        self.leaps = leaps
         self.num_steps = 0
         self.busy_seconds = 0.0
         self.gaps = Gaps()  # (length of a step, requests that were decoding in it)
@@ -51,15 +52,13 @@ class Replica:
         self._leap: list[float] = []  # seconds of each step
         self._leap_ends: list[float] = []  # when it began, and when each of its steps ends
         self._seconds_of_decodes: dict[tuple[int, int], float] = {}
-        self._door = self._make_door()
-
-    def _make_door(self) -> Door | None:
-        """If it cruises."""
-        scheduler, budget = self.scheduler, self.scheduler.budget
-        if not (self.leaps and isinstance(scheduler.policy, ContinuousPolicy) and isinstance(budget, FixedBudget)):
-            return None
-        everyone_moves = budget.most.tokens >= scheduler.max_batch_requests  # all get a token in every step
-        return Door(self._aside, budget.most) if everyone_moves and not scheduler.ordering.has_claims else None
+        limits = scheduler.budget.most if isinstance(scheduler.budget, FixedBudget) else None
+        # Only then everyone who decodes gets a token in every step.
+        self.leaps = leaps and limits is not None and limits.tokens >= scheduler.max_batch_requests
+        self._first_come = not scheduler.ordering.has_claims
+        self._door: Door | None = None  # if it cruises
+        if self.leaps and limits and self._first_come and isinstance(scheduler.policy, ContinuousPolicy):
+            self._door = Door(self._aside, limits)
 
     @property
     def preemptions(self) -> int:
@@ -117,7 +116,6 @@ class Replica:
             aside.reserve()
         if self._door:
             self._door.show_line()
-        scheduler.lift.aside = aside.size
         plan = scheduler.schedule(now)
         self._passengers.take_in_events()
         if not plan and not aside.size:
@@ -182,17 +180,25 @@ class Replica:
         if self._door:  # not where memory is so short that they would be back at once
             if aside.leaves_room():
                 aside.take()
-        elif not scheduler.waiting and all(
+        elif (not scheduler.waiting or self._batch_is_closed()) and all(
             request.decoding and request.max_new_tokens - request.num_output > 1 for request in scheduler.running
         ):
             aside.take()
+
+    def _batch_is_closed(self) -> bool:
+        """Whether nothing is to be decided before the whole batch has ended: who boards, or whose turn it is."""
+        return self._first_come and self.scheduler.policy.stays_shut
 
     def _only_decodes(self) -> bool:
         """Nobody but those set aside is on board, and whoever waits cannot board before one of them ends."""
         scheduler, aside = self.scheduler, self._aside
         if scheduler.running or not aside.size:
             return False
-        return self._door.stays_shut() if self._door else not scheduler.waiting
+        return self._door.stays_shut() if self._door else not scheduler.waiting or self._batch_is_closed()
+
+    def _keeps_aside(self) -> bool:
+        """Whether endings change nothing for those who are still set aside."""
+        return self._door is not None or self._batch_is_closed()
 
     def _begin_leap(self, now: float, next_arrival: float) -> bool:
         """Take all steps at once in which nothing happens but one more token for everyone; False if there are none."""
@@ -201,7 +207,7 @@ class Replica:
         aside = self._aside
         size, context = aside.size, aside.context
         steps = min(aside.steps_to_next_end, aside.steps_with_room())
-        if not self._door:
+        if not self._keeps_aside():
             steps = min(steps, aside.steps_to_next_end - 1)  # an ending is the scheduler's business
         base = self._decode_seconds(size, len(self.scheduler.idle))
         per_position = self.cost.seconds_per_position
@@ -223,6 +229,8 @@ class Replica:
                 del self._leap[steps:], self._leap_ends[steps + 1 :]
                 self.due = self._leap_ends[-1]
             return
+        if self._batch_is_closed():
+            return
         # The scheduler may look at what was generated so far, and so has to plan the step under way itself.
         steps = bisect_left(self._leap_ends, now, lo=1) - 1
         began = self._leap_ends[steps]
@@ -234,10 +242,10 @@ class Replica:
         seconds, now = self._leap[:steps], self._leap_ends[steps]
         self._busy, self._leap, self._leap_ends = False, [], []
         self.num_steps += steps
-        self.busy_seconds += sum(seconds)
+        self.busy_seconds = reduce(add, seconds, self.busy_seconds)  # the same, however they are grouped
         self.gaps.add_steps(seconds, self._aside.size)
         self._aside.advance(steps, now)
-        if not self._door:
+        if not self._keeps_aside():
             self._aside.give_back()
         if self.scheduler.has_events:
             self._passengers.take_in_events()

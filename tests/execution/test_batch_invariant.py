@@ -62,7 +62,8 @@ def check_all_batches(loaded: LoadedModel, **options: object) -> None:
     assert together == alone
     chunked = start_engine(loaded, config(**options, max_batch_tokens=19, max_batch_requests=6)).engine
     assert answers(chunked, asked)[0] == alone
-    cramped = start_engine(loaded, config(**options | {"kv_memory": 2**16}, max_batch_requests=8)).engine
+    memory = 2**14 * loaded.model.dtype.itemsize
+    cramped = start_engine(loaded, config(**options | {"kv_memory": memory}, max_batch_requests=8)).engine
     again, preemptions = answers(cramped, asked)
     assert preemptions > 0, "nobody was computed a second time"
     assert again == alone

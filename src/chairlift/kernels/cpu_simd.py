@@ -147,7 +147,8 @@ class _Operands(NamedTuple):
 
 
 def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Operands) -> None:
-    """One instruction multiplies four pairs of each lane and adds them to its sum."""
+    """One instruction multiplies four pairs of each lane and adds them to its sum. With several rows that takes about
+    as long as reading the weights, so the next tile's are asked for meanwhile: else one would wait for the other."""
     lanes = 16 if isa is VNNI_512 else 8
     words, numbers = ir.VectorType(I32, lanes), ir.VectorType(I8, 4 * lanes)
     # LLVM 22 changed the type of the operands.
@@ -161,6 +162,7 @@ def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Op
         for part in parts
     ]
     width = len(addresses)
+    next_tile = b.mul(of.panel_stride, I64(isa.panels))
     zero = ir.Constant(words, None)
     total = [[cgutils.alloca_once_value(b, zero) for _ in addresses] for _ in range(rows)]
     for place in range(rows * width):
@@ -173,6 +175,9 @@ def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Op
         with cgutils.for_range(b, I64(SPAN // GROUP)) as loop:
             group = b.add(b.mul(span.index, I64(SPAN // GROUP)), loop.index)
             columns = [_load(b, b.add(address, b.mul(group, I64(64))), operand, 1) for address in addresses]
+            if rows > 1:  # one row is done with a tile before the next could come
+                for address in addresses:
+                    _prefetch(b, b.add(b.add(address, b.mul(group, I64(64))), next_tile))
             for row in range(rows):
                 address = b.add(b.add(of.left, b.mul(of.left_stride, I64(row))), b.mul(group, I64(GROUP)))
                 four = b.bitcast(_splat(b, _load(b, address, I32, 1), lanes), operand)
@@ -362,16 +367,20 @@ def prefetcher(writing: bool) -> Any:
     @intrinsic
     def prefetch(_: Any, address: Any) -> Any:
         def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
-            pointer = I8.as_pointer()
-            signature = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-            function = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
-            nearness = I32(3 if writing else 2)
-            b.call(function, [b.inttoptr(args[0], pointer), I32(int(writing)), nearness, I32(1)])
+            _prefetch(b, args[0], writing=writing)
             return context.get_dummy_value()
 
         return types.void(types.intp), generate
 
     return prefetch
+
+
+def _prefetch(b: ir.IRBuilder, address: ir.Value, *, writing: bool = False) -> None:
+    """To the first-level cache what is to be written, and else to the second, which is large enough for a tile."""
+    pointer = I8.as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
+    b.call(function, [b.inttoptr(address, pointer), I32(int(writing)), I32(3 if writing else 2), I32(1)])
 
 
 prefetch, prefetch_to_write = prefetcher(writing=False), prefetcher(writing=True)

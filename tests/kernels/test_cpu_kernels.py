@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
+from chairlift.execution.speculate import MAX_DRAFTS
 from chairlift.kernels import cpu_simd
-from chairlift.kernels.cpu_decoder import rounded_linear
+from chairlift.kernels.cpu_attention import FEW, Cache, Score, split_work
+from chairlift.kernels.cpu_decoder import attend_layer, rounded_linear
 from chairlift.kernels.cpu_int8 import PackedWeight, Rows, round_row
 from chairlift.kernels.cpu_math import exp, narrow, widen
 from chairlift.kernels.cpu_simd import AVX2, GROUP, PANEL, PLAIN, SPAN, VNNI_256, VNNI_512, InstructionSet, int8_tile
-from chairlift.kernels.cpu_threads import Team, claim, meet
+from chairlift.kernels.cpu_threads import Team, claim, meet, the_team
 
 torch = pytest.importorskip("torch")
 
@@ -269,3 +271,27 @@ def test_a_square_of_either_type_is_transposed(kind: Any) -> None:
     expected = numbers if kind is np.float32 else (source.astype(np.uint32) << 16).view(np.float32)
     assert np.array_equal(target[:, :16], expected[:, :16].T)
     assert (target[:, 16:] == 0).all()
+
+
+def test_a_token_and_its_drafts_come_out_as_each_would_alone() -> None:
+    """Else a guess would change what comes after it, right or wrong."""
+    assert 1 + max(MAX_DRAFTS.values()) <= FEW
+    random = np.random.default_rng(3)
+    heads, kv_heads, head_dim, before = 6, 2, 16, 250  # so that some rows come in two pieces, and some in one
+    keys, values = random.normal(size=(2, 20, 16, kv_heads, head_dim)).astype(np.float32)
+    cache = Cache(keys, values, random.permutation(20).astype(np.int32)[None])
+    q = random.normal(size=(FEW, heads, head_dim)).astype(np.float32)
+    k, v = random.normal(size=(2, FEW, kv_heads, head_dim)).astype(np.float32)
+    positions = before + np.arange(FEW)
+    slots = cache.tables[0, positions // 16].astype(np.int64) * 16 + positions % 16
+
+    def attend(rows: slice) -> np.ndarray:
+        out = np.empty_like(q[rows])
+        first, last = positions[rows][0], positions[rows][-1] + 1
+        work = split_work(np.array([0, len(out)]), np.array([first]), np.array([last]), heads, head_dim)
+        how = Score(np.float32(0.25), 0, np.float32(0.0))
+        the_team().run(attend_layer, q[rows], k[rows], v[rows], slots[rows], cache, work, how, out)
+        return out
+
+    together = attend(slice(0, FEW))
+    assert np.array_equal(together, np.concatenate([attend(slice(row, row + 1)) for row in range(FEW)]))

@@ -58,7 +58,7 @@ def test_ngram_at_every_batch_size(tiny: LoadedModel, count: int) -> None:
     few_words = dict.fromkeys(range(5, 9), 100.0)
     work = [(prompt, GREEDY.clone(max_tokens=32, logit_bias=few_words)) for prompt, _ in uneven_work(count)]
     plain = run(start(tiny, kv_memory="8MiB"), work)
-    fast = run(start(tiny, kv_memory="8MiB", speculate="ngram", draft_length=4), work)
+    fast = run(start(tiny, kv_memory="8MiB", speculate="ngram", draft_length=15 if count == 5 else 4), work)
     same(plain, fast)
     assert fast.accepted > count  # with so few words to say, it repeats itself
     assert fast.steps < plain.steps
@@ -162,7 +162,8 @@ def test_the_offline_api_speculates(folder: Path) -> None:
         ({"speculate": "draft:"}, "speculate"),
         ({"speculate": 3}, "speculate"),
         ({"speculate": "ngram", "draft_length": 0}, "draft_length"),
-        ({"speculate": "ngram", "draft_length": 8}, "draft_length"),
+        ({"speculate": "ngram", "draft_length": 16}, "draft_length"),
+        ({"speculate": "layers:1", "draft_length": 8}, "draft_length"),
         ({"draft_length": 3}, "draft_length"),
     ],
 )

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from chairlift.core.cost_model import CostModel
 from chairlift.core.draft_length import AdaptiveLength, DraftLength, FixedLength
+from chairlift.core.ngram import NgramProposer
 from chairlift.core.request import Request
 from chairlift.core.speculation import Proposer, Speculation, Wanted
 from chairlift.errors import InvalidParameter
 from chairlift.execution.structured import StructuredOutput
 
-MAX_DRAFTS = 7  # with the token before them they are a chunk that attention treats as a decode
+# By kind. With the token before them they are a chunk that attention treats as a decode.
+MAX_DRAFTS = {"ngram": NgramProposer.max_length, "layers": 7, "draft": 7}
 CHOICES = "ngram, layers:N or draft:PATH"
 
 
@@ -37,14 +39,21 @@ class Speculate:
 
 
 def check_speculate(speculate: str | None, draft_length: int | None) -> None:
-    if speculate is not None:
-        Speculate.parse(speculate)
+    if speculate is None:
+        if draft_length is not None:
+            raise InvalidParameter("draft_length", "only goes with speculate")
+        return
+    most = MAX_DRAFTS[Speculate.parse(speculate).kind]
     if draft_length is None:
         return
-    if speculate is None:
-        raise InvalidParameter("draft_length", "only goes with speculate")
-    if isinstance(draft_length, bool) or not isinstance(draft_length, int) or not 1 <= draft_length <= MAX_DRAFTS:
-        raise InvalidParameter("draft_length", f"must be an integer from 1 to {MAX_DRAFTS}, got {draft_length!r}")
+    if isinstance(draft_length, bool) or not isinstance(draft_length, int) or not 1 <= draft_length <= most:
+        problem = f"must be an integer from 1 to {most} with {speculate!r:.100}, got {draft_length!r}"
+        raise InvalidParameter("draft_length", problem)
+
+
+def most_drafts(speculate: str | None, draft_length: int | None) -> int:
+    """That a request may get in one step."""
+    return 0 if speculate is None else draft_length or MAX_DRAFTS[Speculate.parse(speculate).kind]
 
 
 def make_speculation(

@@ -19,7 +19,7 @@ from chairlift.kernels.cpu_threads import claim
 
 # New tokens of a sequence up to which they are computed row by row. A token and its drafts are no more than that, so
 # that each comes out as it would alone: tiles add up in another order.
-FEW = 8
+FEW = 16
 QUERIES = 64  # tokens of a tile
 KEYS = F32_COLUMNS  # positions of a tile
 PIECE = 256  # positions of a row that one thread goes through; always the same, so that a row is summed in one order

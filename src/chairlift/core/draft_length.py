@@ -29,6 +29,8 @@ _WEIGHT_OF_OTHERS = 3.0  # what is known of all requests counts like so many dra
 _SURPLUS = 1.25  # a draft must promise more than it costs: both are estimates
 _PROBE_EVERY = 24  # a request whose drafts were wrong too often gets one again after so many steps
 _LEARNING = 20  # steps before the cost model is believed
+_FIRST_TRY = 3  # drafts of a request in the first step of its size that has any; later ones may have more and more
+_AT_MOST = 5.0  # times what a token costs: drafts cost more, but a clock may err
 _SURE = 0.98  # no draft is more certain than that
 
 
@@ -69,7 +71,13 @@ class DraftLength(Protocol):
 
     def learn(self, request_id: str, proposed: int, accepted: int) -> None: ...
     def observe(
-        self, num_requests: int, guessed: bool, num_accepted: int, seconds: float, catching_up: float = 0.0
+        self,
+        num_requests: int,
+        guessed: bool,
+        num_accepted: int,
+        seconds: float,
+        catching_up: float = 0.0,
+        num_drafts: int = 0,
     ) -> None:
         """A step that carried nothing but decodes and drafts took so long, with the time for guessing if it had any,
         of which some went into catching up."""
@@ -102,9 +110,15 @@ class FixedLength:
         pass
 
     def observe(
-        self, num_requests: int, guessed: bool, num_accepted: int, seconds: float, catching_up: float = 0.0
+        self,
+        num_requests: int,
+        guessed: bool,
+        num_accepted: int,
+        seconds: float,
+        catching_up: float = 0.0,
+        num_drafts: int = 0,
     ) -> None:
-        self._payoff.observe(num_requests, guessed, num_accepted, seconds, catching_up)
+        self._payoff.observe(num_requests, guessed, num_accepted, seconds, catching_up, num_drafts)
 
     def forget(self, request_id: str) -> None:
         pass
@@ -131,7 +145,9 @@ class AdaptiveLength:
     ) -> Sequence[int]:
         decodes = [chunk for chunk in chunks if chunk.decodes]
         threshold = self._threshold(len(candidates), decodes, proposer)
-        lengths = [self._length(request, kind, threshold, proposer.max_length) for request, kind in candidates]
+        tried = self._payoff.slope(len(decodes)).count
+        most = min(proposer.max_length, _FIRST_TRY + tried)
+        lengths = [self._length(request, kind, threshold, most) for request, kind in candidates]
         for (request, kind), length in zip(candidates, lengths, strict=True):
             if length:
                 self._kind[request.id] = kind
@@ -166,6 +182,8 @@ class AdaptiveLength:
             return FIRST_GUESS**3  # enough drafts to learn what they cost
         more = replace(step, decode_tokens=step.decode_tokens + num_candidates)
         marginal = (self._cost.predict(more) - seconds) / num_candidates
+        measured = self._payoff.slope(len(decodes)).value or 0.0
+        marginal = max(marginal, min(measured, _AT_MOST * marginal))
         marginal += proposer.seconds(num_candidates, 1) / num_candidates
         return _SURPLUS * marginal * len(decodes) / seconds
 
@@ -176,9 +194,15 @@ class AdaptiveLength:
         self._own.setdefault(request_id, {}).setdefault(kind, Acceptance()).add(judged, accepted, _MEMORY)
 
     def observe(
-        self, num_requests: int, guessed: bool, num_accepted: int, seconds: float, catching_up: float = 0.0
+        self,
+        num_requests: int,
+        guessed: bool,
+        num_accepted: int,
+        seconds: float,
+        catching_up: float = 0.0,
+        num_drafts: int = 0,
     ) -> None:
-        self._payoff.observe(num_requests, guessed, num_accepted, seconds, catching_up)
+        self._payoff.observe(num_requests, guessed, num_accepted, seconds, catching_up, num_drafts)
 
     @property
     def speedup(self) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 _GAIN = 0.15  # of the latest step in a mean; the first ones count equally
 _ENOUGH = 6  # steps that say something
+_MANY, _ENOUGH_OF_MANY = 8, 3  # requests, whose steps are long and full of them: so few say as much
 # How many guesses of a request are right is luck from step to step, which evens out over the requests of a batch or,
 # where those are few, over more steps. So one request alone is judged by more steps than many are.
 _GAIN_PER_REQUEST = 0.03
@@ -20,6 +21,8 @@ _REFRESH = 48  # steps with drafts after which one without tells whether the com
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 2048  # steps
 _OUTLIER = 3.0
 _WORTHWHILE = 0.97  # drafts that save less are not worth what trying them costs
+_FORGIVING = 0.998
+_TELLING = 0.25  # a deviation of so much of the mean makes a slope
 
 
 @dataclass(slots=True)
@@ -44,18 +47,51 @@ class Pace:
 
 
 @dataclass(slots=True)
+class DraftSlope:
+    """What one more draft adds to a step that has some: the slope of a line through such steps. What a step takes
+    longer for having any drafts at all is no part of it."""
+
+    value: float | None = None  # seconds; None as long as steps differ too little to tell
+    count: int = 0
+    drafts: float = 0.0  # per step
+    seconds: float = 0.0
+    _spread: float = 0.0  # mean of (drafts - their mean)²
+    _together: float = 0.0  # and of that times (seconds - their mean)
+
+    def add(self, drafts: int, seconds: float) -> None:
+        self.count += 1
+        if self.count > _ENOUGH:
+            seconds = min(seconds, _OUTLIER * self.seconds)
+        gain = max(_GAIN, 1 / self.count)
+        more_drafts, more_seconds = drafts - self.drafts, seconds - self.seconds
+        self.drafts += gain * more_drafts
+        self.seconds += gain * more_seconds
+        self._spread = (1 - gain) * (self._spread + gain * more_drafts**2)
+        self._together = (1 - gain) * (self._together + gain * more_drafts * more_seconds)
+        if self.count >= _ENOUGH and self._spread > (_TELLING * self.drafts) ** 2:
+            self.value = max(0.0, self._together / self._spread)
+
+    def forgive(self) -> None:
+        """A step without drafts: they may not be chosen because of what is said here, and it may be wrong."""
+        if self.value is not None:
+            self.value *= _FORGIVING
+
+
+@dataclass(slots=True)
 class _Batch:
     """Steps of one size."""
 
     plain: Pace = field(default_factory=Pace)  # without drafts
     drafted: Pace = field(default_factory=Pace)
+    slope: DraftSlope = field(default_factory=lambda: DraftSlope())
     pause: int = 0  # steps without drafts left
     next_pause: int = _FIRST_PAUSE
     since_plain: int = 0
 
     def loses(self, num_requests: int) -> bool:
         """Whether drafts do not pay, as far as that can be said already."""
-        if self.plain.count < _ENOUGH or self.drafted.count < _ENOUGH:
+        enough = _ENOUGH if num_requests < _MANY else _ENOUGH_OF_MANY
+        if self.plain.count < _ENOUGH or self.drafted.count < enough:
             return False
         ratio = self.drafted.value / self.plain.value
         return ratio > (_WORTHWHILE if self.drafted.count * num_requests >= _ENOUGH_REQUESTS else _CLEAR_LOSS)
@@ -79,8 +115,18 @@ class DraftPayoff:
             return False
         return batch.plain.count >= _ENOUGH and batch.since_plain < _REFRESH
 
+    def slope(self, num_requests: int) -> DraftSlope:
+        """What drafts add to a step of about so many requests: more than tokens of a prompt, for each is scored."""
+        return self._batches.setdefault(num_requests.bit_length(), _Batch()).slope
+
     def observe(
-        self, num_requests: int, guessed: bool, num_accepted: int, seconds: float, catching_up: float = 0.0
+        self,
+        num_requests: int,
+        guessed: bool,
+        num_accepted: int,
+        seconds: float,
+        catching_up: float = 0.0,
+        num_drafts: int = 0,
     ) -> None:
         """A step that only decoded took so long, and `guessed` whether any of it went into drafts.
 
@@ -91,9 +137,12 @@ class DraftPayoff:
         if guessed:
             batch.drafted.add(seconds - catching_up, tokens, min(_GAIN, _GAIN_PER_REQUEST * num_requests))
             batch.since_plain += 1
+            if num_drafts:
+                batch.slope.add(num_drafts, seconds - catching_up)
         elif not catching_up:
             batch.plain.add(seconds, tokens)
             batch.since_plain = 0
+            batch.slope.forgive()
         if batch.plain.count:
             self._note_speedup(tokens * batch.plain.value, seconds)
         if not guessed:

@@ -133,7 +133,9 @@ class Speculation:
         if all(chunk.decodes for chunk in plan.chunks):
             accepted = sum(result.accepted.values())
             guessed = waited or plan.num_drafts > 0 or plan.guess_seconds > plan.catch_up_seconds
-            self.length.observe(len(plan.chunks), guessed, accepted, seconds, plan.catch_up_seconds)
+            self.length.observe(
+                len(plan.chunks), guessed, accepted, seconds, plan.catch_up_seconds, num_drafts=plan.num_drafts
+            )
         return seconds - plan.guess_seconds
 
     @property

@@ -27,13 +27,14 @@ def bench_speculation(
     scenarios: Annotated[str, typer.Option(help="What to ask for.")] = "extraction,code-edit,quotes,chat",
     batches: Annotated[str, typer.Option(help="How many requests at once.")] = "1,4,16,64",
     tokens: Annotated[int, typer.Option(help="Tokens that each request generates.")] = 64,
-    rounds: Annotated[int, typer.Option(help="How often each engine takes its turn.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often each engine gets all requests.")] = 3,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
 ) -> None:
     """Tokens per second with and without speculation, on text that repeats its prompt and on text that does not.
 
-    The same requests go through all engines in turns, so that what else the
-    machine does meanwhile meets all of them. Outputs are compared, too.
+    The same requests go through all engines in turns (on a CPU, step by step),
+    so that what else the machine does meanwhile meets all of them. One engine
+    without guesses runs twice: the difference is noise. Outputs are compared.
     """
     from chairlift.bench.engines import EngineMaker
     from chairlift.bench.speculation import SpeculationSettings, compare_speculation, parse_names
@@ -65,7 +66,7 @@ def bench_speculation(
 def show_speculation(points: Sequence[SpeculationPoint]) -> None:
     show_table(
         "Speculation",
-        ["", "Batch", "Guesses", "Output\ntokens/s", "Times\nas fast", "Accepted", "Length", "Same\noutput"],
+        ["", "Batch", "Guesses", "Output\ntokens/s", "Times\nas fast", "Rounds", "Accepted", "Length", "Same\noutput"],
         (
             [
                 point.scenario,
@@ -73,11 +74,13 @@ def show_speculation(points: Sequence[SpeculationPoint]) -> None:
                 point.proposer,
                 f"{point.row()['output_tokens_per_s']:,.1f}",
                 f"{point.speedup:.2f}",
+                f"{min(point.speedups):.2f} to {max(point.speedups):.2f}",
                 "" if point.acceptance is None else f"{point.acceptance:.0%}",
                 "" if point.mean_accepted is None else f"{point.mean_accepted:.2f}",
                 "yes" if point.same_output else "no",
             ]
             for point in points
         ),
-        "Accepted: share of the guesses that were right. Length: right guesses per verification",
+        "Times as fast: the median of the rounds. Accepted: share of the guesses that were right. "
+        "Length: right guesses per verification",
     )

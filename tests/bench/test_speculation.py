@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from chairlift.bench import speculation
 from chairlift.bench.engines import EngineMaker
-from chairlift.bench.speculation import PLAIN, SpeculationSettings, compare_speculation
+from chairlift.bench.speculation import PLAIN, TWIN, SpeculationSettings, compare_speculation
 from chairlift.bench.speculation_texts import SCENARIOS
 from chairlift.cli import app
 from chairlift.errors import InvalidParameter
@@ -28,21 +29,45 @@ def test_a_model_that_guesses_itself_is_right_and_takes_fewer_steps(folder: Path
         proposers=(f"draft:{folder}",), scenarios=("chat",), batches=(1, 3), tokens=16, rounds=2, draft_length=3
     )
     points = compare_speculation(maker, settings)
-    assert [(point.batch, point.proposer == PLAIN) for point in points] == [
-        (1, True),
-        (1, False),
-        (3, True),
-        (3, False),
+    assert [(point.batch, point.proposer) for point in points] == [
+        (batch, name) for batch in (1, 3) for name in (PLAIN, TWIN, f"draft:{folder}")
     ]
-    for plain, fast in zip(points[::2], points[1::2], strict=True):
+    for plain, twin, fast in zip(points[::3], points[1::3], points[2::3], strict=True):
+        assert plain.speedups == [1.0, 1.0]
+        assert twin.steps == plain.steps
         row: dict[str, Any] = fast.row()
         assert row["same_output"]
         assert row["acceptance"] == 1.0
         assert row["acceptance_by_place"] == [1.0, 1.0, 1.0]
         assert 2.5 < row["mean_accepted_length"] <= 3.0
         assert fast.steps < plain.steps / 2
-        assert len(row["output_tokens_per_s_rounds"]) == 2
+        assert len(row["output_tokens_per_s_rounds"]) == len(row["speedup_rounds"]) == 2
         assert plain.row()["acceptance"] is None
+
+
+def test_no_engine_gets_ahead_of_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that make several tokens at once wait for the others, so that noise meets the same tokens of all."""
+    maker = EngineMaker.load(str(folder), {"device": "cpu", "kv_memory": "8MiB"})
+    settings = SpeculationSettings(
+        proposers=(f"draft:{folder}",), scenarios=("chat",), batches=(2,), tokens=16, rounds=1, draft_length=3
+    )
+    ahead = []
+    take_turns = speculation._take_turns
+
+    def watched(runs: list[Any]) -> None:
+        step = speculation._Run.step
+
+        def note(run: Any) -> None:
+            step(run)
+            ahead.append(run.num_tokens - min(other.num_tokens for other in runs if not other.done or other is run))
+
+        monkeypatch.setattr(speculation._Run, "step", note)
+        take_turns(runs)
+        monkeypatch.setattr(speculation._Run, "step", step)
+
+    monkeypatch.setattr(speculation, "_take_turns", watched)
+    compare_speculation(maker, settings)
+    assert 2 < max(ahead) <= 2 * (1 + 3), "at most what one step makes: two requests, three drafts each"
 
 
 def test_the_command_writes_what_it_shows(folder: Path, tmp_path: Path) -> None:
@@ -53,7 +78,7 @@ def test_the_command_writes_what_it_shows(folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["bench"] == "speculation"
-    assert [row["proposer"] for row in report["rows"]] == [PLAIN, "ngram"]
+    assert [row["proposer"] for row in report["rows"]] == [PLAIN, TWIN, "ngram"]
     assert all(row["same_output"] for row in report["rows"])
     assert "quotes" in (tmp_path / "out.svg").read_text()
 
@@ -69,6 +94,7 @@ def test_no_two_requests_of_a_batch_are_the_same() -> None:
         ({"scenarios": ("poetry",)}, "scenarios"),
         ({"batches": (0,)}, "batches"),
         ({"proposers": (PLAIN,)}, "proposers"),
+        ({"proposers": (TWIN,)}, "proposers"),
         ({"tokens": 0}, "tokens"),
         ({"rounds": 0}, "rounds"),
     ],

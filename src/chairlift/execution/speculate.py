@@ -51,8 +51,8 @@ def check_speculate(speculate: str | None, draft_length: int | None) -> None:
         raise InvalidParameter("draft_length", problem)
 
 
-def most_drafts(speculate: str | None, draft_length: int | None) -> int:
-    """That a request may get in one step."""
+def drafts_per_request(speculate: str | None, draft_length: int | None) -> int:
+    """At most, in one step."""
     return 0 if speculate is None else draft_length or MAX_DRAFTS[Speculate.parse(speculate).kind]
 
 

@@ -31,7 +31,7 @@ from chairlift.execution.host_blocks import HostBlocks, num_host_slots
 from chairlift.execution.kv_dtype import check_kv_dtype, kv_dtype
 from chairlift.execution.memory import MemoryPlan, allocate_storage, format_bytes, plan_memory
 from chairlift.execution.runner import ModelRunner
-from chairlift.execution.speculate import make_speculation, most_drafts
+from chairlift.execution.speculate import drafts_per_request, make_speculation
 from chairlift.execution.structured import StructuredOutput
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.read_ahead import read_ahead
@@ -196,7 +196,7 @@ def _make_scheduler(
     speculation: Speculation | None,
 ) -> Scheduler:
     prompts = config.prefill_tokens()
-    drafts = most_drafts(config.speculate, config.draft_length)
+    drafts = drafts_per_request(config.speculate, config.draft_length)
     forecast = WorkForecast(cost_model, prompts, most_per_step=1 + drafts)
     ordering = config.make_ordering()
     return Scheduler(

@@ -136,9 +136,9 @@ def test_one_who_finds_all_its_tokens_in_the_cache_again_decodes_at_once() -> No
     """It was preempted, and is alone in the queue: that is a decode, not a prompt, also where the leap does it."""
     gaps = []
     for leaps in (False, True):
-        replica = make_replica(leaps=leaps, num_blocks=12, caching=True, budget=300)
-        outcome = simulate(arrivals(60, rate=1000.0, seed=327000, shared=True), [replica], make_router("round-robin"))
-        gaps.append(sorted(outcome.gaps))
+        replicas = [make_replica(leaps=leaps, num_blocks=12, caching=True, budget=300) for _ in range(2)]
+        coming = arrivals(60, rate=1000.0, seed=327000, shared=True)
+        gaps.append(sorted(simulate(coming, replicas, make_router("prefix-affine")).gaps))
     assert gaps[0] == gaps[1]
 
 

@@ -202,7 +202,7 @@ def test_a_flood_of_requests_does_not_board_beyond_the_target(seed: int) -> None
     assert max(shape.decode_tokens for shape, _ in free.steps) == 64
     assert percentile(free.gaps(), 0.99) > 1.2 * 0.12
     assert percentile(bound.gaps(), 0.99) <= 1.2 * 0.12
-    assert 20 < max(shape.decode_tokens for shape, _ in bound.steps) < 40
+    assert 16 < max(shape.decode_tokens for shape, _ in bound.steps) < 40  # with 16 prompt tokens, 19 would take 120 ms
     assert len(bound.times) == 120
 
 

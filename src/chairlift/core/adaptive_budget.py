@@ -22,6 +22,7 @@ _LEAST_CHUNK = 4  # prompts always get this much: they must not starve
 _ROOM_FOR_PROMPTS = 16  # seats are given out so that prompts still get this much inside the target
 _FIRST_CHUNK, _FIRST_SEATS = 32, 4  # while nothing is known; both may double with each step observed
 _KNEE = 0.95  # of the highest throughput
+_TAIL_ALLOWANCE = 1.05  # of the target may be taken by a step that is late as few are; the few stay within 1.2 or so
 _MOST_CAUTION = 0.5  # of the target, at least so much is planned for, however often steps are late
 _LOOK_AHEAD = 64  # of the queue, so many are checked against target_ttft_ms
 
@@ -173,8 +174,8 @@ class LatencyBudget(_AdaptiveBudget):
         return sizes[0], LimitReason.FLOOR if alone > target else LimitReason.TPOT
 
     def _caution(self) -> float:
-        """The share of the target to plan for, so that only the slowest fiftieth of the steps takes longer than it."""
-        return max(_MOST_CAUTION, 1.0 / self._cost.tail)
+        """The share of the target to plan for: less than all of it where steps often take longer than predicted."""
+        return max(_MOST_CAUTION, min(1.0, _TAIL_ALLOWANCE / self._cost.tail))
 
     def _smallest_in_time(self, forecast: StepForecast, load: Load) -> tuple[int, LimitReason]:
         assert self._ttft is not None

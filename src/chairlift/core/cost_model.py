@@ -11,6 +11,7 @@ share what they read.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from operator import mul
@@ -28,9 +29,11 @@ _MEMORY = 0.999  # and kinds that no longer occur fade over about 1,000 steps
 _SWEEPS = 4
 _OUTLIER = 3.0  # a step this many typical errors off counts less, in proportion
 _SMALLEST_ERROR = 0.02  # errors below this are never outliers
-_TAIL = 0.98
-_PACE_GAIN, _PACE_STEP = 0.1, 0.3  # of the last step's error, so much corrects the pace; never more than so much of it
-_SETTLED = 20  # steps after which an error says more about the machine than about the coefficients
+_RECENT = 200  # steps among which the tail is looked for: for each 50 of them one may be slower, and one in any case
+_FIRST_TAIL = 1.25  # as long as less than 50 were seen
+_PACE_GAIN, _PACE_STEP = 0.2, 0.3  # of the last step's error, so much corrects the pace; never more than so much of it
+_PACE_MEMORY = 0.97  # a pace that lasts becomes one of 1, with coefficients to match: else both could drift apart
+_SETTLED = 8  # steps after which an error says more about the machine than about the coefficients
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,8 @@ class CostModel:
     wipe out what is known about prompts. Steps that took far longer than expected (a garbage collection, a busy
     neighbour) are given little weight, unless they become usual.
 
-    A machine that slows down or speeds up as a whole is followed within some ten steps by a common factor, the pace.
+    A machine that slows down or speeds up as a whole is followed within some five steps by a common factor, the pace.
+    What no prediction can foresee is the `tail`.
     """
 
     def __init__(self, coefficients: Mapping[str, float] | None = None) -> None:
@@ -90,8 +94,10 @@ class CostModel:
         self.largest_prefill = 0  # most prompt tokens of any step observed
         self.largest_decode = 0
         self.error = 0.1  # median of |measured - predicted| / predicted, lately
-        self.tail = 1.0  # 98th percentile of measured / predicted, lately
         self._pace = 1.0
+        # Measured / predicted, to begin with as if two of fifty steps had been slow.
+        self._lateness = deque([1.0] * 48 + [1.0 if coefficients else _FIRST_TAIL] * 2, maxlen=_RECENT)
+        self._was_late = False
         self._weights = [0.0] * len(FEATURES)
         self._strata: dict[tuple[int, int], _Stratum] = {}
         self._moments = _no_moments()  # those of all strata, added up
@@ -103,6 +109,12 @@ class CostModel:
         """Seconds per unit of each feature; `CostModel(coefficients)` predicts the same."""
         return {name: self._pace * weight for name, weight in zip(FEATURES, self._weights, strict=True)}
 
+    @property
+    def tail(self) -> float:
+        """The factor by which only the slowest fiftieth of the steps with prompts and decodes misses its prediction."""
+        slower = 1 + len(self._lateness) // 50
+        return max(1.0, sorted(self._lateness)[-slower])
+
     def predict(self, shape: StepShape) -> float:
         """Seconds; 0 as long as nothing is known."""
         return self._pace * sum(map(mul, self._weights, shape.features()), 0.0)
@@ -112,7 +124,7 @@ class CostModel:
         if not (math.isfinite(seconds) and seconds > 0):
             return  # a clock that stands still or jumps teaches nothing
         predicted = self.predict(shape)
-        trust = self._note_error(seconds / predicted) if predicted > 0 else 1.0
+        trust = self._note_error(shape, seconds / predicted) if predicted > 0 else 1.0
         self.num_observed += 1
         self.largest_prefill = max(self.largest_prefill, shape.prefill_tokens)
         self.largest_decode = max(self.largest_decode, shape.decode_tokens)
@@ -123,16 +135,25 @@ class CostModel:
         self._remember(shape, [scale * one * other for one in row for other in target])
         self._fit()
 
-    def _note_error(self, ratio: float) -> float:
+    def _note_error(self, shape: StepShape, ratio: float) -> float:
         """Keep track of how far off predictions are, and of the pace; return how far to trust this one step."""
         error = abs(ratio - 1)
         trust = min(1.0, _OUTLIER * max(self.error, _SMALLEST_ERROR) / error) if error else 1.0
-        # Quantiles are followed by small multiplicative steps, so that one outlier counts once whatever its size.
+        # The median is followed by small multiplicative steps, so that one outlier counts once whatever its size.
         self.error = max(1e-4, self.error * (1.05 if error > self.error else 1 / 1.05))
         if self.num_observed >= _SETTLED:
-            self.tail = max(1.0, self.tail * (1 + 0.04 * (_TAIL if ratio > self.tail else _TAIL - 1)))
-            self._pace *= math.exp(_PACE_GAIN * max(-_PACE_STEP, min(math.log(ratio), _PACE_STEP)))
+            if shape.prefill_tokens and shape.decode_tokens:  # as are those that a budget sizes for a target
+                self._note_lateness(ratio)
+            way = _PACE_GAIN * max(-_PACE_STEP, min(math.log(ratio), _PACE_STEP))
+            self._pace = (self._pace * math.exp(way)) ** _PACE_MEMORY
         return trust
+
+    def _note_lateness(self, ratio: float) -> None:
+        """A burst of late steps counts once: the pace is there to follow what lasts."""
+        late = ratio > self.tail
+        if not (late and self._was_late):
+            self._lateness.append(ratio)
+        self._was_late = late
 
     def _remember(self, shape: StepShape, moments: list[float]) -> None:
         key = shape.prefill_tokens.bit_length(), shape.decode_tokens.bit_length()

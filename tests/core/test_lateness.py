@@ -1,0 +1,77 @@
+"""Targets on a machine with busy neighbours: what cannot be predicted is planned for, and what is over is forgotten."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from chairlift.core.cost_model import CostModel, StepShape, chunk_kv
+from tests.core.test_adaptive_budget import percentile, serve
+from tests.core.test_cost_model import SHAPE
+from tests.core.timed import Noise, cpu_like, jitter
+
+
+def neighbours(seed: int) -> Noise:
+    """A speed that wanders by a tenth or so and stays for some steps; besides, every fourth step is late by some."""
+    source, level = random.Random(seed), 0.0
+
+    def one() -> float:
+        nonlocal level
+        level = 0.8 * level + source.gauss(0, 0.06)
+        late = source.expovariate(1 / 0.12) if source.random() < 0.25 else 0.0
+        return math.exp(level + source.gauss(0, 0.04) + late)
+
+    return one
+
+
+def settled(seed: int = 0) -> CostModel:
+    cost, noise = CostModel(), jitter(seed, pauses=0)
+    for _ in range(300):
+        cost.observe(SHAPE, cpu_like(SHAPE) * noise())
+    return cost
+
+
+def test_a_target_is_kept_beside_busy_neighbours_with_the_throughput_of_the_best_fixed_chunk() -> None:
+    adaptive = serve(neighbours(1), target_tpot_ms=250)
+    assert percentile(adaptive.gaps("run"), 0.99) <= 1.2 * 0.25
+    rivals = [serve(neighbours(1), budget="fixed", cap=chunk) for chunk in (16, 32, 48, 64)]
+    valid = [one.busy_tokens_per_second() for one in rivals if percentile(one.gaps("run"), 0.99) <= 1.2 * 0.25]
+    assert adaptive.busy_tokens_per_second() >= 0.95 * max(valid)
+
+
+def test_a_burst_does_not_make_it_timid() -> None:
+    cost = settled()
+    before = cost.tail
+    for _ in range(10):
+        cost.observe(SHAPE, 3 * cpu_like(SHAPE))
+    assert cost.tail <= 1.1 * before
+
+
+def test_steps_that_are_late_again_and_again_are_planned_for() -> None:
+    cost = settled()
+    assert cost.tail < 1.2
+    for number in range(200):
+        cost.observe(SHAPE, (1.6 if number % 20 == 0 else 1.0) * cpu_like(SHAPE))
+    assert cost.tail > 1.5
+    for _ in range(200):
+        cost.observe(SHAPE, cpu_like(SHAPE))
+    assert cost.tail < 1.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_when_a_fight_for_the_machine_is_over_larger_chunks_are_not_shunned(seed: int) -> None:
+    """From the first step on, half of the steps take three to five times as long; only then is it quiet."""
+    cost, source, quiet = CostModel(), random.Random(seed), jitter(seed, pauses=0)
+    for number in range(500):
+        chunk = source.randint(4, 40)
+        shape = StepShape(8, chunk, 8 * 300, chunk_kv(source.randint(0, 1000), chunk), 9)
+        cost.observe(shape, cpu_like(shape) * (source.choice([1, 1, 3, 5]) if number < 300 else quiet()))
+    larger = StepShape(8, 80, 8 * 300, chunk_kv(500, 80), 9)
+    assert cost.predict(larger) == pytest.approx(cpu_like(larger), rel=0.2)
+
+
+def test_what_is_given_is_taken_for_exact_until_steps_say_otherwise() -> None:
+    assert CostModel().tail == 1.25
+    assert CostModel(settled().coefficients).tail == 1.0

@@ -30,7 +30,7 @@ _SURPLUS = 1.25  # a draft must promise more than it costs: both are estimates
 _PROBE_EVERY = 24  # a request whose drafts were wrong too often gets one again after so many steps
 _LEARNING = 20  # steps before the cost model is believed
 _FIRST_TRY = 3  # drafts of a request in the first step of its size that has any; later ones may have more and more
-_AT_MOST = 5.0  # times what a token costs: drafts cost more, but a clock may err
+_AT_MOST = 3.0  # times what a token costs: drafts cost more, but a clock may err
 _SURE = 0.98  # no draft is more certain than that
 
 

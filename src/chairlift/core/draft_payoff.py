@@ -18,10 +18,11 @@ _GAIN_PER_REQUEST = 0.03
 _ENOUGH_REQUESTS = 24  # requests times steps
 _CLEAR_LOSS = 1.25  # nobody waits for more steps if drafts are that bad
 _REFRESH = 48  # steps with drafts after which one without tells whether the comparison still holds
-_FIRST_PAUSE, _LONGEST_PAUSE = 64, 2048  # steps
+_FIRST_PAUSE, _LONGEST_PAUSE = 128, 2048  # steps
 _OUTLIER = 3.0
 _WORTHWHILE = 0.97  # drafts that save less are not worth what trying them costs
-_FORGIVING = 0.998
+_SLOPE_OUTLIER = 1.5  # drafts add little to a step: a slope is made of small differences
+_FORGIVING = 0.995
 _TELLING = 0.25  # a deviation of so much of the mean makes a slope
 
 
@@ -61,7 +62,7 @@ class DraftSlope:
     def add(self, drafts: int, seconds: float) -> None:
         self.count += 1
         if self.count > _ENOUGH:
-            seconds = min(seconds, _OUTLIER * self.seconds)
+            seconds = min(seconds, _SLOPE_OUTLIER * self.seconds)
         gain = max(_GAIN, 1 / self.count)
         more_drafts, more_seconds = drafts - self.drafts, seconds - self.seconds
         self.drafts += gain * more_drafts

@@ -20,11 +20,17 @@ from chairlift.execution.gpu_step import ComputedStep
 log = logging.getLogger("chairlift")
 
 MEETINGS = 2  # of a shape of nothing but decodes before it is captured at once: the next steps are likely the same
+KEPT_FREE = 2**30  # bytes, for the activations of long prompts
 MIXED_MEETINGS = 8  # of other shapes, which come and go with the prompts
 
 
 def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+def _has_room() -> bool:
+    """Whether steps that are not captured still find memory after a capture that nobody asked for."""
+    return not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] > KEPT_FREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +72,10 @@ class Graphs:
     def capture_next(self) -> bool:
         """There is time for one: of those that were missed, else of the likely ones. False if there is none left."""
         missing = [*self._met, *(shape for shape in self._likely if shape not in self._captured)]
-        if missing:
-            self.capture(missing[0])
-        return bool(missing) and not self._full
+        if not missing or self._full or not _has_room():
+            return False
+        self.capture(missing[0])
+        return True
 
     @torch.inference_mode()
     def capture(self, shape: BatchShape) -> None:

@@ -166,7 +166,7 @@ class GPURunner:
         """Which of the chunks that sample need the host."""
         wanted = self.slots.by_host[packed.slots]
         if self.drafter is not None:
-            wanted |= [self._drawn_from(chunk) is not None for chunk in packed.chunks]
+            wanted |= np.array([self._drawn_from(chunk) is not None for chunk in packed.chunks], np.bool_)
         found: list[int] = wanted.nonzero()[0].tolist()
         return found
 

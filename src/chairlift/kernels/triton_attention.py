@@ -1,11 +1,8 @@
-"""Paged attention on a GPU: one kernel for requests with a single new token, one for longer chunks.
+"""Paged attention of chunks of prompts on a GPU, and what all attention kernels share. Single tokens: triton_decode.py.
 
-Both read keys and values where they lie, through the block tables, and keep a running softmax, so that no score
-matrix is ever written. Queries that share a key head (GQA) are packed into one tile, so each key and value is loaded
-once for all of them.
-
-    decode    one program per (request, key head, split of the context); the last split to finish adds them up
-    prefill   one program per (tile of queries, key head), walking the context from its start to the diagonal
+Keys and values are read where they lie, through the block tables, with a running softmax, so that no score matrix is
+ever written. Queries that share a key head (GQA) are packed into one tile, so each key and value is loaded once for all
+of them. One program per (tile of queries, key head) walks the context from its start to the diagonal.
 
 Everything that changes from step to step is read from device memory, so a captured graph can be replayed for any
 batch that fits its grid: programs without work return at once.

@@ -260,7 +260,8 @@ class Scratch:
     """What the splits of the decode kernel hand to each other; made once per batch size, used by every layer."""
 
     def __init__(self, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        parts = rows * decode_splits(rows, num_kv_heads)
+        splits = decode_splits(rows, num_kv_heads)
+        parts = rows * splits if splits > 1 else 1  # one program alone has nobody to hand anything to
         self.partial = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
@@ -311,7 +312,7 @@ def decode_attention(
     _, block_size, kv_heads, _ = keys.shape
     splits = splits or decode_splits(rows, kv_heads)
     group = num_heads // kv_heads
-    tiling = tiling or _decode_tiling(rows, kv_heads, q.dtype)
+    tiling = tiling or _decode_tiling(rows, kv_heads, dim, q.dtype)
     pairs = 0 if fresh is None or fresh.cos is None else fresh.cos.shape[-1]
     q_norm, k_norm, eps, cos, sin = fresh or Fresh(None, None, 0.0, None, None)
     # Heads of one row run side by side, since their keys lie side by side.
@@ -351,7 +352,7 @@ def decode_attention(
         PAIRS=pairs,
         HAS_NORM=q_norm is not None,
         KV_LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
-        EARLY=tiling.early and fresh is not None,
+        EARLY=tiling.early and fresh is not None and dim * keys.element_size() % 16 == 0,  # what a prefetch wants
         AHEAD=tiling.ahead,
         SOFTCAP=softcap or 0.0,
         PRECISION=precision_for(q.dtype),
@@ -370,11 +371,13 @@ class DecodeTiling(NamedTuple):
     ahead: bool = False  # a tile's place is looked up while the one before it is computed
 
 
-def _decode_tiling(rows: int, num_kv_heads: int, dtype: torch.dtype) -> DecodeTiling:
+def _decode_tiling(rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTiling:
     """The fastest of some hundred measured on an H200: few programs want long loads, many want to fit side by side."""
     if dtype == torch.float32:
         return DecodeTiling(32, 64, 4, 3)
     programs = rows * num_kv_heads
+    if head_dim > 128 and programs <= 768:
+        return DecodeTiling(32, 256, 4, 3)  # more does not fit into the shared memory of smaller chips
     if programs <= 16:
         return DecodeTiling(64, 64, 4, 3, early=True, ahead=True)
     if programs <= 128:

@@ -1,9 +1,10 @@
 """How kernels follow each other, and what their programs compute.
 
-On Hopper and later a kernel may be set up while the one before it still runs: it says "go ahead" to its successor as
-soon as it starts, and its successor waits for it where it first needs its results. That hides most of the microsecond
-or two between kernels, of which a decode step has hundreds. What is read before the wait must be older than the
-kernel before: weights, tables, and what was written at the start of the step.
+On Hopper and later a kernel may be set up while the one before it still runs. A kernel waits for its predecessor where
+it first needs its results, and right after that says "go ahead" to its successor. That hides most of the microsecond or
+two between kernels, of which a decode step has hundreds. So while a kernel stands before its wait, only the one before
+it may still run: what is read there must be older than that one. Weights are, and tables, which the first kernel of a
+step writes, and keys and values of earlier steps.
 """
 
 from __future__ import annotations

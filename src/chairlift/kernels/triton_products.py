@@ -85,7 +85,7 @@ def _product_kernel(
     x_at = x_ptr + (m % M).to(tl.int64) * K
     if OVERLAP:
         if PREFETCH > 0 and row_block == 0:
-            size = tl.minimum(end - begin, PREFETCH) * 2
+            size = tl.maximum(tl.minimum(end - begin, PREFETCH), 0) * 2
             prefetch_rows(w_at + begin, size)
             if GATED:
                 prefetch_rows(w_at + N.to(tl.int64) * K + begin, size)
@@ -216,7 +216,8 @@ def product(
     tile = tiling.rows * tiling.columns * (2 if gated else 1)
     partial, arrived = _scratch(programs * tiling.splits * tile if tiling.splits > 1 else 1, programs, x.device)
     squares_out = None if add_to is None else torch.empty(rows, across, dtype=torch.float32, device=x.device)
-    described = tiling.described and x.is_contiguous()
+    assert x.is_contiguous()
+    described = tiling.described and reads_ahead(x.device)
     num_squares = 0 if squares is None else squares.shape[1]
     _product_kernel[(triton.cdiv(rows, tiling.rows), across, tiling.splits)](
         x,
@@ -265,6 +266,12 @@ def is_faster(rows: int, columns: int, depth: int, gated: bool) -> bool:
     if weights <= SMALL_WEIGHTS:
         return rows <= 256
     return rows <= (128 if gated else 64)
+
+
+@cache
+def reads_ahead(device: torch.device) -> bool:
+    """Whether tiles of tensors are copied by hardware of their own: from Hopper on, and for the interpreter."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache

@@ -34,7 +34,7 @@ def bench_long_context(
     shape: ShapeOptions,
     report: JsonOptions,
     model_argument: ModelArgument = None,
-    lengths: Annotated[str, typer.Option(help="Prompt tokens, with commas between them.")] = "8192,32768,131072",
+    lengths: Annotated[str, typer.Option(help="Prompt tokens, with commas between them.")] = "512,2048,8000",
     output_tokens: Annotated[int, typer.Option(help="Tokens generated after each prompt.")] = 64,
 ) -> None:
     """One long prompt at a time: how its time and memory grow, and what a token costs after it.

@@ -99,7 +99,8 @@ def stress(
     note: Note = lambda text: None,
 ) -> StressFigures:
     """Traffic for so long or so many steps, whichever is over first, and then until all of it has ended."""
-    assert __debug__, "run python without -O: the checks are assertions"
+    if not __debug__:
+        raise StressFailed("run python without -O: the checks are assertions")
     run = _Stress(loaded, config, seed)
     try:
         run.to_end(seconds, steps, note)

@@ -84,7 +84,7 @@ class _Batch:
 
     plain: Pace = field(default_factory=Pace)  # without drafts
     drafted: Pace = field(default_factory=Pace)
-    slope: DraftSlope = field(default_factory=lambda: DraftSlope())
+    slope: DraftSlope = field(default_factory=DraftSlope)
     pause: int = 0  # steps without drafts left
     next_pause: int = _FIRST_PAUSE
     since_plain: int = 0

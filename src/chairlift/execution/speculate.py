@@ -63,6 +63,9 @@ def make_speculation(
     structured: StructuredOutput | None,
     most_drafts: int | None = None,
 ) -> Speculation:
+    if draft_length is not None and draft_length > proposer.max_length:
+        problem = f"{proposer.name} guesses at most {proposer.max_length} tokens, got {draft_length}"
+        raise InvalidParameter("draft_length", problem)
     length: DraftLength = AdaptiveLength(cost) if draft_length is None else FixedLength(draft_length)
     guesser = proposer if structured is None else GrammaticalDrafts(proposer, structured)
     return Speculation(guesser, length, most_drafts)

@@ -26,6 +26,9 @@ class Progress:
         file = folder / "progress.json"
         found = json.loads(file.read_text()) if file.exists() else {}
         same = found.get("settings") == fingerprint
+        if not same:  # what other settings left must not be taken for this one's after an interruption
+            for name in ("texts.safetensors", "checkpoint.safetensors"):
+                (folder / name).unlink(missing_ok=True)
         progress = cls(folder, fingerprint, found.get("steps_done", 0) if same else 0, same)
         progress._note()
         return progress

@@ -30,7 +30,9 @@ class Texts:
         return len(self.tokens)
 
     def save(self, path: Path) -> None:
-        save_file({"tokens": self.tokens, "written": self.written, "held_out": self.held_out}, path)
+        unfinished = path.with_suffix(".new")  # an interruption leaves no half of a file
+        save_file({"tokens": self.tokens, "written": self.written, "held_out": self.held_out}, unfinished)
+        unfinished.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Texts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import math
 import time
@@ -31,6 +32,7 @@ from chairlift.training.learning import DEPTH, Lesson
 from chairlift.training.progress import Progress
 from chairlift.training.texts import Report, Texts, write_texts
 from chairlift.training.trainable_head import TrainableHead
+from chairlift.training.writer import refuse_unusual_attention
 
 # Not cuDNN's, which prepares itself for every length anew: texts that grow have a new one in every step.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -63,24 +65,27 @@ class TrainSettings:
         if not 0 < self.minutes < math.inf:
             raise InvalidParameter("minutes", f"must be above 0, got {self.minutes}")
         if not 0 <= self.seed <= MAX_SEED - self.texts:
-            raise InvalidParameter("seed", f"must be at least 0, got {self.seed}")
+            raise InvalidParameter("seed", f"must be from 0 to {MAX_SEED - self.texts}, got {self.seed}")
 
-    def fingerprint(self, model: str) -> str:
+    def fingerprint(self, model: str, prompts: Sequence[str]) -> str:
         """What must be the same for a checkpoint to be gone on with."""
         kept = {name: value for name, value in asdict(self).items() if name not in ("minutes", "device", "epochs")}
-        return json.dumps({"model": Path(model).name, "texts_version": TEXTS_VERSION} | kept, sort_keys=True)
+        asked = hashlib.sha256("\0".join(prompts).encode()).hexdigest()
+        about = {"model": Path(model).name, "texts_version": TEXTS_VERSION, "prompts": asked}
+        return json.dumps(about | kept, sort_keys=True)
 
 
 def train_draft(model: str, output: Path, settings: TrainSettings, prompts: Sequence[str], say: Report) -> Path:
     """Write texts, train on them, and save what `speculate="draft:OUTPUT"` loads. What was done before under the same
-    settings is not done again."""
+    settings is not done again: texts are not written twice, and a head that ran out of time is trained on."""
     begun = time.monotonic()
     loaded = load_model(model, EngineConfig(device=settings.device, dtype=settings.dtype))
     target = loaded.model
     if not isinstance(target, Decoder):
         raise UnsupportedModel("a draft head needs a model that runs on our own decoder, not on transformers")
+    refuse_unusual_attention(target.attention_layers)
     output.mkdir(parents=True, exist_ok=True)
-    progress = Progress.open(output, settings.fingerprint(model))
+    progress = Progress.open(output, settings.fingerprint(model, prompts))
     seconds = 60 * settings.minutes
     with sdpa_kernel(ATTENTION):
         texts = _texts(loaded, target, output, settings, prompts, progress, say, WRITING_SHARE * seconds)

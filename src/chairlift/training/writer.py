@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.base import AttentionLayer
+from chairlift.errors import UnsupportedModel
 from chairlift.models.decoder import Decoder
 
 SCORED_AT_ONCE = 1024  # texts, for scores are large
@@ -84,4 +85,4 @@ def most_rows(target: Decoder, length: int) -> int:
 
 def refuse_unusual_attention(layers: tuple[AttentionLayer, ...]) -> None:
     if any(layer.window is not None or layer.softcap is not None for layer in layers):
-        raise NotImplementedError("training on models with windowed or capped attention")
+        raise UnsupportedModel("a draft head cannot be trained for models with windowed or capped attention")

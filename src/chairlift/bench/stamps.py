@@ -50,7 +50,7 @@ class KernelStamps:
     def __init__(self) -> None:
         # The first is when the call began; number n, when they met for the n-th time. Monotonic clock, nanoseconds.
         self._times = np.zeros(MOST_STAMPS, dtype=np.int64)
-        self._kernel = _with_clock(cpu_decoder.decode_step.py_func, self._times.ctypes.data)
+        self._kernel = _with_clock(self._times.ctypes.data)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -98,8 +98,8 @@ def _write_at(_: Any, address: Any, value: Any) -> Any:
     return types.void(types.intp, types.int64), generate
 
 
-def _with_clock(kernel: FunctionType, address: int) -> Any:
-    """`kernel`, whose threads write the time of their n-th meeting to the n-th number at `address`."""
+def _with_clock(address: int) -> Any:
+    """The decoder's kernel, whose threads write the time of their n-th meeting to the n-th number at `address`."""
 
     @compiled()
     def meet_and_stamp(shared: Any, members: int) -> None:
@@ -109,5 +109,8 @@ def _with_clock(kernel: FunctionType, address: int) -> Any:
         if number < MOST_STAMPS:
             _write_at(address + 8 * number, _nanoseconds())
 
-    names = kernel.__globals__ | {"meet": meet_and_stamp}
-    return compiled(FAST)(FunctionType(kernel.__code__, names, kernel.__name__))
+    def timed(kernel: FunctionType, **others: Any) -> Any:
+        names = kernel.__globals__ | {"meet": meet_and_stamp} | others
+        return compiled(FAST)(FunctionType(kernel.__code__, names, kernel.__name__))
+
+    return timed(cpu_decoder.decode_step.py_func, decode_layer=timed(cpu_decoder.decode_layer.py_func))

@@ -85,6 +85,38 @@ def _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP: tl.constexp
 
 
 @triton.jit
+def _joined_splits(
+    partial_ptr,
+    lse_ptr,
+    place,
+    num_splits,
+    m,
+    d,
+    in_group,
+    keep,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+):
+    """What the splits of a context have found, added up. From the L2 cache, where others' numbers are."""
+    best = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D_PADDED], tl.float32)
+    for other in tl.range(num_splits, loop_unroll_factor=4):  # loads of several parts are under way at once
+        at = (place + other) * GROUP + m
+        lse = tl.load(lse_ptr + at, mask=in_group, other=0.0, cache_modifier=".cg")
+        part = tl.load(partial_ptr + at[:, None] * D + d[None, :], mask=keep, other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, lse)
+        shrink = tl.exp2(best - new_best)
+        weight = tl.exp2(lse - new_best)
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        total = total * shrink + weight
+        best = new_best
+    return acc / total[:, None]
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr,  # [rows, heads, D]; FRESH: [rows, heads + 2 * kv_heads, D], as the projection made them
     keys_ptr,  # [blocks, block_size, kv_heads, D]
@@ -235,24 +267,10 @@ def _decode_kernel(
         counter = arrived_ptr + row * num_heads + head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
             tl.debug_barrier()
-            best = tl.full([M], float("-inf"), tl.float32)
-            total = tl.zeros([M], tl.float32)
-            acc = tl.zeros([M, D_PADDED], tl.float32)
-            for other in tl.range(num_splits, loop_unroll_factor=4):  # loads of several parts are under way at once
-                lse = tl.load(lse_ptr + (place + other) * GROUP + m, mask=in_group, other=0.0, cache_modifier=".cg")
-                part = tl.load(
-                    partial_ptr + ((place + other) * GROUP + m[:, None]) * D + d[None, :],
-                    mask=keep,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                new_best = tl.maximum(best, lse)
-                shrink = tl.exp2(best - new_best)
-                weight = tl.exp2(lse - new_best)
-                acc = acc * shrink[:, None] + part * weight[:, None]
-                total = total * shrink + weight
-                best = new_best
-            tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
+            joined = _joined_splits(
+                partial_ptr, lse_ptr, place, num_splits, m, d, in_group, keep, GROUP, M, D, D_PADDED
+            )
+            tl.store(out_at, joined.to(out_ptr.dtype.element_ty), mask=keep)
             tl.store(counter, 0)
 
 

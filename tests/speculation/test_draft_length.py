@@ -53,7 +53,7 @@ class Decoding:
                 if length:
                     self.length.learn(request.id, length, right)
             seconds = self.seconds(self.size + sum(lengths))
-            self.length.observe(self.size, any(lengths), sum(accepted), seconds, num_drafts=sum(lengths))
+            self.length.payoff.observe(self.size, any(lengths), sum(accepted), seconds, num_drafts=sum(lengths))
             history.append(sum(lengths))
         return history
 
@@ -63,7 +63,7 @@ def test_drafts_that_are_always_right_and_cost_nothing_are_all_taken() -> None:
     history = Decoding(length, 1, lambda tokens: 0.02 + 0.0001 * tokens, lambda _, drafts: drafts).steps(60)
     assert max(history) == NgramProposer.max_length
     assert sum(history) > NgramProposer.max_length * 45
-    assert length.speedup > 4
+    assert length.payoff.speedup > 4
 
 
 def test_drafts_that_are_never_right_are_given_up_but_tried_again() -> None:
@@ -113,7 +113,7 @@ def test_what_drafts_add_to_a_step_is_learned_from_steps_that_differ_in_them() -
 
     history = Decoding(length, 16, seconds, right).steps(600)
     assert max(history) > 3 * 16, "as the model would have it"
-    slope = length._payoff.slope(16).value
+    slope = length.payoff.slope(16).value
     assert slope is not None
     assert 0.0004 < slope < 0.0013, "forgiven a little by every step without drafts"
     drafted = [drafts for drafts in history if drafts]
@@ -163,7 +163,7 @@ def test_drafts_that_a_grammar_cuts_are_neither_wrong_nor_free() -> None:
     assert set(ran) == {0.25}, "what the cost model is told is what running the steps took"
     assert not [event for event in scheduler.drain_events() if isinstance(event, DraftsVerified)]
     assert length.chance("a", 0) == FIRST_GUESS
-    batch = length._payoff._batches[1]
+    batch = length.payoff._batches[1]
     assert batch.plain.value == 0.25
     assert batch.pause, "and they are given up because they cost more than they bring"
 
@@ -198,7 +198,7 @@ def test_drafts_are_not_judged_by_steps_that_only_catch_up_with_a_long_pause() -
     length, proposer = AdaptiveLength(cost_model(step=1.0, token=0.001)), Forgetful()
     speculation = Speculation(proposer, length)
     scheduler = make_scheduler(num_blocks=2000, max_batch_tokens=2000, speculation=speculation)
-    length._payoff._batches[2] = batch = _Batch(plain=Pace(1.0, 2.0, 99), pause=2048, next_pause=128)
+    length.payoff._batches[2] = batch = _Batch(plain=Pace(1.0, 2.0, 99), pause=2048, next_pause=128)
     for name in "ab":
         scheduler.submit(make_request(name, 10, 2600), 0.0)
     drafts, paused = [], 0
@@ -271,7 +271,7 @@ def test_nothing_is_indexed_in_a_pause_and_long_texts_are_in_parts(monkeypatch: 
     monkeypatch.setattr(ngram, "MOST_AT_ONCE", 100)
     proposer, length = NgramProposer(), AdaptiveLength(cost_model(step=0.02, token=0.0001))
     scheduler = make_scheduler(max_batch_tokens=2000, speculation=Speculation(proposer, length))
-    length._payoff._batches[1] = batch = _Batch(plain=Pace(0.02, 1.0, 99), pause=5)
+    length.payoff._batches[1] = batch = _Batch(plain=Pace(0.02, 1.0, 99), pause=5)
     scheduler.submit(make_request("a", [1, 2, 3, 4, 5] * 50, 60), 0.0)
     drafts, indexed = [], []
     while scheduler.has_work:

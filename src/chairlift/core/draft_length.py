@@ -58,6 +58,8 @@ class Acceptance:
 class DraftLength(Protocol):
     """Decides how many drafts to ask for."""
 
+    payoff: DraftPayoff  # what the clock says of steps with drafts and without
+
     def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
         """Whether there may be any in a step that otherwise carries these. To be asked once for every step."""
         ...
@@ -70,25 +72,7 @@ class DraftLength(Protocol):
         ...
 
     def learn(self, request_id: str, proposed: int, accepted: int) -> None: ...
-    def observe(
-        self,
-        num_requests: int,
-        guessed: bool,
-        num_accepted: int,
-        seconds: float,
-        catching_up: float = 0.0,
-        num_drafts: int = 0,
-    ) -> None:
-        """A step that carried nothing but decodes and drafts took so long, with the time for guessing if it had any,
-        of which some went into catching up."""
-        ...
-
     def forget(self, request_id: str) -> None: ...
-
-    @property
-    def speedup(self) -> float:
-        """Tokens per second against what they would be without drafts, by an estimate from the last steps."""
-        ...
 
 
 class FixedLength:
@@ -96,7 +80,7 @@ class FixedLength:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self._payoff = DraftPayoff()
+        self.payoff = DraftPayoff()
 
     def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
         return True
@@ -109,43 +93,28 @@ class FixedLength:
     def learn(self, request_id: str, proposed: int, accepted: int) -> None:
         pass
 
-    def observe(
-        self,
-        num_requests: int,
-        guessed: bool,
-        num_accepted: int,
-        seconds: float,
-        catching_up: float = 0.0,
-        num_drafts: int = 0,
-    ) -> None:
-        self._payoff.observe(num_requests, guessed, num_accepted, seconds, catching_up, num_drafts)
-
     def forget(self, request_id: str) -> None:
         pass
-
-    @property
-    def speedup(self) -> float:
-        return self._payoff.speedup
 
 
 class AdaptiveLength:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._payoff = DraftPayoff()
+        self.payoff = DraftPayoff()
         self._common: dict[int, Acceptance] = {}  # by kind
         self._own: dict[str, dict[int, Acceptance]] = {}  # by request, then kind
         self._kind: dict[str, int] = {}  # of the drafts that each request got last
         self._unasked: dict[str, int] = {}  # steps since a request last got a draft
 
     def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
-        return self._payoff.allows_drafts(sum(chunk.decodes for chunk in chunks))
+        return self.payoff.allows_drafts(sum(chunk.decodes for chunk in chunks))
 
     def choose(
         self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
     ) -> Sequence[int]:
         decodes = [chunk for chunk in chunks if chunk.decodes]
         threshold = self._threshold(len(candidates), decodes, proposer)
-        tried = self._payoff.slope(len(decodes)).count
+        tried = self.payoff.slope(len(decodes)).count
         most = min(proposer.max_length, _FIRST_TRY + tried)
         lengths = [self._length(request, kind, threshold, most) for request, kind in candidates]
         for (request, kind), length in zip(candidates, lengths, strict=True):
@@ -182,7 +151,7 @@ class AdaptiveLength:
             return FIRST_GUESS**3  # enough drafts to learn what they cost
         more = replace(step, decode_tokens=step.decode_tokens + num_candidates)
         marginal = (self._cost.predict(more) - seconds) / num_candidates
-        measured = self._payoff.slope(len(decodes)).value or 0.0
+        measured = self.payoff.slope(len(decodes)).value or 0.0
         marginal = max(marginal, min(measured, _AT_MOST * marginal))
         marginal += proposer.seconds(num_candidates, 1) / num_candidates
         return _SURPLUS * marginal * len(decodes) / seconds
@@ -192,21 +161,6 @@ class AdaptiveLength:
         judged = min(proposed, accepted + 1)
         self._common.setdefault(kind, Acceptance()).add(judged, accepted, _COMMON_MEMORY)
         self._own.setdefault(request_id, {}).setdefault(kind, Acceptance()).add(judged, accepted, _MEMORY)
-
-    def observe(
-        self,
-        num_requests: int,
-        guessed: bool,
-        num_accepted: int,
-        seconds: float,
-        catching_up: float = 0.0,
-        num_drafts: int = 0,
-    ) -> None:
-        self._payoff.observe(num_requests, guessed, num_accepted, seconds, catching_up, num_drafts)
-
-    @property
-    def speedup(self) -> float:
-        return self._payoff.speedup
 
     def forget(self, request_id: str) -> None:
         for known in (self._own, self._kind, self._unasked):

@@ -105,7 +105,7 @@ class DraftPayoff:
 
     @property
     def speedup(self) -> float:
-        """Of the last steps, estimated."""
+        """Tokens per second against what they would be without drafts, by an estimate from the last steps."""
         return self._without / self._with if self._with > 0 else 1.0
 
     def allows_drafts(self, num_requests: int) -> bool:
@@ -129,7 +129,8 @@ class DraftPayoff:
         catching_up: float = 0.0,
         num_drafts: int = 0,
     ) -> None:
-        """A step that only decoded took so long, and `guessed` whether any of it went into drafts.
+        """A step that carried nothing but decodes and drafts took so long, with the time for guessing if it had any;
+        `guessed`: whether any of it went into drafts.
 
         What went into `catching_up` with tokens of a pause is no fault of the drafts that follow: by that, the longer
         the pause, the surer would be the next. A step that did nothing else is neither one with drafts nor without."""

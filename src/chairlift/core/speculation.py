@@ -133,14 +133,14 @@ class Speculation:
         if all(chunk.decodes for chunk in plan.chunks):
             accepted = sum(result.accepted.values())
             guessed = waited or plan.num_drafts > 0 or plan.guess_seconds > plan.catch_up_seconds
-            self.length.observe(
+            self.length.payoff.observe(
                 len(plan.chunks), guessed, accepted, seconds, plan.catch_up_seconds, num_drafts=plan.num_drafts
             )
         return seconds - plan.guess_seconds
 
     @property
     def speedup(self) -> float:
-        return self.length.speedup
+        return self.length.payoff.speedup
 
     def learn(self, request: Request, proposed: int, accepted: int) -> None:
         self.length.learn(request.id, proposed, accepted)

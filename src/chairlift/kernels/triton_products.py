@@ -61,7 +61,6 @@ def _product_kernel(
     SQUARES_PADDED: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    SUM_SQUARES: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
     SWAPPED: tl.constexpr,  # the weight is the left factor, which has to have 64 rows or more on Hopper
@@ -166,7 +165,7 @@ def _product_kernel(
         acc += tl.load(out_at, mask=keep, other=0.0).to(tl.float32)
     rounded = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_at, rounded, mask=keep)
-    if SUM_SQUARES:
+    if RESIDUAL:  # a norm of the sum comes next
         kept = tl.where(keep, rounded.to(tl.float32), 0.0)
         tl.store(squares_out_ptr + m * tl.num_programs(1) + block, tl.sum(kept * kept, 1), mask=m < M)
 
@@ -185,7 +184,6 @@ class ProductTiling(NamedTuple):
     depth: int
     splits: int
     stages: int
-    warps: int = 4
     prefetch: int = 0
     described: bool = False
 
@@ -242,14 +240,13 @@ def product(
         SQUARES_PADDED=triton.next_power_of_2(max(1, num_squares)),
         GATED=gated,
         RESIDUAL=add_to is not None,
-        SUM_SQUARES=add_to is not None,
         BIAS=bias is not None,
         EVEN_DEPTH=depth % tiling.depth == 0,
         SWAPPED=tiling.rows < 64 and tiling.columns >= 64,
         DESCRIBED=described,
         PREFETCH=tiling.prefetch,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=tiling.warps,
+        num_warps=4,
         num_stages=tiling.stages if x.dtype != torch.float32 else max(1, tiling.stages // 2),
         **overlapping(x.device),
     )

@@ -17,17 +17,11 @@ pytest.importorskip("triton", reason="the GPU kernels need triton")
 from chairlift.kernels.triton_invariant import invariant_linear
 from chairlift.kernels.triton_layers import add_rms_norm_, silu_mul
 from chairlift.kernels.triton_products import product
-from tests.kernels.test_triton_attention import (
-    TOLERANCE,
-    error,
-    make_case,
-    reference,
-    run_decode,
-    run_prefill,
-    test_decode_straight_from_the_projection,
-)
+from tests.kernels.test_triton_attention import TOLERANCE, error, make_case, reference, run_decode, run_prefill
+from tests.kernels.test_triton_attention import test_decode_straight_from_the_projection as check_fused_decode
 from tests.kernels.test_triton_invariant import attend, cut
-from tests.kernels.test_triton_layers import normed, test_rotate_and_store
+from tests.kernels.test_triton_layers import normed
+from tests.kernels.test_triton_layers import test_rotate_and_store as check_rotation
 from tests.kernels.test_triton_sampling import run as run_sampling
 
 pytestmark = pytest.mark.gpu
@@ -163,9 +157,9 @@ def test_norms_and_gates(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (14, 2, 64), (8, 4, 256), (32, 32, 96)])
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_rotation(heads: int, kv_heads: int, dim: int, with_norm: bool) -> None:
-    test_rotate_and_store(heads, kv_heads, dim, dim // 2, with_norm, DEVICE)
+    check_rotation(heads, kv_heads, dim, dim // 2, with_norm, DEVICE)
     for splits, window in ((1, None), (3, 20)):
-        test_decode_straight_from_the_projection(heads, kv_heads, dim, dim // 2, splits, window, with_norm, DEVICE)
+        check_fused_decode(heads, kv_heads, dim, dim // 2, splits, window, with_norm, DEVICE)
 
 
 @pytest.mark.parametrize(("num_experts", "top_k", "hidden", "inner"), [(8, 2, 1024, 3584), (128, 8, 2048, 768)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,8 +55,8 @@ def bench_profile(
     With --record, how far the simulator is off is measured as well; chairlift
     simulate --against FILE repeats that comparison without a model.
     """
-    from chairlift.bench.profile import Profile, measure_profile
-    from chairlift.bench.recording import RunSettings, compare, record_run
+    from chairlift.bench.profile import measure_profile
+    from chairlift.bench.recording import Recorder, RunSettings, compare
     from chairlift.bench.workload import LengthRange
     from chairlift.execution.config import EngineConfig
     from chairlift.execution.startup import load_engine
@@ -84,13 +83,10 @@ def bench_profile(
         replica = _replica(started, config)
         run = None
         if record:
-            # Around the run, since the pace of a machine that others share changes with time.
-            before = measure_profile(started, rounds=-(-rounds // 2), note=note)
-            note("recording a run")
-            run = record_run(started, replica, before.cost, settings)
-            after = measure_profile(started, rounds=-(-rounds // 2), note=note, seed=1)
-            profile = Profile.of([*before.steps, *after.steps])
-            run = replace(run, cost=profile.cost)
+            note("finding out how many requests the machine can take")
+            recorder = Recorder(started, replica, measure_profile(started, rounds=1, note=note).cost, settings)
+            profile = measure_profile(started, rounds=rounds, note=note, seed=1, between=recorder.keep_up)
+            run = recorder.recorded(profile.cost)
         else:
             profile = measure_profile(started, rounds=rounds, note=note)
     saved: dict[str, Any] = profile.to_json()

@@ -122,7 +122,7 @@ def simulate(
         coming = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests, seed)
     if prefix_caching is not None:
         settings = replace(settings, prefix_caching=prefix_caching)
-    engines = [settings.make(cost) for _ in range(replicas)]
+    engines = [settings.make(cost, index / replicas) for index in range(replicas)]  # not all slow at the same time
     begun = time.perf_counter()
     with watch(enabled=not quiet) as note:
         outcome = run(coming, engines, make_router(router), progress=lambda done: note(f"{done:,} requests"))

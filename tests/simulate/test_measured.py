@@ -6,13 +6,17 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chairlift.bench.recording import COMPARED, RecordedRun, compare
 from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
 from chairlift.simulate.measured import MeasuredCost
+from chairlift.simulate.pace import Pace, Walk
 
 RECORDED = sorted((Path(__file__).parent / "data").glob("*.json"))
+assert RECORDED
 TRUE = MeasuredCost(
     step=4e-3, request=2e-4, prefill_kv=2e-8, decode_kv=1e-6, tokens=((0, 1e-3), (1, 2e-4), (8, 9e-4), (64, 5e-4))
 )
@@ -68,6 +72,42 @@ def test_prices_survive_json_and_bad_ones_are_refused() -> None:
     for change in ({"step": -1.0}, {"request": None}, {"tokens": [[1, 0.1]]}, {"tokens": []}):
         with pytest.raises(InvalidParameter):
             MeasuredCost.from_json(TRUE.to_json() | change)
+
+
+def test_a_profile_remembers_when_the_machine_was_slow() -> None:
+    rng, steps = random.Random(7), []
+    for index in range(900):
+        shape = random_shape(rng)
+        steps.append((shape, (1.5 if 300 <= index < 600 else 1.0) * TRUE.predict(shape)))
+    fitted = MeasuredCost.fit(steps)
+    assert MeasuredCost.from_json(fitted.to_json()).pace == fitted.pace
+    assert fitted.pace is not None
+    walk = Walk(fitted.pace)
+    took = walk.look_ahead([fitted.predict(shape) for shape, _ in steps])
+    for began in (0, 300, 600):
+        part = slice(began, began + 300)
+        assert sum(took[part]) == pytest.approx(sum(seconds for _, seconds in steps[part]), rel=1e-3)
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(1, 10**5), st.integers(1, 10**5)), min_size=1, max_size=6),
+    begin=st.floats(0, 1),
+    work=st.lists(st.floats(0, 0.3), max_size=12),
+)
+def test_a_walk_goes_along_its_pace(pieces: list[tuple[int, int]], begin: float, work: list[float]) -> None:
+    """Nobody goes back in time, looking ahead changes nothing, and a whole lap takes what all its pieces took."""
+    pace = Pace.from_json(pieces)
+    walk = Walk(pace, begin)
+    expected = walk.look_ahead(work)
+    assert [walk.go(one) for one in work] == expected
+    assert all(seconds > -1e-9 for seconds in expected)
+    assert walk.go(pace.total_work) == pytest.approx(sum(took for _, took in pieces) * 1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("pieces", [(), ((0.0, 1.0),), ((1.0, 0.0),), ((1.0, -1.0),)])
+def test_a_pace_without_progress_is_refused(pieces: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(InvalidParameter):
+        Pace(pieces)
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

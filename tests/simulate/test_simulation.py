@@ -19,11 +19,14 @@ from chairlift.core.policy import make_policy
 from chairlift.core.scheduler import Scheduler
 from chairlift.errors import InvalidParameter
 from chairlift.simulate.devices import DEVICES, device_named
+from chairlift.simulate.pace import Pace, Walk
 from chairlift.simulate.records import Arrival, Outcome
 from chairlift.simulate.replica import Replica
 from chairlift.simulate.roofline import ModelShape, Roofline
 from chairlift.simulate.router import ROUTERS, Loads, make_router
 from chairlift.simulate.run import simulate
+
+UNEVEN = Pace(((0.031, 0.020), (0.007, 0.050), (0.113, 0.131), (0.0005, 0.0004)))
 
 
 class Linear:
@@ -44,10 +47,11 @@ def make_replica(
     order: str = "fcfs",
     caching: bool = False,
     budget: int = 64,
+    walk: Walk | None = None,
 ) -> Replica:
     kv = KVCache(num_blocks, 16, prefix_caching=caching)
     scheduler = Scheduler(kv, FixedBudget(budget), make_policy(policy), seats, ordering=make_ordering(order))
-    return Replica(scheduler, Linear(), leaps=leaps)
+    return Replica(scheduler, Linear(), leaps=leaps, walk=walk)
 
 
 def arrivals(
@@ -92,6 +96,7 @@ def test_one_request_by_hand() -> None:
     caching=st.booleans(),
     shared=st.booleans(),
     budget=st.sampled_from([20, 64, 300]),
+    pace=st.sampled_from([None, UNEVEN]),
 )
 def test_leaps_change_nothing(
     seed: int,
@@ -105,8 +110,10 @@ def test_leaps_change_nothing(
     caching: bool,
     shared: bool,
     budget: int,
+    pace: Pace | None,
 ) -> None:
-    """Every time is the same to the last bit, also where memory is so short that requests are preempted."""
+    """Every time is the same to the last bit, also on an uneven machine, and where memory is so short that requests are
+    preempted."""
     outcomes = []
     for leaps in (False, True):
         replicas = [
@@ -118,8 +125,9 @@ def test_leaps_change_nothing(
                 order=order,
                 caching=caching,
                 budget=budget,
+                walk=Walk(pace, index / num_replicas) if pace else None,
             )
-            for _ in range(num_replicas)
+            for index in range(num_replicas)
         ]
         coming = arrivals(40, rate=rate, seed=seed, shared=shared)
         outcomes.append(simulate(coming, replicas, make_router(router)))

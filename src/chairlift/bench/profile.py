@@ -35,21 +35,30 @@ class Profile:
         return {"prices": self.cost.to_json(), "steps": len(self.steps), "error": self.error}
 
 
-def measure_profile(engine: Engine, *, rounds: int, note: Note, seed: int = 0) -> Profile:
-    """Run batches of all sizes up to the seats, with prompts of all lengths, and fit what their steps took."""
+def measure_profile(
+    engine: Engine, *, rounds: int, note: Note, seed: int = 0, between: Callable[[float], None] = lambda share: None
+) -> Profile:
+    """Run batches of all sizes up to the seats, with prompts of all lengths, and fit what their steps took.
+
+    `between` is called again and again with the share that is done; what it lets the engine do does not count.
+    """
     rng = random.Random(seed)
     seats = engine.scheduler.max_batch_requests
     sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256) if size < seats] + [seats]
     prompts = LengthRange(1, max(1, min(LONGEST_PROMPT, engine.max_model_len // 2)))
-    engine.cost_model = watched = BackToBackCost(engine.now)
-    for turn in range(-1, rounds):
-        if turn == 0:
-            watched.steps.clear()  # the first, uncounted, warms up caches and kernels
-        for size in sizes if turn >= 0 else (1, min(8, seats)):
-            note(f"round {turn + 1} of {rounds}: {size} requests")
-            watched.pause()
-            _relay(engine, size, prompts, rng)
-            engine.check_alive()
+    for size in (1, min(8, seats)):  # uncounted: caches and kernels warm up
+        _relay(engine, size, prompts, rng)
+    watched = BackToBackCost(engine.now)
+    # In mixed order, so that a machine that slows down for a while is not slow for the large batches alone.
+    batches = [size for _ in range(rounds) for size in rng.sample(sizes, len(sizes))]
+    for done, size in enumerate(batches):
+        note(f"profile: {done} of {len(batches)} batches done, now one of {size} requests")
+        between(done / len(batches))
+        engine.cost_model = watched
+        watched.pause()
+        _relay(engine, size, prompts, rng)
+        engine.check_alive()
+    between(1.0)
     return Profile.of(watched.steps)
 
 

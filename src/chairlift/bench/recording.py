@@ -12,21 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.bench.arrivals import Arrivals
 from chairlift.bench.simulation import ReplicaSettings
-from chairlift.bench.workload import BenchRequest, LengthRange, Workload
+from chairlift.bench.workload import BenchRequest, LengthRange
 from chairlift.errors import InvalidParameter
 from chairlift.simulate.figures import Targets, figures
 from chairlift.simulate.measured import MeasuredCost
 from chairlift.simulate.records import Arrival, Gaps, Outcome, Record
+from chairlift.simulate.replica import Replica
 from chairlift.simulate.router import make_router
 from chairlift.simulate.run import simulate
 
 if TYPE_CHECKING:
     from chairlift.bench.measure import Measurement
-    from chairlift.bench.profile import WatchedCost
     from chairlift.execution.engine import Engine
 
 _LATENCIES = tuple(f"{name}_p{share}_ms" for name in ("ttft", "tpot", "e2e") for share in (50, 95))
+PART = 40  # requests: many times as long as one of them takes, and short beside changes of the machine's pace
 COMPARED = ("requests_per_s", "output_tokens_per_s", *_LATENCIES)
+
+Part = tuple[tuple[float, int, int], ...]
+"""Requests: (when it comes, prompt tokens, output tokens)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +51,24 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
+    """In parts, between which the profile was measured: the pace of a machine changes with time, and so both saw the
+    same. Each part begins and ends with nobody on board."""
+
     replica: ReplicaSettings
     cost: MeasuredCost
-    requests: tuple[tuple[float, int, int], ...]  # (when it came, prompt tokens, output tokens)
+    parts: tuple[Part, ...]
     measured: dict[str, Any]  # the figures that `simulate.figures` gives
 
     def simulated(self) -> dict[str, Any]:
         """The figures of the same traffic on the virtual clock."""
-        outcome = simulate(_arrivals(self.requests), [self.replica.make(self.cost)], make_router("round-robin"))
+        outcome = Outcome()
+        for index, part in enumerate(self.parts):
+            outcome.add(_simulated(part, self.replica.make(self.cost, index / len(self.parts))))
         return figures(outcome, 1, Targets())
 
     def to_json(self) -> dict[str, Any]:
-        requests = [[round(at, 6), n_in, n_out] for at, n_in, n_out in self.requests]
-        return {"replica": asdict(self.replica), "requests": requests, "measured": self.measured}
+        parts = [[[round(at, 6), n_in, n_out] for at, n_in, n_out in part] for part in self.parts]
+        return {"replica": asdict(self.replica), "parts": parts, "measured": self.measured}
 
     @classmethod
     def load(cls, path: Path) -> RecordedRun:
@@ -67,10 +76,11 @@ class RecordedRun:
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             run = saved["run"]
-            requests = tuple((float(at), int(n_in), int(n_out)) for at, n_in, n_out in run["requests"])
-            return cls(
-                ReplicaSettings(**run["replica"]), MeasuredCost.from_json(saved["prices"]), requests, run["measured"]
+            parts = tuple(
+                tuple((float(at), int(n_in), int(n_out)) for at, n_in, n_out in part) for part in run["parts"]
             )
+            cost = MeasuredCost.from_json(saved["prices"])
+            return cls(ReplicaSettings(**run["replica"]), cost, parts, run["measured"])
         except (OSError, ValueError, KeyError, TypeError, InvalidParameter) as error:
             problem = f"cannot read {str(path)!r} ({error!r}); bench profile --record writes such a file"
             raise InvalidParameter("against", problem) from None
@@ -91,39 +101,69 @@ def compare(run: RecordedRun) -> list[dict[str, Any]]:
     ]
 
 
-def record_run(engine: Engine, replica: ReplicaSettings, cost: MeasuredCost, settings: RunSettings) -> RecordedRun:
-    """Let requests come one by one, and write down what became of them. `replica` plans as `engine` does."""
-    from chairlift.bench.engine_run import measure_engine
-    from chairlift.bench.profile import watch_steps
+class Recorder:
+    """Lets requests come one by one, and writes down what became of them. `replica` plans as `engine` does."""
 
-    rng = random.Random(f"recording {settings.seed}")
-    lengths = [(settings.prompt_len.draw(rng), settings.output_len.draw(rng)) for _ in range(settings.requests)]
-    at_once = simulate(_arrivals([(0.0, *pair) for pair in lengths]), [replica.make(cost)], make_router("round-robin"))
-    rate = settings.load * settings.requests / at_once.seconds
-    times = list(islice(Arrivals(rate, 1.0).times(settings.seed), settings.requests))
-    workload = Workload(
-        tuple(
-            BenchRequest(tuple(rng.randrange(engine.vocab_size) for _ in range(n_in)), n_out) for n_in, n_out in lengths
-        )
+    def __init__(self, engine: Engine, replica: ReplicaSettings, cost: MeasuredCost, settings: RunSettings) -> None:
+        """`cost` tells what the machine gets done at once, of which the load is a share."""
+        self._engine = engine
+        self._replica = replica
+        self._rng = random.Random(f"recording {settings.seed}")
+        self._parts = _draw(settings, replica, cost, self._rng)
+        self._num_run = 0
+        self._outcome = Outcome()
+
+    def keep_up(self, share: float) -> None:
+        """Run as many parts as make up this share of all."""
+        while self._num_run < round(share * len(self._parts)):
+            self._run(self._parts[self._num_run])
+            self._num_run += 1
+
+    def _run(self, part: Part) -> None:
+        from chairlift.bench.engine_run import Session, run_sessions
+        from chairlift.bench.profile import watch_steps
+
+        engine, rng = self._engine, self._rng
+        sessions = [
+            Session((BenchRequest(tuple(rng.randrange(engine.vocab_size) for _ in range(n_in)), n_out),))
+            for _, n_in, n_out in part
+        ]
+        watched = watch_steps(engine)
+        measured = run_sessions(engine, sessions, arrivals=[at for at, *_ in part])
+        self._outcome.add(_outcome(measured, part, sum(seconds for _, seconds in watched.steps)))
+
+    def recorded(self, cost: MeasuredCost) -> RecordedRun:
+        """All of it, beside the prices of a profile."""
+        self.keep_up(1.0)
+        return RecordedRun(self._replica, cost, self._parts, figures(self._outcome, 1, Targets()))
+
+
+def _draw(settings: RunSettings, replica: ReplicaSettings, cost: MeasuredCost, rng: random.Random) -> tuple[Part, ...]:
+    """The traffic, in parts of about the same number of requests, the first of which comes at 0."""
+    count = settings.requests
+    lengths = [(settings.prompt_len.draw(rng), settings.output_len.draw(rng)) for _ in range(count)]
+    at_once = _simulated([(0.0, *pair) for pair in lengths], replica.make(cost))
+    rate = settings.load * count / at_once.seconds
+    times = list(islice(Arrivals(rate, 1.0).times(settings.seed), count))
+    num_parts = max(1, count // PART)
+    starts = [index * count // num_parts for index in range(num_parts + 1)]
+    return tuple(
+        tuple((times[index] - times[start], *lengths[index]) for index in range(start, end))
+        for start, end in pairwise(starts)
     )
-    watched = watch_steps(engine)
-    measured = measure_engine(engine, workload, lambda tokens: None, times)
-    requests = tuple((at, *pair) for at, pair in zip(times, lengths, strict=True))
-    return RecordedRun(replica, cost, requests, _figures(measured, requests, watched))
 
 
-def _arrivals(requests: Sequence[tuple[float, int, int]]) -> list[Arrival]:
-    return [Arrival(at, [index] * n_in, n_out) for index, (at, n_in, n_out) in enumerate(requests)]
+def _simulated(part: Sequence[tuple[float, int, int]], replica: Replica) -> Outcome:
+    arrivals = [Arrival(at, [index] * n_in, n_out) for index, (at, n_in, n_out) in enumerate(part)]
+    return simulate(arrivals, [replica], make_router("round-robin"))
 
 
-def _figures(measured: Measurement, requests: Sequence[tuple[float, int, int]], watched: WatchedCost) -> dict[str, Any]:
-    """The same figures as of a simulation, by the same code."""
+def _outcome(measured: Measurement, part: Part, busy: float) -> Outcome:
+    """As of a simulation, so that the same code makes figures of it."""
     assert measured.inside is not None
     records = [
         Record(at, n_in, n_out, 0, times[0], times[-1])
-        for (at, n_in, n_out), times in zip(requests, measured.token_times, strict=True)
+        for (at, n_in, n_out), times in zip(part, measured.token_times, strict=True)
     ]
     gaps = Gaps((later - earlier, 1) for times in measured.token_times for earlier, later in pairwise(times))
-    steps = measured.inside.steps  # those before were the warm-up
-    busy = sum(seconds for _, seconds in watched.steps[-steps:])
-    return figures(Outcome(records, measured.seconds, steps, busy, measured.inside.preemptions, gaps), 1, Targets())
+    return Outcome(records, measured.seconds, measured.inside.steps, busy, measured.inside.preemptions, gaps)

@@ -24,6 +24,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.simulate.devices import Device
 from chairlift.simulate.figures import Targets, percentile
 from chairlift.simulate.measured import MeasuredCost
+from chairlift.simulate.pace import Walk
 from chairlift.simulate.records import Arrival
 from chairlift.simulate.replica import Replica
 from chairlift.simulate.rider import quick_digest
@@ -52,7 +53,8 @@ class ReplicaSettings:
     block_bytes: int = 0  # with swapping: what it takes to copy a block, and how fast
     host_bytes_per_second: float = 25e9
 
-    def make(self, cost: StepCost) -> Replica:
+    def make(self, cost: StepCost, begin: float = 0.0) -> Replica:
+        """`begin`: at which share of a measured pace it starts, if the cost has one."""
         ordering = make_ordering(self.order)
         most = min(self.max_prefill_tokens or self.max_batch_tokens, self.max_batch_tokens)
         scheduler = Scheduler(
@@ -64,7 +66,13 @@ class ReplicaSettings:
             courtesy=Courtesy(ordering, cost, most) if isinstance(ordering, FairOrdering) else None,
             swap=self._swap_space(cost, most),
         )
-        return Replica(scheduler, cost, seconds_per_swap=self.block_bytes / self.host_bytes_per_second)
+        pace = cost.pace if isinstance(cost, MeasuredCost) else None
+        return Replica(
+            scheduler,
+            cost,
+            seconds_per_swap=self.block_bytes / self.host_bytes_per_second,
+            walk=Walk(pace, begin) if pace else None,
+        )
 
     def _swap_space(self, cost: StepCost, chunk: int) -> SwapSpace:
         check_mode(self.preemption, None)

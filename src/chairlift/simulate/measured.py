@@ -8,6 +8,7 @@ such bends, since it learns while it works; a profile has all the steps at once.
 
 These are the prices of a typical step. Some take longer, and requests wait for them: by how much steps are late on the
 whole is measured for those of decodes alone and for those with a prompt each by itself, and added to their price.
+When they were late, and by how much, is kept besides (`pace.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
+from chairlift.simulate.pace import Pace
 
 BENDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -47,11 +49,13 @@ class MeasuredCost:
     tokens: tuple[tuple[int, float], ...]  # (from which token of a step on, price of each)
     late_decodes: float = 1.0  # what steps of decodes alone take, in proportion to these prices
     late_prompts: float = 1.0  # and those with a prompt in them
+    pace: Pace | None = None  # how this changed in the course of the profile
     _seconds_of: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # so many tokens
 
     @classmethod
     def fit(cls, steps: Steps) -> MeasuredCost:
-        """Least squares in relative error, so that short steps count as much as long ones."""
+        """Least squares in relative error, so that short steps count as much as long ones. `steps` are in the order in
+        which they were taken."""
         if not steps:
             raise InvalidParameter("steps", "a profile needs at least one")
         most = max(shape.tokens for shape, _ in steps)
@@ -65,13 +69,18 @@ class MeasuredCost:
         fitted = cls(step, request, prefill_kv, decode_kv, tuple(zip(bends, tokens, strict=True)))
         decodes = [(shape, seconds) for shape, seconds in steps if not shape.prefill_tokens]
         prompts = [(shape, seconds) for shape, seconds in steps if shape.prefill_tokens]
-        return replace(fitted, late_decodes=fitted._lateness(decodes), late_prompts=fitted._lateness(prompts))
+        fitted = replace(fitted, late_decodes=fitted._lateness(decodes), late_prompts=fitted._lateness(prompts))
+        return replace(fitted, pace=Pace.of(fitted._beside(steps)))
 
     def _lateness(self, steps: Steps) -> float:
         """What these took on the whole, in proportion to what is typical."""
-        predicted = [self.predict(shape) for shape, _ in steps]
-        counted = [min(seconds, _MOST_LATE * usual) for (_, seconds), usual in zip(steps, predicted, strict=True)]
-        return sum(counted) / sum(predicted) if sum(predicted) else 1.0
+        usual, took = (sum(column) for column in zip((0.0, 0.0), *self._beside(steps), strict=True))
+        return took / usual if usual else 1.0
+
+    def _beside(self, steps: Steps) -> list[tuple[float, float]]:
+        """What each should have taken, and what it took, but for accidents."""
+        usual = [self.predict(shape) for shape, _ in steps]
+        return [(one, min(seconds, _MOST_LATE * one)) for one, (_, seconds) in zip(usual, steps, strict=True)]
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> MeasuredCost:
@@ -80,13 +89,16 @@ class MeasuredCost:
         if not tokens or [bend for bend, _ in tokens] != sorted({bend for bend, _ in tokens}) or tokens[0][0] != 0:
             raise InvalidParameter("tokens", "the prices of tokens must begin with the first, and rise from there")
         late_decodes, late_prompts = (_price(name, saved.get(name, 1.0)) for name in _LATENESS)
-        return cls(step, request, prefill_kv, decode_kv, tokens, late_decodes, late_prompts)
+        pace = Pace.from_json(saved["pace"]) if saved.get("pace") else None
+        return cls(step, request, prefill_kv, decode_kv, tokens, late_decodes, late_prompts, pace)
 
     def to_json(self) -> dict[str, Any]:
         named = {name: getattr(self, name) for name in (*_NAMES, *_LATENESS)}
-        return named | {"tokens": [list(pair) for pair in self.tokens]}
+        tokens = [list(pair) for pair in self.tokens]
+        return named | {"tokens": tokens, "pace": None if self.pace is None else self.pace.to_json()}
 
     def predict(self, shape: StepShape) -> float:
+        """Seconds at the mean pace."""
         late = self.late_prompts if shape.prefill_tokens else self.late_decodes
         fixed = self.step + self.request * shape.requests + self.prefill_kv * shape.prefill_kv
         return late * (fixed + self._tokens(shape.tokens)) + late * self.decode_kv * shape.decode_kv

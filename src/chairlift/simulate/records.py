@@ -78,3 +78,12 @@ class Outcome:
     busy_seconds: float = 0.0  # of all replicas together
     preemptions: int = 0
     gaps: Gaps = field(default_factory=Gaps)
+
+    def add(self, other: Outcome) -> None:
+        """What happened after this."""
+        self.records.extend(other.records)
+        self.seconds += other.seconds
+        self.steps += other.steps
+        self.busy_seconds += other.busy_seconds
+        self.preemptions += other.preemptions
+        self.gaps.update(other.gaps)

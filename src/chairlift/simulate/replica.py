@@ -16,6 +16,7 @@ from chairlift.core.policy import ContinuousPolicy
 from chairlift.core.scheduler import Scheduler
 from chairlift.simulate.cruise import Aside
 from chairlift.simulate.door import Door
+from chairlift.simulate.pace import Walk
 from chairlift.simulate.records import Gaps, Record
 from chairlift.simulate.rider import Passengers, Rider, token_of
 from chairlift.simulate.roofline import StepCost
@@ -32,12 +33,20 @@ class Replica:
     """
 
     def __init__(
-        self, scheduler: Scheduler, cost: StepCost, *, leaps: bool = True, seconds_per_swap: float = 0.0
+        self,
+        scheduler: Scheduler,
+        cost: StepCost,
+        *,
+        leaps: bool = True,
+        seconds_per_swap: float = 0.0,
+        walk: Walk | None = None,
     ) -> None:
-        """`seconds_per_swap`: what it takes to copy a block to host memory or back, which a step does first."""
+        """`seconds_per_swap`: what it takes to copy a block to host memory or back, which a step does first. `walk`:
+        through a pace that changes; without one, steps are exactly as long as predicted."""
         self.scheduler = scheduler
         self.cost = cost
         self.seconds_per_swap = seconds_per_swap
+        self._walk = walk
         self.num_steps = 0
         self.busy_seconds = 0.0
         self.gaps = Gaps()  # (length of a step, requests that were decoding in it)
@@ -51,6 +60,7 @@ class Replica:
         self._newcomers: list[Rider] = []  # those who board in the step, and compute all they know
         self._leap: list[float] = []  # seconds of each step
         self._leap_ends: list[float] = []  # when it began, and when each of its steps ends
+        self._leap_work: list[float] = []  # what was predicted for each
         self._seconds_of_decodes: dict[tuple[int, int], float] = {}
         limits = scheduler.budget.most if isinstance(scheduler.budget, FixedBudget) else None
         # Only then everyone who decodes gets a token in every step.
@@ -127,7 +137,10 @@ class Replica:
         self._take(self._shape_of(plan), now, swaps * self.seconds_per_swap)
 
     def _take(self, shape: StepShape, now: float, swapping: float = 0.0) -> None:
-        seconds = self.cost.predict(shape) + swapping
+        seconds = self.cost.predict(shape)
+        if self._walk:
+            seconds = self._walk.go(seconds)
+        seconds += swapping
         self.num_steps += 1
         self.busy_seconds += seconds
         if shape.decode_tokens:
@@ -211,12 +224,15 @@ class Replica:
             steps = min(steps, aside.steps_to_next_end - 1)  # an ending is the scheduler's business
         base = self._decode_seconds(size, len(self.scheduler.idle))
         per_position = self.cost.seconds_per_position
-        first = base + per_position * context  # and no step is shorter
+        first = base + per_position * context  # and none after it is predicted to be shorter
         if next_arrival < math.inf and first > 0:
             steps = min(steps, int((next_arrival - now) / first) + 2)
         if steps <= 0:
             return False
         self._leap = [base + per_position * read for read in range(context, context + steps * size, size)]
+        if self._walk:
+            self._leap_work = self._leap
+            self._leap = self._walk.look_ahead(self._leap_work)
         self._leap_ends = list(accumulate(self._leap, initial=now))
         self._busy, self.due = True, self._leap_ends[-1]
         return True
@@ -240,6 +256,9 @@ class Replica:
     def _end_leap(self, steps: int) -> None:
         """So many of its steps are over."""
         seconds, now = self._leap[:steps], self._leap_ends[steps]
+        if self._walk:
+            for work in self._leap_work[:steps]:
+                self._walk.go(work)
         self._busy, self._leap, self._leap_ends = False, [], []
         self.num_steps += steps
         self.busy_seconds = reduce(add, seconds, self.busy_seconds)  # the same, however they are grouped

@@ -247,12 +247,25 @@ def product(
         PREFETCH=tiling.prefetch,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
-        num_stages=tiling.stages if x.dtype != torch.float32 else max(1, tiling.stages // 2),
+        num_stages=_stages(tiling, gated, x.dtype, x.device),
         **overlapping(x.device),
     )
     return out, squares_out
 
 
+@cache
+def _stages(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torch.device) -> int:
+    """As many tiles on their way as the tiling says, or as the chip has room for."""
+    wanted = tiling.stages if dtype != torch.float32 else max(1, tiling.stages // 2)
+    if device.type != "cuda":
+        return wanted
+    stage = (tiling.rows + tiling.columns * (2 if gated else 1)) * tiling.depth * dtype.itemsize
+    chip = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    room = chip["max_shared_mem"] - SPARE_SHARED
+    return max(1, min(wanted, room // stage))
+
+
+SPARE_SHARED = 8 * 2**10  # bytes that a program needs besides its tiles, rounded up
 SMALL_WEIGHTS = 8 * 2**20  # numbers: a product with fewer hardly lasts longer than its launch
 PROGRAMS = 128  # about one for each multiprocessor of a Hopper chip
 
@@ -273,27 +286,34 @@ def reads_ahead(device: torch.device) -> bool:
 
 @cache
 def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
-    """The best of some thirty for each kind of product, measured on an H200."""
+    """The best of some thirty for each kind of product, measured on an H200, most of them within whole steps: there
+    it is not always the one that is the fastest alone."""
     if columns * depth * (2 if gated else 1) <= SMALL_WEIGHTS:
         return _small_tiling(rows, columns, depth, gated)
     if rows > 64:
         return ProductTiling(128, 64, 64, 1, 3, described=True)
-    height = 32 if rows <= 32 else 64
     splits = 2 if columns // 64 <= PROGRAMS // 2 and depth >= 1024 else 1
+    if rows <= 16:
+        if gated:
+            return ProductTiling(16, 64, 128, 1, 3, prefetch=256, described=True)
+        return ProductTiling(16, 64, 128 if splits == 1 else 256, splits, 5 if splits == 1 else 3, described=True)
+    height = 32 if rows <= 32 else 64
     stages = (3 if height == 64 else 2) if gated else 5 if height < 64 else 4
     return ProductTiling(height, 64, 128, splits, stages, described=True)
 
 
 def _small_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
+    wide = gated or columns >= 2048
     if rows > 128:
         if gated:
             return ProductTiling(128, 64, 128, 1, 3, prefetch=256, described=True)
-        if columns >= 2048:
-            return ProductTiling(128, 64, 64, 1, 4, prefetch=1024, described=True)
-        return ProductTiling(64, 32, 128, 1, 4, prefetch=1024, described=True)
-    splits = _splits(triton.cdiv(columns, 32), depth)
+        return ProductTiling(64, 128 if wide else 32, 128, 1, 4 if wide else 6, prefetch=256, described=True)
     if rows > 64:
-        return ProductTiling(128, 32, 64, splits, 5, prefetch=256, described=splits == 1)
+        if gated:
+            return ProductTiling(64, 64, 128, 1, 4, described=True)
+        splits = 1 if wide else _splits(2 * triton.cdiv(columns, 32), depth)
+        return ProductTiling(64, 64 if wide else 32, 128, splits, 6, prefetch=256, described=True)
+    splits = _splits(triton.cdiv(columns, 32), depth)
     if rows > 32:
         return ProductTiling(64, 32, 64, splits, 6, prefetch=256)
     if rows > 16 and gated:

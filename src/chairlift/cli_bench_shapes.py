@@ -51,10 +51,10 @@ def bench_shapes(
         load_format="dummy",
         max_model_len=max(32, 4096 // scale),
         max_batch_requests=seats,
-        max_batch_tokens=None if seats <= 256 else max(8192, seats),
+        max_batch_tokens=None if seats <= 256 else max(16384, seats),
         cuda_graphs=cuda_graphs,
         batch_invariant=batch_invariant,
-    )
+    ).for_throughput()
     names = [name.strip() for name in cases.split(",")]
     report.check()
     with watch(enabled=not quiet) as note:

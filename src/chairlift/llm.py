@@ -46,7 +46,7 @@ class LLM:
         from chairlift.execution.config import EngineConfig  # imports torch, so only when a model is really wanted
         from chairlift.execution.startup import load_engine
 
-        loaded = load_engine(model, EngineConfig(**config_options), progress=progress)
+        loaded = load_engine(model, EngineConfig(**config_options).for_throughput(), progress=progress)
         self.engine = loaded.engine
         self.runner = loaded.runner
         self.memory = loaded.memory

@@ -43,6 +43,13 @@ def cap_scores(scores, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE: tl.constexpr):
+    """Where in the cache the keys and values of these positions begin."""
+    block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    return block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
+
+
+@triton.jit
 def _prefill_kernel(
     q_ptr,  # [T, heads, D]
     keys_ptr,
@@ -69,6 +76,7 @@ def _prefill_kernel(
     D_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
+    WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -104,27 +112,42 @@ def _prefill_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PADDED], tl.float32)
     head_offset = head * D + d
+    one = in_head[None, :]
     end = start + count
     begin = tl.maximum(start - window + 1, 0) // N * N
-    for at in range(begin, end, N):
+    # Tiles that every row sees whole, then those on the diagonal. With a window, any tile may be cut off.
+    whole = begin if WINDOWED else tl.maximum((start + 1) // N * N, begin)
+    offset = places(table, begin + n, begin + n < whole, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+    for at in range(begin, whole, N):
+        tile_at = offset[:, None] + head_offset[None, :]
+        # Where the next tile is, is looked up while this one is computed.
+        offset = places(table, at + N + n, at + N + n < whole, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        k = tl.load(keys_ptr + tile_at) if D == D_PADDED else tl.load(keys_ptr + tile_at, mask=one, other=0.0)
+        scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        v = tl.load(values_ptr + tile_at) if D == D_PADDED else tl.load(values_ptr + tile_at, mask=one, other=0.0)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q.dtype), in_type_of(v, q), acc * shrink[:, None], input_precision=PRECISION)
+        best = new_best
+    for at in range(whole, end, N):
         position = at + n
         inside = position < end
-        block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        kv_offset = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
-        mask = inside[:, None] & in_head[None, :]
-        k = tl.load(keys_ptr + kv_offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        offset = places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        mask = inside[:, None] & one
+        k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
         scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
-        if at + N > start or begin + window < end:  # else every row sees the whole tile
-            visible = (position[None, :] <= seen_by[:, None]) & (position[None, :] > seen_by[:, None] - window)
-            scores = tl.where(visible, scores, float("-inf"))
+        visible = (position[None, :] <= seen_by[:, None]) & (position[None, :] > seen_by[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         # A row that has seen nothing yet (a window that begins later) has no best: keep NaN out.
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - safe[:, None])
         shrink = tl.exp2(best - safe)
-        v = tl.load(values_ptr + kv_offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
         total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), in_type_of(v, q), input_precision=PRECISION)
+        acc = tl.dot(weights.to(q.dtype), in_type_of(v, q), acc * shrink[:, None], input_precision=PRECISION)
         best = new_best
     total = tl.where(total == 0.0, 1.0, total)
     out_at = out_ptr + q_place[:, None] * out_stride + q_head[:, None] * D + d[None, :]
@@ -186,11 +209,12 @@ def prefill_attention(
         D=dim,
         D_PADDED=max(16, triton.next_power_of_2(dim)),
         BLOCK_SIZE=block_size,
-        N=64 if half_precision else 32,
+        N=32,
+        WINDOWED=window is not None,
         SOFTCAP=softcap or 0.0,
         PRECISION=precision_for(q.dtype),
-        num_warps=8 if half_precision and dim >= 128 else 4,
-        num_stages=2 if half_precision else 1,
+        num_warps=4,
+        num_stages=3 if half_precision else 1,
         **overlapping(q.device),
     )
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_attention import cap_scores, in_type_of, precision_for, scale_in_log2, scores_of
+from chairlift.kernels.triton_attention import cap_scores, in_type_of, places, precision_for, scale_in_log2, scores_of
 from chairlift.kernels.triton_launch import overlapping, prefetch_rows
 
 
@@ -54,12 +54,6 @@ def _rotated(
         sin = tl.load(sin_ptr + token * PAIRS + pair, mask=turns, other=0.0).to(tl.float32)
         x = x * cos[None, :] + y * tl.where(d < PAIRS, -sin, sin)[None, :]
     return x
-
-
-@triton.jit
-def _places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE: tl.constexpr):
-    block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    return block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
 
 
 @triton.jit
@@ -183,12 +177,12 @@ def _decode_kernel(
     has_work = (count == 1) & (split < num_splits)
     if EARLY:  # what was cached in earlier steps is older than the kernel before
         inside = (begin + n < end) & has_work
-        offset = _places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
         first_k, first_v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
         if OVERLAP:
             after = begin + N + n
             more = (after < end) & has_work
-            offset = _places(table, after, more, kv_block_stride, kv_token_stride, BLOCK_SIZE) + head * D
+            offset = places(table, after, more, kv_block_stride, kv_token_stride, BLOCK_SIZE) + head * D
             size = tl.where(more, D * (keys_ptr.dtype.element_ty.primitive_bitwidth // 8), 0)
             prefetch_rows(keys_ptr + offset, size)
             prefetch_rows(values_ptr + offset, size)
@@ -220,17 +214,17 @@ def _decode_kernel(
         begin += N
     if AHEAD:
         inside = begin + n < end
-        offset = _places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
         for at in range(begin, end, N):
             k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
             then_inside = at + N + n < end
-            offset = _places(table, at + N + n, then_inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+            offset = places(table, at + N + n, then_inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
             best, total, acc = _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
             inside = then_inside
     else:
         for at in range(begin, end, N):
             inside = at + n < end
-            offset = _places(table, at + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+            offset = places(table, at + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
             k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
             best, total, acc = _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
 

@@ -50,6 +50,16 @@ def places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE
 
 
 @triton.jit
+def _weighed(scores, new_best, v, q, best, total, acc, PRECISION: tl.constexpr):
+    """The running softmax with one tile more: its weights [ROWS, N] and values [N, D]."""
+    weights = tl.exp2(scores - new_best[:, None])
+    shrink = tl.exp2(best - new_best)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(q.dtype), in_type_of(v, q), acc * shrink[:, None], input_precision=PRECISION)
+    return total, acc
+
+
+@triton.jit
 def _prefill_kernel(
     q_ptr,  # [T, heads, D]
     keys_ptr,
@@ -125,11 +135,8 @@ def _prefill_kernel(
         k = tl.load(keys_ptr + tile_at) if D == D_PADDED else tl.load(keys_ptr + tile_at, mask=one, other=0.0)
         scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
         new_best = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
         v = tl.load(values_ptr + tile_at) if D == D_PADDED else tl.load(values_ptr + tile_at, mask=one, other=0.0)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), in_type_of(v, q), acc * shrink[:, None], input_precision=PRECISION)
+        total, acc = _weighed(scores, new_best, v, q, best, total, acc, PRECISION)
         best = new_best
     for at in range(whole, end, N):
         position = at + n
@@ -143,11 +150,8 @@ def _prefill_kernel(
         new_best = tl.maximum(best, tl.max(scores, 1))
         # A row that has seen nothing yet (a window that begins later) has no best: keep NaN out.
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - safe[:, None])
-        shrink = tl.exp2(best - safe)
         v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), in_type_of(v, q), acc * shrink[:, None], input_precision=PRECISION)
+        total, acc = _weighed(scores, safe, v, q, best, total, acc, PRECISION)
         best = new_best
     total = tl.where(total == 0.0, 1.0, total)
     out_at = out_ptr + q_place[:, None] * out_stride + q_head[:, None] * D + d[None, :]

@@ -11,11 +11,15 @@ import numpy as np
 from chairlift.execution.startup import LoadedModel
 from chairlift.training.prompts import HELD_OUT, Questions
 
-TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.0, 1.0)  # most users ask for the likeliest text, or something near it
-CURIOUS = 0.6  # the share of texts in which the target writes the questions, too: it knows more subjects than we do
+TEMPERATURES = (0.0, 0.0, 0.0, 0.6, 0.0, 0.0, 0.0, 0.8)  # most users ask for the likeliest text, or something near it
+CURIOUS = 0.65  # the share of texts in which the target writes the questions, too: it knows more subjects than we do
+LED = 0.6  # the share of those questions whose first words are given; of itself it asks for the same things too often
 ASKING_TEMPERATURE = 0.9
 LONGEST_QUESTION = 48  # that it writes
-ANSWER_LENGTHS = (48, 96, 160, 256, 384)  # then someone interrupts it: beginnings are harder to foresee than the rest
+ANSWER_LENGTHS = (64, 96, 128, 192)  # then someone interrupts it: beginnings are harder to foresee than the rest
+# So many tokens that stood in the text before: an answer that goes round in circles is interrupted, too. Small models
+# do so after some sentences. That is easily foreseen, and a head that learns mostly from it is good for little else.
+CIRCLE = 8
 _MARKS = ("FIRST-QUESTION", "FIRST-ANSWER", "SECOND-QUESTION")
 
 
@@ -64,6 +68,7 @@ class Conversations:
         self._script = np.full((rows, length), -1, dtype=np.int32)  # what is not for the target to choose
         self._asking = np.zeros(rows, dtype=bool)
         self._turn_ends = np.zeros(rows, dtype=np.int64)  # the column by which the turn is over
+        self._circles = Circles(rows, length)
         for row in range(rows):
             self._ask(row, 0, [] if self._turns is None else self._turns.begin, first=True)
         self.tokens[:, 0] = self._script[:, 0]
@@ -80,7 +85,8 @@ class Conversations:
         ends = np.isin(said, self._ends)
         self.tokens[:, column] = said
         self.written[:, column] = free & ~self._asking & ~ends
-        for row in np.flatnonzero(free & (ends | (column >= self._turn_ends))):
+        circling = self._circles.take_in(column, said, self.written[:, column])
+        for row in np.flatnonzero(free & (ends | circling | (column >= self._turn_ends))):
             self._next_turn(int(row), column + 1, int(said[row]))
 
     def _next_turn(self, row: int, column: int, last: int) -> None:
@@ -95,16 +101,20 @@ class Conversations:
             self._ask(row, column, between, first=False)
 
     def _ask(self, row: int, column: int, before: list[int], *, first: bool) -> None:
+        questions = self._questions[bool(self.held_out[row])]
         if self._curious[row]:
-            self._write(row, column, before, min(LONGEST_QUESTION, self.tokens.shape[1] // 4))
+            led = self._chance.random() < LED
+            opening = self._encode(questions.opening()) if led else []
+            self._write(row, column, before + opening, min(LONGEST_QUESTION, self.tokens.shape[1] // 4))
             self._asking[row] = True
         elif self._turns is None:  # a few tokens from anywhere are as good as any other beginning
             self._answer(row, column, self._plain_beginning())
         else:
-            questions = self._questions[bool(self.held_out[row])]
-            text = questions.first() if first else questions.next()
-            question = self._loaded.tokenizer.encode(text, add_special_tokens=False)
+            question = self._encode(questions.first() if first else questions.next())
             self._answer(row, column, before + question + self._turns.answer)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._loaded.tokenizer.encode(text, add_special_tokens=False)
 
     def _answer(self, row: int, column: int, before: list[int]) -> None:
         self._write(row, column, before, self._chance.choice(ANSWER_LENGTHS))
@@ -120,3 +130,24 @@ class Conversations:
 
     def _plain_beginning(self) -> list[int]:
         return [self._chance.randrange(self._loaded.model.vocab_size) for _ in range(3)]
+
+
+class Circles:
+    """Which of many texts say again what they said before."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self._last = np.zeros((rows, CIRCLE), dtype=np.int64)  # tokens
+        self._running = np.zeros(rows, dtype=np.int64)  # how many tokens the answer has
+        self._said = np.full((rows, length), -1, dtype=np.int64)  # by column: what the last few tokens were
+        # One number for several tokens: which those were cannot be seen in it, but that they differ nearly always can.
+        self._factors = np.array([3 ** (11 * place) % 2**31 for place in range(1, CIRCLE + 1)], dtype=np.int64)
+
+    def take_in(self, column: int, tokens: np.ndarray, answered: np.ndarray) -> np.ndarray:
+        """tokens, answered [rows]: this column, and what of it belongs to an answer -> whether it was said before."""
+        self._last = np.roll(self._last, -1, axis=1)
+        self._last[:, -1] = tokens
+        self._running = np.where(answered, self._running + 1, 0)
+        said = np.where(self._running >= CIRCLE, (self._last * self._factors).sum(axis=1), -1)
+        again: np.ndarray = (said >= 0) & (self._said[:, :column] == said[:, None]).any(axis=1)
+        self._said[:, column] = said
+        return again

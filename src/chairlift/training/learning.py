@@ -17,13 +17,14 @@ from chairlift.training.trainable_head import Seen, TrainableHead, WholeTexts
 DEPTH = MOST_GUESSES  # each from the head's own state at the one before
 DEPTH_WEIGHT = 0.8  # of each guess, compared with the one before it
 AFTER_A_MISS = 0.2  # the weight of a guess that would not be asked for, because the one before it was wrong
+AFTER_A_HIT = 0.5  # and of a first guess where a step seldom begins, because the place before foresaw the token there
+CERTAIN = 0.5  # the share of what the target says is likeliest; the rest is how likely it finds every token
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     loss: Tensor
-    wanted: Tensor  # [DEPTH]: how many guesses were asked for, all of those before them having been right
-    right: Tensor  # [DEPTH]: how many of them were right
+    hits: Tensor  # [DEPTH, texts, length] bool: whether what was guessed there is what the target says next
 
 
 class Lesson:
@@ -40,29 +41,35 @@ class Lesson:
         counted = written.nonzero(as_tuple=True)
         with torch.no_grad():
             hidden, features, embedded = self._target_states(tokens)
-            goal = F.linear(hidden[counted], self._rows).float().softmax(dim=-1)  # among the tokens that it can guess
-            best = torch.zeros_like(tokens)
+            goal = self._goal(hidden[counted])
+            best = torch.full_like(tokens, -1)
             best[counted] = self._target_choice(hidden[counted])
-        weights, asked = written.float(), written  # of each place; at depth 0, a guess is asked for at all of them
-        loss, numbers, seen = torch.zeros((), device=device), [], Seen()
+        weights = written.float()  # of each place
+        loss, hits, seen = torch.zeros((), device=device), [], Seen()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             previous = head.joint(features)
             for depth in range(DEPTH):
                 previous = head(embedded, _later(previous), seen)
                 scores = F.linear(previous[counted], self._rows.to(previous.dtype))
                 missed = F.cross_entropy(scores.float(), goal, reduction="none")
+                guesses = torch.full_like(tokens, -2)
+                guesses[counted] = self._token_ids[scores.argmax(dim=-1)]
+                hits.append(guesses == best)
+                came = guesses[:, :-1] == tokens[:, 1:]
+                if depth == 0:
+                    weights = weights * F.pad(torch.where(came, AFTER_A_HIT, 1.0), (1, 0), value=1.0)
                 share = weights[counted]
                 loss = loss + DEPTH_WEIGHT**depth * (missed * share).sum() / share.sum().clamp(min=1.0)
-                guesses = torch.zeros_like(tokens)
-                guesses[counted] = self._token_ids[scores.argmax(dim=-1)]
-                right = asked & (guesses == best)
-                numbers.append(torch.stack((asked.sum(), right.sum())))
                 # One place on, the next depth guesses, if what came was what this one said.
-                came = guesses[:, :-1] == tokens[:, 1:]
                 weights = F.pad(weights[:, :-1] * torch.where(came, 1.0, AFTER_A_MISS), (1, 0)) * written
-                asked = F.pad(right[:, :-1] & came, (1, 0)) & written
-        wanted, right_ones = torch.stack(numbers, dim=1)
-        return Outcome(loss, wanted, right_ones)
+        return Outcome(loss, torch.stack(hits))
+
+    def _goal(self, hidden: Tensor) -> Tensor:
+        """What the head should say, of the tokens that it can guess [places, draft vocab]. A guess is made for the
+        likeliest token; but which others were nearly as likely teaches more than that one alone."""
+        goal = F.linear(hidden, self._rows).float().softmax(dim=-1)
+        best = goal.argmax(dim=-1, keepdim=True)
+        return goal.mul_(1 - CERTAIN).scatter_add_(1, best, torch.full_like(goal[:, :1], CERTAIN))
 
     def _target_states(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states, what the head reads of them, and embeddings: each [texts, length, ...]."""

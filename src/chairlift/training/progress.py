@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from chairlift.training.optimizer import HeadOptimizer
 from chairlift.training.trainable_head import TrainableHead
 
 
@@ -37,24 +36,16 @@ class Progress:
         progress = {"settings": self.fingerprint, "steps_done": self.steps_done}
         (self.folder / "progress.json").write_text(json.dumps(progress))
 
-    def restore(self, head: TrainableHead, optimizer: torch.optim.Optimizer) -> None:
+    def restore(self, head: TrainableHead, optimizer: HeadOptimizer) -> None:
         if not self.steps_done:
             return
         saved = load_file(self.folder / "checkpoint.safetensors")
         for name, parameter in head.named_parameters():
             parameter.data.copy_(saved[name])
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(saved["step"])),
-                "exp_avg": saved[f"{name}/mean"].to(parameter),
-                "exp_avg_sq": saved[f"{name}/square"].to(parameter),
-            }
+        optimizer.restore(saved)
 
-    def save(self, head: TrainableHead, optimizer: torch.optim.Optimizer, steps_done: int) -> None:
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in head.named_parameters():
-            moments = optimizer.state[parameter]
-            tensors |= {name: parameter.data, f"{name}/mean": moments["exp_avg"]}
-            tensors |= {f"{name}/square": moments["exp_avg_sq"], "step": torch.as_tensor(moments["step"]).float().cpu()}
+    def save(self, head: TrainableHead, optimizer: HeadOptimizer, steps_done: int) -> None:
+        tensors = {name: parameter.data for name, parameter in head.named_parameters()} | optimizer.tensors()
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.folder / "checkpoint.new")
         (self.folder / "checkpoint.new").replace(self.folder / "checkpoint.safetensors")
         self.steps_done = steps_done

@@ -1,11 +1,18 @@
-"""What to ask a chat model so that it talks about many things."""
+"""What to ask a chat model so that it talks about many things.
+
+Neither a question of `chairlift bench speculation` nor one that is nearly the same is among them, nor what those are
+about: a head must not be trained on what it is measured with.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
+from chairlift.training.openings import OPENINGS
+
 HELD_OUT = 32  # one text in so many, with its subjects, is never trained on
+STAYING = 0.25  # the share of later questions that stay with the subject
 QUESTIONS = (
     "What is {}?",
     "Explain {} to a child.",
@@ -49,26 +56,26 @@ QUESTIONS = (
     "Which numbers should one remember about {}?",
     "Describe {} to someone who has never heard of it.",
     "Describe a scene in which {} plays a part. Use all the senses.",
-    "Why do people like {}?",
+    "What do people like about {}?",
     "Why are some people afraid of {}?",
     "How would you teach {} to a class of ten-year-olds?",
-    "What is the difference between {} and {}?",
+    "How can I tell {} from {}?",
     "How are {} and {} connected?",
     "Write a story in which {} meets {}.",
     "Which is better, {} or {}? Give reasons.",
-    "Write a letter to a friend about {}.",
-    "Write a letter of complaint that has to do with {}.",
+    "Write a postcard to a friend about {}.",
+    "Write a complaint that has to do with {}.",
     "Write a thank-you note to somebody who helped me with {}.",
     "Suggest three ideas for an evening about {}.",
     "Suggest names for a club about {}.",
     "Invent a game about {} and explain its rules.",
     "Invent a recipe inspired by {}.",
-    "Invent a company that makes money with {} and describe what it does.",
-    "What should I think about before I spend money on {}?",
+    "Think of a company that lives on {} and say what it does.",
+    "Is it wise to spend a lot on {}?",
     "What does {} teach us about ourselves?",
     "What makes {} good or bad?",
-    "What makes somebody good at {}?",
-    "How did people deal with {} in the past?",
+    "How does one become good at {}?",
+    "How was {} dealt with in the past?",
     "How will {} look in fifty years?",
     "What are the main parts or kinds of {}?",
     "Give me ten keywords for {}.",
@@ -183,43 +190,43 @@ SUBJECTS = (
     "leadership", "teamwork", "meetings", "remote work", "writing a resume", "asking for a raise", "quitting a job",
     "burnout", "motivation", "procrastination", "habits", "self-confidence", "loneliness", "grief", "anger", "joy",
     "love", "jealousy", "forgiveness", "gratitude", "kindness", "trust", "truth", "beauty", "freedom", "justice",
-    "wealth", "success", "luck", "fear", "hope", "dreams", "silence", "time", "infinity", "zero", "pi", "triangles",
+    "wealth", "success", "luck", "fear", "hope", "dreams", "silence", "infinity", "zero", "pi", "triangles",
     "algebra", "calculus", "statistics", "percentages", "long division", "logic puzzles", "binary numbers",
     "algorithms", "binary search", "linked lists", "hash tables", "graphs", "regular expressions", "Git", "Linux",
     "Python", "JavaScript", "HTML and CSS", "SQL", "unit tests", "debugging", "cloud computing", "operating systems",
     "compilers", "encryption", "passwords", "phishing", "privacy", "social media", "video games", "smartphones",
     "3D printing", "drones", "self-driving cars", "nuclear power", "wind turbines", "solar panels", "batteries",
     "hydrogen", "plastic", "paper", "steel", "concrete", "wood", "gold", "diamonds", "oil", "water", "air", "fire",
-    "ice", "snow", "rain", "rainbows", "thunder", "clouds", "fog", "the seasons", "spring", "summer", "autumn leaves",
+    "ice", "snow", "rain", "rainbows", "thunder", "clouds", "fog", "the seasons", "spring", "summer",
     "the stars", "Mars", "Saturn", "comets", "the Big Bang", "galaxies", "telescopes", "microscopes", "magnets",
     "sound", "light", "colours", "heat", "friction", "energy", "waves", "tides", "coral reefs", "whales", "sharks",
     "dolphins", "octopuses", "jellyfish", "turtles", "snakes", "crocodiles", "frogs", "spiders", "ants", "butterflies",
     "owls", "eagles", "parrots", "chickens", "cows", "horses", "pigs", "sheep", "elephants", "lions", "tigers", "bears",
     "foxes", "rabbits", "mice", "monkeys", "pandas", "kangaroos", "dragons", "unicorns", "ghosts", "vampires", "magic",
-    "wizards", "superheroes", "aliens", "time travel", "zombies", "detectives", "castles", "lighthouses", "ships",
-    "submarines", "aeroplanes", "helicopters", "hot-air balloons", "motorways", "traffic", "cities", "farms", "forests",
+    "wizards", "superheroes", "aliens", "time travel", "zombies", "detectives", "castles", "ships",
+    "submarines", "aeroplanes", "helicopters", "hot-air balloons", "motorways", "traffic", "cities", "farms",
     "trees", "roses", "sunflowers", "mushrooms", "vegetables", "tomatoes", "potatoes", "rice", "cheese", "chocolate",
     "ice cream", "bread", "pizza", "soup", "salad", "breakfast", "school lunches", "eating less meat", "sugar", "honey",
     "spices", "wine", "beer", "baking a cake", "barbecues", "picnics", "birthdays", "weddings", "Christmas",
-    "New Year's Eve", "Halloween", "holidays", "festivals", "carnival", "circuses", "zoos", "playgrounds", "toys",
+    "New Year's Eve", "Halloween", "festivals", "carnival", "circuses", "zoos", "playgrounds", "toys",
     "puzzles", "card games", "board games", "crosswords", "drawing", "sculpture", "pottery", "sewing", "fashion",
     "shoes", "hats", "jewellery", "perfume", "haircuts", "tattoos", "mirrors", "windows", "doors", "chairs", "beds",
-    "kitchens", "cleaning", "laundry", "gifts", "letters", "newspapers", "radio", "television", "films", "comedy",
+    "kitchens", "cleaning", "laundry", "gifts", "newspapers", "radio", "television", "films", "comedy",
     "opera", "rock music", "hip hop", "the guitar", "drums", "singing", "choirs", "orchestras", "ballet", "acting",
     "writing a novel", "short stories", "science fiction", "history books", "dictionaries", "alphabets", "Latin",
     "Chinese characters", "sign language", "accents", "proverbs", "metaphors", "adjectives", "commas", "essays",
-    "note-taking", "exams", "universities", "kindergarten", "teachers", "parents", "grandparents", "twins", "babies",
+    "note-taking", "exams", "universities", "kindergarten", "parents", "grandparents", "twins", "babies",
     "teenagers", "growing old", "marriage", "adoption", "pets", "good manners", "arguments", "secrets", "lies",
-    "promises", "mistakes", "failure", "apologies", "volunteering", "charity", "religion", "Buddhism", "Islam",
+    "promises", "mistakes", "apologies", "volunteering", "charity", "religion", "Buddhism", "Islam",
     "Christianity", "Hinduism", "myths", "philosophy", "Socrates", "Plato", "stoicism", "ethics", "free will",
     "consciousness", "psychology", "body language", "decision making", "critical thinking", "creativity", "curiosity",
-    "maps", "compasses", "clocks", "calendars", "money", "coins", "banks", "trade", "ports", "railway stations",
+    "maps", "compasses", "calendars", "coins", "banks", "trade", "ports", "railway stations",
     "airports", "hotels", "restaurants", "supermarkets", "hospitals", "pharmacies", "dentists", "surgery", "nurses",
     "firefighters", "the police", "courts", "prisons", "parliaments", "constitutions", "kings and queens", "presidents",
     "revolutions", "borders", "refugees", "poverty", "hunger", "floods", "droughts", "deforestation",
     "endangered species", "air pollution", "noise", "waste", "cancer", "a lost key", "a broken bicycle",
     "an old photograph", "a strange dream", "a slow Sunday", "a long train ride", "a first day at school",
-    "a new neighbour", "a noisy neighbour", "a forgotten birthday", "a letter from far away", "a walk on the beach",
+    "a new neighbour", "a noisy neighbour", "a forgotten birthday",
     "a night without electricity", "a talking cat", "a robot that feels", "a town without cars",
 )  # fmt: skip
 FOLLOW_UPS = (
@@ -263,6 +270,7 @@ class Questions:
         """`prompts`: what to ask instead."""
         self._prompts = _part(prompts, held_out) or prompts
         self._subjects = _part(SUBJECTS, held_out)
+        self._openings = _part(OPENINGS, held_out)
         self._chance = random.Random(f"{seed} {held_out}")
 
     def first(self) -> str:
@@ -273,7 +281,11 @@ class Questions:
 
     def next(self) -> str:
         """In a conversation: to stay with the subject, or to change it."""
-        return self._chance.choice(FOLLOW_UPS) if self._chance.random() < 0.5 else self.first()
+        return self._chance.choice(FOLLOW_UPS) if self._chance.random() < STAYING else self.first()
+
+    def opening(self) -> str:
+        """How a question begins that someone else ends."""
+        return self._chance.choice(self._openings)
 
 
 def _part(items: Sequence[str], held_out: bool) -> Sequence[str]:

@@ -28,7 +28,9 @@ from chairlift.execution.config import EngineConfig
 from chairlift.execution.startup import LoadedModel, load_model
 from chairlift.models.decoder import Decoder
 from chairlift.speculative.head_config import HeadConfig
-from chairlift.training.learning import DEPTH, Lesson
+from chairlift.training.judging import judge
+from chairlift.training.learning import Lesson
+from chairlift.training.optimizer import HeadOptimizer
 from chairlift.training.progress import Progress
 from chairlift.training.texts import Report, Texts, write_texts
 from chairlift.training.trainable_head import TrainableHead
@@ -36,21 +38,21 @@ from chairlift.training.writer import refuse_unusual_attention
 
 # Not cuDNN's, which prepares itself for every length anew: texts that grow have a new one in every step.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-TEXTS_VERSION = 3  # of what is written to disk
+TEXTS_VERSION = 4  # of what is written to disk
 WRITING_SHARE = 0.4  # of the minutes given; the rest is for learning
 REPORTS = 10  # with a checkpoint each, from beginning to end
-MOST_HELD_OUT = 256  # texts to judge by
+MOST_HELD_OUT = 512  # texts to judge by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    texts: int = 65_536  # that the target writes
-    length: int = 320  # of each, in tokens, questions included
+    texts: int = 262_144  # that the target writes
+    length: int = 192  # of each, in tokens, questions included
     epochs: int = 6
-    batch: int = 64  # texts at a time
-    learning_rate: float = 1e-3
+    batch: int = 128  # texts at a time
+    learning_rate: float = 3e-3
     draft_vocab: int = 8192  # the tokens that it can guess: those that come up most often
-    minutes: float = 5.0  # for all of it: fewer texts, or fewer epochs, if there is no time for more
+    minutes: float = 8.0  # for all of it: fewer texts, or fewer epochs, if there is no time for more
     device: str = "auto"
     dtype: str = "auto"
     seed: int = 0
@@ -122,7 +124,6 @@ class _Training:
         self._settings = settings
         self._progress = progress
         self._say = say
-        self._device = target.device
         counts = torch.bincount(texts.tokens[texts.written].long(), minlength=target.vocab_size)
         size = min(settings.draft_vocab, target.vocab_size)
         token_ids = counts.argsort(descending=True, stable=True)[:size]  # the most frequent ones first
@@ -142,11 +143,8 @@ class _Training:
 
     def run(self, seconds: float) -> None:
         """All epochs, or as much as there is time for: the learning rate goes down in the time that there is."""
-        settings, parameters = self._settings, list(self._head.parameters())
-        cuda = self._device.type == "cuda"
-        optimizer = torch.optim.AdamW(
-            parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=cuda
-        )
+        settings = self._settings
+        optimizer = HeadOptimizer(self._head, settings.learning_rate)
         self._progress.restore(self._head, optimizer)
         per_epoch = math.ceil(len(self._texts) / settings.batch)
         total, first = per_epoch * settings.epochs, self._progress.steps_done
@@ -157,13 +155,8 @@ class _Training:
             if done >= 1:
                 self._say("stopped    the time is over")
                 break
-            for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * _schedule(done)
             outcome = self._lesson.study(self._head, self._texts[self._batch(step, per_epoch)])
-            optimizer.zero_grad()
-            outcome.loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
+            optimizer.step(outcome.loss, done)
             losses.append(outcome.loss.detach())
             done = max(done, (step + 1) / total)
             if done - reported >= 1 / REPORTS or step + 1 == total:
@@ -187,14 +180,11 @@ class _Training:
     def _report(self, where: str, losses: list[Tensor]) -> None:
         size = self._settings.batch
         parts = torch.arange(len(self._held_out)).split(size)
-        found = [self._lesson.study(self._head, self._held_out[part]) for part in parts]
-        wanted, right = (torch.stack([getattr(one, name) for one in found]).sum(0) for name in ("wanted", "right"))
-        shares = ", ".join(f"{share:.1%}" for share in (right / wanted.clamp(min=1)).tolist())
-        accepted = right.sum() / wanted[0].clamp(min=1)
-        loss = torch.stack(losses).mean().item()
-        self._say(f"learning   {where}: loss {loss:.3f}, right {shares}, {accepted:.2f} of {DEPTH} guesses")
+        held_out = [self._held_out[part] for part in parts]
+        verdict = judge([(self._lesson.study(self._head, some).hits, some.written) for some in held_out])
+        self._say(f"learning   {where}: loss {torch.stack(losses).mean().item():.3f}, {verdict}")
 
-    def _keep(self, optimizer: torch.optim.Optimizer | None, steps_done: int) -> None:
+    def _keep(self, optimizer: HeadOptimizer | None, steps_done: int) -> None:
         if optimizer is not None:
             self._progress.save(self._head, optimizer, steps_done)
         half = {name: tensor.half().cpu().contiguous() for name, tensor in self._head.tensors().items()}
@@ -223,11 +213,6 @@ def _head_config(target: Decoder, draft_vocab: int) -> HeadConfig:
         max_position_embeddings=target.max_len,
         taps=tuple(sorted({len(target.layers) // 3, 2 * len(target.layers) // 3} - {0})),
     )
-
-
-def _schedule(progress: float) -> float:
-    """A short warm-up, then a cosine down to a twentieth."""
-    return min(1.0, progress / 0.05 + 0.01) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def main() -> None:

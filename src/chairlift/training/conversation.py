@@ -69,6 +69,7 @@ class Conversations:
         self._asking = np.zeros(rows, dtype=bool)
         self._turn_ends = np.zeros(rows, dtype=np.int64)  # the column by which the turn is over
         self._circles = Circles(rows, length)
+        self._encoded: dict[str, list[int]] = {}
         for row in range(rows):
             self._ask(row, 0, [] if self._turns is None else self._turns.begin, first=True)
         self.tokens[:, 0] = self._script[:, 0]
@@ -114,7 +115,9 @@ class Conversations:
             self._answer(row, column, before + question + self._turns.answer)
 
     def _encode(self, text: str) -> list[int]:
-        return self._loaded.tokenizer.encode(text, add_special_tokens=False)
+        if text not in self._encoded:  # the same few beginnings come up again and again
+            self._encoded[text] = self._loaded.tokenizer.encode(text, add_special_tokens=False)
+        return self._encoded[text]
 
     def _answer(self, row: int, column: int, before: list[int]) -> None:
         self._write(row, column, before, self._chance.choice(ANSWER_LENGTHS))

@@ -55,6 +55,7 @@ def bench_profile(
     With --record, how far the simulator is off is measured as well; chairlift
     simulate --against FILE repeats that comparison without a model.
     """
+    from chairlift.bench.cpu_time import OtherPrograms
     from chairlift.bench.profile import measure_profile
     from chairlift.bench.recording import Recorder, RunSettings, compare
     from chairlift.bench.workload import LengthRange
@@ -81,7 +82,7 @@ def bench_profile(
         note("loading")
         started = load_engine(engine.model, config, progress=not engine.quiet).engine
         replica = _replica(started, config)
-        run = None
+        others, run = OtherPrograms(), None
         if record:
             note("finding out how many requests the machine can take")
             recorder = Recorder(started, replica, measure_profile(started, rounds=1, note=note).cost, settings)
@@ -89,14 +90,16 @@ def bench_profile(
             run = recorder.recorded(profile.cost)
         else:
             profile = measure_profile(started, rounds=rounds, note=note)
+        disturbance = others.share()
     saved: dict[str, Any] = profile.to_json()
     saved["settings"] = {"model": engine.model, "kv_blocks": replica.num_blocks}
     saved["settings"] |= {"max_batch_requests": replica.seats, "max_batch_tokens": replica.max_batch_tokens}
     saved["machine"] = machine()
+    saved["other_programs"] = disturbance  # their share of all processor time meanwhile
     if run is not None:
         saved["run"] = run.to_json()
     out.write_text(json.dumps(saved) + "\n", encoding="utf-8")
-    _show_prices(profile)
+    _show_prices(profile, disturbance)
     if run is not None:
         show_comparison(compare(run))
     Console().print(f"Written to {out}", highlight=False)
@@ -118,8 +121,9 @@ def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
     )
 
 
-def _show_prices(profile: Profile) -> None:
+def _show_prices(profile: Profile, disturbance: float | None) -> None:
     cost = profile.cost
+    meanwhile = "" if disturbance is None else f"; other programs used {disturbance:.1%} of the processors meanwhile"
     rows = [("step", cost.step), ("request", cost.request)]
     rows += [(f"token, after the first {bend}" if bend else "first token", price) for bend, price in cost.tokens]
     rows += [("position read by a prompt", cost.prefill_kv), ("position read by a decode", cost.decode_kv)]
@@ -127,5 +131,5 @@ def _show_prices(profile: Profile) -> None:
         "Microseconds per",
         ["", ""],
         [[name, f"{1e6 * price:,.3f}"] for name, price in rows],
-        f"{len(profile.steps):,} steps; typical error {profile.error:.1%}",
+        f"{len(profile.steps):,} steps; typical error {profile.error:.1%}{meanwhile}",
     )

@@ -62,11 +62,13 @@ def test_a_profile_of_this_machine_feeds_the_simulator(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     profile, result = tmp_path / "profile.json", tmp_path / "result.json"
     options = "--load-format dummy --device cpu --max-batch-requests 4 --kv-memory 16MiB --rounds 1 --quiet"
-    options += " --record --requests 6 --prompt-len 4:16 --output-len 2:8"
+    options += " --record --requests 82 --prompt-len 4:16 --output-len 2:8"
     text = run("bench", "profile", "--model", str(tmp_path), *options.split(), "--out", str(profile))
     assert "output_tokens_per_s" in text
     saved = json.loads(profile.read_text())
     assert saved["steps"] > 20
+    assert saved["other_programs"] is None or 0 <= saved["other_programs"] <= 1
+    assert [len(part) for part in saved["run"]["parts"]] == [41, 41]
     assert saved["prices"]["step"] + sum(price for _, price in saved["prices"]["tokens"]) > 0
     run(
         *("simulate", "--model", str(tmp_path), "--profile", str(profile), "--rate", "5", "--requests", "20"),

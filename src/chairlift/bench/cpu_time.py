@@ -17,6 +17,35 @@ def cpu_seconds(pid: int) -> float | None:
         return None
 
 
+class OtherPrograms:
+    """How much of the processors others have used since this was made; time that a host kept for itself counts."""
+
+    def __init__(self) -> None:
+        self._before = _times()
+
+    def share(self) -> float | None:
+        """Of all processors; None where the system does not tell."""
+        after = _times()
+        if self._before is None or after is None:
+            return None
+        busy, own, total = (now - then for now, then in zip(after, self._before, strict=True))
+        return max(0.0, (busy - own) / total) if total > 0 else None
+
+
+def _times() -> tuple[float, float, float] | None:
+    """Seconds since the start of the machine: in which its processors were busy, in which they were with this process,
+    and all."""
+    own = cpu_seconds(os.getpid())
+    try:
+        user, nice, system, idle, waiting, *others = map(
+            int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+        )
+    except (OSError, ValueError):
+        return None
+    ticks, busy = os.sysconf("SC_CLK_TCK"), user + nice + system + sum(others)
+    return None if own is None else (busy / ticks, own, (busy + idle + waiting) / ticks)
+
+
 def children(pid: int) -> list[int]:
     try:
         lists = [thread.joinpath("children").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]

@@ -99,7 +99,9 @@ def test_a_walk_goes_along_its_pace(pieces: list[tuple[int, int]], begin: float,
     pace = Pace.from_json(pieces)
     walk = Walk(pace, begin)
     expected = walk.look_ahead(work)
-    assert [walk.go(one) for one in work] == expected
+    half = len(work) // 2
+    walk.go_ahead(half)
+    assert [walk.go(one) for one in work[half:]] == expected[half:]
     assert all(seconds > -1e-9 for seconds in expected)
     assert walk.go(pace.total_work) == pytest.approx(sum(took for _, took in pieces) * 1e-6, rel=1e-6)
 

@@ -68,13 +68,21 @@ class Walk:
         """`begin`: after which share of the line."""
         self._pace = pace
         self._done = begin * pace.total_work
+        self._time = pace.time_at(self._done)
+        self._ahead: list[tuple[float, float]] = []  # work done and time passed, now and after each step looked ahead
 
     def go(self, work: float) -> float:
         """Do it; return how long it takes."""
-        before, self._done = self._done, self._done + work
-        return self._pace.time_at(self._done) - self._pace.time_at(before)
+        before = self._time
+        self._done += work
+        self._time = self._pace.time_at(self._done)
+        return self._time - before
 
     def look_ahead(self, work: Iterable[float]) -> list[float]:
         """How long each of these would take, one after the other."""
-        times = map(self._pace.time_at, accumulate(work, initial=self._done))
-        return [later - earlier for earlier, later in pairwise(times)]
+        self._ahead = [(done, self._pace.time_at(done)) for done in accumulate(work, initial=self._done)]
+        return [later - earlier for (_, earlier), (_, later) in pairwise(self._ahead)]
+
+    def go_ahead(self, steps: int) -> None:
+        """Do the first so many of those last looked at."""
+        self._done, self._time = self._ahead[steps]

@@ -60,7 +60,6 @@ class Replica:
         self._newcomers: list[Rider] = []  # those who board in the step, and compute all they know
         self._leap: list[float] = []  # seconds of each step
         self._leap_ends: list[float] = []  # when it began, and when each of its steps ends
-        self._leap_work: list[float] = []  # what was predicted for each
         self._seconds_of_decodes: dict[tuple[int, int], float] = {}
         limits = scheduler.budget.most if isinstance(scheduler.budget, FixedBudget) else None
         # Only then everyone who decodes gets a token in every step.
@@ -231,8 +230,7 @@ class Replica:
             return False
         self._leap = [base + per_position * read for read in range(context, context + steps * size, size)]
         if self._walk:
-            self._leap_work = self._leap
-            self._leap = self._walk.look_ahead(self._leap_work)
+            self._leap = self._walk.look_ahead(self._leap)
         self._leap_ends = list(accumulate(self._leap, initial=now))
         self._busy, self.due = True, self._leap_ends[-1]
         return True
@@ -257,8 +255,7 @@ class Replica:
         """So many of its steps are over."""
         seconds, now = self._leap[:steps], self._leap_ends[steps]
         if self._walk:
-            for work in self._leap_work[:steps]:
-                self._walk.go(work)
+            self._walk.go_ahead(steps)
         self._busy, self._leap, self._leap_ends = False, [], []
         self.num_steps += steps
         self.busy_seconds = reduce(add, seconds, self.busy_seconds)  # the same, however they are grouped

@@ -40,7 +40,7 @@ def test_empty_blocks_are_handed_out_before_cached_ones_and_those_in_lru_order()
     pool, evicted = pool_of(4)
     blocks = pool.take(4) or []
     for block in (0, 1, 2):
-        pool.mark_cached(block)
+        pool.mark_cached([block])
     pool.release([1])
     pool.release([0])
     pool.release([3])  # not cached: worthless, so first to go
@@ -54,7 +54,7 @@ def test_empty_blocks_are_handed_out_before_cached_ones_and_those_in_lru_order()
 def test_a_cached_free_block_comes_back_to_life() -> None:
     pool, evicted = pool_of(2)
     pool.take(1)
-    pool.mark_cached(0)
+    pool.mark_cached([0])
     pool.release([0])
     pool.share([0])
     assert pool.references(0) == 1
@@ -66,7 +66,7 @@ def test_lent_blocks_count_as_used_and_evict_what_taking_them_would() -> None:
     pool, evicted = pool_of(4)
     blocks = pool.take(3) or []
     for block in blocks[:2]:
-        pool.mark_cached(block)
+        pool.mark_cached([block])
     pool.release(blocks[:2])
     pool.lend(1)  # the one that was never used
     assert (pool.num_empty, pool.num_free) == (0, 2)

@@ -16,7 +16,7 @@ GPU's.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
@@ -61,12 +61,12 @@ class BlockPool:
         """Whether its one owner may write to it: nobody else holds it, and what is in it is not indexed."""
         return self._references[block] == 1 and block not in self._cached
 
-    def mark_cached(self, block: int) -> None:
-        """Its contents are now indexed: keep it as long as possible once it is free."""
-        assert self._references[block] > 0, f"block {block} is indexed while nobody holds it"
-        self._cached.add(block)
+    def mark_cached(self, blocks: Sequence[int]) -> None:
+        """Their contents are now indexed: keep them as long as possible once they are free."""
+        assert all(map(self._references.__getitem__, blocks)), "a block is indexed while nobody holds it"
+        self._cached.update(blocks)
         if self.changed is not None:
-            self.changed.add(block)
+            self.changed.update(blocks)
 
     def take(self, count: int) -> list[int] | None:
         """`count` blocks for one new owner, or None (and no change) if there are not as many."""

@@ -131,9 +131,7 @@ class KVCache:
         if num_full <= num_indexed:  # as with most decodes
             return
         table = self._tables[request.id]
-        for position in range(num_indexed, num_full):
-            if self.index.insert(request, position, table[position]):
-                self.pool.mark_cached(table[position])
+        self.pool.mark_cached(self.index.insert(request, num_indexed, table[num_indexed:num_full]))
         self._num_indexed[request.id] = num_full
 
     def leave_behind(self, request: Request, num_tokens: int) -> None:
@@ -145,8 +143,7 @@ class KVCache:
         assert blocks is not None
         table += blocks
         if self.prefix_caching:
-            for position in range(self._num_indexed[request.id], num_tokens // self.block_size):
-                self.pool.mark_cached(table[position])
+            self.pool.mark_cached(table[self._num_indexed[request.id] : num_tokens // self.block_size])
 
     def trim(self, request: Request, num_tokens: int) -> None:
         """Give back the blocks behind `request`'s first `num_tokens` tokens, which were reserved for drafts."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 from chairlift.core.request import Request
 
@@ -43,6 +44,18 @@ class PrefixMatch:
     coming: bool = False  # a request on board is computing the next block right now
 
 
+class TokenHolder(Protocol):
+    """Whose tokens are looked up and indexed: a request, or in a simulation what stands for one."""
+
+    salt: str
+    block_digests: list[bytes]  # of its first full blocks, made as far as they were asked for
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def num_known(self) -> int: ...
+
+
 class _Entry(NamedTuple):
     digest: bytes
     parent: bytes
@@ -61,50 +74,59 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def find(self, request: Request) -> PrefixMatch:
+    def find(self, request: TokenHolder) -> PrefixMatch:
         """The longest run of cached blocks that starts `request`'s tokens. Changes nothing but its digests.
 
         The last known token is never taken from the cache: it has to be computed to get its logits.
         """
-        shareable = (request.num_known - 1) // self.block_size
+        size, tokens, block_of = self.block_size, request.tokens, self._block_of
+        shareable = (request.num_known - 1) // size
         blocks: list[int] = []
+        parent = _root(request.salt)
         for position in range(shareable):  # digests are made as far as needed: the queue may be long
             digest = self.digest(request, position)
-            block = self._lookup(request, position, digest)
+            block = block_of.get(digest)
+            if block is not None:
+                found = self._entry_of[block]
+                own = tuple(tokens[position * size : (position + 1) * size])
+                if found.tokens != own or found.parent != parent:
+                    block = None
             if block is None:
                 miss = Miss.EVICTED if digest in self._evicted else Miss.NEVER_SEEN
                 return PrefixMatch(tuple(blocks), miss, coming=digest in self._claims)
             blocks.append(block)
+            parent = digest
         return PrefixMatch(tuple(blocks), None if blocks else Miss.TOO_SHORT)
 
-    def _lookup(self, request: Request, position: int, digest: bytes) -> int | None:
-        block = self._block_of.get(digest)
-        if block is None:
-            return None
-        entry = self._entry_of[block]
-        same = entry.tokens == self._block_tokens(request, position)
-        return block if same and entry.parent == self.parent_digest(request, position) else None
-
-    def insert(self, request: Request, position: int, block: int) -> bool:
-        """Index `block` as the `position`-th full block of `request`; False if those tokens are indexed already."""
-        digest = self.digest(request, position)
-        if digest in self._block_of:
-            return False
-        parent = self.parent_digest(request, position)
-        self._block_of[digest] = block
-        self._entry_of[block] = _Entry(digest, parent, self._block_tokens(request, position))
-        self._evicted.pop(digest, None)
-        self._claims.pop(digest, None)
-        return True
+    def insert(self, request: TokenHolder, first: int, blocks: Sequence[int]) -> list[int]:
+        """Index `blocks` as the full blocks of `request` from the `first`-th on. Returns those that are now: the tokens
+        of the others were indexed already."""
+        size, tokens = self.block_size, request.tokens
+        digests = self.digests(request, first + len(blocks))
+        parent = digests[first - 1] if first else _root(request.salt)
+        inserted = []
+        for position, block in enumerate(blocks, first):
+            digest = digests[position]
+            if digest not in self._block_of:
+                self._block_of[digest] = block
+                own = tuple(tokens[position * size : (position + 1) * size])
+                self._entry_of[block] = _Entry(digest, parent, own)
+                self._evicted.pop(digest, None)
+                self._claims.pop(digest, None)
+                inserted.append(block)
+            parent = digest
+        return inserted
 
     def claim(self, request: Request) -> None:
         """Announce the blocks that `request` is about to fill, so that others can wait instead of doing the same."""
-        for position in range(request.num_known // self.block_size):
-            digest = self.digest(request, position)
+        num_full = request.num_known // self.block_size
+        for digest in self.digests(request, num_full)[:num_full]:
             if digest not in self._block_of:
                 self._claims.setdefault(digest, request.id)
 
     def disclaim(self, request: Request) -> None:
+        if not self._claims:
+            return
         for digest in request.block_digests:
             if self._claims.get(digest) == request.id:
                 del self._claims[digest]
@@ -124,21 +146,29 @@ class PrefixIndex:
         entry = self._entry_of[block]
         return entry.parent, entry.tokens
 
-    def digest(self, request: Request, position: int) -> bytes:
-        """The digest of a full block; computed once and kept on the request, with those before it."""
+    def digest(self, request: TokenHolder, position: int) -> bytes:
+        """The digest of a full block."""
         chain = request.block_digests
-        for missing in range(len(chain), position + 1):
-            parent = chain[-1] if chain else self.parent_digest(request, 0)
-            chain.append(self._digest(parent, self._block_tokens(request, missing)))
-        return chain[position]
+        return chain[position] if position < len(chain) else self.digests(request, position + 1)[position]
 
-    def parent_digest(self, request: Request, position: int) -> bytes:
+    def digests(self, request: TokenHolder, count: int) -> Sequence[bytes]:
+        """Those of its first `count` full blocks, and perhaps more; computed once and kept on the request."""
+        chain = request.block_digests
+        if len(chain) < count:
+            size, tokens, make = self.block_size, request.tokens, self._digest
+            parent = chain[-1] if chain else _root(request.salt)
+            for start in range(len(chain) * size, count * size, size):
+                parent = make(parent, tuple(tokens[start : start + size]))
+                chain.append(parent)
+        return chain
+
+    def parent_digest(self, request: TokenHolder, position: int) -> bytes:
         """The digest of all that comes before a block: the salt, and the tokens of the blocks before it."""
-        if position:
-            return self.digest(request, position - 1)
-        # A salt may come from JSON, which can spell what is not valid Unicode.
-        return hashlib.sha256(b"salt:" + request.salt.encode("utf-8", "surrogatepass")).digest()
+        return self.digest(request, position - 1) if position else _root(request.salt)
 
-    def _block_tokens(self, request: Request, position: int) -> tuple[int, ...]:
-        start = position * self.block_size
-        return tuple(request.tokens[start : start + self.block_size])
+
+@lru_cache(maxsize=4096)
+def _root(salt: str) -> bytes:
+    """What comes before a first block."""
+    # A salt may come from JSON, which can spell what is not valid Unicode.
+    return hashlib.sha256(b"salt:" + salt.encode("utf-8", "surrogatepass")).digest()

@@ -7,7 +7,7 @@ from chairlift.core.blocks import BlockPool
 
 def pool_of(size: int) -> tuple[BlockPool, list[int]]:
     evicted: list[int] = []
-    return BlockPool(size, evicted.append), evicted
+    return BlockPool(size, evicted.extend), evicted
 
 
 def test_takes_in_order_and_refuses_what_it_has_not() -> None:

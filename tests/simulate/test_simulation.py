@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -48,22 +48,29 @@ def make_replica(
     caching: bool = False,
     budget: int = 64,
     walk: Walk | None = None,
+    prefill: int | None = None,
 ) -> Replica:
     kv = KVCache(num_blocks, 16, prefix_caching=caching)
-    scheduler = Scheduler(kv, FixedBudget(budget), make_policy(policy), seats, ordering=make_ordering(order))
+    limits = FixedBudget(budget, prefill)
+    scheduler = Scheduler(kv, limits, make_policy(policy), seats, ordering=make_ordering(order))
     return Replica(scheduler, Linear(), leaps=leaps, walk=walk)
 
 
 def arrivals(
-    count: int, *, rate: float = 20.0, seed: int = 0, longest: int = 60, shared: bool = False
+    count: int, *, rate: float = 20.0, seed: int = 0, longest: int = 60, shared: bool = False, branching: bool = False
 ) -> list[Arrival]:
+    """`shared`: every fourth prompt is the same, as long as it is. `branching`: those that begin alike part somewhere, not
+    always at the end of a block."""
     rng = random.Random(seed)
     at, found = 0.0, []
     for index in range(count):
         at += rng.expovariate(rate)
         n_in = rng.randint(1, longest)
         first = 1000 * (index % 4 if shared else index)
-        found.append(Arrival(at, range(first, first + n_in), rng.randint(1, longest)))
+        prompt: Sequence[int] = range(first, first + n_in)
+        if branching:
+            prompt = [branch for _ in range(n_in) for branch in [rng.choice((1, 2))] * 20][:n_in]
+        found.append(Arrival(at, prompt, rng.randint(1, longest)))
     return found
 
 
@@ -92,11 +99,13 @@ def test_one_request_by_hand() -> None:
     num_replicas=st.sampled_from([1, 2]),
     router=st.sampled_from(sorted(ROUTERS)),
     policy=st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
-    order=st.sampled_from(["fcfs", "fcfs", "shortest", "fair"]),
+    order=st.sampled_from(["fcfs", "fcfs", "shortest", "priority", "fair"]),
     caching=st.booleans(),
     shared=st.booleans(),
+    branching=st.booleans(),
     budget=st.sampled_from([20, 64, 300]),
     pace=st.sampled_from([None, UNEVEN]),
+    prefill=st.sampled_from([None, None, 8, 30]),
 )
 def test_leaps_change_nothing(
     seed: int,
@@ -109,8 +118,10 @@ def test_leaps_change_nothing(
     order: str,
     caching: bool,
     shared: bool,
+    branching: bool,
     budget: int,
     pace: Pace | None,
+    prefill: int | None,
 ) -> None:
     """Every time is the same to the last bit, also on an uneven machine, and where memory is so short that requests are
     preempted."""
@@ -126,10 +137,11 @@ def test_leaps_change_nothing(
                 caching=caching,
                 budget=budget,
                 walk=Walk(pace, index / num_replicas) if pace else None,
+                prefill=prefill,
             )
             for index in range(num_replicas)
         ]
-        coming = arrivals(40, rate=rate, seed=seed, shared=shared)
+        coming = arrivals(40, rate=rate, seed=seed, shared=shared, branching=branching)
         outcomes.append(simulate(coming, replicas, make_router(router)))
         for replica in replicas:
             check_quiescent(replica.scheduler)

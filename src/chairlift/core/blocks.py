@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[Sequence[int]], None]) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
         self._references: list[int] = []  # of the blocks that were used at some time: the first so many
         self._empty: list[int] = []  # used before, and next to be handed out: the last first
         self._cached: set[int] = set()  # blocks whose contents are indexed, used or free
         self._cached_free: OrderedDict[int, None] = OrderedDict()  # the free ones of them, least recently used first
-        self._on_evict = on_evict
+        self.on_evict = on_evict
         self.num_evictions = 0
         self.num_lent = 0  # blocks that count as used though no table names them (a simulation does that)
         self.changed: set[int] | None = None  # while someone watches: blocks whose state may have changed
@@ -73,7 +73,7 @@ class BlockPool:
         if count > self.num_free:
             return None
         blocks = self._take_empty(min(count, self.num_empty))
-        blocks += [self._evict() for _ in range(count - len(blocks))]
+        blocks += self._evict(count - len(blocks))
         for block in blocks:
             self._references[block] = 1
         if self.changed is not None:
@@ -91,19 +91,29 @@ class BlockPool:
         self._references += [0] * (count - used)
         return blocks
 
-    def _evict(self) -> int:
-        block, _ = self._cached_free.popitem(last=False)
-        self._cached.remove(block)
-        self._on_evict(block)
-        self.num_evictions += 1
-        return block
+    def _evict(self, count: int) -> list[int]:
+        if count <= 0:
+            return []
+        blocks = [self._cached_free.popitem(last=False)[0] for _ in range(count)]
+        self._cached.difference_update(blocks)
+        self.on_evict(blocks)
+        self.num_evictions += count
+        return blocks
+
+    def leave_cached(self, count: int) -> list[int]:
+        """`count` empty blocks become cached ones, as if someone had taken, filled and released them in this order."""
+        blocks = self._take_empty(count)
+        self._cached.update(blocks)
+        self._cached_free.update(dict.fromkeys(blocks))
+        if self.changed is not None:
+            self.changed.update(blocks)
+        return blocks
 
     def lend(self, count: int) -> None:
         """Count so many more blocks as used, without saying which; a negative count takes that back. For whoever needs
         to know when memory runs out and what is evicted by then, but not who holds which block."""
         if count > 0:
-            for _ in range(count - self.num_empty):
-                self._empty.append(self._evict())
+            self._empty += self._evict(count - self.num_empty)
         self.num_lent += count
 
     def share(self, blocks: Iterable[int]) -> None:

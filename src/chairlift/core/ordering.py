@@ -22,6 +22,7 @@ class Ordering:
     name = "fcfs"
     has_claims = False  # whether some requests have better claims than others
     takes_seats = False  # whether someone who waits may be given the seat of someone on board
+    minds_decodes = False  # whether who comes first depends on what those on board generate
 
     def claim(self, request: Request) -> float:
         return 0.0
@@ -98,6 +99,7 @@ class FairOrdering(Ordering):
     name = "fair"
     has_claims = True
     takes_seats = True
+    minds_decodes = True
     BURST = 2048.0
     CROWD = 8  # open requests, by weight: a tenant with more is a crowd
     GUEST_SECONDS = 30.0  # others who came within this time may come again

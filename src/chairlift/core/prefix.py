@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -70,6 +70,7 @@ class PrefixIndex:
         self._entry_of: dict[int, _Entry] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._claims: dict[bytes, str] = {}  # digest -> the request on board that is computing that block
+        self._put_off: dict[bytes, Callable[[], None]] = {}  # digest -> what indexes that block
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -85,6 +86,8 @@ class PrefixIndex:
         parent = _root(request.salt)
         for position in range(shareable):  # digests are made as far as needed: the queue may be long
             digest = self.digest(request, position)
+            if digest in self._put_off:
+                self._put_off[digest]()
             block = block_of.get(digest)
             if block is not None:
                 found = self._entry_of[block]
@@ -107,6 +110,8 @@ class PrefixIndex:
         inserted = []
         for position, block in enumerate(blocks, first):
             digest = digests[position]
+            if digest in self._put_off:
+                self._put_off[digest]()
             if digest not in self._block_of:
                 self._block_of[digest] = block
                 own = tuple(tokens[position * size : (position + 1) * size])
@@ -131,15 +136,28 @@ class PrefixIndex:
             if self._claims.get(digest) == request.id:
                 del self._claims[digest]
 
-    def remove(self, block: int) -> None:
-        entry = self._entry_of.pop(block, None)
-        if entry is None:
-            return  # it was never indexed (`KVCache.leave_behind`)
-        digest = entry.digest
-        del self._block_of[digest]
-        self._evicted[digest] = None
-        if len(self._evicted) > REMEMBERED_EVICTIONS:
-            self._evicted.popitem(last=False)
+    def put_off(self, digest: bytes, index_now: Callable[[], None]) -> None:
+        """A block with this digest, and perhaps others after it, will be indexed or claimed by `index_now`, which also
+        takes this back: when someone asks for it. In a simulation most are never asked for."""
+        self._put_off[digest] = index_now
+
+    def take_back(self, digest: bytes) -> None:
+        del self._put_off[digest]
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether such a block is cached, or being computed."""
+        return digest in self._block_of or digest in self._claims or digest in self._put_off
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            entry = self._entry_of.pop(block, None)
+            if entry is None:
+                continue  # it was never indexed (`KVCache.leave_behind`)
+            digest = entry.digest
+            del self._block_of[digest]
+            self._evicted[digest] = None
+            if len(self._evicted) > REMEMBERED_EVICTIONS:
+                self._evicted.popitem(last=False)
 
     def prefix_of(self, block: int) -> tuple[bytes, tuple[int, ...]]:
         """The digest of the prefix before `block`, and the tokens in it."""

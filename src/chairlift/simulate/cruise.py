@@ -15,8 +15,9 @@ from bisect import insort
 from heapq import heappop, heappush
 
 from chairlift.core.prefix import Miss, PrefixMatch
-from chairlift.core.request import Ending, FinishReason, Request, Status
+from chairlift.core.request import Ending, FinishReason
 from chairlift.core.scheduler import Scheduler
+from chairlift.simulate.late_index import LateIndex
 from chairlift.simulate.rider import Passengers, Rider, token_of
 
 _NOTHING_SHARED = PrefixMatch((), Miss.DISABLED)
@@ -39,6 +40,7 @@ class Aside:
         self._ends: list[tuple[int, int, Rider]] = []  # (its last step, order, rider): a heap
         self._takers = [0] * self._block_size  # who takes a block in step s, at s % block_size
         self._next_is_lent = False  # the blocks that they take in the next step
+        self.late_index = LateIndex(scheduler, passengers) if scheduler.kv.prefix_caching else None
 
     @property
     def steps_to_next_end(self) -> int:
@@ -75,16 +77,18 @@ class Aside:
         while ends and ends[0][0] <= self._steps:
             rider = heappop(ends)[2]
             computed = rider.known - 1 + self._remove(rider)
-            if rider.request is not None and (self._kv.prefix_caching or self.scheduler.policy.keeps_seats):
-                self._kv.leave_behind(rider.request, computed)  # its blocks stay, until others need them or for a while
-            self._end(rider, now)
+            self._end(rider, computed, now)
 
-    def _end(self, rider: Rider, now: float) -> None:
-        """It has got all its tokens, and holds nothing but what the scheduler knows of."""
+    def _end(self, rider: Rider, num_computed: int, now: float) -> None:
+        """It has got all its tokens. Its blocks stay, until others need them or for a while."""
         request = rider.request
         if request is None:
+            if self.late_index is not None:
+                self.late_index.end(rider, num_computed)
             self.passengers.end(rider, now)
             return
+        if self._kv.prefix_caching or self.scheduler.policy.keeps_seats:
+            self._kv.leave_behind(request, num_computed)
         self.scheduler.lift.running.append(request)
         self.scheduler.finish(request.id, _ALL_GENERATED, now)
 
@@ -99,8 +103,10 @@ class Aside:
 
     def _return(self, rider: Rider) -> None:
         """Back to the scheduler, with all the blocks and tokens it should have by now."""
+        if rider.request is None and self.late_index is not None:
+            self.late_index.introduce(rider)
         computed = rider.known - 1 + self._remove(rider)
-        request = rider.request or self._show_on_board(rider)
+        request = rider.request or self.passengers.show_on_board(rider)
         if not self._kv.table(request):
             self._kv.attach(request, _NOTHING_SHARED)
         copies = self._kv.reserve(request, computed - request.num_planned)
@@ -110,15 +116,6 @@ class Aside:
         self._kv.commit(request)
         self.scheduler.ordering.grew(request)
         insort(self.scheduler.lift.running, request, key=lambda other: other.order)
-
-    def _show_on_board(self, rider: Rider) -> Request:
-        request = self.passengers.show(rider)
-        self.seat(request)
-        return request
-
-    def seat(self, request: Request) -> None:
-        self.scheduler.waiting.remove(request)
-        request.status = Status.RUNNING
 
     def _remove(self, rider: Rider) -> int:
         """Returns how many steps it has taken part in. The blocks that it was lent for them are empty again."""
@@ -132,7 +129,7 @@ class Aside:
 
     def _num_held(self, rider: Rider) -> int:
         """Blocks that the scheduler knows it to have."""
-        return 0 if rider.request is None else len(self._kv.table(rider.request))
+        return len(rider.shared if rider.request is None else self._kv.table(rider.request))
 
     def welcome(self, newcomers: list[Rider], now: float) -> None:
         """The step in which these have boarded is over: each has got a token, and decodes from now on. Those that the
@@ -148,7 +145,7 @@ class Aside:
                 self._add(rider, known + 1)
             else:
                 self._pool.lend(self._num_held(rider) - self._kv.blocks_for(known))
-                self._end(rider, now)
+                self._end(rider, known, now)
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
@@ -165,6 +162,8 @@ class Aside:
     def takers_of(self, steps: int) -> int:
         """How many blocks they take in so many coming steps."""
         size, first = self._block_size, self._steps + 1
+        if steps == 1:
+            return self._takers[first % size]
         rounds, rest = divmod(steps, size)
         blocks = rounds * self.size
         for step in range(first, first + rest):

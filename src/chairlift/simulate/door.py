@@ -2,8 +2,9 @@
 
 There is nothing to decide about newcomers when all who find a seat and blocks fit into the coming step with everything
 they have to compute: they board, and at its end they are set aside like the others (`cruise.py`). Here that is worked
-out as the scheduler would (`core/boarding.py`), for first come, first served. With a prefix cache only if there is one
-newcomer. In all other cases it is asked.
+out as the scheduler would (`core/boarding.py`), for first come, first served; in other orders as long as there is one
+newcomer at a time. With a prefix cache only if they fit even if nothing of theirs is found in it. In all other cases
+the scheduler is asked.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 from chairlift.core.boarding import MAX_PASSED_OVER
 from chairlift.core.budget import StepLimits
+from chairlift.core.prefix import PrefixMatch
 from chairlift.simulate.cruise import Aside
 from chairlift.simulate.rider import Rider
 
@@ -43,7 +45,8 @@ class Door:
         scheduler = self._scheduler
         seats = scheduler.max_batch_requests - len(scheduler.running) - self._aside.size
         enough = seats + MAX_PASSED_OVER + 1
-        if self._kv.prefix_caching:  # it asks any number of those who wait for a prefix
+        # It asks any number of those who wait for a prefix, and looks at all to find the one who comes first.
+        if self._kv.prefix_caching or scheduler.ordering.has_claims:
             enough = len(scheduler.waiting) + len(self._line)
         while self._line and len(scheduler.waiting) < enough:
             self._aside.passengers.show(self._line.popleft())
@@ -62,8 +65,10 @@ class Door:
         scheduler, self._nobody_fits = self._scheduler, False
         if scheduler.running or scheduler.swap.num_slots or self._aside.size >= scheduler.max_batch_requests:
             return []
+        if scheduler.ordering.has_claims and len(self._line) + len(scheduler.waiting) > 1:
+            return []
         if self._kv.prefix_caching:
-            return self._let_in_one()
+            return self._let_in_sharing()
         boarding = self._decide()
         self._nobody_fits = boarding is not None and not boarding.newcomers
         if boarding is None or not boarding.newcomers:
@@ -78,7 +83,7 @@ class Door:
             if rider.request is None:
                 self._line.remove(rider)
             else:
-                self._aside.seat(rider.request)
+                self._aside.passengers.seat(rider.request)
         self._kv.pool.lend(boarding.blocks)
         return boarding.newcomers
 
@@ -112,30 +117,67 @@ class Door:
                 break
         return found if self._may_be_passed_over(found) else None
 
-    def _let_in_one(self) -> list[Rider]:
-        """With a prefix cache, if nobody else waits: several may share what one of them computes."""
-        aside, kv = self._aside, self._kv
-        if len(self._line) + len(self._scheduler.waiting) != 1 or not aside.leaves_room():
-            return []
+    def _let_in_sharing(self) -> list[Rider]:
+        """With a prefix cache, all who find a seat, if it is certain that they fit. They may share what one of them is
+        about to compute, and then wait for it."""
+        aside, waiting, index = self._aside, self._scheduler.waiting, self._kv.index
+        newcomers: list[Rider] = []
+        queue = self._all_who_fit()
+        if not queue:
+            return newcomers
         aside.reserve()  # what they take may be evicted for it, and then is not found
-        if self._line:
-            aside.passengers.show(self._line.popleft())
-        (rider,) = self._queue()
-        request = rider.request
-        assert request is not None
-        if request.generation:
-            return []  # it was on board before, and may find all but the last of its own tokens
-        match = kv.match(request)
-        missing = kv.blocks_for(request.num_known) - len(match.blocks)
-        taken = missing + sum(kv.pool.is_free(block) for block in match.blocks)
-        computes = request.num_known - len(match.blocks) * kv.block_size
-        if match.coming or computes > self._room() or taken > self._blocks_to_give():
-            return []
-        aside.seat(request)
+        someone_waits = False
+        for rider in queue:
+            if rider.request is None:
+                self._line.popleft()
+                if someone_waits:  # the scheduler counts how often he is overtaken
+                    aside.passengers.show(rider)
+            match = index.find(rider.request or rider)
+            if match.coming:
+                someone_waits = True
+                if rider.request is None:
+                    aside.passengers.show(rider)
+                continue
+            self._seat(rider, match)
+            newcomers.append(rider)
+            if someone_waits and rider.request is not None:
+                waiting.count_overtaking(rider.request, [])
+        return newcomers
+
+    def _seat(self, rider: Rider, match: PrefixMatch) -> None:
+        aside, kv = self._aside, self._kv
+        assert aside.late_index is not None
+        if rider.request is None and aside.late_index.board(rider, match):
+            return
+        request = rider.request or aside.passengers.show(rider)
+        aside.passengers.seat(request)
         kv.attach(request, match)
-        copies = kv.reserve(request, computes)
+        copies = kv.reserve(request, request.num_known - request.num_computed)
         assert copies == (), "nothing that is shared is written to"
-        return [rider]
+
+    def _all_who_fit(self) -> list[Rider]:
+        """Everyone who waits, or as many as there are seats: if all of them can board, unless they have to wait for one
+        of the others, and compute all they know. Else nobody."""
+        waiting, seats = self._scheduler.waiting, self._scheduler.max_batch_requests - self._aside.size
+        room, blocks = self._room(), self._blocks_to_give()
+        num_waiting = len(self._line) + len(waiting)
+        if not num_waiting or waiting.num_aged or not self._aside.leaves_room():
+            return []
+        found = list(islice(self._queue(), seats))
+        for rider in found:
+            if rider.request is not None and rider.request.generation:
+                return []  # it was on board before, and may find all but the last of its own tokens
+            room -= rider.num_known
+            blocks -= self._kv.blocks_for(rider.num_known)
+            if room < 0 or blocks < 0:
+                return []
+            blocks -= 1  # one is kept for its tokens to come
+        return found if num_waiting <= seats or self._share_nothing(found) else []
+
+    def _share_nothing(self, riders: list[Rider]) -> bool:
+        """With each other."""
+        size = self._kv.block_size
+        return len({tuple(rider.prompt[:size]) for rider in riders}) == len(riders)
 
     def _room(self) -> int:
         """The most prompt tokens of the coming step."""

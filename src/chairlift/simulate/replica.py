@@ -27,9 +27,9 @@ class Replica:
 
     When all on board are decoding and nobody can board, the coming steps differ in nothing but their length until
     someone finishes or arrives. Those are taken in one go, a *leap*; `leaps=False` takes them one by one, with the same
-    outcome. Where nothing depends on those who decode (first come first served, continuous, a fixed budget), it
-    *cruises*: they are not even shown to the scheduler while a newcomer's prompt is computed; nor is a newcomer that
-    fits into the step as a whole.
+    outcome. Where nothing depends on those who decode (continuous, a fixed budget, no tenants), it *cruises*: they are
+    not even shown to the scheduler while a newcomer's prompt is computed; nor is a newcomer that fits into the step as
+    a whole.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class Replica:
         self.leaps = leaps and limits is not None and limits.tokens >= scheduler.max_batch_requests
         self._first_come = not scheduler.ordering.has_claims
         self._door: Door | None = None  # if it cruises
-        if self.leaps and limits and self._first_come and isinstance(scheduler.policy, ContinuousPolicy):
+        nobody_minds = isinstance(scheduler.policy, ContinuousPolicy) and not scheduler.ordering.minds_decodes
+        if self.leaps and limits and nobody_minds:
             self._door = Door(self._aside, limits)
 
     @property

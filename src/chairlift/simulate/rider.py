@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chairlift.core.events import RequestFinished, RequestPreempted, TokenProduced
-from chairlift.core.request import Request
+from chairlift.core.request import Request, Status
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.scheduler import Scheduler
 from chairlift.simulate.records import Record
@@ -17,7 +17,19 @@ _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 class Rider:
     """A request that is open. Most come and go without the scheduler having to be asked about them."""
 
-    __slots__ = ("known", "order", "prompt", "record", "request", "since")
+    __slots__ = (
+        "block_digests",
+        "known",
+        "left",
+        "num_found",
+        "order",
+        "prompt",
+        "record",
+        "request",
+        "shared",
+        "since",
+    )
+    salt = ""
 
     def __init__(self, record: Record, prompt: Sequence[int], order: int) -> None:
         self.record = record
@@ -26,6 +38,15 @@ class Rider:
         self.request: Request | None = None  # what the scheduler was shown
         self.since = 0  # steps that had been taken when it was set aside (`cruise.py`) ...
         self.known = 0  # ... and how many tokens it knew then
+        self.block_digests: list[bytes] = []  # of its prompt
+        # While the scheduler does not know it, with a prefix cache (`late_index.py`):
+        self.shared: Sequence[int] = ()  # blocks with the beginning of its prompt that were there before it ...
+        self.num_found = 0  # ... and how many tokens that is
+        self.left: list[int] = []  # those with the rest of it that are in the cache since it has ended
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.prompt
 
     @property
     def num_known(self) -> int:
@@ -35,7 +56,7 @@ class Rider:
     @property
     def num_computed(self) -> int:
         """Of those, the ones that it found in the prefix cache when it boarded."""
-        return 0 if self.request is None else self.request.num_computed
+        return self.num_found if self.request is None else self.request.num_computed
 
 
 def token_of(request: Request) -> int:
@@ -62,10 +83,20 @@ class Passengers:
         record = rider.record
         request = Request(str(rider.order), rider.prompt, _GREEDY, max_new_tokens=record.n_out, arrival=record.arrival)
         request.order = rider.order
+        request.block_digests = rider.block_digests
         rider.request = request
         self._riders[request.id] = rider
         self._scheduler.submit(request, record.arrival)
         return request
+
+    def show_on_board(self, rider: Rider) -> Request:
+        request = self.show(rider)
+        self.seat(request)
+        return request
+
+    def seat(self, request: Request) -> None:
+        self._scheduler.waiting.remove(request)
+        request.status = Status.RUNNING
 
     def rider(self, request: Request) -> Rider:
         return self._riders[request.id]

@@ -59,8 +59,8 @@ def make_replica(
 def arrivals(
     count: int, *, rate: float = 20.0, seed: int = 0, longest: int = 60, shared: bool = False, branching: bool = False
 ) -> list[Arrival]:
-    """`shared`: every fourth prompt is the same, as long as it is. `branching`: those that begin alike part somewhere, not
-    always at the end of a block."""
+    """`shared`: every fourth prompt is the same, as long as it is. `branching`: those that begin alike part somewhere,
+    not always at the end of a block."""
     rng = random.Random(seed)
     at, found = 0.0, []
     for index in range(count):

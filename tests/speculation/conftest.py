@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.startup import LoadedModel, load_model
+from chairlift.training.train_draft import TrainSettings, train_draft
 from tests.tiny import write_tiny_checkpoint
 
 
@@ -17,3 +19,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(folder: Path) -> LoadedModel:
     return load_model(str(folder), EngineConfig(device="cpu", dtype="float32"), progress=False)
+
+
+@pytest.fixture(scope="session")
+def draft(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("draft")
+    settings = TrainSettings(texts=12, length=32, epochs=2, batch=4, draft_vocab=150, device="cpu", learning_rate=3e-3)
+    said: list[str] = []
+    train_draft(str(folder), output, settings, [], said.append)
+    assert any("step 6 of 6" in line for line in said)
+    assert json.loads((output / "config.json").read_text())["taps"], "layers in the middle are read, too"
+    return output

@@ -17,6 +17,7 @@ class Guesser:
 
     name = "guesser"
     max_length = 7
+    judges = False
     spent = catching_up = 0.0
 
     def __init__(self, right: Continue, vocab: int = 997, seed: int = 0) -> None:
@@ -40,6 +41,9 @@ class Guesser:
 
     def seconds(self, num_requests: int, length: int) -> float:
         return 0.0
+
+    def learn(self, request: Request, proposed: int, accepted: int) -> None:
+        pass
 
     def forget(self, request_id: str) -> None:
         pass

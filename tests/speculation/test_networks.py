@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -171,38 +172,34 @@ def test_a_rounded_head_is_one_call_and_says_what_its_parts_say(
     assert network.one_call
     head, guess_at_once = network._head, proposer._guess_at_once
     same_guesses: list[bool] = []
+    cut: list[bool] = []  # because the head was not sure enough
 
-    def both_ways(wanted: Sequence[Wanted]) -> list[list[int]]:
+    def both_ways(wanted: Sequence[Wanted], chances: Mapping[bool, list[float]]) -> list[list[int]]:
         lengths = [1 + index % 4 for index in range(len(wanted))]  # not in falling order
-        wanted = [replace(one, length=min(one.length, length)) for one, length in zip(wanted, lengths, strict=True)]
+        leasts = [0.0, 0.02] * len(wanted)
+        wanted = [
+            replace(one, length=min(one.length, length), least=least)
+            for one, length, least in zip(wanted, lengths, leasts, strict=False)
+        ]
         before, one_call = copy.deepcopy(network._ahead), head._fused
         network.one_call, head._fused = False, None
         by_parts = proposer._propose(wanted)
         network.one_call, head._fused = True, one_call
         network._ahead = before
-        found = guess_at_once(wanted)
-        assert [len(some) for some in found] == [one.length for one in wanted]
-        pairs = (zip(*both, strict=True) for both in zip(found, by_parts, strict=True))
+        found = guess_at_once(wanted, chances)
+        assert [len(some) for some in found[::2]] == [one.length for one in wanted[::2]]
+        cut.extend(len(some) < one.length for some, one in zip(found[1::2], wanted[1::2], strict=True))
+        pairs = (zip_longest(*both) for both in zip(found, by_parts, strict=True))
         same_guesses.extend(one == other for some in pairs for one, other in some)
         return found
 
     monkeypatch.setattr(proposer, "_guess_at_once", both_ways)
     work = uneven_work(6)
     same(run(start(rounded), work), run(engine, work))
-    assert len(same_guesses) > 60
+    assert len(same_guesses) > 40
+    assert any(cut)
     # Embeddings of guesses are kept in fewer bits there, which may decide between two that are as good.
     assert sum(same_guesses) >= 0.95 * len(same_guesses)
-
-
-@pytest.fixture(scope="module")
-def draft(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("draft")
-    settings = TrainSettings(texts=12, length=32, epochs=2, batch=4, draft_vocab=150, device="cpu", learning_rate=3e-3)
-    said: list[str] = []
-    train_draft(str(folder), output, settings, [], said.append)
-    assert any("step 6 of 6" in line for line in said)
-    assert json.loads((output / "config.json").read_text())["taps"], "layers in the middle are read, too"
-    return output
 
 
 def test_a_trained_head_changes_nothing_and_says_what_it_was_trained_to_say(tiny: LoadedModel, draft: Path) -> None:

@@ -79,6 +79,7 @@ class Proposer:
     words: float = 1.0
     name: str = "test"
     max_length: int = 7
+    judges: bool = False
     spent: float = 0.0
     catching_up: float = 0.0
     asked: list[int] = field(default_factory=list)
@@ -95,6 +96,9 @@ class Proposer:
 
     def seconds(self, num_requests: int, length: int) -> float:
         return 0.0
+
+    def learn(self, request: Request, proposed: int, accepted: int) -> None:
+        pass
 
     def forget(self, request_id: str) -> None:
         pass

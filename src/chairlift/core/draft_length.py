@@ -36,6 +36,7 @@ _SURE = 0.98  # no draft is more certain than that
 
 class ProposerCost(Protocol):
     max_length: int
+    judges: bool
 
     def seconds(self, num_requests: int, length: int) -> float: ...
 
@@ -59,6 +60,7 @@ class DraftLength(Protocol):
     """Decides how many drafts to ask for."""
 
     payoff: DraftPayoff  # what the clock says of steps with drafts and without
+    least: float  # the chance that a draft of those chosen last must have at least
 
     def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
         """Whether there may be any in a step that otherwise carries these. To be asked once for every step."""
@@ -80,6 +82,7 @@ class FixedLength:
 
     def __init__(self, length: int) -> None:
         self.length = length
+        self.least = 0.0
         self.payoff = DraftPayoff()
 
     def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
@@ -100,6 +103,7 @@ class FixedLength:
 class AdaptiveLength:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
+        self.least = 0.0
         self.payoff = DraftPayoff()
         self._common: dict[int, Acceptance] = {}  # by kind
         self._own: dict[str, dict[int, Acceptance]] = {}  # by request, then kind
@@ -113,17 +117,19 @@ class AdaptiveLength:
         self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
     ) -> Sequence[int]:
         decodes = [chunk for chunk in chunks if chunk.decodes]
-        threshold = self._threshold(len(candidates), decodes, proposer)
+        self.least = self._threshold(len(candidates), decodes, proposer)
         tried = self.payoff.slope(len(decodes)).count
         most = min(proposer.max_length, _FIRST_TRY + tried)
-        lengths = [self._length(request, kind, threshold, most) for request, kind in candidates]
+        lengths = [self._length(request, kind, most) for request, kind in candidates]
+        if proposer.judges:  # then it is up to the proposer where to stop
+            lengths = [most if length else 0 for length in lengths]
         for (request, kind), length in zip(candidates, lengths, strict=True):
             if length:
                 self._kind[request.id] = kind
         return lengths
 
-    def _length(self, request: Request, kind: int, threshold: float, most: int) -> int:
-        chance = min(_SURE, self.chance(request.id, kind))
+    def _length(self, request: Request, kind: int, most: int) -> int:
+        threshold, chance = self.least, min(_SURE, self.chance(request.id, kind))
         if threshold >= 1.0:
             return 0
         length = min(most, int(math.log(threshold) / math.log(chance))) if threshold > 0 else most

@@ -49,8 +49,8 @@ class Pace:
 
 @dataclass(slots=True)
 class DraftSlope:
-    """What one more draft adds to a step that has some: the slope of a line through such steps. What a step takes
-    longer for having any drafts at all is no part of it."""
+    """What one more draft adds to what has some: the slope of a line through such steps. What those take longer for
+    having any drafts at all is no part of it."""
 
     value: float | None = None  # seconds; None as long as steps differ too little to tell
     count: int = 0
@@ -117,7 +117,8 @@ class DraftPayoff:
         return batch.plain.count >= _ENOUGH and batch.since_plain < _REFRESH
 
     def slope(self, num_requests: int) -> DraftSlope:
-        """What drafts add to a step of about so many requests: more than tokens of a prompt, for each is scored."""
+        """What verifying drafts adds to a step of about so many requests: more than tokens of a prompt, for each is
+        scored."""
         return self._batches.setdefault(num_requests.bit_length(), _Batch()).slope
 
     def observe(
@@ -127,9 +128,10 @@ class DraftPayoff:
         num_accepted: int,
         seconds: float,
         catching_up: float = 0.0,
+        guessing: float = 0.0,
         num_drafts: int = 0,
     ) -> None:
-        """A step that carried nothing but decodes and drafts took so long, with the time for guessing if it had any;
+        """A step that carried nothing but decodes and drafts took so long, `guessing` and `catching_up` included;
         `guessed`: whether any of it went into drafts.
 
         What went into `catching_up` with tokens of a pause is no fault of the drafts that follow: by that, the longer
@@ -140,7 +142,7 @@ class DraftPayoff:
             batch.drafted.add(seconds - catching_up, tokens, min(_GAIN, _GAIN_PER_REQUEST * num_requests))
             batch.since_plain += 1
             if num_drafts:
-                batch.slope.add(num_drafts, seconds - catching_up)
+                batch.slope.add(num_drafts, seconds - max(guessing, catching_up))
         elif not catching_up:
             batch.plain.add(seconds, tokens)
             batch.since_plain = 0

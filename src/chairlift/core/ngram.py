@@ -26,6 +26,7 @@ class NgramProposer:
 
     name = "ngram"
     max_length = 15
+    judges = False  # how likely its guesses are, their kind says
     spent = catching_up = 0.0  # not worth a look at the clock
 
     def __init__(self) -> None:
@@ -58,6 +59,9 @@ class NgramProposer:
 
     def seconds(self, num_requests: int, length: int) -> float:
         return 0.0  # a few microseconds
+
+    def learn(self, request: Request, proposed: int, accepted: int) -> None:
+        pass  # it sees how the text went on
 
     def forget(self, request_id: str) -> None:
         self._indices.pop(request_id, None)

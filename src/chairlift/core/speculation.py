@@ -32,6 +32,7 @@ class Wanted:
     request: Request
     length: int
     table: Sequence[int]
+    least: float = 0.0  # drafts that a proposer itself finds less likely than that to be right are not worth verifying
 
 
 class Proposer(Protocol):
@@ -39,6 +40,7 @@ class Proposer(Protocol):
 
     name: str
     max_length: int
+    judges: bool  # whether it leaves out what is less likely than wanted; so one may ask for more than is likely
 
     @property
     def spent(self) -> float:
@@ -60,7 +62,11 @@ class Proposer(Protocol):
         ...
 
     def seconds(self, num_requests: int, length: int) -> float:
-        """What proposing so many drafts for so many requests takes."""
+        """What proposing so many drafts more for each of so many requests takes."""
+        ...
+
+    def learn(self, request: Request, proposed: int, accepted: int) -> None:
+        """So many of the drafts that a request got last were verified, and so many were right."""
         ...
 
     def forget(self, request_id: str) -> None:
@@ -118,7 +124,7 @@ class Speculation:
             # A verified draft is followed by one more token, and that is the last that may be.
             length = min(length, room, request.max_new_tokens - request.num_output - 1)
             if length > 0 and lift.kv.reserve(request, plan.count(request) + length) is not None:
-                wanted.append(Wanted(request, length, lift.kv.table(request)))
+                wanted.append(Wanted(request, length, lift.kv.table(request), self.length.least))
                 room -= length
         return wanted
 
@@ -134,7 +140,7 @@ class Speculation:
             accepted = sum(result.accepted.values())
             guessed = waited or plan.num_drafts > 0 or plan.guess_seconds > plan.catch_up_seconds
             self.length.payoff.observe(
-                len(plan.chunks), guessed, accepted, seconds, plan.catch_up_seconds, num_drafts=plan.num_drafts
+                len(plan.chunks), guessed, accepted, seconds, plan.catch_up_seconds, plan.guess_seconds, plan.num_drafts
             )
         return seconds - plan.guess_seconds
 
@@ -144,6 +150,7 @@ class Speculation:
 
     def learn(self, request: Request, proposed: int, accepted: int) -> None:
         self.length.learn(request.id, proposed, accepted)
+        self.proposer.learn(request, proposed, accepted)
 
     def forget(self, request_id: str) -> None:
         self.length.forget(request_id)

@@ -9,21 +9,22 @@ and values ever be stale, its guesses get worse; what comes out is never affecte
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from chairlift.attention.base import Attend, KVStorage
+from chairlift.attention.paged_cpu import PagedCPUStep
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.speculation import Wanted
 from chairlift.execution.input_batch import InputBatch
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import Decoder
-from chairlift.speculative.head import DraftHead
+from chairlift.speculative.head import DraftHead, Guesses
 
 MOST_STATES = 64  # of a request, that wait for its draft head
 
@@ -145,24 +146,26 @@ class Head:
             self._guessed[chunk.request.id] = state
         return head.scores(states)
 
-    def guess(self, wanted: Sequence[Wanted], storage: KVStorage) -> list[list[int]]:
-        """The likeliest guesses, all in one call. Who wants most comes first."""
+    def guess(self, wanted: Sequence[Wanted], chances: Sequence[Sequence[float]], storage: KVStorage) -> list[Guesses]:
+        """The likeliest guesses, all in one call. Who wants most comes first. `chances`: of each request, how often a
+        guess is right that the head is so sure of."""
         from chairlift.speculative.fused_head import Asked
 
-        starts = [self.first_position(one.request) for one in wanted]
-        asked = [
-            Asked(start, one.request.num_known, one.table, one.length)
-            for one, start in zip(wanted, starts, strict=True)
-        ]
-        requests = [(one.request, what.start, what.end) for one, what in zip(wanted, asked, strict=True)]
-        tokens = [token for request, start, end in requests for token in request.tokens[start:end]]
-        return self._head.guess(asked, tokens, torch.cat([self._take(*one) for one in requests]), storage)
+        asked: list[Asked] = []
+        tokens: list[int] = []
+        features: list[Tensor] = []
+        for one, known in zip(wanted, chances, strict=True):
+            start, end = self.first_position(one.request), one.request.num_known
+            asked.append(Asked(start, end, one.table, one.length, one.least, known))
+            tokens += one.request.tokens[start:end]
+            features.append(self._take(one.request, start, end))
+        return self._head.guess(asked, tokens, features[0] if len(features) == 1 else torch.cat(features), storage)
 
     def _take(self, request: Request, start: int, end: int) -> Tensor:
         """What the target knew before each of these tokens [tokens, features]; zeros where that is not known."""
         ahead, head = self._ahead.get(request.id), self._head
         if ahead is not None and (ahead.first, ahead.end) == (start, end):
-            found = ahead.states
+            found = ahead.states()
         else:
             found = torch.zeros(end - start, head.feature_size, dtype=head.target.dtype, device=head.target.device)
         # Its last token is computed once more next time: a step with prompts may compute it without its state.
@@ -171,18 +174,21 @@ class Head:
 
     def follow(self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, kept: Sequence[int]) -> None:
         features = self._head.features(hidden)
-        if not all(chunk.decodes for chunk in plan.chunks):
+        has_prompts = not all(chunk.decodes for chunk in plan.chunks)
+        if has_prompts:
             self._compute_prompts(plan, batch, attend, features)
         rows = iter(kept)
         for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
             last = next(rows) if chunk.samples else offset + chunk.count - 1
             ahead = self._ahead.get(chunk.request.id)
-            if not chunk.decodes or ahead is None or ahead.end != chunk.start + 1:
-                self._ahead[chunk.request.id] = _Ahead(
-                    chunk.start + last - offset + 1, features[last : last + 1].clone()
-                )
+            goes_on = chunk.decodes and ahead is not None and ahead.end == chunk.start + 1
+            states = features[offset if goes_on else last : last + 1]
+            if has_prompts:
+                states = states.clone()  # so as not to keep all of the prompts' for them
+            if ahead is not None and goes_on:
+                ahead.append(states)
             else:
-                ahead.append(features[offset : last + 1])
+                self._ahead[chunk.request.id] = _Ahead(chunk.start + last - offset + 1, states)
 
     def _compute_prompts(self, plan: StepPlan, batch: InputBatch, attend: Attend, features: Tensor) -> None:
         """All of the step, for it is one batch: what decodes is computed once more when it is asked for guesses."""
@@ -191,32 +197,41 @@ class Head:
         for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
             ahead = self._ahead.get(chunk.request.id)
             known = ahead is not None and (ahead.first, ahead.end) == (chunk.start, chunk.start + 1)
-            previous[offset] = ahead.states[0] if ahead is not None and known else 0.0  # behind a prefix hit: none
-        self._head.states(batch.tokens, self._head.join(previous), batch.positions, attend)
+            previous[offset] = ahead.states()[0] if ahead is not None and known else 0.0  # behind a prefix hit: none
+        if self.one_call and isinstance(attend, PagedCPUStep):
+            places = zip(batch.layout.offsets, plan.chunks, strict=False)
+            prompts = [range(offset, offset + chunk.count) for offset, chunk in places if not chunk.decodes]
+            rows = torch.tensor([row for some in prompts for row in some])
+            positions, slots = batch.positions[rows], batch.layout.slots[rows]
+            self._head.remember(batch.tokens[rows], previous[rows], positions, slots, attend.storage)
+        else:
+            self._head.states(batch.tokens, self._head.join(previous), batch.positions, attend)
 
     def forget(self, request_id: str) -> None:
         self._ahead.pop(request_id, None)
         self._guessed.pop(request_id, None)
 
 
-@dataclass(slots=True)
 class _Ahead:
     """What a draft head has to catch up with: its first token that is not computed, and for that and all later ones
-    what the target knew before it [tokens, features]."""
+    what the target knew before it."""
 
-    first: int
-    states: Tensor
+    def __init__(self, first: int, states: Tensor) -> None:
+        self.first = first
+        self.end = first + len(states)
+        self._parts = deque([states])  # [tokens, features] each, as they came: joining them would copy all at each step
 
-    @property
-    def end(self) -> int:
-        return self.first + len(self.states)
+    def states(self) -> Tensor:
+        """[end - first, features]."""
+        return self._parts[0] if len(self._parts) == 1 else torch.cat([*self._parts])
 
     def append(self, states: Tensor) -> None:
         """Of the oldest, some are forgotten. Guesses are worth less for the gap, but after so long it is not known
         whether any are wanted."""
-        end = self.end + len(states)
-        self.states = torch.cat((self.states, states))[-MOST_STATES:]
-        self.first = end - len(self.states)
+        self._parts.append(states)
+        self.end += len(states)
+        while self.end - self.first > MOST_STATES:
+            self.first += len(self._parts.popleft())
 
 
 def _scores(model: CausalLM, batch: InputBatch, last_rows: Tensor, attend: Attend) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from chairlift.attention import AttentionBackend, KVStorage
 from chairlift.attention.paged_cpu import PagedCPUAttention
+from chairlift.core.confidence import Confidence, level_of
+from chairlift.core.draft_payoff import DraftSlope
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
@@ -22,7 +24,7 @@ from chairlift.execution.input_batch import build_batch
 from chairlift.execution.sampler import COLDEST
 from chairlift.execution.sampler_draw import draw, filter_weights
 from chairlift.models.base import CausalLM
-from chairlift.speculative.head_config import MOST_GUESSES
+from chairlift.speculative.head_config import MOST_ASKED
 
 MAX_LENGTH = 7
 A_FEW = MAX_LENGTH + 1  # tokens that a network is behind a request after most steps
@@ -31,7 +33,10 @@ _GAIN = 0.1  # how far one measurement moves the estimate of what a pass takes
 
 
 class NetworkProposer:
-    """Guesses for all requests at once, one pass of the network for each place."""
+    """Guesses for all requests at once, one pass of the network for each place, as long as there is one whose guesses
+    are likely enough to be right."""
+
+    judges = True
 
     def __init__(
         self,
@@ -48,7 +53,7 @@ class NetworkProposer:
         get the likeliest tokens."""
         self.name = name
         self.network = network
-        self.max_length = MOST_GUESSES if isinstance(network, Head) else MAX_LENGTH
+        self.max_length = MOST_ASKED if isinstance(network, Head) else MAX_LENGTH
         self._target = target
         self._draws = draws
         self._drawn_from: dict[str, list[Tensor]] = {}  # of the last drafts, by request id
@@ -56,11 +61,16 @@ class NetworkProposer:
         self._storage = storage
         self.spent = self.catching_up = 0.0
         self._pass_seconds: dict[int, float] = {}  # by the size of the batch, in powers of two
+        self._slopes: dict[int, DraftSlope] = {}  # the same of passes that are one call
+        # By whether the target takes its likeliest token: else it agrees less often with the likeliest guess.
+        self._confidence = {True: Confidence(), False: Confidence()}
+        self._levels: dict[str, list[int]] = {}  # by request id: how sure the network was of its last guesses
 
     def warm_up(self, request: Request) -> None:
         """As the runner's own, for this request of one token in block 0. The time that compiling takes says nothing."""
         self.propose([Wanted(request, 2, [0, 0])])
         self._pass_seconds.clear()
+        self._slopes.clear()
 
     def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
         return [0] * len(requests)
@@ -72,22 +82,32 @@ class NetworkProposer:
     def _propose(self, wanted: Sequence[Wanted]) -> list[list[int]]:
         started = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in wanted]
-        self._drawn_from = {}
+        self._drawn_from, self._levels = {}, {}
         self.catching_up = 0.0
         ready = self._catch_up(wanted) if self.network.in_parts else range(len(wanted))
+        chances = {greedy: known.chances for greedy, known in self._confidence.items()}
         if self._can_guess_at_once(wanted):
-            drafts = self._guess_at_once(wanted)
+            drafts = self._guess_at_once(wanted, chances)
             self.spent = time.perf_counter() - started
-            self._note_seconds(len(wanted), self.spent / max(map(len, drafts)))
+            self._note_call(wanted, drafts)
             return drafts
+        likely = [1.0] * len(wanted)
         for place in range(max((wanted[index].length for index in ready), default=0)):
-            asked = [index for index in ready if wanted[index].length > place]
+            asked = [index for index in ready if wanted[index].length > place == len(drafts[index])]
+            if not asked:
+                break
             begun = time.perf_counter()
             found = self._pass([self._chunk(wanted[index], drafts[index]) for index in asked])
             if place:  # the first one may have more to compute than one token each
                 self._note_seconds(len(asked), time.perf_counter() - begun)
-            for index, token in zip(asked, found, strict=True):
-                drafts[index].append(token)
+            for index, token, level in zip(asked, *found, strict=True):
+                request = wanted[index].request
+                likely[index] *= chances[_is_greedy(request.params)][level]
+                # A guess that was drawn is left out because of what it was drawn from, and never for what it is: then
+                # what comes out would not be distributed as the target says.
+                if likely[index] >= wanted[index].least:
+                    drafts[index].append(token)
+                    self._levels.setdefault(request.id, []).append(level)
         self.spent = time.perf_counter() - started if ready else self.catching_up
         return drafts
 
@@ -97,13 +117,16 @@ class NetworkProposer:
         drawn = any(self._is_drawn(one.request.params) for one in wanted)
         return one_call and isinstance(self._attention, PagedCPUAttention) and not drawn
 
-    def _guess_at_once(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+    def _guess_at_once(self, wanted: Sequence[Wanted], chances: Mapping[bool, list[float]]) -> list[list[int]]:
         assert isinstance(self.network, Head)
         order = sorted(range(len(wanted)), key=lambda index: -wanted[index].length)
-        found = self.network.guess([wanted[index] for index in order], self._storage)
+        in_order = [wanted[index] for index in order]
+        known = [chances[_is_greedy(one.request.params)] for one in in_order]
+        found = self.network.guess(in_order, known, self._storage)
         drafts: list[list[int]] = [[] for _ in wanted]
         for index, guesses in zip(order, found, strict=True):
-            drafts[index] = guesses
+            drafts[index] = guesses.tokens
+            self._levels[wanted[index].request.id] = guesses.levels
         return drafts
 
     def _catch_up(self, wanted: Sequence[Wanted]) -> list[int]:
@@ -134,8 +157,11 @@ class NetworkProposer:
         start = request.num_known + len(drafts) - 1
         return Chunk(request, start, 1, one.table, samples=False, drafts=(drafts[-1],))
 
-    def _pass(self, chunks: Sequence[Chunk]) -> list[int]:
-        return self._choose(self._scores(chunks), chunks)
+    def _pass(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
+        """A guess for each, and how sure the network is of what is likeliest."""
+        scores = self._scores(chunks)
+        highest = (scores.amax(dim=-1).float() - scores.float().logsumexp(dim=-1)).exp().nan_to_num()
+        return self._choose(scores, chunks), [level_of(chance) for chance in highest.tolist()]
 
     def _scores(self, chunks: Sequence[Chunk]) -> Tensor:
         device = self._storage.keys[0].device
@@ -163,7 +189,7 @@ class NetworkProposer:
     def _is_drawn(self, params: SamplingParams) -> bool:
         # A guess that a grammar forbids is left out before it is verified. Only the likeliest guess allows that: one
         # that was drawn would have to be refused, so that another is drawn from what is left.
-        return self._draws and params.seed is None and params.structure is None and params.temperature >= COLDEST
+        return self._draws and params.seed is None and params.structure is None and not _is_greedy(params)
 
     def _in_vocabulary(self, weights: Tensor) -> Tensor:
         """Over all tokens of the target: those that the network does not score have none."""
@@ -184,14 +210,31 @@ class NetworkProposer:
         before = self._pass_seconds.get(size, seconds)
         self._pass_seconds[size] = before + _GAIN * (min(seconds, 3 * before) - before)
 
+    def _note_call(self, wanted: Sequence[Wanted], drafts: Sequence[Sequence[int]]) -> None:
+        """A call has a part that does not hang on how many passes it is: what a pass takes is a slope."""
+        size, longest = len(wanted).bit_length(), max(one.length for one in wanted)
+        passes = min(longest, 1 + max(map(len, drafts)))  # after the last one, nobody wanted more
+        slope = self._slopes.setdefault(size, DraftSlope())
+        slope.add(passes, self.spent)
+        if slope.value is not None:
+            self._pass_seconds[size] = min(slope.value, self.spent / passes)
+
     def seconds(self, num_requests: int, length: int) -> float:
         if not self._pass_seconds:
             return 0.0
         nearest = min(self._pass_seconds, key=lambda size: abs(size - num_requests.bit_length()))
         return length * self._pass_seconds[nearest]
 
+    def learn(self, request: Request, proposed: int, accepted: int) -> None:
+        levels = self._levels.get(request.id, [])[:proposed]
+        self._confidence[_is_greedy(request.params)].learn(levels, accepted)
+
     def forget(self, request_id: str) -> None:
         self.network.forget(request_id)
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < COLDEST
 
 
 def _probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:

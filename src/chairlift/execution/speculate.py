@@ -77,6 +77,7 @@ class GrammaticalDrafts:
     def __init__(self, proposer: Proposer, structured: StructuredOutput) -> None:
         self.name = proposer.name
         self.max_length = proposer.max_length
+        self.judges = proposer.judges
         self._proposer = proposer
         self._structured = structured
 
@@ -103,6 +104,9 @@ class GrammaticalDrafts:
 
     def seconds(self, num_requests: int, length: int) -> float:
         return self._proposer.seconds(num_requests, length)
+
+    def learn(self, request: Request, proposed: int, accepted: int) -> None:
+        self._proposer.learn(request, proposed, accepted)
 
     def forget(self, request_id: str) -> None:
         self._proposer.forget(request_id)

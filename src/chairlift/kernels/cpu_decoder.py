@@ -101,18 +101,11 @@ def decode_step(shared: Any, members: int, net: Network, step: Step, buffers: Bu
 @compiled(FAST)
 def decode_layer(shared: Any, members: int, net: Network, layer: int, step: Step, buffers: Buffers) -> None:
     count = step.x.shape[0]
-    flat = buffers.qkv.reshape(buffers.qkv.shape[0], -1)
-    heads, kv_heads = buffers.attended.shape[1], step.keys.shape[3]
+    heads = buffers.attended.shape[1]
     cache = Cache(step.keys[layer], step.values[layer], step.tables)
     how = Score(net.scales[layer], net.windows[layer], net.softcaps[layer])
 
-    _norm_and_round(shared, step.x, net.before_attention[layer], net.eps, buffers.hidden_rows)
-    meet(shared, members)
-    weight = PackedWeight(net.qkv.numbers[layer], net.qkv.scales[layer])
-    multiply(shared, buffers.hidden_rows, count, weight, net.qkv_bias[layer], False, flat)
-    meet(shared, members)
-    _rotate_and_store(shared, step, buffers.qkv, heads, kv_heads, net, layer, cache)
-    meet(shared, members)
+    store_layer(shared, members, net, layer, step, buffers)
     attend(shared, members, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)
     meet(shared, members)
     _merge_and_round(shared, step, buffers)
@@ -129,6 +122,20 @@ def decode_layer(shared: Any, members: int, net: Network, layer: int, step: Step
     meet(shared, members)
     weight = PackedWeight(net.down.numbers[layer], net.down.scales[layer])
     multiply(shared, buffers.inner_rows, count, weight, net.down_bias[layer], True, step.x)
+    meet(shared, members)
+
+
+@compiled(FAST)
+def store_layer(shared: Any, members: int, net: Network, layer: int, step: Step, buffers: Buffers) -> None:
+    """The first three of the ten pieces: queries are made, keys and values also stored."""
+    flat = buffers.qkv.reshape(buffers.qkv.shape[0], -1)
+    cache = Cache(step.keys[layer], step.values[layer], step.tables)
+    _norm_and_round(shared, step.x, net.before_attention[layer], net.eps, buffers.hidden_rows)
+    meet(shared, members)
+    weight = PackedWeight(net.qkv.numbers[layer], net.qkv.scales[layer])
+    multiply(shared, buffers.hidden_rows, step.x.shape[0], weight, net.qkv_bias[layer], False, flat)
+    meet(shared, members)
+    _rotate_and_store(shared, step, buffers.qkv, buffers.attended.shape[1], step.keys.shape[3], net, layer, cache)
     meet(shared, members)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from chairlift.kernels.aligned import aligned
 from chairlift.kernels.cpu_attention import Pieces, Work
-from chairlift.kernels.cpu_decoder import Buffers, Network, Step, decode_layer, norm_row
+from chairlift.kernels.cpu_decoder import Buffers, Network, Step, decode_layer, norm_row, store_layer
 from chairlift.kernels.cpu_int8 import PackedWeight, Rows, multiply, round_row
-from chairlift.kernels.cpu_math import FAST, compiled, compiled_and_kept, widen
+from chairlift.kernels.cpu_math import FAST, compiled, compiled_and_kept, exp, widen
 from chairlift.kernels.cpu_threads import claim, meet
 
 
@@ -46,24 +46,53 @@ class Guessed(NamedTuple):
     requests: np.ndarray  # [P] int64: and by how many of the first requests
 
 
-class Room(NamedTuple):
-    """For what the pieces of work hand on."""
+class Choices(NamedTuple):
+    """What is guessed for R requests, P + 1 places at most: no more places than one of them is likely to need."""
 
-    joined: np.ndarray  # [rows, hidden] float32
-    pairs: np.ndarray  # [rows, 2 * hidden] float32
-    states: np.ndarray  # [rows, hidden] float32
-    scores: np.ndarray  # [rows, draft vocab] float32
+    tokens: np.ndarray  # [R, P + 1] int64, as rows of the head
+    levels: np.ndarray  # [R, P + 1] int64: how sure the head is of each, from 0 to LEVELS - 1
+    kept: np.ndarray  # [R] int64: how many of each request's guesses are likely enough
+    likely: np.ndarray  # [R] float32: the chance that all guesses so far are right
+    least: np.ndarray  # [R] float32: and what it must not fall below
+    chances: np.ndarray  # [R, LEVELS] float32: how often a guess of each level is right
+
+    @classmethod
+    def none_yet(cls, places: int, least: np.ndarray, chances: np.ndarray) -> Choices:
+        count = len(least)
+        tokens, levels = np.zeros((2, count, places), dtype=np.int64)
+        return cls(tokens, levels, np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.float32), least, chances)
+
+
+class Room(NamedTuple):
+    """For what the pieces of work hand on: T tokens, R requests."""
+
+    joined: np.ndarray  # [T, hidden] float32
+    pairs: np.ndarray  # [T, 2 * hidden] float32
+    states: np.ndarray  # [R, hidden] float32
+    scores: np.ndarray  # [R, draft vocab] float32
     feature_rows: Rows
     pair_rows: Rows
     state_rows: Rows
 
     @classmethod
-    def empty(cls, rows: int, hidden: int, features: int, draft_vocab: int) -> Room:
-        joined, pairs, states, scores = (
-            aligned((rows, size), np.float32) for size in (hidden, 2 * hidden, hidden, draft_vocab)
+    def empty(cls, tokens: int, requests: int, hidden: int, features: int, draft_vocab: int) -> Room:
+        return cls(
+            aligned((tokens, hidden), np.float32),
+            aligned((tokens, 2 * hidden), np.float32),
+            aligned((requests, hidden), np.float32),
+            aligned((requests, draft_vocab), np.float32),
+            Rows.empty(tokens, features),
+            Rows.empty(tokens, 2 * hidden),
+            Rows.empty(requests, hidden),
         )
-        feature_rows, pair_rows, state_rows = (Rows.empty(rows, size) for size in (features, 2 * hidden, hidden))
-        return cls(joined, pairs, states, scores, feature_rows, pair_rows, state_rows)
+
+
+@compiled_and_kept(FAST)
+def remember(shared: Any, members: int, head: HeadWeights, certain: Certain, buffers: Buffers, room: Room) -> None:
+    """Only the keys and values of tokens that nothing is guessed behind. The head has one layer, so that they hang on
+    the tokens by themselves, and not on what those attend to."""
+    _mix(shared, members, head, certain, room)
+    store_layer(shared, members, head.net, 0, certain.step, buffers)
 
 
 @compiled_and_kept(FAST)
@@ -75,9 +104,34 @@ def guess(
     guessed: Guessed,
     buffers: Buffers,
     room: Room,
-    chosen: Any,
+    choices: Choices,
 ) -> None:
-    """chosen [R, P + 1] int64: the guesses, as rows of the head."""
+    step, no_bias = certain.step, np.empty(0, dtype=np.float32)
+    _mix(shared, members, head, certain, room)
+    decode_layer(shared, members, head.net, 0, step, buffers)
+    _choose(shared, members, head, step.x, certain.last_rows, room, choices, 0)
+    every = np.arange(guessed.x.shape[0])
+    for place in range(guessed.slots.shape[0]):
+        active, last = guessed.requests[place], guessed.pieces[place]
+        if not _goes_on(choices, place + 1, active):
+            return
+        x, old = guessed.x[:active], guessed.work.pieces
+        multiply(shared, room.pair_rows, active, head.mix, no_bias, False, x)
+        meet(shared, members)
+        pieces = Pieces(
+            old.rows[:last], old.sequences[:last], guessed.lengths[place, :last], old.starts[:last], old.counts[:last]
+        )
+        work = Work(pieces, guessed.work.tiles, guessed.work.partial, guessed.work.several)
+        cos, sin = guessed.cos[place : place + 1], guessed.sin[place : place + 1]
+        slots = guessed.slots[place]
+        later = Step(x, cos, sin, slots, step.keys, step.values, guessed.tables, work, step.tapped)
+        decode_layer(shared, members, head.net, 0, later, buffers)
+        _choose(shared, members, head, x, every[:active], room, choices, place + 1)
+
+
+@compiled(FAST)
+def _mix(shared: Any, members: int, head: HeadWeights, certain: Certain, room: Room) -> None:
+    """What the layer reads of tokens that are certain."""
     step, count, no_bias = certain.step, certain.step.x.shape[0], np.empty(0, dtype=np.float32)
     joined = certain.features
     if head.joint.numbers.shape[0] > 0:
@@ -90,23 +144,12 @@ def guess(
     meet(shared, members)
     multiply(shared, room.pair_rows, count, head.mix, no_bias, False, step.x)
     meet(shared, members)
-    decode_layer(shared, members, head.net, 0, step, buffers)
-    _choose(shared, members, head, step.x, certain.last_rows, room, chosen[:, 0])
-    every = np.arange(guessed.x.shape[0])
-    for place in range(guessed.slots.shape[0]):
-        active, last = guessed.requests[place], guessed.pieces[place]
-        x, old = guessed.x[:active], guessed.work.pieces
-        multiply(shared, room.pair_rows, active, head.mix, no_bias, False, x)
-        meet(shared, members)
-        pieces = Pieces(
-            old.rows[:last], old.sequences[:last], guessed.lengths[place, :last], old.starts[:last], old.counts[:last]
-        )
-        work = Work(pieces, guessed.work.tiles, guessed.work.partial, guessed.work.several)
-        cos, sin = guessed.cos[place : place + 1], guessed.sin[place : place + 1]
-        slots = guessed.slots[place]
-        later = Step(x, cos, sin, slots, step.keys, step.values, guessed.tables, work, step.tapped)
-        decode_layer(shared, members, head.net, 0, later, buffers)
-        _choose(shared, members, head, x, every[:active], room, chosen[:, place + 1])
+
+
+@compiled(FAST)
+def _goes_on(choices: Choices, place: int, active: int) -> bool:
+    """Whether any of the first `active` requests still wants a guess at `place`: all of the team say the same."""
+    return bool(np.any(choices.kept[:active] == place))
 
 
 @compiled(FAST)
@@ -136,7 +179,9 @@ def _pair_up(shared: Any, embedded: Any, states: Any, eps: Any, room: Room) -> N
 
 
 @compiled(FAST)
-def _choose(shared: Any, members: int, head: HeadWeights, x: Any, chosen_rows: Any, room: Room, chosen: Any) -> None:
+def _choose(
+    shared: Any, members: int, head: HeadWeights, x: Any, chosen_rows: Any, room: Room, choices: Choices, place: int
+) -> None:
     """The likeliest token behind each of these rows of x; and it beside the row's state, for the next guess."""
     count, hidden, net = chosen_rows.shape[0], x.shape[1], head.net
     while True:
@@ -156,12 +201,27 @@ def _choose(shared: Any, members: int, head: HeadWeights, x: Any, chosen_rows: A
         for token in range(scores.shape[0]):
             if scores[token] > scores[best]:
                 best = token
-        chosen[row] = best
+        choices.tokens[row, place] = best
+        _judge(scores, scores[best], choices, row, place)
         for i in range(hidden):
             room.pairs[row, i] = widen(head.embedded[best, i])
         _unit(room.states[row], net.eps, room.pairs[row, hidden:])
         round_row(room.pairs[row], room.pair_rows, row)
     meet(shared, members)
+
+
+@compiled(FAST)
+def _judge(scores: Any, highest: Any, choices: Choices, row: int, place: int) -> None:
+    """How likely is the guess with the highest score? It is kept if those before it are, and it is likely enough."""
+    total = np.float32(0.0)
+    for token in range(scores.shape[0]):
+        total += exp(scores[token] - highest)
+    levels = choices.chances.shape[1]
+    level = max(0, min(levels - 1, int(np.float32(levels) / total)))  # also if the scores are no numbers
+    choices.levels[row, place] = level
+    choices.likely[row] *= choices.chances[row, level]
+    if choices.kept[row] == place and choices.likely[row] >= choices.least[row]:
+        choices.kept[row] = place + 1
 
 
 @compiled(FAST)

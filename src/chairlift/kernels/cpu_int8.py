@@ -38,7 +38,10 @@ LARGEST = np.float32(127.0)
 
 _round_span = span_rounder(ISA.wide_rows)
 _finish = tile_finisher(COLUMNS)
-_tile_all, _tile_4, _tile_2, _tile_1 = (int8_tile(ISA, rows) for rows in (ROWS, 4, 2, 1))
+_tile_all, _tile_4, _tile_3, _tile_2, _tile_1 = (int8_tile(ISA, rows) for rows in (ROWS, 4, 3, 2, 1))
+# A few rows are one tile, for which every weight is read once. More of them would rather have smaller tiles.
+FEW = ISA.few_rows
+_tile_8, _tile_7, _tile_6, _tile_5 = (int8_tile(ISA, min(rows, FEW)) for rows in (8, 7, 6, 5))
 
 
 class PackedWeight(NamedTuple):
@@ -127,9 +130,9 @@ def multiply(shared: Any, rows: Rows, count: int, weight: PackedWeight, bias: An
     at_once = max(1, tiles // 16)
     claims = -(-tiles // at_once)
     blocks = -(-count // ROWS_AT_ONCE)
-    room = np.empty(ROWS * COLUMNS + 16, dtype=np.float32)
+    room = np.empty(FEW * COLUMNS + 16, dtype=np.float32)
     start = -room.ctypes.data % 64 // 4  # of a cache line: sums are stored and loaded for every span
-    sums = room[start : start + ROWS * COLUMNS].reshape(ROWS, COLUMNS)
+    sums = room[start : start + FEW * COLUMNS].reshape(FEW, COLUMNS)
     while True:
         piece = claim(shared, 1)
         if piece >= claims * blocks:
@@ -139,7 +142,7 @@ def multiply(shared: Any, rows: Rows, count: int, weight: PackedWeight, bias: An
         for tile in range(first, min(first + at_once, tiles)):
             row = begin
             while row < end:
-                _prefetch_target(out, row, min(ROWS, end - row), tile * COLUMNS)
+                _prefetch_target(out, row, min(FEW if count <= FEW else ROWS, end - row), tile * COLUMNS)
                 done = _one_tile(sums, rows, row, end - row, weight, tile)
                 _scale(sums, row, done, weight.scales, tile * COLUMNS, bias, adding, out)
                 row += done
@@ -162,17 +165,29 @@ def _one_tile(sums: Any, rows: Rows, row: int, left: int, weight: PackedWeight, 
     source = rows.numbers.ctypes.data + row * stride
     scales, starts = rows.scales.ctypes.data + row * spans * 4, rows.starts.ctypes.data + row * spans * 4
     panel = weight.numbers.ctypes.data + tile * PANELS * panel_stride
+    if 4 < left <= FEW and row == 0:
+        if left == 5:
+            _tile_5(to, source, stride, scales, starts, spans, panel, panel_stride)
+        elif left == 6:
+            _tile_6(to, source, stride, scales, starts, spans, panel, panel_stride)
+        elif left == 7:
+            _tile_7(to, source, stride, scales, starts, spans, panel, panel_stride)
+        else:
+            _tile_8(to, source, stride, scales, starts, spans, panel, panel_stride)
+        return left
     if left >= ROWS:
         _tile_all(to, source, stride, scales, starts, spans, panel, panel_stride)
         return ROWS
     if left >= 4:
         _tile_4(to, source, stride, scales, starts, spans, panel, panel_stride)
         return 4
-    if left >= 2:
+    if left == 3:
+        _tile_3(to, source, stride, scales, starts, spans, panel, panel_stride)
+    elif left == 2:
         _tile_2(to, source, stride, scales, starts, spans, panel, panel_stride)
-        return 2
-    _tile_1(to, source, stride, scales, starts, spans, panel, panel_stride)
-    return 1
+    else:
+        _tile_1(to, source, stride, scales, starts, spans, panel, panel_stride)
+    return left
 
 
 @compiled(FAST)

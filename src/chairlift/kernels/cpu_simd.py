@@ -36,15 +36,16 @@ class InstructionSet:
     """How a machine multiplies small integers."""
 
     name: str
-    rows: int  # of the largest tile
+    rows: int  # of a tile
+    few_rows: int  # of the largest tile, if there are no more
     panels: int  # of a tile, side by side
     wide_rows: bool  # whether the left side comes as 16-bit integers
 
 
-VNNI_512 = InstructionSet("AVX-512 VNNI", rows=4, panels=3, wide_rows=False)
-VNNI_256 = InstructionSet("AVX-VNNI", rows=6, panels=1, wide_rows=False)
-AVX2 = InstructionSet("AVX2", rows=6, panels=1, wide_rows=True)
-PLAIN = InstructionSet("portable code", rows=6, panels=1, wide_rows=True)
+VNNI_512 = InstructionSet("AVX-512 VNNI", rows=4, few_rows=8, panels=3, wide_rows=False)
+VNNI_256 = InstructionSet("AVX-VNNI", rows=6, few_rows=6, panels=1, wide_rows=False)
+AVX2 = InstructionSet("AVX2", rows=6, few_rows=6, panels=1, wide_rows=True)
+PLAIN = InstructionSet("portable code", rows=6, few_rows=6, panels=1, wide_rows=True)
 
 
 def find_instruction_set() -> InstructionSet:

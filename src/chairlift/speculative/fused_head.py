@@ -11,8 +11,8 @@ from torch import Tensor
 
 from chairlift.attention.base import AttentionLayer, KVStorage
 from chairlift.kernels.cpu_attention import Work, work_by_rows
-from chairlift.kernels.cpu_decoder import Step
-from chairlift.kernels.cpu_draft import Certain, Guessed, HeadWeights, Room, guess
+from chairlift.kernels.cpu_decoder import Buffers, Step
+from chairlift.kernels.cpu_draft import Certain, Choices, Guessed, HeadWeights, Room, guess, remember
 from chairlift.kernels.cpu_int8 import PackedWeight
 from chairlift.kernels.cpu_threads import the_team
 from chairlift.layers.rope import Rope
@@ -26,7 +26,9 @@ class Asked:
     start: int
     end: int
     table: Sequence[int]
-    length: int  # so many
+    length: int  # so many at most
+    least: float  # the chance that a guess and all before it are right must be as much as that
+    chances: Sequence[float]  # how often a guess is right, from one that the head is not sure of to one that it is
 
 
 class FusedHead:
@@ -50,21 +52,35 @@ class FusedHead:
         self._weights = HeadWeights(decoder.network, none if joint is None else joint, mix, head, rows)
         self._room: Room | None = None
 
-    def guess(
-        self, asked: Sequence[Asked], embedded: np.ndarray, features: np.ndarray, storage: KVStorage
-    ) -> np.ndarray:
-        """Who wants most comes first. embedded [T, hidden], features [T, ...]: of all their tokens -> [requests, most],
-        of which each has as many as it wants."""
+    def guess(self, asked: Sequence[Asked], embedded: np.ndarray, features: np.ndarray, storage: KVStorage) -> Choices:
+        """Who wants most comes first. embedded [T, hidden], features [T, ...]: of all their tokens."""
         tables = np.zeros((len(asked), max(len(one.table) for one in asked)), dtype=np.int32)
         for row, one in zip(tables, asked, strict=True):
             row[: len(one.table)] = one.table
         certain = self._certain(asked, embedded, features, tables, storage)
         guessed = self._guessed(asked, tables, storage.block_size, embedded.shape[1])
-        rows = max(len(embedded), len(asked))
-        chosen = np.zeros((len(asked), asked[0].length), dtype=np.int64)
-        buffers = self._decoder.room_for(rows, embedded.shape[1])
-        the_team().run(guess, self._weights, certain, guessed, buffers, self._room_for(rows, features.shape[1]), chosen)
-        return chosen
+        least = np.array([one.least for one in asked], dtype=np.float32)
+        chances = np.array([one.chances for one in asked], dtype=np.float32)
+        choices = Choices.none_yet(asked[0].length, least, chances)
+        room = self._room_for(len(embedded), len(asked), features.shape[1])
+        the_team().run(guess, self._weights, certain, guessed, self._buffers(embedded), room, choices)
+        return choices
+
+    def remember(
+        self,
+        embedded: np.ndarray,
+        features: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        storage: KVStorage,
+    ) -> None:
+        """Keep the keys and values of tokens [T] in these slots, for guesses behind later ones."""
+        nobody = np.zeros((1, 1), dtype=np.int32)
+        work = self._work(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))
+        step = self._step(embedded, positions, slots, nobody, work, storage)
+        certain = Certain(step, embedded, features, np.empty(0, dtype=np.int64))
+        room = self._room_for(len(embedded), 1, features.shape[1])
+        the_team().run(remember, self._weights, certain, self._buffers(embedded), room)
 
     def _certain(
         self,
@@ -76,20 +92,23 @@ class FusedHead:
     ) -> Certain:
         rows = [(index, position) for index, one in enumerate(asked) for position in range(one.start, one.end)]
         sequences, positions = np.array(rows).T
+        slots = _slots(tables, sequences, positions, storage.block_size)
+        step = self._step(embedded, positions, slots, tables, self._work(sequences, positions + 1), storage)
+        return Certain(step, embedded, features, np.cumsum([one.end - one.start for one in asked]) - 1)
+
+    def _step(
+        self,
+        embedded: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        tables: np.ndarray,
+        work: Work,
+        storage: KVStorage,
+    ) -> Step:
         cos, sin = self._angles(positions[None])
         keys, values = self._decoder.stored(storage)
-        step = Step(
-            x=np.empty_like(embedded),
-            cos=cos,
-            sin=sin,
-            slots=_slots(tables, sequences, positions, storage.block_size),
-            keys=keys,
-            values=values,
-            tables=tables,
-            work=self._work(sequences, positions + 1),
-            tapped=np.empty((0, *embedded.shape), dtype=np.float32),
-        )
-        return Certain(step, embedded, features, np.cumsum([one.end - one.start for one in asked]) - 1)
+        nothing = np.empty((0, *embedded.shape), dtype=np.float32)
+        return Step(np.empty_like(embedded), cos, sin, slots, keys, values, tables, work, nothing)
 
     def _guessed(self, asked: Sequence[Asked], tables: np.ndarray, block_size: int, hidden: int) -> Guessed:
         """Place p holds the token behind `end` + p others. Of the last guess, none is computed."""
@@ -121,11 +140,17 @@ class FusedHead:
         angles = positions[..., None].astype(np.float32) * self._inv_freq
         return np.cos(angles) * self._rope_scale, np.sin(angles) * self._rope_scale
 
-    def _room_for(self, rows: int, features: int) -> Room:
-        if self._room is None or len(self._room.states) < rows:
+    def _buffers(self, embedded: np.ndarray) -> Buffers:
+        return self._decoder.room_for(*embedded.shape)
+
+    def _room_for(self, tokens: int, requests: int, features: int) -> Room:
+        had = self._room
+        if had is None or len(had.joined) < tokens or len(had.states) < requests:
+            if had is not None:
+                tokens, requests = max(tokens, len(had.joined)), max(requests, len(had.states))
             vocab, hidden = self._weights.embedded.shape
-            self._room = Room.empty(rows, hidden, features, vocab)
-        return self._room
+            self._room = had = Room.empty(tokens, requests, hidden, features, vocab)
+        return had
 
 
 def _slots(tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,11 @@ from chairlift.speculative.head_config import EPS, HeadConfig
 if TYPE_CHECKING:  # numba takes its time
     from chairlift.models.fused_cpu import FusedCPUDecoder
     from chairlift.speculative.fused_head import Asked, FusedHead
+
+
+class Guesses(NamedTuple):
+    tokens: list[int]
+    levels: list[int]  # how sure the head is of each
 
 
 class DraftHead:
@@ -68,6 +73,7 @@ class DraftHead:
         self.rotary = RotaryEmbedding(layer.rope, dtype=dtype, device=device)
         self.norm = RMSNorm(config.hidden_size, EPS, unit_offset=False, dtype=dtype, device=device)
         self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: what its guesses stand for
+        self._listed_ids: list[int] = self.token_ids.tolist()
         self.head = Linear(head_rows(target, self.token_ids))
         self._fused: FusedCPUDecoder | None = None
         self._guesser: FusedHead | None = None
@@ -129,22 +135,30 @@ class DraftHead:
 
     def guess(
         self, asked: Sequence[Asked], tokens: Sequence[int], features: Tensor, storage: KVStorage
-    ) -> list[list[int]]:
+    ) -> list[Guesses]:
         """If it does so in one call: the likeliest tokens behind those of the requests, of whom the one that wants most
         comes first. tokens [T], features [T, ...]: of all of them that are certain."""
         assert self._guesser is not None
         embedded = self.target.embed(torch.tensor(tokens)).numpy()
-        chosen = self._guesser.guess(asked, embedded, features.numpy(), storage)
-        found = self.token_ids.numpy()[chosen].tolist()
-        return [guesses[: one.length] for guesses, one in zip(found, asked, strict=True)]
+        choices = self._guesser.guess(asked, embedded, features.numpy(), storage)
+        found = zip(choices.tokens.tolist(), choices.levels.tolist(), choices.kept.tolist(), strict=True)
+        ids = self._listed_ids
+        return [Guesses([ids[token] for token in some[:kept]], levels[:kept]) for some, levels, kept in found]
+
+    def remember(self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, storage: KVStorage) -> None:
+        """If it guesses in one call: take in tokens [T] that nothing is to be guessed behind."""
+        assert self._guesser is not None
+        embedded = self.target.embed(tokens).numpy()
+        self._guesser.remember(embedded, features.numpy(), positions.numpy(), slots.numpy(), storage)
 
     def num_weight_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts())
 
     def features(self, hidden: Tensor) -> Tensor:
-        """What the target has just computed [T, hidden] -> what the head reads of it [T, features]."""
+        """What the target has just computed [T, hidden] -> what the head reads of it [T, features], in memory of its
+        own: the next step may overwrite the target's."""
         if not self._taps:
-            return hidden
+            return hidden.clone()
         tapped = self.target.tapped
         assert tapped is not None
         return torch.cat([*(tapped[self.target.taps.index(tap)] for tap in self._taps), hidden], dim=-1)

@@ -13,6 +13,7 @@ from chairlift.models.read_config import decoder_config
 MODEL_TYPE = "chairlift_draft_head"
 EPS = 1e-5
 MOST_GUESSES = 4  # one after the other: what a head is trained for
+MOST_ASKED = 6  # and what it is asked for: behind four that are right, it is right as often as before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

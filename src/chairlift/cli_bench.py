@@ -87,6 +87,7 @@ bench_app.command(
         "chairlift bench shapes qwen3-0.6b",
         "chairlift bench shapes llama3-8b --cases decode-1,load-256 --json result.json",
         "chairlift bench shapes path/to/config.json --device cpu --cases decode-2 --scale 16",
+        "chairlift bench shapes qwen3-0.6b --peer vllm --peer-python vllm/bin/python",
     ),
 )(bench_shapes)
 bench_app.command(

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from chairlift.cli_bench_output import ReportOptions, show_table, watch
-from chairlift.cli_options import with_option_groups
-from chairlift.errors import InvalidParameter
+from chairlift.cli_options import refuse_given, with_option_groups
+from chairlift.errors import ChairliftError, InvalidParameter
+
+if TYPE_CHECKING:
+    from chairlift.bench.shapes import CaseResult, ShapeRun
+    from chairlift.bench.shapes_peer import Comparison, ShapePeer
+
+_PEER = "Another engine"
 
 
 @with_option_groups
 def bench_shapes(
+    context: typer.Context,
     report: ReportOptions,
     shape: Annotated[str, typer.Argument(help="qwen3-0.6b, llama3-8b, or the path of a config.json.")] = "qwen3-0.6b",
     cases: Annotated[str, typer.Option(help="decode-N, load-N and prefill-N, with commas between them.")] = (
@@ -29,6 +40,26 @@ def bench_shapes(
         bool, typer.Option("--batch-invariant", help="Measure what bit-identical answers cost.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            help="Another engine for the same cases on the same device, after ours: vllm.",
+            rich_help_panel=_PEER,
+            show_default="none",
+        ),
+    ] = None,
+    peer_python: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PYTHON",
+            help="The Python that has its package.",
+            rich_help_panel=_PEER,
+            show_default="this one",
+        ),
+    ] = None,
+    peer_timeout: Annotated[
+        float, typer.Option(help="Seconds for all of its cases, loading included.", rich_help_panel=_PEER)
+    ] = 1800.0,
 ) -> None:
     """How fast a model of this shape runs, next to the least time the device needs for it.
 
@@ -37,6 +68,10 @@ def bench_shapes(
     those of one token), every cached key and value once per token that reads it,
     and the arithmetic of the prompts, over the bandwidth and arithmetic measured
     on this device in the same run.
+
+    With --peer another engine gets the same requests afterwards, in the same
+    number format. Each of the two has a process of its own, so that the memory of
+    the first is free for the second.
     """
     from chairlift.bench.shapes import plot_shapes, run_shape
     from chairlift.execution.config import EngineConfig
@@ -46,7 +81,7 @@ def bench_shapes(
     config = EngineConfig(
         device=device,
         dtype=dtype,
-        quantization=quantization,
+        quantization="none" if peer is not None and quantization == "auto" else quantization,
         kv_dtype=kv_dtype,
         load_format="dummy",
         max_model_len=max(32, 4096 // scale),
@@ -56,30 +91,70 @@ def bench_shapes(
         batch_invariant=batch_invariant,
     ).for_throughput()
     names = [name.strip() for name in cases.split(",")]
+    other = _peer(context, peer, peer_python, peer_timeout)
     report.check()
     with watch(enabled=not quiet) as note:
-        results, ceilings, ready = run_shape(shape, config, names, note, scale=scale)
-    show_table(
-        f"{shape}, random weights: first token after {ready:.1f} s",
-        ["Case", "Tokens/s", "Seconds", "Floor s", "Of floor", "Steps", "ms/step", "Host busy"],
-        (
-            [
-                result.name,
-                f"{result.tokens_per_second:,.0f}",
-                f"{result.seconds:.3f}",
-                f"{result.floor_seconds:.3f}",
-                f"{result.share_of_floor:.0%}",
-                f"{result.steps:,}",
-                f"{1e3 * result.seconds / result.steps:.2f}",
-                f"{result.host_seconds / result.seconds:.0%}",
-            ]
-            for result in results
-        ),
-        f"Ceilings here: {ceilings.bytes_per_second / 1e9:,.0f} GB/s, {ceilings.flops_per_second / 1e12:,.1f} TFLOP/s",
-    )
+        if other is None:
+            run, compared = run_shape(shape, config, names, note, scale=scale), None
+        else:
+            compared = other.compare(shape, config, names, note, scale=scale)
+            run = compared.own
+    _show(shape, run, compared)
     asked = {"shape": shape, "cases": names, "device": device, "dtype": dtype, "seats": seats, "scale": scale}
-    asked |= {"batch_invariant": batch_invariant, "quantization": quantization, "kv_dtype": kv_dtype}
-    asked |= {"ready_seconds": ready, "bytes_per_second": ceilings.bytes_per_second}
-    asked |= {"flops_per_second": ceilings.flops_per_second}
-    rows = [result.row() for result in results]
-    report.write("shapes", asked, rows, lambda path, here: plot_shapes(path, shape, results, here))
+    asked |= {"batch_invariant": batch_invariant, "quantization": config.quantization, "kv_dtype": kv_dtype}
+    asked |= {"ready_seconds": run.ready_seconds, "bytes_per_second": run.ceilings.bytes_per_second}
+    asked |= {"flops_per_second": run.ceilings.flops_per_second}
+    asked |= {} if compared is None else compared.settings()
+    rows = [result.row() for result in run.results] if compared is None else compared.rows()
+    times = None if compared is None else compared.times()
+    report.write("shapes", asked, rows, lambda path, here: plot_shapes(path, shape, run.results, here, times))
+    if compared is not None and compared.failure is not None:
+        if compared.failure.output:
+            Console(file=sys.stderr).print(compared.failure.output, style="dim", highlight=False, markup=False)
+        raise ChairliftError(f"{compared.peer.title} {compared.failure}")
+
+
+def _peer(context: typer.Context, name: str | None, python: Path | None, timeout: float) -> ShapePeer | None:
+    from chairlift.bench.shapes_peer import ShapePeer
+
+    if name is None:
+        refuse_given(context, ("peer_python", "peer_timeout"), "means nothing without --peer")
+        return None
+    # Not resolved: the link that is a virtual environment's python leads out of it.
+    path = Path(sys.executable) if python is None else python.expanduser().absolute()
+    return ShapePeer(name, path, timeout)
+
+
+def _show(shape: str, run: ShapeRun, compared: Comparison | None) -> None:
+    peer_headings: list[str] = []
+    peer_cells: list[list[str]] = [[] for _ in run.results]
+    title = f"{shape}, random weights: first token after {run.ready_seconds:.1f} s"
+    if compared is not None and compared.theirs is not None:
+        name = compared.peer.title
+        title = (
+            f"{shape}, random weights: first token {compared.own_start_seconds:.1f} s after the start of the process, "
+            f"{name} {compared.version}: {compared.theirs.start_seconds:.1f} s"
+        )
+        peer_headings = [f"{name} tokens/s", f"Times {name}"]
+        peer_cells = [[f"{row['peer_tokens_per_second']:,.0f}", f"{row['times_peer']:.2f}x"] for row in compared.rows()]
+    show_table(
+        title,
+        ["Case", "Tokens/s", *peer_headings, "Seconds", "Floor s", "Of floor", "Steps", "ms/step", "Host busy"],
+        [_cells(result, cells) for result, cells in zip(run.results, peer_cells, strict=True)],
+        f"Ceilings here: {run.ceilings.bytes_per_second / 1e9:,.0f} GB/s, "
+        f"{run.ceilings.flops_per_second / 1e12:,.1f} TFLOP/s",
+    )
+
+
+def _cells(result: CaseResult, peer_cells: Sequence[str]) -> list[str]:
+    return [
+        result.name,
+        f"{result.tokens_per_second:,.0f}",
+        *peer_cells,
+        f"{result.seconds:.3f}",
+        f"{result.floor_seconds:.3f}",
+        f"{result.share_of_floor:.0%}",
+        f"{result.steps:,}",
+        f"{1e3 * result.seconds / result.steps:.2f}",
+        f"{result.host_seconds / result.seconds:.0%}",
+    ]

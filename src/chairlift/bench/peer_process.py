@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +17,15 @@ from typing import IO, Any
 
 PROGRAMS = Path(__file__).parent / "peer_programs"
 LAST_WORDS = 400  # characters of its standard error that a failure quotes
+LAST_LINES = 100  # lines of it that a failure keeps
 
 
 class PeerFailed(Exception):
-    """It did not do what it was asked; the message says why."""
+    """It did not do what it was asked; the message says why, and `output` is the end of what it wrote meanwhile."""
+
+    def __init__(self, problem: str, output: str = "") -> None:
+        super().__init__(problem)
+        self.output = output
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +78,11 @@ class PeerProcess:
             clock.cancel()
             _end(process)
         if late.is_set():
-            raise PeerFailed(f"did not finish within {self.timeout:g} s")
+            raise PeerFailed(f"did not finish within {self.timeout:g} s", "\n".join(_lines(errors)[-LAST_LINES:]))
         if code != 0 or last is None:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-            raise PeerFailed(f"{how}: {_last_words(errors)}")
+            lines = _lines(errors)
+            raise PeerFailed(f"{how}: {_last_words(lines)}", "\n".join(lines[-LAST_LINES:]))
         return last
 
     def _parse(self, line: str) -> dict[str, Any]:
@@ -102,8 +108,12 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _last_words(errors: IO[bytes]) -> str:
+def _lines(errors: IO[bytes]) -> list[str]:
     errors.seek(0)
-    lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines()]
-    text = " ".join([line for line in lines if line][-3:])
+    lines = errors.read().decode(errors="replace").splitlines()
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def _last_words(lines: Sequence[str]) -> str:
+    text = " ".join(line.strip() for line in lines[-3:])
     return text[-LAST_WORDS:] or "it said nothing"

@@ -97,7 +97,23 @@ class CaseResult:
         return asdict(self) | {"tokens_per_second": self.tokens_per_second, "share_of_floor": self.share_of_floor}
 
 
-def plot_shapes(path: Path, title: str, results: Sequence[CaseResult], footnote: str) -> None:
+@dataclass(frozen=True, slots=True)
+class ShapeRun:
+    results: list[CaseResult]
+    ceilings: Ceilings
+    ready_seconds: float  # until the first token, torch imported
+    vocabulary: int  # prompts are drawn from its first so many tokens
+
+
+def plot_shapes(
+    path: Path,
+    title: str,
+    results: Sequence[CaseResult],
+    footnote: str,
+    times: tuple[str, Sequence[float]] | None = None,
+) -> None:
+    """`times`: another engine's name, and how many times as fast as that one we were in each case."""
+
     def share(axes: Any) -> None:
         axes.set_title("Share of the floor reached")
         axes.set_ylabel("%")
@@ -117,7 +133,14 @@ def plot_shapes(path: Path, title: str, results: Sequence[CaseResult], footnote:
         axes.set_yscale("log")
         axes.legend(fontsize=8)
 
-    save_panels(path, title, footnote, [share, per_step])
+    def beside_peer(axes: Any) -> None:
+        assert times is not None
+        axes.set_title(f"Tokens/s, as a multiple of {times[0]}'s")
+        axes.bar_label(axes.bar([result.name for result in results], times[1]), fmt="%.2f", fontsize=8)
+        axes.axhline(1, color="grey", linewidth=1)
+        axes.tick_params(axis="x", rotation=30)
+
+    save_panels(path, title, footnote, [share, per_step] if times is None else [share, per_step, beside_peer])
 
 
 def make_cases(names: Sequence[str], vocab: int, scale: int = 1) -> list[Case]:
@@ -138,10 +161,7 @@ def _make_case(name: str, vocab: int, scale: int) -> Case:
     return Case(name, prompts, [rng.randint(low_out, high_out) for _ in range(count)])
 
 
-def run_shape(
-    shape: str, config: EngineConfig, cases: Sequence[str], note: Note, *, scale: int = 1
-) -> tuple[list[CaseResult], Ceilings, float]:
-    """Returns the results, the device's ceilings, and the seconds until the first token."""
+def run_shape(shape: str, config: EngineConfig, cases: Sequence[str], note: Note, *, scale: int = 1) -> ShapeRun:
     begun = time.perf_counter()
     note("starting")
     with config_file(shape) as path:
@@ -155,13 +175,14 @@ def run_shape(
     note("measuring what the device can do")
     ceilings = ceilings_for(model)
     cost = model_cost(started)
+    vocabulary = min(10_000, model.vocab_size)
     results = []
-    for case in make_cases(cases, min(10_000, model.vocab_size), scale):
+    for case in make_cases(cases, vocabulary, scale):
         # What is compiled or captured on first use is no part of the figures.
         run_case(started.engine, Case("warm-up", [[1]] * len(case.prompts), [4] * len(case.prompts)), None, None)
         note(f"{case.name}: {len(case.prompts)} requests")
         results.append(run_case(started.engine, case, cost, ceilings))
-    return results, ceilings, ready
+    return ShapeRun(results, ceilings, ready, vocabulary)
 
 
 @contextmanager
@@ -190,10 +211,12 @@ def model_cost(started: StartedEngine) -> ModelCost:
 
 
 def run_case(engine: Engine, case: Case, cost: ModelCost | None, ceilings: Ceilings | None) -> CaseResult:
-    for prompt, count in zip(case.prompts, case.outputs, strict=True):
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count, detokenize=False)
-        engine.submit(prompt, params)
+    params = [
+        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count, detokenize=False) for count in case.outputs
+    ]
     begun = time.perf_counter()
+    for prompt, wanted in zip(case.prompts, params, strict=True):
+        engine.submit(prompt, wanted)
     tokens = steps = 0
     on_device = on_host = 0.0
     for event in _events(engine):

@@ -1,0 +1,54 @@
+"""The cases of `bench shapes` on vLLM: random weights, and vLLM's own defaults wherever the cases do not decide."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from closed_loop import Answer, main
+
+
+def run(job: dict[str, Any], answer: Answer) -> None:
+    # That sampler may have to be compiled when vLLM starts, and greedy requests never get there.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import LLM, SamplingParams
+
+    answer(note="starting")
+    llm = LLM(
+        model=job["model"],
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=job["dtype"],
+        max_model_len=job["max_model_len"],
+        enable_prefix_caching=job["prefix_caching"],
+    )
+
+    def generate(prompts: list[list[int]], outputs: list[int]) -> float:
+        """Seconds from handing all requests over to the end of the last."""
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        lengths = [
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count, detokenize=False) for count in outputs
+        ]
+        begun = time.perf_counter()
+        answered = llm.generate(asked, lengths, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        made = [len(request.outputs[0].token_ids) for request in answered]
+        if made != outputs:
+            raise RuntimeError(f"{sum(made)} tokens in {len(made)} answers, but {sum(outputs)} in {len(outputs)} asked")
+        return seconds
+
+    generate([[1]], [1])
+    start_seconds = time.time() - job["started"]
+    times = []
+    for case in job["cases"]:
+        count = len(case["prompts"])
+        generate([[1]] * count, [4] * count)  # as our own engine is warmed up
+        answer(note=f"{case['name']}: {count} requests")
+        times.append(generate(case["prompts"], case["outputs"]))
+    answer(start_seconds=start_seconds, seconds=times)
+
+
+if __name__ == "__main__":
+    main("vllm", "vllm", run)

@@ -1,0 +1,194 @@
+"""Our engine and another on the cases of one shape, one after the other: each in a process of its own, since both take
+nearly all of a GPU's memory and only the end of a process gives it back for certain."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from chairlift.bench.floor import Ceilings
+from chairlift.bench.peer_process import PeerFailed, PeerProcess
+from chairlift.bench.shapes import Case, CaseResult, ShapeRun, config_file, make_cases
+from chairlift.bench.timing import Note
+from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.execution.config import KV_DTYPES, EngineConfig
+
+CHECK_SECONDS = 60.0
+OWN_PROGRAM = "run_chairlift_shapes.py"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    title: str
+    program: str
+
+
+_KINDS = {"vllm": _Kind("vLLM", "run_vllm_shapes.py")}
+SHAPE_PEERS = tuple(_KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRun:
+    start_seconds: float  # from the start of its process to its first token
+    seconds: list[float]  # of each case
+
+
+@dataclass(frozen=True, slots=True)
+class ShapePeer:
+    """Another engine. `python` has its package."""
+
+    name: str
+    python: Path = Path(sys.executable)
+    timeout: float = 1800.0  # seconds for all cases, loading included
+
+    def __post_init__(self) -> None:
+        if self.name not in _KINDS:
+            raise InvalidParameter("peer", f"there is no {self.name!r}; choose from {', '.join(SHAPE_PEERS)}")
+        if not self.python.exists():
+            raise InvalidParameter("peer_python", f"there is no {str(self.python)!r}")
+        if not self.timeout > 0:
+            raise InvalidParameter("peer_timeout", f"must be above 0, got {self.timeout:g}")
+
+    @property
+    def title(self) -> str:
+        return _KINDS[self.name].title
+
+    def version(self) -> str:
+        """Of its package, which must be there."""
+        try:
+            found = PeerProcess(self.python, _KINDS[self.name].program, CHECK_SECONDS).ask("--check")
+        except PeerFailed as failure:
+            raise InvalidParameter("peer_python", f"{self.python}: {failure}") from None
+        if "version" not in found:
+            problem = f"{self.python} has no package {found.get('missing')}: install it there, or name the Python"
+            raise InvalidParameter("peer_python", f"{problem} that has it")
+        return str(found["version"])
+
+    def compare(
+        self, shape: str, config: EngineConfig, cases: Sequence[str], note: Note, *, scale: int = 1
+    ) -> Comparison:
+        """First ours, then the other. What can be refused is refused before."""
+        _refuse_other_formats(config, self.title)
+        version = self.version()
+        own, start_seconds = _run_own(shape, config, cases, note, scale=scale)
+        try:
+            theirs = self._run(shape, config, make_cases(cases, own.vocabulary, scale), note)
+        except PeerFailed as failure:
+            return Comparison(self, version, own, start_seconds, None, failure)
+        return Comparison(self, version, own, start_seconds, theirs)
+
+    def _run(self, shape: str, config: EngineConfig, cases: Sequence[Case], note: Note) -> PeerRun:
+        """The same cases, in the same number format. Raises PeerFailed."""
+        job = {
+            "dtype": str(config.torch_dtype()).removeprefix("torch."),
+            "max_model_len": config.max_model_len,
+            "prefix_caching": config.prefix_caching,
+            "cases": [asdict(case) for case in cases],
+        }
+        environment = {"HF_HUB_OFFLINE": "1"} | _only_this(config)
+        process = PeerProcess(self.python, _KINDS[self.name].program, self.timeout, environment)
+        with config_file(shape) as path, tempfile.TemporaryDirectory() as folder:
+            source = Path(path).expanduser()
+            shutil.copyfile(source / "config.json" if source.is_dir() else source, Path(folder) / "config.json")
+            answer = _ask(process, job | {"model": folder}, self.title, note)
+        try:
+            run = PeerRun(answer["start_seconds"], answer["seconds"])
+        except KeyError as missing:
+            raise PeerFailed(f"answered without {missing}") from None
+        if len(run.seconds) != len(cases) or not all(seconds > 0 for seconds in run.seconds):
+            raise PeerFailed(f"answered {run.seconds} as the seconds of {len(cases)} cases")
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Ours is complete even if the other has failed."""
+
+    peer: ShapePeer
+    version: str
+    own: ShapeRun
+    own_start_seconds: float  # from the start of our process to its first token
+    theirs: PeerRun | None
+    failure: PeerFailed | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """For a report, beside what it says without a peer."""
+        start = None if self.theirs is None else self.theirs.start_seconds
+        failure = None if self.failure is None else str(self.failure)
+        peer = {"name": self.peer.name, "version": self.version, "start_seconds": start, "failure": failure}
+        return {"start_seconds": self.own_start_seconds, "peer": peer}
+
+    def rows(self) -> list[dict[str, Any]]:
+        rows = [result.row() for result in self.own.results]
+        if self.theirs is None:
+            return rows
+        for row, seconds in zip(rows, self.theirs.seconds, strict=True):
+            row["peer_seconds"] = seconds
+            row["peer_tokens_per_second"] = row["output_tokens"] / seconds
+            row["times_peer"] = seconds / row["seconds"]
+        return rows
+
+    def times(self) -> tuple[str, list[float]] | None:
+        """For a plot: the other's name, and how many times as fast ours was in each case."""
+        if self.theirs is None:
+            return None
+        return self.peer.title, [row["times_peer"] for row in self.rows()]
+
+
+def _run_own(
+    shape: str, config: EngineConfig, cases: Sequence[str], note: Note, *, scale: int = 1
+) -> tuple[ShapeRun, float]:
+    """`run_shape` in a process of its own, and the seconds from that one's start to its first token."""
+    process = PeerProcess(Path(sys.executable), OWN_PROGRAM, threading.TIMEOUT_MAX)
+    job = {"shape": shape, "config": asdict(config), "cases": list(cases), "scale": scale}
+    try:
+        answer = _ask(process, job, "Chairlift", note)
+    except PeerFailed as failure:
+        raise ChairliftError(f"Chairlift {failure}") from None
+    if "parameter" in answer:
+        raise InvalidParameter(answer["parameter"], answer["problem"])
+    if "problem" in answer:
+        raise ChairliftError(answer["problem"])
+    results = [CaseResult(**result) for result in answer["results"]]
+    run = ShapeRun(results, Ceilings(**answer["ceilings"]), answer["ready_seconds"], answer["vocabulary"])
+    return run, answer["start_seconds"]
+
+
+def _ask(process: PeerProcess, job: Mapping[str, Any], title: str, note: Note) -> dict[str, Any]:
+    def progress(line: dict[str, Any]) -> None:
+        if "note" in line:
+            note(f"{title}: {line['note']}")
+
+    note(f"{title}: starting")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps({**job, "started": time.time()}), encoding="utf-8")
+        return process.ask(str(file), progress=progress)
+
+
+def _refuse_other_formats(config: EngineConfig, title: str) -> None:
+    problem = f"cannot be compared: {title} is run with weights and cache in the number format that --dtype names"
+    if config.quantization != "none":
+        raise InvalidParameter("quantization", problem)
+    if config.kv_dtype != "auto" and KV_DTYPES[config.kv_dtype] != config.torch_dtype():
+        raise InvalidParameter("kv_dtype", problem)
+
+
+def _only_this(config: EngineConfig) -> dict[str, str]:
+    """Variables with which a process that takes the first GPU it sees takes the one that `config` names, or none."""
+    if config.torch_device().type == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    index = config.device.partition(":")[2]
+    if not index:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": index if visible is None else visible.split(",")[int(index)].strip()}

@@ -1,0 +1,44 @@
+"""Stands in for the package vllm in the Python of a peer: answers at once, and behaves as FAKE_VLLM says."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    temperature: float
+    ignore_eos: bool
+    max_tokens: int
+    detokenize: bool
+
+
+class LLM:
+    def __init__(self, **options: Any) -> None:
+        print("Loading weights")  # on the standard output, where the answers are not to be disturbed
+        if os.environ.get("FAKE_VLLM") == "dies":
+            print("torch.OutOfMemoryError: no room for 3 blocks", file=sys.stderr)
+            print("\n".join(f"frame {number}" for number in range(50)), file=sys.stderr)
+            raise RuntimeError("the engine did not start")
+        self._told("options", options | {"config": json.loads((Path(options["model"]) / "config.json").read_text())})
+        self._told("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+    def generate(
+        self, prompts: Sequence[dict[str, list[int]]], params: Sequence[SamplingParams], *, use_tqdm: bool
+    ) -> list[Any]:
+        assert not use_tqdm
+        together = zip(prompts, params, strict=True)
+        self._told("asked", [[prompt["prompt_token_ids"], vars(how)] for prompt, how in together])
+        short = os.environ.get("FAKE_VLLM") == "is short" and len(prompts) > 1
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * (how.max_tokens - short))]) for how in params]
+
+    def _told(self, kind: str, content: Any) -> None:
+        with open(os.environ["FAKE_VLLM_LOG"], "a", encoding="utf-8") as log:
+            log.write(json.dumps([kind, content]) + "\n")

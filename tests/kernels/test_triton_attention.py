@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.triton_attention import prefill_attention, queries_per_tile
-from chairlift.kernels.triton_decode import DecodeTiling, Fresh, Scratch, decode_attention
+from chairlift.kernels.triton_decode import DecodeTiling, Fresh, Scratch, decode_attention, decode_splits
 from chairlift.kernels.triton_layers import rotate_and_store_
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -96,7 +96,7 @@ def run_decode(
     device = case.q.device
     rows = len(case.slots) + idle
     _, heads, dim = case.q.shape
-    scratch = Scratch(rows, heads, case.keys.shape[2], dim, device)
+    scratch = Scratch(heads, case.keys.shape[2], dim, device)
     scratch.partial.fill_(float("nan"))
     if splits is not None:
         scratch.partial = torch.full((rows * splits, heads, dim), float("nan"), device=device)
@@ -255,7 +255,7 @@ def test_decode_straight_from_the_projection(
         tables=case.tables,
     )
     case.q = qkv.view(rows, -1, dim)[:, :heads]
-    scratch = Scratch(rows, heads, kv_heads, dim, device)
+    scratch = Scratch(heads, kv_heads, dim, device)
     scratch.partial = torch.full((rows * splits, heads, dim), float("nan"), device=device)
     scratch.lse = torch.full((rows * splits, heads), float("nan"), device=device)
     out = torch.full((rows, heads, dim), float("nan"), device=device)
@@ -278,3 +278,12 @@ def test_decode_straight_from_the_projection(
     assert error(out, reference(case, scale, window, None)) < 1e-5
     torch.testing.assert_close(keys, case.keys, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(values, case.values)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8, 40, 600])
+def test_one_scratch_has_room_for_every_batch_size(kv_heads: int) -> None:
+    scratch = Scratch(kv_heads, kv_heads, 2, torch.device("cpu"))
+    cut = {rows: splits for rows in range(1, 2000) if (splits := decode_splits(rows, kv_heads)) > 1}
+    assert bool(cut) == (kv_heads < 264)
+    assert all(rows * splits <= len(scratch.partial) for rows, splits in cut.items())
+    assert all(rows * kv_heads <= len(scratch.arrived) for rows in cut)

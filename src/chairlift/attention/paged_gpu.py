@@ -47,8 +47,8 @@ class PagedGPUAttention:
 
     def __init__(self, invariant_for: int | None = None) -> None:
         self.invariant_for = invariant_for
-        self._scratch: dict[tuple[int, int, int, int], Scratch] = {}
-        self._span_scratch: dict[tuple[int, int, int], SpanScratch] = {}  # by what differs between layers
+        self._scratch: dict[tuple[int, int, int], Scratch] = {}  # by what differs between layers, as the next
+        self._span_scratch: dict[tuple[int, int, int], SpanScratch] = {}
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -100,10 +100,10 @@ class PagedGPUAttention:
         for_layer = (triton_invariant_attention if invariant else triton_attention).queries_per_tile
         return min(int(for_layer(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype)) for layer in layers)
 
-    def scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> Scratch:
+    def scratch(self, layer: AttentionLayer, device: torch.device) -> Scratch:
         from chairlift.kernels.triton_decode import Scratch
 
-        key = (rows, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        key = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if key not in self._scratch:
             self._scratch[key] = Scratch(*key, device)
         return self._scratch[key]
@@ -111,8 +111,10 @@ class PagedGPUAttention:
     def reserve(self, layers: Sequence[AttentionLayer], rows: int, device: torch.device) -> None:
         """Take the memory that steps of up to `rows` single tokens need beside the cache: before the cache is sized,
         and before a graph is captured that would go on using it."""
-        if self.invariant_for is not None:
-            for layer in layers:
+        for layer in layers:
+            if self.invariant_for is None:
+                self.scratch(layer, device)
+            else:
                 self.span_scratch(layer, rows, device)
 
     def span_scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> SpanScratch:
@@ -195,7 +197,7 @@ class PagedGPUStep:
             row_slot=batch.chunk_slot[: batch.num_single],
             row_start=batch.chunk_start,
             row_count=batch.chunk_count,
-            scratch=self.backend.scratch(layer, batch.num_single, q.device),
+            scratch=self.backend.scratch(layer, q.device),
             scale=layer.scale,
             window=layer.window,
             softcap=layer.softcap,

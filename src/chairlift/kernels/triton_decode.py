@@ -268,23 +268,26 @@ def _decode_kernel(
             tl.store(counter, 0)
 
 
-class Scratch:
-    """What the splits of the decode kernel hand to each other; made once per batch size, used by every layer."""
-
-    def __init__(self, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        splits = decode_splits(rows, num_kv_heads)
-        parts = rows * splits if splits > 1 else 1  # one program alone has nobody to hand anything to
-        self.partial = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device)
-        self.lse = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
-
-
 PROGRAMS = 528  # four for each of the 132 multiprocessors of a Hopper chip: enough to keep its memory busy
 
 
 def decode_splits(rows: int, num_kv_heads: int) -> int:
     """Into how many parts a context may be cut so that small batches fill the chip too."""
     return max(1, min(64, triton.next_power_of_2(PROGRAMS // (rows * num_kv_heads))))
+
+
+class Scratch:
+    """What the splits of the decode kernel hand to each other.
+
+    Steps of one stream run one after the other, so that all layers of a shape and all batch sizes share it. Contexts
+    are only cut where there are fewer rows than programs, and rows * splits is then less than twice their number.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        parts = max(1, 2 * PROGRAMS // num_kv_heads)
+        self.partial = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
 
 class Fresh(NamedTuple):
@@ -323,6 +326,7 @@ def decode_attention(
     rows, (_, num_heads, dim) = len(row_slot), out.shape
     _, block_size, kv_heads, _ = keys.shape
     splits = splits or decode_splits(rows, kv_heads)
+    assert splits == 1 or (rows * splits <= len(scratch.partial) and rows * kv_heads <= len(scratch.arrived))
     group = num_heads // kv_heads
     tiling = tiling or _decode_tiling(rows, kv_heads, dim, q.dtype)
     pairs = 0 if fresh is None or fresh.cos is None else fresh.cos.shape[-1]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _LATENCIES = tuple(f"{name}_p{share}_ms" for name in ("ttft", "tpot", "e2e") for share in (50, 95))
 PART = 40  # requests: many times as long as one of them takes, and short beside changes of the machine's pace
+WALKS = 8  # for each part, begun at as many places of the pace
 COMPARED = ("requests_per_s", "output_tokens_per_s", *_LATENCIES)
 
 Part = tuple[tuple[float, int, int], ...]
@@ -60,10 +61,13 @@ class RecordedRun:
     measured: dict[str, Any]  # the figures that `simulate.figures` gives
 
     def simulated(self) -> dict[str, Any]:
-        """The figures of the same traffic on the virtual clock."""
+        """The figures of the same traffic on the virtual clock. Every part meets slow and fast stretches of the
+        machine's pace: which of them the real one met is luck."""
         outcome = Outcome()
         for index, part in enumerate(self.parts):
-            outcome.add(_simulated(part, self.replica.make(self.cost, index / len(self.parts))))
+            for walk in range(WALKS):
+                begin = (index / len(self.parts) + walk / WALKS) % 1.0
+                outcome.add(_simulated(part, self.replica.make(self.cost, begin)))
         return figures(outcome, 1, Targets())
 
     def to_json(self) -> dict[str, Any]:

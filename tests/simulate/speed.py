@@ -22,18 +22,24 @@ from chairlift.simulate.run import simulate
 
 COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", 2)[0], device_named("h200"))
 PROMPTS = (16, 512)
+BEGINNINGS = 8  # system prompts that others share ...
+COMMON = 256  # ... of so many tokens
 REPEATS = 3  # of which the fastest counts: others may use the machine too
 
 
-def traffic(on_board: int, output: int, count: int, *, times: float = 1.0) -> list[Arrival]:
+def traffic(on_board: int, output: int, count: int, *, times: float = 1.0, shared: bool = False) -> list[Arrival]:
     """So many on board at a time, more or less: in every step a part of one comes, and generates `output` tokens.
-    `times`: as many as that come (to several replicas, or to one that cannot take them all)."""
+    `times`: as many as that come (to several replicas, or to one that cannot take them all). `shared`: each prompt
+    has one of a few others in front of it."""
     prompt = round(sum(PROMPTS) / 2 * on_board / output)  # tokens in a step
     context = on_board * (sum(PROMPTS) // 2 + output // 2)
     step = COST.predict(StepShape(on_board, prompt, context, prompt * PROMPTS[1] // 2, on_board))
     rng, at, found = random.Random(0), 0.0, []
     for index in range(count):
-        found.append(Arrival(at, [index] * rng.randint(*PROMPTS), rng.randint(output // 2, output * 3 // 2)))
+        prompt, n_out = [index] * rng.randint(*PROMPTS), rng.randint(output // 2, output * 3 // 2)
+        if shared:
+            prompt = [2**31 + index % BEGINNINGS] * COMMON + prompt
+        found.append(Arrival(at, prompt, n_out))
         at += rng.expovariate(times * on_board / (step * output))
     return found
 
@@ -65,6 +71,9 @@ def main() -> None:
     for on_board, output in ((10, 256), (32, 256), (128, 256)):
         name = f"{on_board} on board, {output} tokens, prefix caching"
         report(name, traffic(on_board, output, 2000), prefix_caching=True)
+        report(
+            f"{on_board} on board, shared prefixes", traffic(on_board, output, 2000, shared=True), prefix_caching=True
+        )
     report("128 on board, the prefix cache full", traffic(128, 256, 2000), prefix_caching=True, num_blocks=10_000)
     for path in sys.argv[1:]:
         entries = load_trace(Path(path))[:4000]

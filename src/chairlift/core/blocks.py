@@ -15,8 +15,9 @@ GPU's.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+
+from chairlift.core.eviction import EvictionLine, Pile
 
 
 class BlockPool:
@@ -26,8 +27,8 @@ class BlockPool:
         self._references: list[int] = []  # of the blocks that were used at some time: the first so many
         self._empty: list[int] = []  # used before, and next to be handed out: the last first
         self._cached: set[int] = set()  # blocks whose contents are indexed, used or free
-        self._cached_free: OrderedDict[int, None] = OrderedDict()  # the free ones of them, least recently used first
-        self.on_evict = on_evict
+        self._cached_free = EvictionLine()  # the free ones of them
+        self._on_evict = on_evict
         self.num_evictions = 0
         self.num_lent = 0  # blocks that count as used though no table names them (a simulation does that)
         self.changed: set[int] | None = None  # while someone watches: blocks whose state may have changed
@@ -38,7 +39,8 @@ class BlockPool:
 
     @property
     def num_empty(self) -> int:
-        return len(self._empty) + self.num_blocks - len(self._references) - self.num_lent
+        nameless = self.num_lent + self._cached_free.num_nameless
+        return len(self._empty) + self.num_blocks - len(self._references) - nameless
 
     @property
     def num_used(self) -> int:
@@ -73,7 +75,9 @@ class BlockPool:
         if count > self.num_free:
             return None
         blocks = self._take_empty(min(count, self.num_empty))
-        blocks += self._evict(count - len(blocks))
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
+            blocks += self._take_empty(count - len(blocks))  # of the evicted, those without a name
         for block in blocks:
             self._references[block] = 1
         if self.changed is not None:
@@ -92,27 +96,29 @@ class BlockPool:
         return blocks
 
     def _evict(self, count: int) -> list[int]:
-        if count <= 0:
-            return []
-        blocks = [self._cached_free.popitem(last=False)[0] for _ in range(count)]
-        self._cached.difference_update(blocks)
-        self.on_evict(blocks)
+        blocks = self._cached_free.evict(count)
+        if blocks:
+            self._cached.difference_update(blocks)
+            self._on_evict(blocks)
         self.num_evictions += count
         return blocks
 
-    def leave_cached(self, count: int) -> list[int]:
-        """`count` empty blocks become cached ones, as if someone had taken, filled and released them in this order."""
+    def leave_pile(self, count: int, on_gone: Callable[[], None] | None) -> Pile:
+        """`count` empty blocks become cached ones, as if someone had taken, filled and released them."""
+        assert count <= self.num_empty
+        return self._cached_free.append_pile(count, on_gone)
+
+    def name(self, pile: Pile, count: int) -> list[int]:
+        """The last `count` blocks of a pile, which someone will ask for. The first of them is evicted last."""
         blocks = self._take_empty(count)
+        self._cached_free.name(pile, blocks)
         self._cached.update(blocks)
-        self._cached_free.update(dict.fromkeys(blocks))
-        if self.changed is not None:
-            self.changed.update(blocks)
         return blocks
 
     def lend(self, count: int) -> None:
         """Count so many more blocks as used, without saying which; a negative count takes that back. For whoever needs
         to know when memory runs out and what is evicted by then, but not who holds which block."""
-        if count > 0:
+        if count > self.num_empty:
             self._empty += self._evict(count - self.num_empty)
         self.num_lent += count
 
@@ -121,7 +127,7 @@ class BlockPool:
         for block in blocks:
             if self._references[block] == 0:
                 assert block in self._cached, f"block {block} is shared but holds nothing"
-                del self._cached_free[block]
+                self._cached_free.remove(block)
             self._references[block] += 1
             if self.changed is not None:
                 self.changed.add(block)
@@ -136,6 +142,6 @@ class BlockPool:
                 self.changed.add(block)
             if count == 0:
                 if block in cached:
-                    self._cached_free[block] = None
+                    self._cached_free.append(block)
                 else:
                     self._empty.append(block)

@@ -11,7 +11,6 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -37,8 +36,7 @@ class Miss(StrEnum):
     EVICTED = "the block was computed before but has been evicted since"
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     blocks: tuple[int, ...]
     miss: Miss | None  # None: every block that could be shared was found
     coming: bool = False  # a request on board is computing the next block right now

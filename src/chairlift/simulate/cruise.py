@@ -151,6 +151,8 @@ class Aside:
 
     def reserve(self, steps: int = 1) -> None:
         """Count the blocks that they take in the coming steps as used. Those of the next step may be already."""
+        if self._next_is_lent and steps == 1:
+            return
         self._pool.lend(self.takers_of(steps) - (self.takers_of(1) if self._next_is_lent else 0))
         self._next_is_lent = self.size > 0
 

@@ -159,16 +159,17 @@ class Door:
         """Everyone who waits, or as many as there are seats: if all of them can board, unless they have to wait for one
         of the others, and compute all they know. Else nobody."""
         waiting, seats = self._scheduler.waiting, self._scheduler.max_batch_requests - self._aside.size
-        room, blocks = self._room(), self._blocks_to_give()
         num_waiting = len(self._line) + len(waiting)
-        if not num_waiting or waiting.num_aged or not self._aside.leaves_room():
+        if not num_waiting or waiting.num_aged:
             return []
+        room, blocks, block_size = self._room(), self._blocks_to_give(), self._kv.block_size
         found = list(islice(self._queue(), seats))
         for rider in found:
+            known = rider.record.n_in
             if rider.request is not None and rider.request.generation:
                 return []  # it was on board before, and may find all but the last of its own tokens
-            room -= rider.num_known
-            blocks -= self._kv.blocks_for(rider.num_known)
+            room -= known
+            blocks -= -(-known // block_size)
             if room < 0 or blocks < 0:
                 return []
             blocks -= 1  # one is kept for its tokens to come

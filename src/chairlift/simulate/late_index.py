@@ -8,7 +8,6 @@ holds, and when it has ended, where they are in the line for eviction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from chairlift.core.kv_cache import KVCache
@@ -25,8 +24,6 @@ class LateIndex:
         self._kv: KVCache = scheduler.kv
         self._pool = scheduler.kv.pool
         self._index = scheduler.kv.index
-        self._left_by: dict[int, Rider] = {}  # cached block -> whose prompt is in it
-        self._pool.on_evict = self._evicted
 
     def board(self, rider: Rider, match: PrefixMatch) -> bool:
         """Give `rider`, whom the scheduler does not know, what it needs for its prompt. False (and no change) if others
@@ -46,20 +43,22 @@ class LateIndex:
         """It leaves its full blocks in the cache, those with generated tokens too, which nobody will ask for. What it
         was lent is back already."""
         shared = len(rider.shared)
-        blocks = self._pool.leave_cached(num_computed // self._kv.block_size - shared)
+        left = num_computed // self._kv.block_size - shared
+        if left:
+            put_off = shared < self._num_full(rider)
+            forget = partial(self._index.take_back, rider.block_digests[shared]) if put_off else None
+            rider.pile = self._pool.leave_pile(left, forget)
         self._pool.release(reversed(rider.shared))
-        own = self._num_full(rider) - shared
-        if own > 0:
-            rider.left = blocks[: -own - 1 : -1]  # tail first they were left
-            self._left_by.update(dict.fromkeys(rider.left, rider))
 
     def introduce(self, rider: Rider) -> None:
         """Index its prompt after all, or let the scheduler know it: what it would have done when the rider came."""
-        if len(rider.shared) < self._num_full(rider):
+        own = self._num_full(rider) - len(rider.shared)
+        if own > 0:
             self._index.take_back(rider.block_digests[len(rider.shared)])
-        if rider.record.end is not None:
-            for block in self._index.insert(rider, len(rider.shared), rider.left):
-                del self._left_by[block]
+        if rider.pile is not None:
+            blocks = self._pool.name(rider.pile, min(own, rider.pile.num_nameless))
+            inserted = self._index.insert(rider, len(rider.shared), blocks)
+            assert inserted == blocks, "nobody else had them"
             return
         request = self._show_on_board(rider)
         if rider.known:  # else its prompt is being computed right now
@@ -79,16 +78,3 @@ class LateIndex:
     def _num_full(self, rider: Rider) -> int:
         """Blocks that its prompt fills."""
         return rider.record.n_in // self._kv.block_size
-
-    def _evicted(self, blocks: Sequence[int]) -> None:
-        rider_of, others = self._left_by.pop, []
-        for block in blocks:
-            rider = rider_of(block, None)
-            if rider is None:
-                others.append(block)
-                continue
-            last = rider.left.pop()
-            assert last == block, "a tail is evicted before its head"
-            if not rider.left:
-                self._index.take_back(rider.block_digests[len(rider.shared)])
-        self._index.remove(others)

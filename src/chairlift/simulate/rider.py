@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chairlift.core.events import RequestFinished, RequestPreempted, TokenProduced
+from chairlift.core.eviction import Pile
 from chairlift.core.request import Request, Status
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.scheduler import Scheduler
@@ -20,9 +21,9 @@ class Rider:
     __slots__ = (
         "block_digests",
         "known",
-        "left",
         "num_found",
         "order",
+        "pile",
         "prompt",
         "record",
         "request",
@@ -42,7 +43,7 @@ class Rider:
         # While the scheduler does not know it, with a prefix cache (`late_index.py`):
         self.shared: Sequence[int] = ()  # blocks with the beginning of its prompt that were there before it ...
         self.num_found = 0  # ... and how many tokens that is
-        self.left: list[int] = []  # those with the rest of it that are in the cache since it has ended
+        self.pile: Pile | None = None  # those with the rest of it, in the cache since it has ended
 
     @property
     def tokens(self) -> Sequence[int]:

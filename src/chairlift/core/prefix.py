@@ -78,18 +78,20 @@ class PrefixIndex:
 
         The last known token is never taken from the cache: it has to be computed to get its logits.
         """
-        size, tokens, block_of = self.block_size, request.tokens, self._block_of
+        size, tokens, chain = self.block_size, request.tokens, request.block_digests
         shareable = (request.num_known - 1) // size
         blocks: list[int] = []
         parent = _root(request.salt)
-        for position in range(shareable):  # digests are made as far as needed: the queue may be long
-            digest = self.digest(request, position)
+        for position in range(shareable):
+            own = tuple(tokens[position * size : (position + 1) * size])
+            if position == len(chain):  # digests are made as far as needed: the queue may be long
+                chain.append(self._digest(parent, own))
+            digest = chain[position]
             if digest in self._put_off:
                 self._put_off[digest]()
-            block = block_of.get(digest)
+            block = self._block_of.get(digest)
             if block is not None:
                 found = self._entry_of[block]
-                own = tuple(tokens[position * size : (position + 1) * size])
                 if found.tokens != own or found.parent != parent:
                     block = None
             if block is None:

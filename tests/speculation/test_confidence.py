@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chairlift.core.confidence import LEVELS, Confidence, level_of
+from chairlift.core.confidence import LEVELS, Confidence
 from chairlift.core.draft_length import FixedLength
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Speculation, Wanted
@@ -43,10 +43,6 @@ def test_bad_luck_is_forgotten_though_nothing_more_of_its_kind_is_tried() -> Non
         known.learn([9], accepted=1)
     assert known.chances[2] == pytest.approx(before, abs=0.02)
     assert known.chances[9] > 0.97
-
-
-def test_a_probability_of_one_and_none_have_levels_too() -> None:
-    assert [level_of(p) for p in (0.0, 0.0999, 0.1, 0.55, 1.0, 1.0001)] == [0, 0, 1, 5, LEVELS - 1, LEVELS - 1]
 
 
 class AtLeast(FixedLength):

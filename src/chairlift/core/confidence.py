@@ -33,7 +33,3 @@ class Confidence:
             known.add(0, 0, _MEMORY)
         for place, level in enumerate(levels[: accepted + 1]):
             self._levels[level].add(1, int(place < accepted), memory=1.0)
-
-
-def level_of(probability: float) -> int:
-    return max(0, min(LEVELS - 1, int(LEVELS * probability)))

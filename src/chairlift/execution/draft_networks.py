@@ -146,9 +146,11 @@ class Head:
             self._guessed[chunk.request.id] = state
         return head.scores(states)
 
-    def guess(self, wanted: Sequence[Wanted], chances: Sequence[Sequence[float]], storage: KVStorage) -> list[Guesses]:
-        """The likeliest guesses, all in one call. Who wants most comes first. `chances`: of each request, how often a
-        guess is right that the head is so sure of."""
+    def guess(
+        self, wanted: Sequence[Wanted], chances: Sequence[Sequence[float]], storage: KVStorage
+    ) -> tuple[list[Guesses], float | None]:
+        """The likeliest guesses, all in one call, and what each but the first took. Who wants most comes first.
+        `chances`: of each request, how often a guess is right that the head is so sure of."""
         from chairlift.speculative.fused_head import Asked
 
         asked: list[Asked] = []

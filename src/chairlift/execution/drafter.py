@@ -11,8 +11,7 @@ from torch import Tensor
 
 from chairlift.attention import AttentionBackend, KVStorage
 from chairlift.attention.paged_cpu import PagedCPUAttention
-from chairlift.core.confidence import Confidence, level_of
-from chairlift.core.draft_payoff import DraftSlope
+from chairlift.core.confidence import LEVELS, Confidence
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
@@ -61,7 +60,6 @@ class NetworkProposer:
         self._storage = storage
         self.spent = self.catching_up = 0.0
         self._pass_seconds: dict[int, float] = {}  # by the size of the batch, in powers of two
-        self._slopes: dict[int, DraftSlope] = {}  # the same of passes that are one call
         # By whether the target takes its likeliest token: else it agrees less often with the likeliest guess.
         self._confidence = {True: Confidence(), False: Confidence()}
         self._levels: dict[str, list[int]] = {}  # by request id: how sure the network was of its last guesses
@@ -70,7 +68,6 @@ class NetworkProposer:
         """As the runner's own, for this request of one token in block 0. The time that compiling takes says nothing."""
         self.propose([Wanted(request, 2, [0, 0])])
         self._pass_seconds.clear()
-        self._slopes.clear()
 
     def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
         return [0] * len(requests)
@@ -89,7 +86,6 @@ class NetworkProposer:
         if self._can_guess_at_once(wanted):
             drafts = self._guess_at_once(wanted, chances)
             self.spent = time.perf_counter() - started
-            self._note_call(wanted, drafts)
             return drafts
         likely = [1.0] * len(wanted)
         for place in range(max((wanted[index].length for index in ready), default=0)):
@@ -122,7 +118,9 @@ class NetworkProposer:
         order = sorted(range(len(wanted)), key=lambda index: -wanted[index].length)
         in_order = [wanted[index] for index in order]
         known = [chances[_is_greedy(one.request.params)] for one in in_order]
-        found = self.network.guess(in_order, known, self._storage)
+        found, pass_seconds = self.network.guess(in_order, known, self._storage)
+        if pass_seconds is not None:
+            self._note_seconds(len(wanted), pass_seconds)
         drafts: list[list[int]] = [[] for _ in wanted]
         for index, guesses in zip(order, found, strict=True):
             drafts[index] = guesses.tokens
@@ -161,7 +159,9 @@ class NetworkProposer:
         """A guess for each, and how sure the network is of what is likeliest."""
         scores = self._scores(chunks)
         highest = (scores.amax(dim=-1).float() - scores.float().logsumexp(dim=-1)).exp().nan_to_num()
-        return self._choose(scores, chunks), [level_of(chance) for chance in highest.tolist()]
+        levels = (LEVELS * highest).long().clamp_(max=LEVELS - 1)
+        tokens, sure = torch.stack((self._choose(scores, chunks), levels)).tolist()  # at once: a device is waited for
+        return tokens, sure
 
     def _scores(self, chunks: Sequence[Chunk]) -> Tensor:
         device = self._storage.keys[0].device
@@ -171,7 +171,7 @@ class NetworkProposer:
         attend = self._attention.plan(batch.layout, self._storage)
         return self.network.scores(batch, chunks, torch.tensor(rows, device=device), attend)
 
-    def _choose(self, scores: Tensor, chunks: Sequence[Chunk]) -> list[int]:
+    def _choose(self, scores: Tensor, chunks: Sequence[Chunk]) -> Tensor:
         ids = self.network.token_ids
         tokens = scores.argmax(dim=-1)
         drawing = [index for index, chunk in enumerate(chunks) if self._is_drawn(chunk.request.params)]
@@ -183,8 +183,7 @@ class NetworkProposer:
             tokens[drawing] = draw(weights, uniforms)
             for request, row in zip(requests, self._in_vocabulary(weights), strict=True):
                 self._drawn_from.setdefault(request.id, []).append(row)
-        chosen: list[int] = (tokens if ids is None else ids[tokens]).tolist()
-        return chosen
+        return tokens if ids is None else ids[tokens]
 
     def _is_drawn(self, params: SamplingParams) -> bool:
         # A guess that a grammar forbids is left out before it is verified. Only the likeliest guess allows that: one
@@ -209,15 +208,6 @@ class NetworkProposer:
         size = num_requests.bit_length()
         before = self._pass_seconds.get(size, seconds)
         self._pass_seconds[size] = before + _GAIN * (min(seconds, 3 * before) - before)
-
-    def _note_call(self, wanted: Sequence[Wanted], drafts: Sequence[Sequence[int]]) -> None:
-        """A call has a part that does not hang on how many passes it is: what a pass takes is a slope."""
-        size, longest = len(wanted).bit_length(), max(one.length for one in wanted)
-        passes = min(longest, 1 + max(map(len, drafts)))  # after the last one, nobody wanted more
-        slope = self._slopes.setdefault(size, DraftSlope())
-        slope.add(passes, self.spent)
-        if slope.value is not None:
-            self._pass_seconds[size] = min(slope.value, self.spent / passes)
 
     def seconds(self, num_requests: int, length: int) -> float:
         if not self._pass_seconds:

@@ -12,7 +12,7 @@ from chairlift.kernels.cpu_attention import Pieces, Work
 from chairlift.kernels.cpu_decoder import Buffers, Network, Step, decode_layer, norm_row, store_layer
 from chairlift.kernels.cpu_int8 import PackedWeight, Rows, multiply, round_row
 from chairlift.kernels.cpu_math import FAST, compiled, compiled_and_kept, exp, widen
-from chairlift.kernels.cpu_threads import claim, meet
+from chairlift.kernels.cpu_threads import claim, meet, nanoseconds
 
 
 class HeadWeights(NamedTuple):
@@ -55,12 +55,20 @@ class Choices(NamedTuple):
     likely: np.ndarray  # [R] float32: the chance that all guesses so far are right
     least: np.ndarray  # [R] float32: and what it must not fall below
     chances: np.ndarray  # [R, LEVELS] float32: how often a guess of each level is right
+    clock: np.ndarray  # [2] int64: when the first guesses were done, and when all were, in nanoseconds
 
     @classmethod
     def none_yet(cls, places: int, least: np.ndarray, chances: np.ndarray) -> Choices:
         count = len(least)
         tokens, levels = np.zeros((2, count, places), dtype=np.int64)
-        return cls(tokens, levels, np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.float32), least, chances)
+        kept, likely = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.float32)
+        return cls(tokens, levels, kept, likely, least, chances, np.zeros(2, dtype=np.int64))
+
+    @property
+    def pass_seconds(self) -> float | None:
+        """What each guess but the first took; None if there was no other."""
+        passes = min(self.tokens.shape[1], 1 + int(self.kept.max()))  # after the last one, nobody wanted more
+        return float(self.clock[1] - self.clock[0]) / 1e9 / (passes - 1) if passes > 1 else None
 
 
 class Room(NamedTuple):
@@ -110,6 +118,7 @@ def guess(
     _mix(shared, members, head, certain, room)
     decode_layer(shared, members, head.net, 0, step, buffers)
     _choose(shared, members, head, step.x, certain.last_rows, room, choices, 0)
+    choices.clock[:] = nanoseconds()
     every = np.arange(guessed.x.shape[0])
     for place in range(guessed.slots.shape[0]):
         active, last = guessed.requests[place], guessed.pieces[place]
@@ -127,6 +136,7 @@ def guess(
         later = Step(x, cos, sin, slots, step.keys, step.values, guessed.tables, work, step.tapped)
         decode_layer(shared, members, head.net, 0, later, buffers)
         _choose(shared, members, head, x, every[:active], room, choices, place + 1)
+        choices.clock[1] = nanoseconds()
 
 
 @compiled(FAST)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,22 @@ def _give_way(_: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+@intrinsic
+def nanoseconds(_: Any) -> Any:
+    """The time on a clock that only goes forward."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, _args: Sequence[ir.Value]) -> ir.Value:
+        parts = ir.ArrayType(_I64, 2)  # seconds, nanoseconds
+        place = cgutils.alloca_once(b, parts)
+        signature = ir.FunctionType(ir.IntType(32), [ir.IntType(32), parts.as_pointer()])
+        clock = cgutils.get_or_insert_function(b.module, signature, "clock_gettime")
+        b.call(clock, [ir.IntType(32)(time.CLOCK_MONOTONIC), place])
+        both = b.load(place)
+        return b.add(b.mul(b.extract_value(both, 0), _I64(1_000_000_000)), b.extract_value(both, 1))
+
+    return types.int64(), generate
 
 
 @compiled()

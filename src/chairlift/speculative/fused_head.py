@@ -47,6 +47,7 @@ class FusedHead:
         self._layer = layer
         self._inv_freq = np.array(rope.inv_freq, dtype=np.float32)
         self._rope_scale = np.float32(rope.scale)
+        self._cos = self._sin = np.empty((0, len(rope.inv_freq)), dtype=np.float32)  # of the first positions
         none = PackedWeight.empty(1, 0, 1).layer(0)
         rows = embedded.bfloat16().contiguous().view(torch.uint16).numpy()
         self._weights = HeadWeights(decoder.network, none if joint is None else joint, mix, head, rows)
@@ -137,8 +138,11 @@ class FusedHead:
 
     def _angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[P, R] -> cos, sin [P, R, pairs]."""
-        angles = positions[..., None].astype(np.float32) * self._inv_freq
-        return np.cos(angles) * self._rope_scale, np.sin(angles) * self._rope_scale
+        longest = int(positions.max(initial=0)) + 1
+        if longest > len(self._cos):  # by far the most of them are looked up
+            angles = np.arange(2 * longest, dtype=np.float32)[:, None] * self._inv_freq
+            self._cos, self._sin = np.cos(angles) * self._rope_scale, np.sin(angles) * self._rope_scale
+        return self._cos[positions], self._sin[positions]
 
     def _buffers(self, embedded: np.ndarray) -> Buffers:
         return self._decoder.room_for(*embedded.shape)

@@ -135,15 +135,16 @@ class DraftHead:
 
     def guess(
         self, asked: Sequence[Asked], tokens: Sequence[int], features: Tensor, storage: KVStorage
-    ) -> list[Guesses]:
+    ) -> tuple[list[Guesses], float | None]:
         """If it does so in one call: the likeliest tokens behind those of the requests, of whom the one that wants most
-        comes first. tokens [T], features [T, ...]: of all of them that are certain."""
+        comes first. tokens [T], features [T, ...]: of all of them that are certain. And what one guess more took."""
         assert self._guesser is not None
         embedded = self.target.embed(torch.tensor(tokens)).numpy()
         choices = self._guesser.guess(asked, embedded, features.numpy(), storage)
         found = zip(choices.tokens.tolist(), choices.levels.tolist(), choices.kept.tolist(), strict=True)
         ids = self._listed_ids
-        return [Guesses([ids[token] for token in some[:kept]], levels[:kept]) for some, levels, kept in found]
+        guesses = [Guesses([ids[token] for token in some[:kept]], levels[:kept]) for some, levels, kept in found]
+        return guesses, choices.pass_seconds
 
     def remember(self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, storage: KVStorage) -> None:
         """If it guesses in one call: take in tokens [T] that nothing is to be guessed behind."""

@@ -29,7 +29,7 @@ def test_steps_that_waited_for_guesses_count_as_theirs_even_if_there_were_none()
     for _ in range(8):
         speculation.note_step(result, 1.0)
     assert speculation.length.allows_drafts([chunk])
-    for _ in range(30):
+    for _ in range(60):
         speculation.note_step(result, 1.2, waited=True)
     assert not speculation.length.allows_drafts([chunk])
 

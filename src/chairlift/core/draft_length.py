@@ -61,6 +61,7 @@ class DraftLength(Protocol):
 
     payoff: DraftPayoff  # what the clock says of steps with drafts and without
     least: float  # the chance that a draft of those chosen last must have at least
+    least_to_go_on: float  # and with which another is worth guessing behind it
 
     def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
         """Whether there may be any in a step that otherwise carries these. To be asked once for every step."""
@@ -82,7 +83,7 @@ class FixedLength:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.least = 0.0
+        self.least = self.least_to_go_on = 0.0
         self.payoff = DraftPayoff()
 
     def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
@@ -103,7 +104,7 @@ class FixedLength:
 class AdaptiveLength:
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self.least = 0.0
+        self.least = self.least_to_go_on = 0.0
         self.payoff = DraftPayoff()
         self._common: dict[int, Acceptance] = {}  # by kind
         self._own: dict[str, dict[int, Acceptance]] = {}  # by request, then kind
@@ -117,7 +118,7 @@ class AdaptiveLength:
         self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
     ) -> Sequence[int]:
         decodes = [chunk for chunk in chunks if chunk.decodes]
-        self.least = self._threshold(len(candidates), decodes, proposer)
+        self._find_least(len(candidates), decodes, proposer)
         tried = self.payoff.slope(len(decodes)).count
         most = min(proposer.max_length, _FIRST_TRY + tried)
         lengths = [self._length(request, kind, most) for request, kind in candidates]
@@ -129,7 +130,7 @@ class AdaptiveLength:
         return lengths
 
     def _length(self, request: Request, kind: int, most: int) -> int:
-        threshold, chance = self.least, min(_SURE, self.chance(request.id, kind))
+        threshold, chance = self.least_to_go_on, min(_SURE, self.chance(request.id, kind))
         if threshold >= 1.0:
             return 0
         length = min(most, int(math.log(threshold) / math.log(chance))) if threshold > 0 else most
@@ -149,18 +150,22 @@ class AdaptiveLength:
         own = self._own.get(request_id, {}).get(kind)
         return prior if own is None else own.chance(prior, _WEIGHT_OF_OTHERS)
 
-    def _threshold(self, num_candidates: int, decodes: Sequence[Chunk], proposer: ProposerCost) -> float:
-        """The least chance that a draft must have."""
+    def _find_least(self, num_candidates: int, decodes: Sequence[Chunk], proposer: ProposerCost) -> None:
+        """The least chances that drafts must have: in the end what they cost, and to begin with enough of them to learn
+        that."""
         step = StepShape(len(decodes), 0, sum(chunk.end for chunk in decodes), 0, len(decodes))
         seconds = self._cost.predict(step)
         if self._cost.num_observed < _LEARNING or seconds <= 0:
-            return FIRST_GUESS**3  # enough drafts to learn what they cost
+            self.least = self.least_to_go_on = FIRST_GUESS**3
+            return
         more = replace(step, decode_tokens=step.decode_tokens + num_candidates)
         marginal = (self._cost.predict(more) - seconds) / num_candidates
         measured = self.payoff.slope(len(decodes)).value or 0.0
         marginal = max(marginal, min(measured, _AT_MOST * marginal))
-        marginal += proposer.seconds(num_candidates, 1) / num_candidates
-        return _SURPLUS * marginal * len(decodes) / seconds
+        guessing = proposer.seconds(num_candidates, 1) / num_candidates
+        tokens_per_second = len(decodes) / seconds
+        self.least = _SURPLUS * marginal * tokens_per_second
+        self.least_to_go_on = _SURPLUS * (marginal + guessing) * tokens_per_second
 
     def learn(self, request_id: str, proposed: int, accepted: int) -> None:
         kind = self._kind[request_id]

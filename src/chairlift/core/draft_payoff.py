@@ -15,7 +15,7 @@ _MANY, _ENOUGH_OF_MANY = 8, 3  # requests, whose steps are long and full of them
 # How many guesses of a request are right is luck from step to step, which evens out over the requests of a batch or,
 # where those are few, over more steps. So one request alone is judged by more steps than many are.
 _GAIN_PER_REQUEST = 0.03
-_ENOUGH_REQUESTS = 24  # requests times steps
+_ENOUGH_REQUESTS = 48  # requests times steps
 _CLEAR_LOSS = 1.25  # nobody waits for more steps if drafts are that bad
 _REFRESH = 48  # steps with drafts after which one without tells whether the comparison still holds
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 2048  # steps

@@ -32,7 +32,10 @@ class Wanted:
     request: Request
     length: int
     table: Sequence[int]
-    least: float = 0.0  # drafts that a proposer itself finds less likely than that to be right are not worth verifying
+    # The chance that a draft must have, as far as a proposer knows it: to be verified, once it is made; and for another
+    # to be made behind it.
+    least: float = 0.0
+    least_to_go_on: float = 0.0
 
 
 class Proposer(Protocol):
@@ -124,7 +127,8 @@ class Speculation:
             # A verified draft is followed by one more token, and that is the last that may be.
             length = min(length, room, request.max_new_tokens - request.num_output - 1)
             if length > 0 and lift.kv.reserve(request, plan.count(request) + length) is not None:
-                wanted.append(Wanted(request, length, lift.kv.table(request), self.length.least))
+                chances = self.length.least, self.length.least_to_go_on
+                wanted.append(Wanted(request, length, lift.kv.table(request), *chances))
                 room -= length
         return wanted
 

@@ -158,7 +158,7 @@ class Head:
         features: list[Tensor] = []
         for one, known in zip(wanted, chances, strict=True):
             start, end = self.first_position(one.request), one.request.num_known
-            asked.append(Asked(start, end, one.table, one.length, one.least, known))
+            asked.append(Asked(start, end, one.table, one.length, one.least, one.least_to_go_on, known))
             tokens += one.request.tokens[start:end]
             features.append(self._take(one.request, start, end))
         return self._head.guess(asked, tokens, features[0] if len(features) == 1 else torch.cat(features), storage)

@@ -90,7 +90,7 @@ class NetworkProposer:
         likely = [1.0] * len(wanted)
         for place in range(max((wanted[index].length for index in ready), default=0)):
             asked = [index for index in ready if wanted[index].length > place == len(drafts[index])]
-            if not asked:
+            if place and not any(likely[index] >= wanted[index].least_to_go_on for index in asked):
                 break
             begun = time.perf_counter()
             found = self._pass([self._chunk(wanted[index], drafts[index]) for index in asked])

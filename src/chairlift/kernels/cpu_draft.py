@@ -53,22 +53,24 @@ class Choices(NamedTuple):
     levels: np.ndarray  # [R, P + 1] int64: how sure the head is of each, from 0 to LEVELS - 1
     kept: np.ndarray  # [R] int64: how many of each request's guesses are likely enough
     likely: np.ndarray  # [R] float32: the chance that all guesses so far are right
-    least: np.ndarray  # [R] float32: and what it must not fall below
+    least: np.ndarray  # [2, R] float32: what that must be for the last to be kept, and for another to be made
     chances: np.ndarray  # [R, LEVELS] float32: how often a guess of each level is right
+    passes: np.ndarray  # [1] int64: places at which guesses were made
     clock: np.ndarray  # [2] int64: when the first guesses were done, and when all were, in nanoseconds
 
     @classmethod
     def none_yet(cls, places: int, least: np.ndarray, chances: np.ndarray) -> Choices:
-        count = len(least)
+        count = least.shape[1]
         tokens, levels = np.zeros((2, count, places), dtype=np.int64)
         kept, likely = np.zeros(count, dtype=np.int64), np.ones(count, dtype=np.float32)
-        return cls(tokens, levels, kept, likely, least, chances, np.zeros(2, dtype=np.int64))
+        passes, clock = np.ones(1, dtype=np.int64), np.zeros(2, dtype=np.int64)
+        return cls(tokens, levels, kept, likely, least, chances, passes, clock)
 
     @property
     def pass_seconds(self) -> float | None:
         """What each guess but the first took; None if there was no other."""
-        passes = min(self.tokens.shape[1], 1 + int(self.kept.max()))  # after the last one, nobody wanted more
-        return float(self.clock[1] - self.clock[0]) / 1e9 / (passes - 1) if passes > 1 else None
+        later = int(self.passes[0]) - 1
+        return float(self.clock[1] - self.clock[0]) / 1e9 / later if later else None
 
 
 class Room(NamedTuple):
@@ -136,6 +138,7 @@ def guess(
         later = Step(x, cos, sin, slots, step.keys, step.values, guessed.tables, work, step.tapped)
         decode_layer(shared, members, head.net, 0, later, buffers)
         _choose(shared, members, head, x, every[:active], room, choices, place + 1)
+        choices.passes[0] = place + 2
         choices.clock[1] = nanoseconds()
 
 
@@ -159,7 +162,8 @@ def _mix(shared: Any, members: int, head: HeadWeights, certain: Certain, room: R
 @compiled(FAST)
 def _goes_on(choices: Choices, place: int, active: int) -> bool:
     """Whether any of the first `active` requests still wants a guess at `place`: all of the team say the same."""
-    return bool(np.any(choices.kept[:active] == place))
+    likely = choices.likely[:active] >= choices.least[1, :active]
+    return bool(np.any(likely & (choices.kept[:active] == place)))
 
 
 @compiled(FAST)
@@ -230,7 +234,7 @@ def _judge(scores: Any, highest: Any, choices: Choices, row: int, place: int) ->
     level = max(0, min(levels - 1, int(np.float32(levels) / total)))  # also if the scores are no numbers
     choices.levels[row, place] = level
     choices.likely[row] *= choices.chances[row, level]
-    if choices.kept[row] == place and choices.likely[row] >= choices.least[row]:
+    if choices.kept[row] == place and choices.likely[row] >= choices.least[0, row]:
         choices.kept[row] = place + 1
 
 

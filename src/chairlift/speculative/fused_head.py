@@ -27,7 +27,8 @@ class Asked:
     end: int
     table: Sequence[int]
     length: int  # so many at most
-    least: float  # the chance that a guess and all before it are right must be as much as that
+    least: float  # the chance that a guess and all before it are right must be as much as that for it to be kept
+    least_to_go_on: float  # and for another one to be made
     chances: Sequence[float]  # how often a guess is right, from one that the head is not sure of to one that it is
 
 
@@ -60,7 +61,7 @@ class FusedHead:
             row[: len(one.table)] = one.table
         certain = self._certain(asked, embedded, features, tables, storage)
         guessed = self._guessed(asked, tables, storage.block_size, embedded.shape[1])
-        least = np.array([one.least for one in asked], dtype=np.float32)
+        least = np.array([[one.least for one in asked], [one.least_to_go_on for one in asked]], dtype=np.float32)
         chances = np.array([one.chances for one in asked], dtype=np.float32)
         choices = Choices.none_yet(asked[0].length, least, chances)
         room = self._room_for(len(embedded), len(asked), features.shape[1])

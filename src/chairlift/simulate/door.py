@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from chairlift.core.boarding import MAX_PASSED_OVER
-from chairlift.core.budget import StepLimits
+from chairlift.core.budget import NO_LIMIT, StepLimits
 from chairlift.core.prefix import PrefixMatch
 from chairlift.simulate.cruise import Aside
 from chairlift.simulate.rider import Rider
@@ -26,6 +26,8 @@ class _Boarding:
     newcomers: list[Rider] = field(default_factory=list)
     passed_over: list[tuple[Rider, int]] = field(default_factory=list)  # and how many had boarded before
     blocks: int = 0  # that the newcomers take
+    least_missed: int = NO_LIMIT  # blocks that would have been enough for one who got none
+    asks_on: bool = True  # one more at the end of the queue would have been asked too
 
 
 class Door:
@@ -35,14 +37,18 @@ class Door:
         self._scheduler = aside.scheduler
         self._kv = aside.scheduler.kv
         self._nobody_fits = False  # when they were last asked
+        self._least_missed = 0  # then nobody boards with fewer blocks than this either, until the queue changes ...
+        self._asks_on = False  # ... for which it is enough that one more comes
         self._line: deque[Rider] = deque()  # those the scheduler does not know: younger than all that it knows
 
     def add(self, rider: Rider) -> None:
         self._line.append(rider)
+        if self._asks_on:
+            self._least_missed = min(self._least_missed, self._kv.blocks_for(rider.record.n_in))
 
     def show_line(self) -> None:
         """Let the scheduler know of as many as it can ask in a step."""
-        scheduler = self._scheduler
+        scheduler, self._least_missed = self._scheduler, 0
         seats = scheduler.max_batch_requests - len(scheduler.running) - self._aside.size
         enough = seats + MAX_PASSED_OVER + 1
         # It asks any number of those who wait for a prefix, and looks at all to find the one who comes first.
@@ -69,9 +75,16 @@ class Door:
             return []
         if self._kv.prefix_caching:
             return self._let_in_sharing()
+        if self._blocks_to_give() < self._least_missed:
+            self._nobody_fits = True
+            return []
         boarding = self._decide()
         self._nobody_fits = boarding is not None and not boarding.newcomers
-        if boarding is None or not boarding.newcomers:
+        self._least_missed = 0
+        if boarding is None:
+            return []
+        if not boarding.newcomers:
+            self._least_missed, self._asks_on = boarding.least_missed, boarding.asks_on
             return []
         for rider, before in boarding.passed_over:
             overtakers = len(boarding.newcomers) - before
@@ -100,11 +113,14 @@ class Door:
                 if request is None or not request.aged:
                     return None  # one behind it goes before it
                 if needed > blocks:
+                    found.least_missed, found.asks_on = min(found.least_missed, needed), False
                     break  # nobody goes before this one
                 aged -= 1
             if needed > blocks:
                 found.passed_over.append((rider, len(found.newcomers)))
+                found.least_missed = min(found.least_missed, needed)
                 if len(found.passed_over) >= MAX_PASSED_OVER:
+                    found.asks_on = False
                     break
                 continue
             room -= known

@@ -44,9 +44,9 @@ def bench_chunking(
     output: Annotated[
         int, typer.Option(help="Tokens each generates before another takes its place.", rich_help_panel=_TRAFFIC)
     ] = 512,
-    prompts: Annotated[int, typer.Option(help="Long prompts, one after the other.", rich_help_panel=_TRAFFIC)] = 4,
+    prompts: Annotated[int, typer.Option(help="Long prompts of each setting, in turns.", rich_help_panel=_TRAFFIC)] = 4,
     prompt_len: Annotated[int, typer.Option(help="Tokens of each.", rich_help_panel=_TRAFFIC)] = 1024,
-    rounds: Annotated[int, typer.Option(help="Times that all settings take their turn.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Times that everything is run, with new engines.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_TRAFFIC)] = 0,
 ) -> None:
     """Long prompts arrive while others generate: fixed chunks against budgets that adapt.
@@ -56,9 +56,10 @@ def bench_chunking(
     throughput of an adaptive budget is compared with the highest of all fixed
     chunks that meet the same target by the same rule.
     """
-    from chairlift.bench.chunking import CHUNKS, ChunkingSettings, chunking_rows, sweep_chunks
+    from chairlift.bench.chunking import CHUNKS, chunking_rows, sweep_chunks
     from chairlift.bench.chunking_plot import plot_chunking
     from chairlift.bench.engines import EngineMaker
+    from chairlift.bench.long_prompts import ChunkingSettings
 
     refuse_given(context, _CHOSEN_HERE, "this bench chooses it")
     settings = ChunkingSettings(

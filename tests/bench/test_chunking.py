@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ from typer.testing import CliRunner
 from chairlift.bench import prompt_stall
 from chairlift.bench.chunking import (
     ChunkingPoint,
-    ChunkingRun,
-    ChunkingSettings,
     best_fixed,
     chunking_rows,
-    engine_for_long_prompts,
-    run_long_prompts,
     sweep_chunks,
 )
 from chairlift.bench.engines import EngineMaker
+from chairlift.bench.long_prompts import (
+    ChunkingRun,
+    ChunkingSettings,
+    TurnClock,
+    engine_for_long_prompts,
+    run_long_prompts,
+)
 from chairlift.bench.prompt_stall import measure_stalls, random_maker
 from chairlift.cli import app
 from chairlift.core.events import StepDone
@@ -73,10 +77,36 @@ def test_all_settings_do_the_same_work(maker: EngineMaker) -> None:
     noted: list[str] = []
     points = sweep_chunks(maker, SMALL, chunks=[10, 50], targets=[0.5], note=noted.append)
     assert [point.name for point in points] == ["chunk 10", "chunk 50", "target 500 ms", "knee"]
-    assert noted[0] == "chunk 10, round 1 of 1"
+    assert noted[0] == "round 1 of 1: warming up"
+    names = [point.name for point in points]
+    assert noted[1:] == [f"round 1 of 1: prompt {turn} of 2, {name}" for turn in (1, 2) for name in names]
     for point in points:
+        assert len(point.run.first_tokens) == 2
+        assert sum(point.run.first_tokens) <= point.run.seconds
         assert sum(step.prefill_tokens for step in point.run.steps) == 2 * 100
         assert max(step.prefill_tokens for step in point.run.steps) <= (point.chunk or 50)
+
+
+def test_a_round_begins_anew_and_figures_are_over_all_of_them(maker: EngineMaker) -> None:
+    points = sweep_chunks(maker, replace(SMALL, rounds=2), chunks=[50], targets=[0.5])
+    for point, row in zip(points, chunking_rows(points), strict=True):
+        one, other = point.rounds
+        assert point.run.gaps == one.gaps + other.gaps
+        assert point.tokens_per_s == (one.tokens + other.tokens) / (one.seconds + other.seconds)
+        assert row["tokens_per_s_rounds"] == [one.tokens / one.seconds, other.tokens / other.seconds]
+        assert len(row["itl_p99_ms_rounds"]) == 2
+
+
+def test_the_clock_of_one_stands_still_in_the_turns_of_others() -> None:
+    times = iter([10.0, 12.0, 13.0, 100.0, 101.0, 104.0])
+    clock = TurnClock(lambda: next(times))
+    assert clock() == 0
+    with clock:
+        assert clock() == 2
+    assert clock() == 3
+    with clock:
+        assert clock() == 4
+    assert clock() == clock() == 7
 
 
 def test_without_targets_two_are_found(maker: EngineMaker) -> None:
@@ -89,7 +119,7 @@ def test_without_targets_two_are_found(maker: EngineMaker) -> None:
 def pretend(name: str, gaps: list[float], tokens: int, **kind: float) -> ChunkingPoint:
     step = StepDone(0, 0, 3, 20, 4, 0, 1, 9, 0, 0, StepTiming(), seconds=0.2, predicted_seconds=0.25)
     run = ChunkingRun(seconds=2.0, tokens=tokens, gaps=gaps, first_tokens=[1.0, 3.0], steps=[step])
-    return ChunkingPoint(name, run, **kind)  # type: ignore[arg-type]
+    return ChunkingPoint(name, [run], **kind)  # type: ignore[arg-type]
 
 
 def test_a_target_is_met_by_the_median_and_the_tail_and_fixed_chunks_are_held_to_the_same() -> None:

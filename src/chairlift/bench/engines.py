@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,11 @@ class EngineMaker:
     def load(cls, model: str, options: Mapping[str, Any], *, progress: bool = False) -> EngineMaker:
         return cls(load_model(model, EngineConfig(**options), progress=progress), options)
 
-    def start(self, **changes: Any) -> StartedEngine:
-        return start_engine(self.loaded, self.config(**changes))
+    def start(self, *, clock: Callable[[], float] = time.monotonic, **changes: Any) -> StartedEngine:
+        return start_engine(self.loaded, self.config(**changes), clock=clock)
 
-    def engine(self, **changes: Any) -> Engine:
-        return self.start(**changes).engine
+    def engine(self, *, clock: Callable[[], float] = time.monotonic, **changes: Any) -> Engine:
+        return self.start(clock=clock, **changes).engine
 
     def config(self, **changes: Any) -> EngineConfig:
         return EngineConfig(**(dict(self.options) | changes))

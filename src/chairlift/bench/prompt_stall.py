@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.bench.chunking import ChunkingSettings, engine_for_long_prompts, run_long_prompts
 from chairlift.bench.engines import EngineMaker
+from chairlift.bench.long_prompts import ChunkingSettings, engine_for_long_prompts, run_long_prompts
 from chairlift.bench.random_model import random_llama
 from chairlift.bench.timing import Note
 from chairlift.execution.config import EngineConfig

@@ -22,7 +22,7 @@ _LEAST_CHUNK = 4  # prompts always get this much: they must not starve
 _ROOM_FOR_PROMPTS = 16  # seats are given out so that prompts still get this much inside the target
 _FIRST_CHUNK, _FIRST_SEATS = 32, 4  # while nothing is known; both may double with each step observed
 _KNEE = 0.95  # of the highest throughput
-_TAIL_ALLOWANCE = 1.05  # of the target may be taken by a step that is late as few are; the few stay within 1.2 or so
+_TAIL_ALLOWANCE = 1.02  # of the target may be taken by a step that is late as few are; the few stay within 1.2 or so
 _MOST_CAUTION = 0.5  # of the target, at least so much is planned for, however often steps are late
 _LOOK_AHEAD = 64  # of the queue, so many are checked against target_ttft_ms
 
@@ -145,7 +145,7 @@ class LatencyBudget(_AdaptiveBudget):
         limits = self._choose(forecast, load)
         if self._tpot is None:
             return replace(limits, target_seconds=None)
-        seats = self._seats(forecast, load, self._tpot * self._caution())
+        seats = self._seats(forecast, load, self._planned(self._tpot))
         return replace(limits, seats=seats, target_seconds=self._tpot)
 
     def _choose(self, forecast: StepForecast, load: Load) -> StepLimits:
@@ -164,18 +164,18 @@ class LatencyBudget(_AdaptiveBudget):
         beyond = LimitReason.LEARNING if sizes[-1] < self._sizes[-1] else LimitReason.FIXED
         if self._tpot is None:
             return sizes[-1], beyond
-        target = self._tpot * self._caution()
+        target = self._planned(self._tpot) / self._cost.drag
         if forecast.seconds(sizes[-1]) <= target:
             return sizes[-1], beyond
         place = bisect_right(sizes, target, key=forecast.seconds)
         if place:
             return sizes[place - 1], LimitReason.TPOT
         alone = forecast.seconds(0)
-        return sizes[0], LimitReason.FLOOR if alone > target else LimitReason.TPOT
+        return sizes[0], LimitReason.FLOOR if alone > self._tpot else LimitReason.TPOT
 
-    def _caution(self) -> float:
-        """The share of the target to plan for: less than all of it where steps often take longer than predicted."""
-        return max(_MOST_CAUTION, min(1.0, _TAIL_ALLOWANCE / self._cost.tail))
+    def _planned(self, target: float) -> float:
+        """What to plan for: less than all of it where steps are often later than could be foretold."""
+        return target * max(_MOST_CAUTION, min(1.0, _TAIL_ALLOWANCE / self._cost.tail))
 
     def _smallest_in_time(self, forecast: StepForecast, load: Load) -> tuple[int, LimitReason]:
         assert self._ttft is not None

@@ -29,10 +29,11 @@ _MEMORY = 0.999  # and kinds that no longer occur fade over about 1,000 steps
 _SWEEPS = 4
 _OUTLIER = 3.0  # a step this many typical errors off counts less, in proportion
 _SMALLEST_ERROR = 0.02  # errors below this are never outliers
-_RECENT = 200  # steps among which the tail is looked for: for each 50 of them one may be slower, and one in any case
-_FIRST_TAIL = 1.25  # as long as less than 50 were seen
+_RECENT, _ONE_IN = 200, 50  # the tail is looked for among so many steps, and for each so many of them one may be slower
+_FIRST_TAIL = 1.25  # as long as fewer than _ONE_IN were seen
 _PACE_GAIN, _PACE_STEP = 0.2, 0.3  # of the last step's error, so much corrects the pace; never more than so much of it
 _PACE_MEMORY = 0.97  # a pace that lasts becomes one of 1, with coefficients to match: else both could drift apart
+_LARGEST_DRAG = 1.0  # the logarithm that a single step counts with at most
 _SETTLED = 8  # steps after which an error says more about the machine than about the coefficients
 
 
@@ -86,7 +87,8 @@ class CostModel:
     neighbour) are given little weight, unless they become usual.
 
     A machine that slows down or speeds up as a whole is followed within some five steps by a common factor, the pace.
-    What no prediction can foresee is the `tail`.
+    Whoever must not be late can expect that a slow step is followed by another (`drag`) and plan for the steps that are
+    late nevertheless (`tail`).
     """
 
     def __init__(self, coefficients: Mapping[str, float] | None = None) -> None:
@@ -95,9 +97,9 @@ class CostModel:
         self.largest_decode = 0
         self.error = 0.1  # median of |measured - predicted| / predicted, lately
         self._pace = 1.0
-        # Measured / predicted, to begin with as if two of fifty steps had been slow.
-        self._lateness = deque([1.0] * 48 + [1.0 if coefficients else _FIRST_TAIL] * 2, maxlen=_RECENT)
-        self._was_late = False
+        self._drag = 0.0  # its logarithm
+        # Measured / foretold, to begin with as if two of those before had been slow.
+        self._lateness = deque([1.0] * (_ONE_IN - 2) + [1.0 if coefficients else _FIRST_TAIL] * 2, maxlen=_RECENT)
         self._weights = [0.0] * len(FEATURES)
         self._strata: dict[tuple[int, int], _Stratum] = {}
         self._moments = _no_moments()  # those of all strata, added up
@@ -111,9 +113,15 @@ class CostModel:
 
     @property
     def tail(self) -> float:
-        """The factor by which only the slowest fiftieth of the steps with prompts and decodes misses its prediction."""
-        slower = 1 + len(self._lateness) // 50
+        """The factor by which only the slowest fiftieth of the steps with prompts and decodes misses what prediction
+        and drag foretell."""
+        slower = 1 + len(self._lateness) // _ONE_IN
         return max(1.0, sorted(self._lateness)[-slower])
+
+    @property
+    def drag(self) -> float:
+        """How much slower than predicted the last few steps were, the last one above all; 1 if they were not."""
+        return math.exp(self._drag)
 
     def predict(self, shape: StepShape) -> float:
         """Seconds; 0 as long as nothing is known."""
@@ -143,17 +151,11 @@ class CostModel:
         self.error = max(1e-4, self.error * (1.05 if error > self.error else 1 / 1.05))
         if self.num_observed >= _SETTLED:
             if shape.prefill_tokens and shape.decode_tokens:  # as are those that a budget sizes for a target
-                self._note_lateness(ratio)
+                self._lateness.append(ratio / self.drag)
+            self._drag = max(0.0, (self._drag + min(math.log(ratio), _LARGEST_DRAG)) / 2)
             way = _PACE_GAIN * max(-_PACE_STEP, min(math.log(ratio), _PACE_STEP))
             self._pace = (self._pace * math.exp(way)) ** _PACE_MEMORY
         return trust
-
-    def _note_lateness(self, ratio: float) -> None:
-        """A burst of late steps counts once: the pace is there to follow what lasts."""
-        late = ratio > self.tail
-        if not (late and self._was_late):
-            self._lateness.append(ratio)
-        self._was_late = late
 
     def _remember(self, shape: StepShape, moments: list[float]) -> None:
         key = shape.prefill_tokens.bit_length(), shape.decode_tokens.bit_length()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chairlift.bench.engines import EngineMaker
 from chairlift.bench.lengths import SpreadLengths
@@ -70,7 +70,7 @@ def _share(
     """By whether prefixes are cached: the most blocks in use, and the most requests in a step."""
     found = {}
     for caching in (False, True):
-        options = {"kv_memory": kv_memory} if kv_memory else {}
+        options: dict[str, Any] = {"kv_memory": kv_memory} if kv_memory else {}
         engine = maker.engine(prefix_caching=caching, max_batch_requests=requests, max_batch_tokens=2048, **options)
         common = [10 + i % 900 for i in range(prefix)]
         for index in range(requests):

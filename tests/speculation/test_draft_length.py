@@ -230,6 +230,17 @@ def test_bad_luck_for_a_few_steps_is_no_reason_to_pause(seed: int) -> None:
     assert used > 700
 
 
+def test_a_machine_that_slows_down_is_no_reason_to_pause() -> None:
+    """Steps without drafts are seldom measured while drafts pay, and so were measured on the faster machine."""
+    payoff, used = DraftPayoff(), []
+    for step in range(400):
+        drafts, pace = payoff.allows_drafts(4), 1.0 if step < 180 else 1.4
+        payoff.observe(4, drafts, 3 * drafts, pace * (1.5 if drafts else 1.0))
+        used.append(drafts)
+    assert sum(used[180:]) > 200
+    assert not payoff._batches[3].pause
+
+
 def test_ngrams_find_what_followed_last_time() -> None:
     request = make_request("a", [1, 2, 3, 4, 5, 6, 9, 3, 4], 20)
     proposer = NgramProposer()

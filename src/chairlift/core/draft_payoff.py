@@ -88,6 +88,7 @@ class _Batch:
     pause: int = 0  # steps without drafts left
     next_pause: int = _FIRST_PAUSE
     since_plain: int = 0
+    plain_is_new: bool = False  # measured anew since drafts seemed to lose
 
     def loses(self, num_requests: int) -> bool:
         """Whether drafts do not pay, as far as that can be said already."""
@@ -151,11 +152,16 @@ class DraftPayoff:
             self._note_speedup(tokens * batch.plain.value, seconds)
         if not guessed:
             return
-        if batch.loses(num_requests):
+        if batch.loses(num_requests) and not batch.plain_is_new:
+            batch.plain, batch.plain_is_new = Pace(), True  # or is it that the machine has become slower meanwhile?
+        elif batch.loses(num_requests):
+            batch.plain_is_new = False
             batch.pause, batch.next_pause = batch.next_pause, min(2 * batch.next_pause, _LONGEST_PAUSE)
             batch.drafted = Pace()
-        elif batch.drafted.count > 4 * _ENOUGH:
-            batch.next_pause = _FIRST_PAUSE
+        elif batch.since_plain >= _ENOUGH:
+            batch.plain_is_new = False
+            if batch.drafted.count > 4 * _ENOUGH:
+                batch.next_pause = _FIRST_PAUSE
 
     def _note_speedup(self, seconds_without: float, seconds: float) -> None:
         self._without += _GAIN / 3 * (seconds_without - self._without)

@@ -194,12 +194,13 @@ def test_a_rounded_head_is_one_call_and_says_what_its_parts_say(
         return found
 
     monkeypatch.setattr(proposer, "_guess_at_once", both_ways)
-    work = uneven_work(6)
+    work = uneven_work(14)
     same(run(start(rounded), work), run(engine, work))
-    assert len(same_guesses) > 40
+    assert len(same_guesses) > 100
     assert any(cut)
-    # Embeddings of guesses are kept in fewer bits there, which may decide between two that are as good.
-    assert sum(same_guesses) >= 0.95 * len(same_guesses)
+    # Embeddings of guesses are kept in fewer bits there, which may decide between two that are as good, or whether
+    # one is likely enough: then those behind it differ, too.
+    assert sum(same_guesses) >= 0.9 * len(same_guesses), f"{sum(same_guesses)} of {len(same_guesses)}"
 
 
 def test_a_trained_head_changes_nothing_and_says_what_it_was_trained_to_say(tiny: LoadedModel, draft: Path) -> None:

@@ -17,7 +17,8 @@ from numba import njit
 
 from chairlift.execution.speculate import MAX_DRAFTS
 from chairlift.kernels import cpu_simd
-from chairlift.kernels.cpu_attention import FEW, Cache, Score, split_work
+from chairlift.kernels.cpu_attention import Cache, Score
+from chairlift.kernels.cpu_attention_work import FEW, split_work
 from chairlift.kernels.cpu_decoder import attend_layer, rounded_linear
 from chairlift.kernels.cpu_int8 import PackedWeight, Rows, round_row
 from chairlift.kernels.cpu_math import exp, narrow, widen

@@ -14,7 +14,7 @@ from torch import Tensor
 from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout
 
 if TYPE_CHECKING:  # numba takes its time
-    from chairlift.kernels.cpu_attention import Work
+    from chairlift.kernels.cpu_attention_work import Work
 
 
 class PagedCPUAttention:
@@ -48,7 +48,7 @@ class PagedCPUStep:
 
     def work(self, layer: AttentionLayer) -> Work:
         """The step's attention cut into pieces: the same for all layers of the same shape."""
-        from chairlift.kernels.cpu_attention import FEW, split_work
+        from chairlift.kernels.cpu_attention_work import FEW, split_work
 
         if self._work is None:
             self._work = {}

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.aligned import aligned
-from chairlift.kernels.cpu_attention import Cache, Score, Work, attend, merge, store
+from chairlift.kernels.cpu_attention import Cache, Score, attend, merge, store
+from chairlift.kernels.cpu_attention_work import Work
 from chairlift.kernels.cpu_int8 import PackedWeight, Rows, multiply, round_row
 from chairlift.kernels.cpu_math import FAST, compiled, compiled_and_kept, exp
 from chairlift.kernels.cpu_threads import claim, meet, the_team

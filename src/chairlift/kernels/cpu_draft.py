@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chairlift.kernels.aligned import aligned
-from chairlift.kernels.cpu_attention import Pieces, Work
+from chairlift.kernels.cpu_attention_work import Pieces, Work
 from chairlift.kernels.cpu_decoder import Buffers, Network, Step, decode_layer, norm_row, store_layer
 from chairlift.kernels.cpu_int8 import PackedWeight, Rows, multiply, round_row
 from chairlift.kernels.cpu_math import FAST, compiled, compiled_and_kept, exp, widen

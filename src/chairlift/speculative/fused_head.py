@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.base import AttentionLayer, KVStorage
-from chairlift.kernels.cpu_attention import Work, work_by_rows
+from chairlift.kernels.cpu_attention_work import Work, work_by_rows
 from chairlift.kernels.cpu_decoder import Buffers, Step
 from chairlift.kernels.cpu_draft import Certain, Choices, Guessed, HeadWeights, Room, guess, remember
 from chairlift.kernels.cpu_int8 import PackedWeight

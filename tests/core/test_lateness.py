@@ -90,11 +90,14 @@ def test_while_steps_are_slow_chunks_are_smaller_at_once() -> None:
     assert budget.limits(load()).prefill_tokens < 0.85 * before
 
 
-def test_a_burst_does_not_make_it_timid() -> None:
+@pytest.mark.parametrize("times", [3, 5, 10])
+def test_a_burst_does_not_make_it_timid(times: float) -> None:
     cost = settled()
     before = cost.tail
     for _ in range(10):
-        cost.observe(SHAPE, 3 * cpu_like(SHAPE))
+        cost.observe(SHAPE, times * cpu_like(SHAPE))
+    for _ in range(20):
+        cost.observe(SHAPE, cpu_like(SHAPE))
     assert cost.tail <= 1.1 * before
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton_products import ProductTiling, product
+from chairlift.kernels.triton_products import ProductTiling, choose_tiling, product
 
 EPS = 1e-6
 
@@ -56,7 +56,33 @@ def test_product(
             assert error(sums.sum(1), found.double().pow(2).sum(1)) < 1e-5
 
 
-@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 64, 304), (3, 40, 1024), (17, 33, 2112), (200, 48, 64)])
+CHOSEN = [
+    (1, 64, 304),
+    (3, 40, 1024),
+    (17, 33, 2112),
+    (70, 2112, 264),
+    (100, 200, 1032),
+    (200, 48, 64),
+    (200, 2080, 72),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth"), CHOSEN)
 def test_the_chosen_tiles_are_right(rows: int, columns: int, depth: int, device: torch.device) -> None:
     x, weight = torch.randn(rows, depth, device=device).half(), torch.randn(columns, depth, device=device).half()
     assert error(product(x, weight)[0], x.double() @ weight.double().T) < 1e-3
+
+
+@pytest.mark.parametrize("columns", [40, 264])
+@pytest.mark.parametrize("rows", [7, 70, 200])
+def test_those_of_a_large_weight_are_right(
+    rows: int, columns: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is large, and with a gate or without."""
+    monkeypatch.setattr("chairlift.kernels.triton_products.SMALL_WEIGHTS", 0)
+    choose_tiling.cache_clear()
+    x, weight = torch.randn(rows, 1032, device=device).half() / 30, torch.randn(2 * columns, 1032, device=device).half()
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+    assert error(product(x, weight, gated=True)[0], torch.nn.functional.silu(gate) * up) < 2e-3
+    assert error(product(x, weight)[0], torch.cat((gate, up), dim=1)) < 1e-3
+    choose_tiling.cache_clear()

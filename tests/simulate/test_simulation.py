@@ -42,6 +42,7 @@ def make_replica(
     *,
     leaps: bool = True,
     num_blocks: int = 400,
+    block_size: int = 16,
     seats: int = 8,
     policy: str = "continuous",
     order: str = "fcfs",
@@ -50,7 +51,7 @@ def make_replica(
     walk: Walk | None = None,
     prefill: int | None = None,
 ) -> Replica:
-    kv = KVCache(num_blocks, 16, prefix_caching=caching)
+    kv = KVCache(num_blocks, block_size, prefix_caching=caching)
     limits = FixedBudget(budget, prefill)
     scheduler = Scheduler(kv, limits, make_policy(policy), seats, ordering=make_ordering(order))
     return Replica(scheduler, Linear(), leaps=leaps, walk=walk)
@@ -90,10 +91,12 @@ def test_one_request_by_hand() -> None:
     assert outcome.busy_seconds == pytest.approx(record.e2e)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
+    count=st.sampled_from([12, 40]),
     rate=st.sampled_from([5.0, 40.0, 1000.0]),
+    block_size=st.sampled_from([2, 4, 16]),
     num_blocks=st.sampled_from([9, 17, 25, 60, 400]),
     seats=st.sampled_from([1, 3, 8, 20]),
     num_replicas=st.sampled_from([1, 2]),
@@ -109,7 +112,9 @@ def test_one_request_by_hand() -> None:
 )
 def test_leaps_change_nothing(
     seed: int,
+    count: int,
     rate: float,
+    block_size: int,
     num_blocks: int,
     seats: int,
     num_replicas: int,
@@ -125,12 +130,13 @@ def test_leaps_change_nothing(
 ) -> None:
     """Every time is the same to the last bit, also on an uneven machine, and where memory is so short that requests are
     preempted."""
-    outcomes = []
+    outcomes, evictions = [], []
     for leaps in (False, True):
         replicas = [
             make_replica(
                 leaps=leaps,
-                num_blocks=num_blocks,
+                num_blocks=num_blocks * 16 // block_size,
+                block_size=block_size,
                 seats=seats,
                 policy=policy,
                 order=order,
@@ -141,15 +147,17 @@ def test_leaps_change_nothing(
             )
             for index in range(num_replicas)
         ]
-        coming = arrivals(40, rate=rate, seed=seed, shared=shared, branching=branching)
+        coming = arrivals(count, rate=rate, seed=seed, shared=shared, branching=branching)
         outcomes.append(simulate(coming, replicas, make_router(router)))
         for replica in replicas:
             check_quiescent(replica.scheduler)
+        evictions.append([replica.scheduler.kv.pool.num_evictions for replica in replicas])
     plain, leaping = outcomes
     assert times(leaping) == times(plain)
     assert (leaping.seconds, leaping.steps) == (plain.seconds, plain.steps)
     assert leaping.preemptions == plain.preemptions
     assert sorted(leaping.gaps) == sorted(plain.gaps)
+    assert evictions[0] == evictions[1]
 
 
 def test_one_who_finds_all_its_tokens_in_the_cache_again_decodes_at_once() -> None:

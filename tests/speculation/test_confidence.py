@@ -53,6 +53,22 @@ class AtLeast(FixedLength):
         self.least = least
 
 
+def test_bad_luck_is_forgotten_though_nothing_is_verified_any_more(tiny: LoadedModel) -> None:
+    engine = start(tiny)
+    model = tiny.model
+    assert isinstance(model, Decoder)
+    proposer = proposer_of(engine, FirstLayers(model, 1))
+    engine.scheduler.speculation = Speculation(proposer, AtLeast(1.0))
+    known = proposer._confidence[True]
+    before = known.chances[2]
+    for _ in range(4):
+        known.learn([2], accepted=0)
+    assert known.chances[2] < 0.6 * before
+    params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    assert run(engine, [([70 + i, 80, 90], params) for i in range(4)]).proposed == 0
+    assert known.chances[2] > 0.8 * before
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_what_is_left_out_changes_nothing_that_comes_out(tiny: LoadedModel, temperature: float) -> None:
     """And it is what the network was least sure of that is left out."""

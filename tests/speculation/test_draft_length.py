@@ -230,6 +230,17 @@ def test_bad_luck_for_a_few_steps_is_no_reason_to_pause(seed: int) -> None:
     assert used > 700
 
 
+def test_one_request_whose_drafts_lose_a_little_is_tried_less_and_less() -> None:
+    """Though it takes many steps to tell that they do."""
+    payoff, chance = DraftPayoff(), random.Random(0)
+    used = 0
+    for _ in range(20_000):
+        drafts = payoff.allows_drafts(1)
+        payoff.observe(1, drafts, 0, chance.uniform(0.95, 1.05) * (1.1 if drafts else 1.0))
+        used += drafts
+    assert used < 0.06 * 20_000
+
+
 def test_a_machine_that_slows_down_is_no_reason_to_pause() -> None:
     """Steps without drafts are seldom measured while drafts pay, and so were measured on the faster machine."""
     payoff, used = DraftPayoff(), []

@@ -3,7 +3,9 @@
 Throughput counts what was computed while long prompts arrived: prompt tokens and generated ones.
 
 Every setting has an engine of its own, and they take turns prompt by prompt, each on a clock that stands still while
-it is not its turn: a machine whose speed changes from minute to minute is then the same machine for all of them.
+it is not its turn: a machine whose speed changes from minute to minute is then the same machine for all of them. On a
+GPU, a step that is under way when a turn ends is computed in the next one's: one step of each turn counts for nothing
+there, which few and long steps would show.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from chairlift.core.draft_length import Acceptance
 
 LEVELS = 10
-# All levels fade by every verification. So one that had bad luck, and whose guesses are left out for it, is tried again
-# when that is forgotten.
+# All levels fade by every verification, and by every time that no guess was sure enough to be verified. So one that had
+# bad luck, and whose guesses are left out for it, is tried again when that is forgotten.
 _MEMORY = 0.995
 _WEIGHT = 4.0  # a network's own word counts like so many guesses
 
@@ -29,7 +29,10 @@ class Confidence:
 
     def learn(self, levels: Sequence[int], accepted: int) -> None:
         """The first `accepted` of guesses of these levels were right, and the next one, if there is one, wrong."""
-        for known in self._levels:
-            known.add(0, 0, _MEMORY)
+        self.fade()
         for place, level in enumerate(levels[: accepted + 1]):
             self._levels[level].add(1, int(place < accepted), memory=1.0)
+
+    def fade(self) -> None:
+        for known in self._levels:
+            known.add(0, 0, _MEMORY)

@@ -100,6 +100,7 @@ class CostModel:
         self._drag = 0.0  # its logarithm
         # Measured / foretold, to begin with as if two of those before had been slow.
         self._lateness = deque([1.0] * (_ONE_IN - 2) + [1.0 if coefficients else _FIRST_TAIL] * 2, maxlen=_RECENT)
+        self._was_late = False
         self._weights = [0.0] * len(FEATURES)
         self._strata: dict[tuple[int, int], _Stratum] = {}
         self._moments = _no_moments()  # those of all strata, added up
@@ -151,11 +152,18 @@ class CostModel:
         self.error = max(1e-4, self.error * (1.05 if error > self.error else 1 / 1.05))
         if self.num_observed >= _SETTLED:
             if shape.prefill_tokens and shape.decode_tokens:  # as are those that a budget sizes for a target
-                self._lateness.append(ratio / self.drag)
+                self._note_lateness(ratio / self.drag)
             self._drag = max(0.0, (self._drag + min(math.log(ratio), _LARGEST_DRAG)) / 2)
             way = _PACE_GAIN * max(-_PACE_STEP, min(math.log(ratio), _PACE_STEP))
             self._pace = (self._pace * math.exp(way)) ** _PACE_MEMORY
         return trust
+
+    def _note_lateness(self, ratio: float) -> None:
+        """What is so slow that not even drag follows it counts once, however long it lasts."""
+        late = ratio > self.tail
+        if not (late and self._was_late):
+            self._lateness.append(ratio)
+        self._was_late = late
 
     def _remember(self, shape: StepShape, moments: list[float]) -> None:
         key = shape.prefill_tokens.bit_length(), shape.decode_tokens.bit_length()

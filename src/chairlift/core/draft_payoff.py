@@ -128,6 +128,7 @@ class DraftPayoff:
         guessed: bool,
         num_accepted: int,
         seconds: float,
+        *,
         catching_up: float = 0.0,
         guessing: float = 0.0,
         num_drafts: int = 0,
@@ -160,7 +161,7 @@ class DraftPayoff:
             batch.drafted = Pace()
         elif batch.since_plain >= _ENOUGH:
             batch.plain_is_new = False
-            if batch.drafted.count > 4 * _ENOUGH:
+            if batch.drafted.count > max(4 * _ENOUGH, _ENOUGH_REQUESTS / num_requests):
                 batch.next_pause = _FIRST_PAUSE
 
     def _note_speedup(self, seconds_without: float, seconds: float) -> None:

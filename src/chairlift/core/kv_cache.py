@@ -49,7 +49,8 @@ class KVCache:
         return {request_id: tuple(table) for request_id, table in self._tables.items()}
 
     def match(self, request: Request) -> PrefixMatch:
-        """The cached blocks `request` could start with. Only asks: no block changes hands."""
+        """The cached blocks `request` could start with. Only asks: no block changes hands, except in a
+        simulation that had put something off (see `PrefixIndex.put_off`)."""
         return self.index.find(request) if self.prefix_caching else PrefixMatch((), Miss.DISABLED)
 
     def attach(self, request: Request, match: PrefixMatch) -> None:

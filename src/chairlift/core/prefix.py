@@ -74,7 +74,8 @@ class PrefixIndex:
         return len(self._block_of)
 
     def find(self, request: TokenHolder) -> PrefixMatch:
-        """The longest run of cached blocks that starts `request`'s tokens. Changes nothing but its digests.
+        """The longest run of cached blocks that starts `request`'s tokens. Changes nothing but its digests; and in
+        a simulation, blocks whose indexing was put off are indexed now that someone asks for them.
 
         The last known token is never taken from the cache: it has to be computed to get its logits.
         """

@@ -121,14 +121,16 @@ class Speculation:
         """Room for as many drafts as were chosen, where there is any: nobody gives way to a guess."""
         wanted = []
         room = plan.room if self.most_drafts is None else min(plan.room, self.most_drafts)
+        # Where there is not room for all, everybody has a share: else the first would take it all, and in every step.
+        share = max(lengths) if sum(lengths) <= room else max(1, room // sum(length > 0 for length in lengths))
         for (request, _), length in zip(candidates, lengths, strict=True):
             if request.num_unread:  # its last token is not known yet
                 continue
             # A verified draft is followed by one more token, and that is the last that may be.
-            length = min(length, room, request.max_new_tokens - request.num_output - 1)
+            length = min(length, share, room, request.max_new_tokens - request.num_output - 1)
             if length > 0 and lift.kv.reserve(request, plan.count(request) + length) is not None:
-                chances = self.length.least, self.length.least_to_go_on
-                wanted.append(Wanted(request, length, lift.kv.table(request), *chances))
+                needed = self.length.least, self.length.least_to_go_on  # chances
+                wanted.append(Wanted(request, length, lift.kv.table(request), *needed))
                 room -= length
         return wanted
 
@@ -144,7 +146,13 @@ class Speculation:
             accepted = sum(result.accepted.values())
             guessed = waited or plan.num_drafts > 0 or plan.guess_seconds > plan.catch_up_seconds
             self.length.payoff.observe(
-                len(plan.chunks), guessed, accepted, seconds, plan.catch_up_seconds, plan.guess_seconds, plan.num_drafts
+                len(plan.chunks),
+                guessed,
+                accepted,
+                seconds,
+                catching_up=plan.catch_up_seconds,
+                guessing=plan.guess_seconds,
+                num_drafts=plan.num_drafts,
             )
         return seconds - plan.guess_seconds
 

@@ -74,7 +74,11 @@ class NetworkProposer:
 
     def propose(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
         with torch.inference_mode(), few_threads(self._target, self._attention):
-            return self._propose(wanted)
+            drafts = self._propose(wanted)
+        for one, found in zip(wanted, drafts, strict=True):
+            if not found:
+                self._confidence[_is_greedy(one.request.params)].fade()
+        return drafts
 
     def _propose(self, wanted: Sequence[Wanted]) -> list[list[int]]:
         started = time.perf_counter()

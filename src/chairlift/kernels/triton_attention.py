@@ -86,7 +86,6 @@ def _prefill_kernel(
     D_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
-    WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -122,35 +121,36 @@ def _prefill_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PADDED], tl.float32)
     head_offset = head * D + d
-    one = in_head[None, :]
+    in_row = in_head[None, :]
     end = start + count
     begin = tl.maximum(start - window + 1, 0) // N * N
-    # Tiles that every row sees whole, then those on the diagonal. With a window, any tile may be cut off.
-    whole = begin if WINDOWED else tl.maximum((start + 1) // N * N, begin)
-    offset = places(table, begin + n, begin + n < whole, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+    # Tiles that every row sees whole, then those on the diagonal. Where a window is shorter than what there is, any
+    # tile may be cut off.
+    whole = tl.where(begin + window < end, begin, tl.maximum((start + 1) // N * N, begin))
+    place = places(table, begin + n, begin + n < whole, kv_block_stride, kv_token_stride, BLOCK_SIZE)
     for at in range(begin, whole, N):
-        tile_at = offset[:, None] + head_offset[None, :]
+        tile_at = place[:, None] + head_offset[None, :]
         # Where the next tile is, is looked up while this one is computed.
-        offset = places(table, at + N + n, at + N + n < whole, kv_block_stride, kv_token_stride, BLOCK_SIZE)
-        k = tl.load(keys_ptr + tile_at) if D == D_PADDED else tl.load(keys_ptr + tile_at, mask=one, other=0.0)
+        place = places(table, at + N + n, at + N + n < whole, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        k = tl.load(keys_ptr + tile_at) if D == D_PADDED else tl.load(keys_ptr + tile_at, mask=in_row, other=0.0)
         scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
         new_best = tl.maximum(best, tl.max(scores, 1))
-        v = tl.load(values_ptr + tile_at) if D == D_PADDED else tl.load(values_ptr + tile_at, mask=one, other=0.0)
+        v = tl.load(values_ptr + tile_at) if D == D_PADDED else tl.load(values_ptr + tile_at, mask=in_row, other=0.0)
         total, acc = _weighed(scores, new_best, v, q, best, total, acc, PRECISION)
         best = new_best
     for at in range(whole, end, N):
         position = at + n
         inside = position < end
-        offset = places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
-        mask = inside[:, None] & one
-        k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        place = places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        mask = inside[:, None] & in_row
+        k = tl.load(keys_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0)
         scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
         visible = (position[None, :] <= seen_by[:, None]) & (position[None, :] > seen_by[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         # A row that has seen nothing yet (a window that begins later) has no best: keep NaN out.
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        v = tl.load(values_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0)
         total, acc = _weighed(scores, safe, v, q, best, total, acc, PRECISION)
         best = new_best
     total = tl.where(total == 0.0, 1.0, total)
@@ -214,7 +214,6 @@ def prefill_attention(
         D_PADDED=max(16, triton.next_power_of_2(dim)),
         BLOCK_SIZE=block_size,
         N=32,
-        WINDOWED=window is not None,
         SOFTCAP=softcap or 0.0,
         PRECISION=precision_for(q.dtype),
         num_warps=4,

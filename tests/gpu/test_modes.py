@@ -14,7 +14,7 @@ from chairlift.execution.config import EngineConfig
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.startup import LoadedModel, load_model, start_engine
 from tests.execution.test_batch_invariant import check_all_batches, config, prompts
-from tests.gpu.greedy import generate, load_tiny
+from tests.gpu.greedy import compare_rounded, generate, load_tiny
 from tests.models.checkpoints import SIZES, make_reference, save
 from tests.tiny import write_tiny_checkpoint
 
@@ -65,6 +65,18 @@ def test_invariant_tokens_in_every_way_to_run(
     monkeypatch.setattr(GPURunner, "steps_ahead", 0)
     assert generate(loaded, asked, 40, **options).outputs == together
     assert generate(loaded, asked, 40, cuda_graphs=False, **options).outputs == together
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_long_prompt_alone_before_a_large_head(tmp_path: Path, graphs: bool) -> None:
+    """Its first steps sample nothing, and the head's product is one that is read by tensor descriptors."""
+    reference = make_reference(transformers.Qwen3Config(**(SIZES | WIDE | {"vocab_size": 20_000})))
+    save(reference, tmp_path)
+    loaded = load_tiny(tmp_path, torch.device("cuda"), torch.bfloat16)
+    prompt = torch.randint(0, 20_000, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    run = generate(loaded, [prompt], 8, max_prefill_tokens=70, cuda_graphs=graphs)
+    hf = reference.to("cuda", torch.bfloat16)
+    assert compare_rounded(hf, [prompt], run.outputs).all_near_ties
 
 
 @pytest.mark.parametrize("which", ["weights", "cache"])

@@ -42,6 +42,15 @@ def test_packed_linear_is_the_same_map(out_features: int, in_features: int, bias
         assert linear(x[:0]).shape == (0, out_features)
 
 
+def test_no_rows_reach_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a long prompt alone samples nothing. A GPU's tensor descriptors refuse tensors without rows."""
+    monkeypatch.setattr(Linear, "adds_in_place", lambda self, x: True)
+    monkeypatch.delattr(Linear, "_multiply_on_gpu")
+    linear = _linear(96, 64, False, torch.bfloat16)
+    for linear.batch_invariant in (False, True):
+        assert linear(torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 96)
+
+
 def test_a_row_does_not_depend_on_the_other_rows() -> None:
     torch.manual_seed(0)
     linear = _linear(600, 576, True, torch.float32)

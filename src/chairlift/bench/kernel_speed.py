@@ -207,7 +207,8 @@ def attention_case(
 
 
 def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dtype) -> Attend:
-    """The GPU's runner cuts prompts into tiles that suit the layers, which the backend by itself does not know."""
+    """The GPU's runner cuts prompts into tiles that suit the layers, and knows that no request has two rows: the
+    backend by itself knows neither."""
     if not isinstance(attend, PagedGPUStep):
         return attend
     batch, queries = attend.batch, attend.backend.tile_queries([layer], dtype)
@@ -216,7 +217,9 @@ def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dt
     chunks, offsets = (
         torch.tensor([tile[side] for tile in tiles], dtype=torch.int32, device=batch.slots.device) for side in (0, 1)
     )
-    return replace(attend, batch=replace(batch, tile_chunk=chunks, tile_offset=offsets, tile_queries=queries))
+    return replace(
+        attend, batch=replace(batch, tile_chunk=chunks, tile_offset=offsets, tile_queries=queries, one_per_request=True)
+    )
 
 
 def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:

@@ -170,6 +170,8 @@ def sample(
     Rows whose slot is -1 are left alone; a row with NaN or infinite logits gets BAD_LOGITS.
     """
     rows, vocab = logits.shape
+    if not rows:
+        return
     block = min(triton.next_power_of_2(vocab), 4096)
     splits = min(16, triton.next_power_of_2(triton.cdiv(vocab, block)))
     best, best_token, arrived = _scratch(rows, splits, logits.device)

@@ -109,6 +109,8 @@ def _caption(one: BatchProfile, ceilings: Ceilings) -> str:
 
 def _gpu_line(more: Any) -> str:
     return (
+        f"Host gap between the kernels of consecutive steps: {more['host_gap_share']:.2%} of step time, without the "
+        "profiler, by the GPU's clock.\n"
         f"The GPU is idle for {more['idle_share']:.1%} of a step with the profiler on; without it a step takes "
         f"{1e3 * more['step_seconds_without_profiler']:.3f} ms, at least "
         f"{more['idle_share_without_profiler']:.1%} of which are idle. The host works "

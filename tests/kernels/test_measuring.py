@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,10 @@ def test_a_batch_on_the_pipelined_runner_is_profiled(model: Decoder) -> None:
     assert profile.share(GEMM) == pytest.approx(0.5)
     assert profile.parts[0].flops_per_second == pytest.approx(2 * 2 * number_of_weights() / 50e-6)
     assert profile.more["idle_share"] == pytest.approx(0.14)
+    later = [replace(step, end=step.end + 1.0) for step in steps]  # a host that sleeps for a second each time
+    gap = make_profile(started, 2, later, steps, recorded).more["host_gap_share"]
+    busy = sum(step.done.timing.forward for step in later)
+    assert gap == pytest.approx(1 - busy / sum(step.seconds for step in later))
 
 
 def test_attention_and_sampling_run_as_they_do_in_a_step(

@@ -118,6 +118,8 @@ def _more(timeline: Timeline, plain: Sequence[TimedStep], launching: float) -> d
     return {
         "idle_share": timeline.idle_share,
         "step_seconds_without_profiler": unwatched,
+        # By the device's own clock: from a step's last kernel to the next one's first, its inputs' copy included.
+        "host_gap_share": max(0.0, 1.0 - sum(step.done.timing.forward for step in plain) / (count * unwatched)),
         # Kernels take longer under the profiler, if anything: what is left over was idle for certain.
         "idle_share_without_profiler": max(0.0, 1.0 - busy / unwatched),
         "kernels_per_step": timeline.num_kernels / timeline.steps,

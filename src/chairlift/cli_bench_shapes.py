@@ -26,9 +26,9 @@ def bench_shapes(
     context: typer.Context,
     report: ReportOptions,
     shape: Annotated[str, typer.Argument(help="qwen3-0.6b, llama3-8b, or the path of a config.json.")] = "qwen3-0.6b",
-    cases: Annotated[str, typer.Option(help="decode-N, load-N and prefill-N, with commas between them.")] = (
-        "decode-1,decode-8,decode-32,decode-128,load-256,prefill-64"
-    ),
+    cases: Annotated[
+        str, typer.Option(help="decode-N, load-N, load-N-SEED and prefill-N, with commas between them.")
+    ] = ("decode-1,decode-8,decode-32,decode-128,load-256,prefill-64"),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="auto, none, int8 (CPU) or fp8 (GPU).")] = "auto",
@@ -136,7 +136,10 @@ def _show(shape: str, run: ShapeRun, compared: Comparison | None) -> None:
             f"{name} {compared.version}: {compared.theirs.start_seconds:.1f} s"
         )
         peer_headings = [f"{name} tokens/s", f"Times {name}"]
-        peer_cells = [[f"{row['peer_tokens_per_second']:,.0f}", f"{row['times_peer']:.2f}x"] for row in compared.rows()]
+        peer_cells = [
+            [f"{row['peer_tokens_per_second']:,.0f}", f"{row['times_peer']:.2f}x"] if "times_peer" in row else ["", ""]
+            for row in compared.rows()
+        ]
     show_table(
         title,
         ["Case", "Tokens/s", *peer_headings, "Seconds", "Floor s", "Of floor", "Steps", "ms/step", "Host busy"],

@@ -37,6 +37,8 @@ class LLM:
         together = zip(prompts, params, strict=True)
         self._told("asked", [[prompt["prompt_token_ids"], vars(how)] for prompt, how in together])
         short = os.environ.get("FAKE_VLLM") == "is short" and len(prompts) > 1
+        if os.environ.get("FAKE_VLLM") == "dies of prompts" and len(prompts[0]["prompt_token_ids"]) > 60:
+            raise RuntimeError("too long a prompt")
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * (how.max_tokens - short))]) for how in params]
 
     def _told(self, kind: str, content: Any) -> None:

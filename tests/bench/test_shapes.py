@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from chairlift.bench import cpu_ceilings, floor
 from chairlift.bench.floor import Ceilings, ModelCost, ceilings_for, floor_seconds
-from chairlift.bench.shapes import make_cases
+from chairlift.bench.shapes import VOCABULARY, make_cases, warm_up_of
 from chairlift.cli import app
 from chairlift.errors import InvalidParameter
 from tests.kernels.tiny_config import CONFIG
@@ -57,8 +58,27 @@ def test_cases_have_the_lengths_that_their_names_say() -> None:
     assert all(100 <= len(prompt) <= 1024 for prompt in load.prompts)
     assert (len(prefill.prompts[1]), prefill.outputs) == (2048, [1, 1])
     assert make_cases(["load-5"], vocab=50) == [load]
-    with pytest.raises(InvalidParameter, match="cases"):
-        make_cases(["decode"], vocab=50)
+    assert make_cases(["load-5-0"], vocab=50)[0].prompts == load.prompts
+    assert make_cases(["load-5-1"], vocab=50)[0].prompts != load.prompts
+    for unknown in ("decode", "load-0", "load-5-", "load-5-1-2", "chat-5"):
+        with pytest.raises(InvalidParameter, match="cases"):
+            make_cases([unknown], vocab=50)
+
+
+def test_loads_are_those_of_the_public_workload() -> None:
+    source = random.Random(3)
+    prompts = [[source.randint(0, 10_000) for _ in range(source.randint(100, 1024))] for _ in range(20)]
+    outputs = [source.randint(100, 1024) for _ in range(20)]
+    (case,) = make_cases(["load-20-3"], vocab=VOCABULARY)
+    assert (case.prompts, case.outputs) == (prompts, outputs)
+
+
+def test_a_warm_up_is_as_long_as_its_case_and_shares_nothing_with_it() -> None:
+    (case,) = make_cases(["load-300"], vocab=VOCABULARY)
+    warm_up = warm_up_of(case)
+    assert [len(prompt) for prompt in warm_up.prompts] == [len(prompt) for prompt in case.prompts[:256]]
+    assert all(one[:16] != other[:16] for one, other in zip(warm_up.prompts, case.prompts, strict=False))
+    assert set(warm_up.outputs) == {6}
 
 
 def test_a_tiny_shape_from_the_command_line(tmp_path: Path) -> None:

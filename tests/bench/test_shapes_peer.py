@@ -64,8 +64,9 @@ def test_the_other_engine_gets_the_same_cases(shape: Path, tmp_path: Path) -> No
         "enable_prefix_caching": True,
     }
     assert told[1] == ["gpus", ""]
-    first, _, decode, _, prefill = (content for kind, content in told[2:] if kind == "asked")
+    first, warm_up, decode, _, prefill = (content for kind, content in told[2:] if kind == "asked")
     assert len(first) == 1
+    assert [prompt[::-1] for prompt, _ in warm_up] == [prompt for prompt, _ in decode]
     for case, asked in zip(make_cases(["decode-2", "prefill-1"], 300, 32), (decode, prefill), strict=True):
         assert [prompt for prompt, _ in asked] == case.prompts
         assert [how["max_tokens"] for _, how in asked] == case.outputs
@@ -84,7 +85,7 @@ def test_the_other_engine_gets_the_same_cases(shape: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("behaviour", "expected"),
-    [("dies", "RuntimeError: the engine did not start"), ("is short", "6 tokens in 2 answers, but 8 in 2 asked")],
+    [("dies", "RuntimeError: the engine did not start"), ("is short", "10 tokens in 2 answers, but 12 in 2 asked")],
 )
 def test_ours_is_kept_when_the_other_fails(
     behaviour: str, expected: str, shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,6 +103,24 @@ def test_ours_is_kept_when_the_other_fails(
     written = json.loads(report.read_text())
     assert expected in written["settings"]["peer"]["failure"]
     assert written["rows"] == [result.row() for result in OWN.results]
+
+
+def test_what_it_finished_before_it_failed_is_kept(
+    shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "dies of prompts")
+    own = replace(OWN, results=[OWN.results[0], replace(OWN.results[0], name="prefill-1")])
+    monkeypatch.setattr(shapes_peer, "_run_own", lambda *how, **more: (own, 5.0))
+    report = tmp_path / "report.json"
+    result = bench(shape, "--peer", "vllm", "--json", str(report), "--plot", str(tmp_path / "plot.png"))
+    assert result.exit_code == 2
+    assert "too long a prompt" in result.output
+    written = json.loads(report.read_text())
+    assert "too long a prompt" in written["settings"]["peer"]["failure"]
+    decode, prefill = written["rows"]
+    assert decode["times_peer"] == decode["peer_seconds"] > 0
+    assert f"{decode['times_peer']:.2f}x" in result.output
+    assert "times_peer" not in prefill
 
 
 @pytest.mark.parametrize(

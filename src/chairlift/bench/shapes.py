@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,9 @@ from chairlift.execution.memory import bytes_per_token
 from chairlift.execution.startup import StartedEngine, load_engine
 from chairlift.models.decoder import Decoder
 
+VOCABULARY = 10_001  # tokens that prompts are drawn from
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 256, 6  # at most
+
 # Public models, by what their config.json says of their shape.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -44,6 +48,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "hidden_act": "silu",
         "attention_bias": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "torch_dtype": "bfloat16",
     },
     "llama3-8b": {
         "model_type": "llama",
@@ -62,6 +69,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128009,
+        "torch_dtype": "bfloat16",
     },
 }
 
@@ -145,20 +155,30 @@ def plot_shapes(
 
 def make_cases(names: Sequence[str], vocab: int, scale: int = 1) -> list[Case]:
     """decode-N: N requests of 128 + 256 tokens. load-N: N requests of 100 to 1,024 tokens each way, all at once.
-    prefill-N: N prompts of 2,048 tokens, one token out of each. `scale` divides all lengths."""
+    prefill-N: N prompts of 2,048 tokens, one token out of each. `scale` divides all lengths.
+
+    load-N-SEED: other lengths. With a vocabulary of `VOCABULARY` and scale 1, load-256, load-256-1 and load-1024-3 are
+    the requests of a workload that is in public use (nano-vllm's benchmark), token by token.
+    """
     return [_make_case(name, vocab, scale) for name in names]
 
 
 def _make_case(name: str, vocab: int, scale: int) -> Case:
-    kind, _, number = name.partition("-")
-    if kind not in ("decode", "load", "prefill") or not number.isdigit() or int(number) < 1:
-        raise InvalidParameter("cases", f"unknown case {name!r}; choose from decode-N, load-N, prefill-N")
-    count, rng = int(number), random.Random(name)
+    found = re.fullmatch(r"(decode|load|prefill)-([1-9]\d*)(?:-(\d+))?", name)
+    if found is None:
+        raise InvalidParameter("cases", f"unknown case {name!r}; choose from decode-N, load-N[-SEED], prefill-N")
+    kind, count, rng = found[1], int(found[2]), random.Random(int(found[3] or 0))
     spans = {"decode": ((128, 128), (256, 256)), "load": ((100, 1024), (100, 1024)), "prefill": ((2048, 2048), (1, 1))}
     (low_in, high_in), (low_out, high_out) = (tuple(max(1, limit // scale) for limit in span) for span in spans[kind])
-    lengths = [rng.randint(low_in, high_in) for _ in range(count)]
-    prompts = [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
+    prompts = [[rng.randrange(vocab) for _ in range(rng.randint(low_in, high_in))] for _ in range(count)]
     return Case(name, prompts, [rng.randint(low_out, high_out) for _ in range(count)])
+
+
+def warm_up_of(case: Case) -> Case:
+    """Prompts as long as those of the case, but others, so that none of its prefixes is cached; and some tokens each:
+    what is compiled, captured or allocated on first use is no part of the figures."""
+    prompts = [prompt[::-1] for prompt in case.prompts[:WARM_UP_REQUESTS]]
+    return Case("warm-up", prompts, [min(WARM_UP_TOKENS, count) for count in case.outputs[:WARM_UP_REQUESTS]])
 
 
 def run_shape(shape: str, config: EngineConfig, cases: Sequence[str], note: Note, *, scale: int = 1) -> ShapeRun:
@@ -175,11 +195,10 @@ def run_shape(shape: str, config: EngineConfig, cases: Sequence[str], note: Note
     note("measuring what the device can do")
     ceilings = ceilings_for(model)
     cost = model_cost(started)
-    vocabulary = min(10_000, model.vocab_size)
+    vocabulary = min(VOCABULARY, model.vocab_size)
     results = []
     for case in make_cases(cases, vocabulary, scale):
-        # What is compiled or captured on first use is no part of the figures.
-        run_case(started.engine, Case("warm-up", [[1]] * len(case.prompts), [4] * len(case.prompts)), None, None)
+        run_case(started.engine, warm_up_of(case), None, None)
         note(f"{case.name}: {len(case.prompts)} requests")
         results.append(run_case(started.engine, case, cost, ceilings))
     return ShapeRun(results, ceilings, ready, vocabulary)

@@ -17,7 +17,7 @@ from typing import Any
 
 from chairlift.bench.floor import Ceilings
 from chairlift.bench.peer_process import PeerFailed, PeerProcess
-from chairlift.bench.shapes import Case, CaseResult, ShapeRun, config_file, make_cases
+from chairlift.bench.shapes import Case, CaseResult, ShapeRun, config_file, make_cases, warm_up_of
 from chairlift.bench.timing import Note
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.execution.config import KV_DTYPES, EngineConfig
@@ -39,7 +39,7 @@ SHAPE_PEERS = tuple(_KINDS)
 @dataclass(frozen=True, slots=True)
 class PeerRun:
     start_seconds: float  # from the start of its process to its first token
-    seconds: list[float]  # of each case
+    seconds: list[float]  # of each case, in their order; of those that it got to, if it failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,33 +80,42 @@ class ShapePeer:
         _refuse_other_formats(config, self.title)
         version = self.version()
         own, start_seconds = _run_own(shape, config, cases, note, scale=scale)
-        try:
-            theirs = self._run(shape, config, make_cases(cases, own.vocabulary, scale), note)
-        except PeerFailed as failure:
-            return Comparison(self, version, own, start_seconds, None, failure)
-        return Comparison(self, version, own, start_seconds, theirs)
+        theirs, failure = self._run(shape, config, make_cases(cases, own.vocabulary, scale), note)
+        return Comparison(self, version, own, start_seconds, theirs, failure)
 
-    def _run(self, shape: str, config: EngineConfig, cases: Sequence[Case], note: Note) -> PeerRun:
-        """The same cases, in the same number format. Raises PeerFailed."""
+    def _run(
+        self, shape: str, config: EngineConfig, cases: Sequence[Case], note: Note
+    ) -> tuple[PeerRun | None, PeerFailed | None]:
+        """The same cases, in the same number format. If it fails, as much as it had answered by then."""
         job = {
             "dtype": str(config.torch_dtype()).removeprefix("torch."),
             "max_model_len": config.max_model_len,
             "prefix_caching": config.prefix_caching,
             "cases": [asdict(case) for case in cases],
+            "warm_ups": [asdict(warm_up_of(case)) for case in cases],
         }
         environment = {"HF_HUB_OFFLINE": "1"} | _only_this(config)
         process = PeerProcess(self.python, _KINDS[self.name].program, self.timeout, environment)
         with config_file(shape) as path, tempfile.TemporaryDirectory() as folder:
             source = Path(path).expanduser()
             shutil.copyfile(source / "config.json" if source.is_dir() else source, Path(folder) / "config.json")
-            answer = _ask(process, job | {"model": folder}, self.title, note)
-        try:
-            run = PeerRun(answer["start_seconds"], answer["seconds"])
-        except KeyError as missing:
-            raise PeerFailed(f"answered without {missing}") from None
-        if len(run.seconds) != len(cases) or not all(seconds > 0 for seconds in run.seconds):
-            raise PeerFailed(f"answered {run.seconds} as the seconds of {len(cases)} cases")
-        return run
+            answer: dict[str, Any] = {}
+            try:
+                _ask(process, job | {"model": folder}, self.title, note, answer)
+                _check_answer(answer, len(cases))
+            except PeerFailed as failure:
+                began = "start_seconds" in answer
+                return PeerRun(answer["start_seconds"], answer["seconds"]) if began else None, failure
+        return PeerRun(answer["start_seconds"], answer["seconds"]), None
+
+
+def _check_answer(answer: Mapping[str, Any], num_cases: int) -> None:
+    for key in ("start_seconds", "seconds"):
+        if key not in answer:
+            raise PeerFailed(f"answered without {key!r}")
+    seconds = answer["seconds"]
+    if len(seconds) != num_cases or not all(one > 0 for one in seconds):
+        raise PeerFailed(f"answered {seconds} as the seconds of {num_cases} cases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +138,15 @@ class Comparison:
 
     def rows(self) -> list[dict[str, Any]]:
         rows = [result.row() for result in self.own.results]
-        if self.theirs is None:
-            return rows
-        for row, seconds in zip(rows, self.theirs.seconds, strict=True):
+        for row, seconds in zip(rows, [] if self.theirs is None else self.theirs.seconds, strict=False):
             row["peer_seconds"] = seconds
             row["peer_tokens_per_second"] = row["output_tokens"] / seconds
             row["times_peer"] = seconds / row["seconds"]
         return rows
 
     def times(self) -> tuple[str, list[float]] | None:
-        """For a plot: the other's name, and how many times as fast ours was in each case."""
-        if self.theirs is None:
+        """For a plot: the other's name, and how many times as fast ours was in each case, if it ran them all."""
+        if self.theirs is None or self.failure is not None:
             return None
         return self.peer.title, [row["times_peer"] for row in self.rows()]
 
@@ -163,8 +170,14 @@ def _run_own(
     return run, answer["start_seconds"]
 
 
-def _ask(process: PeerProcess, job: Mapping[str, Any], title: str, note: Note) -> dict[str, Any]:
+def _ask(
+    process: PeerProcess, job: Mapping[str, Any], title: str, note: Note, answered: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The last line. `answered` gets what all lines say, also if the process fails later."""
+
     def progress(line: dict[str, Any]) -> None:
+        if answered is not None:
+            answered.update(line)
         if "note" in line:
             note(f"{title}: {line['note']}")
 

@@ -41,13 +41,12 @@ def run(job: dict[str, Any], answer: Answer) -> None:
 
     generate([[1]], [1])
     start_seconds = time.time() - job["started"]
-    times = []
-    for case in job["cases"]:
-        count = len(case["prompts"])
-        generate([[1]] * count, [4] * count)  # as our own engine is warmed up
-        answer(note=f"{case['name']}: {count} requests")
+    times: list[float] = []
+    for case, warm_up in zip(job["cases"], job["warm_ups"], strict=True):
+        answer(note=f"{case['name']}: {len(case['prompts'])} requests")
+        generate(warm_up["prompts"], warm_up["outputs"])
         times.append(generate(case["prompts"], case["outputs"]))
-    answer(start_seconds=start_seconds, seconds=times)
+        answer(start_seconds=start_seconds, seconds=times)  # now: should a later case fail, these are kept
 
 
 if __name__ == "__main__":

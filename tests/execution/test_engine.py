@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
 
+import numpy as np
 import pytest
 
 from chairlift.core.events import Event, RequestFinished, RequestPreempted, TextProduced, TokenProduced
@@ -154,3 +158,25 @@ def test_a_salt_that_is_not_valid_unicode_disturbs_nobody() -> None:
     engine.submit(list(range(10, 30)), PARAMS)
     engine.submit(list(range(10, 30)), PARAMS, cache_salt="\ud800")
     assert len(tokens_of(run_to_end(engine))) == 2
+
+
+class Named(IntEnum):
+    """As good an integer as any."""
+
+    TOKEN = 7
+
+
+@pytest.mark.parametrize("bad", [-1, 400, 2**32, 2**32 + 5, -(2**70), True, 3.0, "3", None, np.int64(3)])
+@pytest.mark.parametrize("place", [0, 5, 9])
+def test_what_is_no_token_is_refused_by_name(bad: Any, place: int) -> None:
+    engine, _ = make_engine()
+    prompt = [3, 399, 0, Named.TOKEN, 5, 6, 7, 8, 9]
+    engine.check(prompt, PARAMS)
+    prompt.insert(place, bad)
+    with pytest.raises(InvalidParameter, match=re.escape(repr(bad))) as refusal:
+        engine.check(prompt, PARAMS)
+    assert refusal.value.parameter == "prompt"
+    if isinstance(bad, int) and not isinstance(bad, bool):
+        with pytest.raises(InvalidParameter, match=str(bad)) as refusal:
+            engine.check([3], PARAMS.clone(stop_token_ids=[3, bad]))
+        assert refusal.value.parameter == "stop_token_ids"

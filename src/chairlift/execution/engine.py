@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 import random
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import countOf
 from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 from chairlift.core.beam_search import BeamSearch
 from chairlift.core.cost_model import CostModel, StepShape
@@ -79,6 +83,18 @@ class _StepUnderWay:
     schedule_seconds: float
     used_blocks: int
     waited: bool  # was planned later than it could have been, for the sake of drafts
+
+
+def _are_token_ids(tokens: Sequence[int], vocab_size: int) -> bool:
+    """Whether all are plain integers from 0 to `vocab_size` - 1. Prompts are long: not a line of Python for each."""
+    if not len(tokens):
+        return True
+    if countOf(map(type, tokens), int) < len(tokens):
+        return False
+    try:
+        return int(np.frombuffer(array("I", tokens), np.uint32).max()) < vocab_size
+    except OverflowError:  # below 0, or beyond 32 bits
+        return False
 
 
 class Engine:
@@ -245,7 +261,9 @@ class Engine:
         return self._structured
 
     def _check_tokens(self, parameter: str, tokens: Sequence[int]) -> None:
-        for token in tokens:
+        if _are_token_ids(tokens, self.vocab_size):
+            return
+        for token in tokens:  # what is wrong?
             if isinstance(token, bool) or not isinstance(token, int):
                 raise InvalidParameter(parameter, f"token ids must be integers, got {token!r}")
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_launch import overlapping
+from chairlift.kernels.triton_launch import next_power_of_2, overlapping
 
 LOG2_E = 1.4426950408889634
 
@@ -161,7 +161,7 @@ def _prefill_kernel(
 def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Tokens whose queries make one tile of the prefill kernel, all heads of a key head together."""
     rows = 128 if dtype != torch.float32 and head_dim <= 128 else 32
-    group = triton.next_power_of_2(num_heads // num_kv_heads)
+    group = next_power_of_2(num_heads // num_kv_heads)
     return max(16 // group, rows // group, 1)  # a matrix product has at least 16 rows
 
 
@@ -208,10 +208,10 @@ def prefill_attention(
         scale_in_log2(scale, softcap),
         window or 2**30,
         GROUP=group,
-        GROUP_PADDED=triton.next_power_of_2(group),
+        GROUP_PADDED=next_power_of_2(group),
         QUERIES=tile_queries,
         D=dim,
-        D_PADDED=max(16, triton.next_power_of_2(dim)),
+        D_PADDED=max(16, next_power_of_2(dim)),
         BLOCK_SIZE=block_size,
         N=32,
         SOFTCAP=softcap or 0.0,

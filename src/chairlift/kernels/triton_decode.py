@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.kernels.triton_attention import cap_scores, in_type_of, places, precision_for, scale_in_log2, scores_of
-from chairlift.kernels.triton_launch import overlapping, prefetch_rows
+from chairlift.kernels.triton_launch import next_power_of_2, overlapping, prefetch_rows
 
 
 @triton.jit
@@ -273,7 +273,7 @@ PROGRAMS = 528  # four for each of the 132 multiprocessors of a Hopper chip: eno
 
 def decode_splits(rows: int, num_kv_heads: int) -> int:
     """Into how many parts a context may be cut so that small batches fill the chip too."""
-    return max(1, min(64, triton.next_power_of_2(PROGRAMS // (rows * num_kv_heads))))
+    return max(1, min(64, next_power_of_2(PROGRAMS // (rows * num_kv_heads))))
 
 
 class Scratch:
@@ -357,9 +357,9 @@ def decode_attention(
         scale_in_log2(scale, softcap),
         window or 2**30,
         GROUP=group,
-        M=max(16, triton.next_power_of_2(group)),
+        M=max(16, next_power_of_2(group)),
         D=dim,
-        D_PADDED=max(16, triton.next_power_of_2(dim)),
+        D_PADDED=max(16, next_power_of_2(dim)),
         BLOCK_SIZE=block_size,
         N=tiling.keys,
         SPLITS=splits,

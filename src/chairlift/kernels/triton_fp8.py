@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_launch import overlapping
+from chairlift.kernels.triton_launch import next_power_of_2, overlapping
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def round_rows(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     rows, size = x.shape
     numbers = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = min(triton.next_power_of_2(size), 4096)
+    block = min(next_power_of_2(size), 4096)
     if rows:
         _round_rows_kernel[(rows,)](
             x,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_launch import Tiling, overlapping
+from chairlift.kernels.triton_launch import Tiling, cdiv, overlapping
 
 PARALLEL_ROWS = 256  # up to so many rows the parts of a sum are computed side by side
 PROGRAMS = 264  # two for each multiprocessor of a Hopper chip
@@ -113,7 +113,7 @@ def _tiling(columns: int, depth: int, dtype: torch.dtype) -> Tiling:
         height, width, at_once, stages = 32, 32, 32, 2
     else:
         height, width, at_once, stages = 64, 64 if columns <= 8192 else 128, 128 // dtype.itemsize, 4
-    wanted = max(1, PROGRAMS // triton.cdiv(columns, width))
+    wanted = max(1, PROGRAMS // cdiv(columns, width))
     parts = min(2 ** (wanted.bit_length() - 1), 8, max(1, depth // 512))
     return Tiling(height, width, at_once, stages, parts)
 
@@ -141,7 +141,7 @@ def invariant_linear(
     (rows, depth), columns = x.shape, len(weight)
     out = torch.empty(rows, columns, dtype=out_dtype or x.dtype, device=x.device) if add_to is None else add_to
     tiling = _tiling(columns, depth, x.dtype)
-    tiles = triton.cdiv(rows, tiling.rows) * triton.cdiv(columns, tiling.columns)
+    tiles = cdiv(rows, tiling.rows) * cdiv(columns, tiling.columns)
     if not tiles:
         return out
     side_by_side = tiling.parts > 1 and rows <= PARALLEL_ROWS

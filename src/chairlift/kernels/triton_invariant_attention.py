@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from chairlift.kernels.triton_attention import LOG2_E, in_type_of, scores_of
-from chairlift.kernels.triton_launch import overlapping
+from chairlift.kernels.triton_launch import cdiv, next_power_of_2, overlapping
 
 SHORTEST_SPAN = 512
 MOST_SPANS = 32  # that may be computed side by side; programs without a span cost little, but not nothing
@@ -164,14 +164,14 @@ def _attention_kernel(
 
 def span_for(longest: int) -> int:
     """The positions of a span, for contexts of up to `longest` tokens: the same for every request of an engine."""
-    return max(SHORTEST_SPAN, triton.next_power_of_2(triton.cdiv(longest, MOST_SPANS)))
+    return max(SHORTEST_SPAN, next_power_of_2(cdiv(longest, MOST_SPANS)))
 
 
 def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Tokens whose queries make one tile. A single token uses up a whole one, so that it is smaller than the one that
     prompts alone would want."""
     rows = 64 if dtype != torch.float32 and head_dim <= 128 else 32
-    group = triton.next_power_of_2(num_heads // num_kv_heads)
+    group = next_power_of_2(num_heads // num_kv_heads)
     return max(16 // group, rows // group, 1)  # a matrix product has at least 16 rows
 
 
@@ -182,10 +182,10 @@ class SpanScratch:
         self, tiles: int, num_heads: int, num_kv_heads: int, head_dim: int, longest: int, device: torch.device
     ) -> None:
         self.span = span_for(longest)
-        self.spans = max(2, triton.cdiv(longest, self.span))  # one program per tile would mean: tiles of all lengths
+        self.spans = max(2, cdiv(longest, self.span))  # one program per tile would mean: tiles of all lengths
         self.chunks = torch.arange(tiles, dtype=torch.int32, device=device)  # tile i is chunk i
         self.offsets = torch.zeros(tiles, dtype=torch.int32, device=device)
-        rows = tiles * num_kv_heads * self.spans * triton.next_power_of_2(num_heads // num_kv_heads)
+        rows = tiles * num_kv_heads * self.spans * next_power_of_2(num_heads // num_kv_heads)
         self.partial = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(rows, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(tiles * num_kv_heads, dtype=torch.int32, device=device)
@@ -239,10 +239,10 @@ def invariant_attention(
         scale * LOG2_E if softcap is None else scale / softcap,
         window or 2**30,
         GROUP=group,
-        GROUP_PADDED=triton.next_power_of_2(group),
+        GROUP_PADDED=next_power_of_2(group),
         QUERIES=tile_queries,
         D=dim,
-        D_PADDED=max(16, triton.next_power_of_2(dim)),
+        D_PADDED=max(16, next_power_of_2(dim)),
         BLOCK_SIZE=block_size,
         N=64 if q.dtype != torch.float32 else 32,
         SPAN=scratch.span,

@@ -37,6 +37,19 @@ def overlapping(device: torch.device) -> dict[str, Any]:
     return {"OVERLAP": True, "launch_pdl": True} if hopper else {"OVERLAP": False}
 
 
+# Triton has both, but made for kernels too: there a call takes some microseconds, and a step makes hundreds.
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 class Tiling(NamedTuple):
     """What one program of a matrix product computes."""
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_launch import overlapping
+from chairlift.kernels.triton_launch import cdiv, next_power_of_2, overlapping
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def add_rms_norm_(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tenso
 
 def _launch_norm(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
     size = x.shape[1]
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _add_norm_kernel[(len(x),)](
         x,
         x if delta is None else delta,
@@ -106,7 +106,7 @@ def rotation(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dty
         sin,
         scale,
         PAIRS=pairs,
-        BLOCK=triton.next_power_of_2(pairs),
+        BLOCK=next_power_of_2(pairs),
         num_warps=1,
         **overlapping(positions.device),
     )
@@ -143,7 +143,7 @@ def begin_step(
     """Brings the block tables up to date, and returns the step's tokens with those that only the device knows."""
     resolved = torch.empty_like(tokens)
     count = max(len(tokens), len(cells))
-    _begin_step_kernel[(triton.cdiv(count, 128),)](
+    _begin_step_kernel[(cdiv(count, 128),)](
         tokens, slots, last_token, resolved, cells, blocks, tables, len(tokens), len(cells), BLOCK=128, num_warps=4
     )
     return resolved
@@ -179,7 +179,7 @@ def embed(tokens: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     count, size = len(tokens), table.shape[1]
     out = torch.empty(count, size, dtype=table.dtype, device=table.device)
     squares = torch.empty(count, 1, dtype=torch.float32, device=table.device)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _embed_kernel[(count,)](
         tokens,
         table,
@@ -213,8 +213,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 * size], the gate's columns first -> silu(gate) * up [T, size]."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(triton.next_power_of_2(size), 1024)
-    _silu_mul_kernel[(rows, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, **overlapping(gate_up.device))
+    block = min(next_power_of_2(size), 1024)
+    _silu_mul_kernel[(rows, cdiv(size, block))](gate_up, out, size, BLOCK=block, **overlapping(gate_up.device))
     return out
 
 
@@ -346,9 +346,9 @@ def rotate_and_store_(
     pairs = 0 if cos is None else cos.shape[-1]
     half = pairs if cos is not None else dim // 2
     total = num_heads + 2 * kv_heads
-    h_tile = min(triton.next_power_of_2(total), 8)
+    h_tile = min(next_power_of_2(total), 8)
     assert dim % 2 == 0 or cos is not None
-    _rotate_and_store_kernel[(len(qkv), triton.cdiv(total, h_tile))](
+    _rotate_and_store_kernel[(len(qkv), cdiv(total, h_tile))](
         qkv,
         keys,
         values,
@@ -367,7 +367,7 @@ def rotate_and_store_(
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         D=dim,
-        HALF=triton.next_power_of_2(max(half, dim - 2 * half)),
+        HALF=next_power_of_2(max(half, dim - 2 * half)),
         BLOCK_SIZE=block_size,
         H_TILE=h_tile,
         KV_LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,

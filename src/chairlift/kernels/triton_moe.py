@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_launch import Tiling, overlapping
+from chairlift.kernels.triton_launch import Tiling, cdiv, next_power_of_2, overlapping
 
 NOBODY = tl.constexpr(-1)  # where an expert is named: none
 BEYOND = tl.constexpr(2**30)  # above every expert's number: neither counted nor taken by any
@@ -204,7 +204,7 @@ def grouped_linear(
     """
     pairs, (_, columns, depth) = len(grouping.order), weight.shape
     out = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
-    _grouped_kernel[(triton.cdiv(columns, tiling.columns), len(grouping.tile_expert))](
+    _grouped_kernel[(cdiv(columns, tiling.columns), len(grouping.tile_expert))](
         x,
         weight,
         out,
@@ -229,8 +229,6 @@ def add_up(pairs: Tensor, top_k: int) -> Tensor:
     """[T * k, size] -> [T, size]: the sum of each token's k rows."""
     tokens, size = len(pairs) // top_k, pairs.shape[1]
     out = torch.empty(tokens, size, dtype=pairs.dtype, device=pairs.device)
-    block = min(triton.next_power_of_2(size), 1024)
-    _add_up_kernel[(tokens, triton.cdiv(size, block))](
-        pairs, out, size, TOP_K=top_k, BLOCK=block, **overlapping(pairs.device)
-    )
+    block = min(next_power_of_2(size), 1024)
+    _add_up_kernel[(tokens, cdiv(size, block))](pairs, out, size, TOP_K=top_k, BLOCK=block, **overlapping(pairs.device))
     return out

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from chairlift.kernels.triton_launch import overlapping, prefetch_rows
+from chairlift.kernels.triton_launch import cdiv, next_power_of_2, overlapping, prefetch_rows
 
 
 @triton.jit
@@ -209,15 +209,15 @@ def product(
     columns = len(weight) // (2 if gated else 1)
     tiling = tiling or choose_tiling(rows, columns, depth, gated)
     out = add_to if add_to is not None else torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    across = triton.cdiv(columns, tiling.columns)
-    programs = triton.cdiv(rows, tiling.rows) * across
+    across = cdiv(columns, tiling.columns)
+    programs = cdiv(rows, tiling.rows) * across
     tile = tiling.rows * tiling.columns * (2 if gated else 1)
     partial, arrived = _scratch(programs * tiling.splits * tile if tiling.splits > 1 else 1, programs, x.device)
     squares_out = None if add_to is None else torch.empty(rows, across, dtype=torch.float32, device=x.device)
     assert x.is_contiguous()
     described = tiling.described and reads_ahead(x.device)
     num_squares = 0 if squares is None else squares.shape[1]
-    _product_kernel[(triton.cdiv(rows, tiling.rows), across, tiling.splits)](
+    _product_kernel[(cdiv(rows, tiling.rows), across, tiling.splits)](
         x,
         weight,
         TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth]) if described else x,
@@ -237,7 +237,7 @@ def product(
         BK=tiling.depth,
         SPLITS=tiling.splits,
         SQUARES=num_squares,
-        SQUARES_PADDED=triton.next_power_of_2(max(1, num_squares)),
+        SQUARES_PADDED=next_power_of_2(max(1, num_squares)),
         GATED=gated,
         RESIDUAL=add_to is not None,
         BIAS=bias is not None,
@@ -311,9 +311,9 @@ def _small_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
     if rows > 64:
         if gated:
             return ProductTiling(64, 64, 128, 1, 4, described=True)
-        splits = 1 if wide else _splits(2 * triton.cdiv(columns, 32), depth)
+        splits = 1 if wide else _splits(2 * cdiv(columns, 32), depth)
         return ProductTiling(64, 64 if wide else 32, 128, splits, 6, prefetch=256, described=True)
-    splits = _splits(triton.cdiv(columns, 32), depth)
+    splits = _splits(cdiv(columns, 32), depth)
     if rows > 32:
         return ProductTiling(64, 32, 64, splits, 6, prefetch=256)
     if rows > 16 and gated:

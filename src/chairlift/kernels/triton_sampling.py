@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_launch import overlapping
+from chairlift.kernels.triton_launch import cdiv, next_power_of_2, overlapping
 
 BAD_LOGITS = -1
 
@@ -172,8 +172,8 @@ def sample(
     rows, vocab = logits.shape
     if not rows:
         return
-    block = min(triton.next_power_of_2(vocab), 4096)
-    splits = min(16, triton.next_power_of_2(triton.cdiv(vocab, block)))
+    block = min(next_power_of_2(vocab), 4096)
+    splits = min(16, next_power_of_2(cdiv(vocab, block)))
     best, best_token, arrived = _scratch(rows, splits, logits.device)
     _sample_kernel[(rows, splits)](
         logits,

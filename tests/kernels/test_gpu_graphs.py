@@ -95,9 +95,9 @@ def test_without_memory_for_another_graph_steps_go_on_without(
 
 def test_every_batch_fits_its_shape_and_the_largest() -> None:
     shapes = Shapes(seats=20, rows=276, tile_queries=4, graphs=True)
-    largest = shapes.largest(max_batch_tokens=600)
+    largest = shapes.largest(max_batch_tokens=3000)
     for singles in (0, 1, 9, 20, 100, 270):
-        for long in ([], [2], [17, 30], [300] * 2):
+        for long in ([], [2], [17, 30], [300] * 2, [3000]):
             if not singles + len(long):
                 continue
             needs = {
@@ -106,13 +106,15 @@ def test_every_batch_fits_its_shape_and_the_largest() -> None:
                 "singles": singles,
                 "tiles": sum(-(-count // 4) for count in long),
                 "samples": singles + len(long),
-                "updates": 7,
+                "updates": singles + sum(long),
             }
             shape, recurs = shapes.choose(**needs)
-            assert all(getattr(shape, name) >= needs[name] for name in needs if recurs or name != "updates")
+            assert all(getattr(shape, name) >= needs[name] for name in needs)
+            assert all(getattr(shape, name) <= getattr(largest, name) for name in needs)
             assert shape.size <= largest.size
-            assert shape.samples <= largest.samples
+            assert shape.singles <= min(shape.chunks, shape.tokens)
             assert recurs or shape.tokens == needs["tokens"]
+            assert recurs or {shape.singles, shape.samples} <= {0, *shapes.decode_buckets, shape.tokens}
 
 
 def runner_of(engine: Engine) -> GPURunner:

@@ -12,7 +12,10 @@ from chairlift.core.kv_cache import KVCache
 from chairlift.core.policy import ContinuousPolicy
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.scheduler import Scheduler
+from chairlift.execution import gpu_batch, gpu_runner
 from chairlift.execution.engine import Engine
+from chairlift.execution.gpu_batch import BatchShape, Shapes
+from chairlift.execution.gpu_graphs import Graphs
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.memory import MemoryPlan, allocate_storage
 from chairlift.execution.runner import ModelRunner
@@ -86,6 +89,28 @@ def test_greedy_tokens_are_the_plain_runners(model: CausalLM) -> None:
     requests = [(prompt, params) for prompt in prompts(4)]
     expected, _ = generate(make_engine(model, gpu=False), requests)
     assert generate(make_engine(model, gpu=True), requests)[0] == expected
+
+
+def test_rows_that_only_make_a_long_step_a_familiar_one_do_nothing(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three single tokens beside a prompt, in a step that is too long for a graph, get the kernels of four."""
+    monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [2])
+    monkeypatch.setattr(gpu_runner, "can_capture", lambda device: True)
+    monkeypatch.setattr(Graphs, "find", lambda graphs, shape: None)
+    familiar, more = Shapes._familiar, []
+
+    def spied(shapes: Shapes, exact: BatchShape) -> BatchShape:
+        shape = familiar(shapes, exact)
+        more.append((shape.singles - exact.singles, shape.samples - exact.samples))
+        return shape
+
+    monkeypatch.setattr(Shapes, "_familiar", spied)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+    requests = [([3 + i, 5, 9], params) for i in range(3)] + [(list(range(20, 65)), params)]
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    assert generate(make_engine(model, gpu=True), requests)[0] == expected
+    assert (1, 1) in more
 
 
 def test_invariant_attention_takes_its_memory_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

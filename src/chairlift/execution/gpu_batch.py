@@ -6,7 +6,7 @@ own shape, and is replayed for every batch that fits: what is left over in a sec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -95,7 +95,13 @@ class Shapes:
     def largest(self, max_batch_tokens: int) -> BatchShape:
         """One that no batch exceeds in any respect."""
         tokens = max(max_batch_tokens + self._rows, MIXED_BUCKETS[-1])
-        return BatchShape(tokens, self._rows, self._rows, tokens + SPARE_TILES, self._rows, 4 * self._rows)
+        return BatchShape(
+            tokens, self._rows, self._rows, tokens + SPARE_TILES, self._rows, self._most_updates(tokens, self._rows)
+        )
+
+    def _most_updates(self, tokens: int, requests: int) -> int:
+        """No token begins more than one block; the rest is for tables that are sent again."""
+        return tokens + 4 * requests
 
     def decodes(self, size: int) -> BatchShape:
         """Of single tokens alone."""
@@ -105,7 +111,9 @@ class Shapes:
         self, *, tokens: int, chunks: int, singles: int, tiles: int, samples: int, updates: int
     ) -> tuple[BatchShape, bool]:
         """The shape for this batch, and whether it is one that recurs, so that a graph of it pays."""
-        exact = BatchShape(tokens, chunks, singles, tiles, samples, min(updates, 4 * self._seats))
+        exact = BatchShape(
+            tokens, chunks, singles, tiles, samples, min(updates, self._most_updates(tokens, self._seats))
+        )
         if not self._graphs:
             return exact, False
         if not tiles:
@@ -113,11 +121,21 @@ class Shapes:
             return (exact, False) if size is None else (self.decodes(size), True)
         bucket = round_up(tokens, MIXED_BUCKETS)
         if bucket is None:
-            return exact, False
+            return self._familiar(exact), False
         seats = min(self._seats, bucket)
-        shape = BatchShape(bucket, seats, seats, bucket // self._tile_queries + SPARE_TILES, seats, 2 * seats)
+        most_tiles = bucket // self._tile_queries + SPARE_TILES
+        shape = BatchShape(bucket, seats, seats, most_tiles, seats, max(bucket, 2 * seats))
         fits = tiles <= shape.tiles and chunks <= seats and samples <= seats
-        return (shape, True) if fits else (exact, False)
+        return (shape, True) if fits else (self._familiar(exact), False)
+
+    def _familiar(self, exact: BatchShape) -> BatchShape:
+        """With as many rows of each kind as some decode step: what chooses its kernel by that number has chosen it
+        before. Loading another one takes as long as the step."""
+        singles, samples = (
+            (round_up(rows, self.decode_buckets) or rows) if rows else 0 for rows in (exact.singles, exact.samples)
+        )
+        singles = min(singles, exact.tokens)
+        return replace(exact, singles=singles, chunks=max(exact.chunks, singles), samples=samples)
 
 
 def round_up(value: int, buckets: list[int]) -> int | None:

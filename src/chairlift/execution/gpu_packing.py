@@ -98,9 +98,9 @@ class Packer:
         ]
 
     def _send_tables(self, cells: Sequence[int], blocks: Sequence[int]) -> None:
-        where, what = (
-            torch.tensor(values, dtype=torch.int32, device=self._tables.device) for values in (cells, blocks)
-        )
+        device = self._tables.device
+        both = torch.tensor([cells, blocks], dtype=torch.int32, pin_memory=device.type == "cuda")
+        where, what = both.to(device, non_blocking=True)  # else this would wait for the step before
         self._tables.view(-1)[where] = what
 
     def _pack_rows(

@@ -10,7 +10,7 @@ import torch
 
 from chairlift.execution import gpu_batch, gpu_graphs, gpu_runner
 from chairlift.execution.engine import Engine
-from chairlift.execution.gpu_batch import BatchShape, Shapes
+from chairlift.execution.gpu_batch import LONG_CONTEXT, BatchShape, Shapes
 from chairlift.execution.gpu_graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.gpu_step import ComputedStep
@@ -115,6 +115,15 @@ def test_every_batch_fits_its_shape_and_the_largest() -> None:
             assert shape.singles <= min(shape.chunks, shape.tokens)
             assert recurs or shape.tokens == needs["tokens"]
             assert recurs or {shape.singles, shape.samples} <= {0, *shapes.decode_buckets, shape.tokens}
+
+
+def test_a_few_long_contexts_are_not_read_by_a_program_each_for_the_sake_of_a_graph() -> None:
+    shapes = Shapes(seats=64, rows=64, tile_queries=16, graphs=True)
+    needs = {"tokens": 600, "chunks": 60, "tiles": 40, "samples": 60, "updates": 9}
+    for singles, longest, captured in ((2, LONG_CONTEXT, True), (2, LONG_CONTEXT + 1, False), (50, 10**5, True)):
+        shape, recurs = shapes.choose(**needs, singles=singles, longest=longest)
+        assert recurs == captured
+        assert shape.singles == (64 if captured else singles)
 
 
 def runner_of(engine: Engine) -> GPURunner:

@@ -78,6 +78,7 @@ def fill_with_nobody(views: dict[str, np.ndarray], idle_cell: int) -> None:
 
 MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
 SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
+LONG_CONTEXT, FEW_SINGLES = 8192, 32  # so few with so many tokens of context are cut into parts if there is a choice
 FEWEST_UPDATES = 8  # of block tables, for which there is room in any captured step
 
 
@@ -108,9 +109,10 @@ class Shapes:
         return BatchShape(size, size, size, 0, size, max(size, FEWEST_UPDATES))
 
     def choose(
-        self, *, tokens: int, chunks: int, singles: int, tiles: int, samples: int, updates: int
+        self, *, tokens: int, chunks: int, singles: int, tiles: int, samples: int, updates: int, longest: int = 0
     ) -> tuple[BatchShape, bool]:
-        """The shape for this batch, and whether it is one that recurs, so that a graph of it pays."""
+        """The shape for this batch, and whether it is one that recurs, so that a graph of it pays. `longest`: the
+        longest context of a single token."""
         exact = BatchShape(
             tokens, chunks, singles, tiles, samples, min(updates, self._most_updates(tokens, self._seats))
         )
@@ -126,6 +128,8 @@ class Shapes:
         most_tiles = bucket // self._tile_queries + SPARE_TILES
         shape = BatchShape(bucket, seats, seats, most_tiles, seats, max(bucket, 2 * seats))
         fits = tiles <= shape.tiles and chunks <= seats and samples <= seats
+        # A graph for many single tokens has a program for each, however few there are. Those would be waited for.
+        fits &= longest <= LONG_CONTEXT or singles > FEW_SINGLES
         return (shape, True) if fits else (self._familiar(exact), False)
 
     def _familiar(self, exact: BatchShape) -> BatchShape:

@@ -67,6 +67,7 @@ class Packer:
             tiles=len(tiles),
             samples=len(sampling),
             updates=len(cells),
+            longest=int(starts[counts == 1].max(initial=0)),
         )
         if len(cells) > shape.updates:  # a long table at once, such as a prefix hit: sent ahead, by itself
             self._send_tables(cells, blocks)

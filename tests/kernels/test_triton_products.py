@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from chairlift.kernels.triton_launch import empty_rows, spare_rows
 from chairlift.kernels.triton_products import ProductTiling, choose_tiling, product
 
 EPS = 1e-6
@@ -54,6 +55,26 @@ def test_product(
         if added:
             assert sums is not None
             assert error(sums.sum(1), found.double().pow(2).sum(1)) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 17, 70])
+def test_what_lies_behind_the_rows_does_not_count(rows: int, device: torch.device) -> None:
+    """Tiles reach into the room behind them, which may hold anything."""
+    torch.manual_seed(rows)
+    x = empty_rows(rows, 64, dtype=torch.float16, device=device)
+    room = x.as_strided((spare_rows(rows), 64), (64, 1))
+    room.fill_(torch.nan)
+    x.copy_(torch.randn(rows, 64))
+    weight = torch.randn(96, 64, device=device).half() / 8
+    tiling = ProductTiling(64, 32, 64, 1, 3, described=True)
+    before = torch.randn(rows, 96, device=device).half()
+    total = empty_rows(rows, 96, dtype=torch.float16, device=device).copy_(before)
+    behind = total.as_strided((spare_rows(rows), 96), (96, 1))[rows:].fill_(7.0)
+    found, sums = product(x, weight, add_to=total, tiling=tiling)
+    assert error(found, before.double() + x.double() @ weight.double().T) < 1e-3
+    assert sums is not None
+    assert error(sums.sum(1), found.double().pow(2).sum(1)) < 1e-5
+    assert bool((behind == 7.0).all())
 
 
 CHOSEN = [

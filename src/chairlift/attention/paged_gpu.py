@@ -179,8 +179,10 @@ class PagedGPUStep:
 
     def _decoded_from(self, layer: AttentionLayer, heads: Tensor, fresh: Fresh) -> Tensor:
         """A step of single tokens only: one kernel does all of it."""
+        from chairlift.kernels.triton_launch import empty_rows
+
         size = (len(heads), layer.num_heads, layer.head_dim)
-        out = torch.empty(size, dtype=heads.dtype, device=heads.device)
+        out = empty_rows(*size, dtype=heads.dtype, device=heads.device)
         self._decode(layer, heads, out, fresh)
         return out
 

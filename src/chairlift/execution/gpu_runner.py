@@ -119,6 +119,7 @@ class GPURunner:
 
     def _forward(self, shape: BatchShape) -> ComputedStep:
         """The whole step as kernels, reading nothing but device memory: what a graph captures."""
+        from chairlift.kernels.triton_launch import empty_rows
         from chairlift.kernels.triton_layers import begin_step
         from chairlift.kernels.triton_sampling import sample
 
@@ -128,7 +129,8 @@ class GPURunner:
         )
         attend = self.attention.attend(self._paged_batch(shape, view), self.storage)
         hidden = self.model.hidden_states(tokens, view["position"], attend)
-        logits = self.model.logits(hidden[view["sample_row"]])
+        kept = empty_rows(shape.samples, hidden.shape[1], dtype=hidden.dtype, device=self.device)
+        logits = self.model.logits(torch.index_select(hidden, 0, view["sample_row"], out=kept))
         sampled = torch.empty(shape.samples, dtype=torch.int32, device=self.device)
         sample(
             logits,

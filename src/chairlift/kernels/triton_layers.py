@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_launch import cdiv, next_power_of_2, overlapping
+from chairlift.kernels.triton_launch import cdiv, empty_rows, next_power_of_2, overlapping
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def _embed_kernel(
 def embed(tokens: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The rows [T, size] of the table, and their sums of squares [T, 1]."""
     count, size = len(tokens), table.shape[1]
-    out = torch.empty(count, size, dtype=table.dtype, device=table.device)
+    out = empty_rows(count, size, dtype=table.dtype, device=table.device)
     squares = torch.empty(count, 1, dtype=torch.float32, device=table.device)
     block = next_power_of_2(size)
     _embed_kernel[(count,)](

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from chairlift.kernels.triton_launch import cdiv, next_power_of_2, overlapping, prefetch_rows
+from chairlift.kernels.triton_launch import cdiv, empty_rows, next_power_of_2, overlapping, prefetch_rows
 
 
 @triton.jit
@@ -186,6 +186,7 @@ class ProductTiling(NamedTuple):
     stages: int
     prefetch: int = 0
     described: bool = False
+    warps: int = 4
 
 
 def product(
@@ -208,7 +209,7 @@ def product(
     rows, depth = x.shape
     columns = len(weight) // (2 if gated else 1)
     tiling = tiling or choose_tiling(rows, columns, depth, gated)
-    out = add_to if add_to is not None else torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    out = add_to if add_to is not None else empty_rows(rows, columns, dtype=x.dtype, device=x.device)
     across = cdiv(columns, tiling.columns)
     programs = cdiv(rows, tiling.rows) * across
     tile = tiling.rows * tiling.columns * (2 if gated else 1)
@@ -220,7 +221,7 @@ def product(
     _product_kernel[(cdiv(rows, tiling.rows), across, tiling.splits)](
         x,
         weight,
-        TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth]) if described else x,
+        _rows_and_room(x, tiling) if described else x,
         TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.depth]) if described else weight,
         weight if bias is None else bias,
         out,
@@ -246,11 +247,20 @@ def product(
         DESCRIBED=described,
         PREFETCH=tiling.prefetch,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=4,
+        num_warps=tiling.warps,
         num_stages=_stages(tiling, gated, x.dtype, x.device),
         **overlapping(x.device),
     )
     return out, squares_out
+
+
+def _rows_and_room(x: Tensor, tiling: ProductTiling) -> TensorDescriptor:
+    """x, and as much of the room behind it as its last tile covers (see `empty_rows`). What lies there makes rows that
+    are thrown away."""
+    rows, depth = x.shape
+    room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // depth
+    tiled = min(room, cdiv(rows, tiling.rows) * tiling.rows)
+    return TensorDescriptor(x, [tiled, depth], [depth, 1], [tiling.rows, tiling.depth])
 
 
 @cache
@@ -275,7 +285,7 @@ def is_faster(rows: int, columns: int, depth: int, gated: bool) -> bool:
     weights = columns * depth * (2 if gated else 1)
     if weights <= SMALL_WEIGHTS:
         return rows <= 256
-    return rows <= (128 if gated else 64)
+    return rows <= (128 if gated else 96 if weights <= 2 * SMALL_WEIGHTS else 64)
 
 
 @cache
@@ -291,7 +301,9 @@ def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
     if columns * depth * (2 if gated else 1) <= SMALL_WEIGHTS:
         return _small_tiling(rows, columns, depth, gated)
     if rows > 64:
-        return ProductTiling(128, 64, 64, 1, 3, described=True)
+        if gated:
+            return ProductTiling(128, 128, 64, 1, 4, described=True, warps=8)
+        return ProductTiling(128, 64, 64, 1, 7, described=True)
     splits = 2 if columns // 64 <= PROGRAMS // 2 and depth >= 1024 else 1
     if rows <= 16:
         if gated:

@@ -26,6 +26,7 @@ from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.memory import bytes_per_token
 from chairlift.execution.startup import StartedEngine, load_engine
 from chairlift.models.decoder import Decoder
+from chairlift.serving.garbage import what_is_loaded_left_alone
 
 VOCABULARY = 10_001  # tokens that prompts are drawn from
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 256, 6  # at most
@@ -200,7 +201,8 @@ def run_shape(shape: str, config: EngineConfig, cases: Sequence[str], note: Note
     for case in make_cases(cases, vocabulary, scale):
         run_case(started.engine, warm_up_of(case), None, None)
         note(f"{case.name}: {len(case.prompts)} requests")
-        results.append(run_case(started.engine, case, cost, ceilings))
+        with what_is_loaded_left_alone():  # as in the server
+            results.append(run_case(started.engine, case, cost, ceilings))
     return ShapeRun(results, ceilings, ready, vocabulary)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def leave_what_is_loaded_alone() -> None:
@@ -11,3 +13,15 @@ def leave_what_is_loaded_alone() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@contextmanager
+def what_is_loaded_left_alone() -> Iterator[None]:
+    """The same for a while."""
+    before = gc.get_threshold()
+    leave_what_is_loaded_alone()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

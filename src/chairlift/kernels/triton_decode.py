@@ -268,26 +268,31 @@ def _decode_kernel(
             tl.store(counter, 0)
 
 
-PROGRAMS = 528  # four for each of the 132 multiprocessors of a Hopper chip: enough to keep its memory busy
+PROGRAMS = 512  # about four for each of the 132 multiprocessors of a Hopper chip
 
 
 def decode_splits(rows: int, num_kv_heads: int) -> int:
-    """Into how many parts a context may be cut so that small batches fill the chip too."""
-    return max(1, min(64, next_power_of_2(PROGRAMS // (rows * num_kv_heads))))
+    """Into how many parts a context may be cut: small batches would not fill the chip, and in larger ones the longest
+    contexts would be read alone at the end. Where there are many more programs than the chip holds, others fill it."""
+    programs = rows * num_kv_heads
+    if programs > PROGRAMS:
+        return 2 if programs <= 2 * PROGRAMS else 1
+    wanted = min(64, PROGRAMS // 2 // programs)
+    return 2 ** (wanted.bit_length() - 1) if wanted > 1 else 1
 
 
 class Scratch:
     """What the splits of the decode kernel hand to each other.
 
     Steps of one stream run one after the other, so that all layers of a shape and all batch sizes share it. Contexts
-    are only cut where there are fewer rows than programs, and rows * splits is then less than twice their number.
+    are only cut where there are few programs: see `decode_splits`.
     """
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
-        parts = max(1, 2 * PROGRAMS // num_kv_heads)
+        parts = max(1, 4 * PROGRAMS // num_kv_heads)
         self.partial = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(2 * PROGRAMS, dtype=torch.int32, device=device)
 
 
 class Fresh(NamedTuple):
@@ -388,16 +393,15 @@ class DecodeTiling(NamedTuple):
 
 
 def _decode_tiling(rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTiling:
-    """The fastest of some hundred measured on an H200: few programs want long loads, many want to fit side by side."""
+    """The fastest within whole steps on an H200, over contexts as they are under load: few programs want long loads,
+    many want to fit side by side."""
     if dtype == torch.float32:
         return DecodeTiling(32, 64, 4, 3)
     programs = rows * num_kv_heads
     if head_dim > 128 and programs <= 768:
         return DecodeTiling(32, 256, 4, 3)  # more does not fit into the shared memory of smaller chips
-    if programs <= 16:
-        return DecodeTiling(64, 64, 4, 3, early=True, ahead=True)
-    if programs <= 128:
-        return DecodeTiling(128, 512, 8, 3)
-    if programs < 384:
-        return DecodeTiling(64, 512, 4, 3, early=True, ahead=True)
-    return DecodeTiling(32, 256, 1, 3, ahead=True) if programs <= 768 else DecodeTiling(32, 256, 1, 4)
+    if programs <= 512:
+        return DecodeTiling(64, 64 if programs <= 16 else 512, 4, 3, early=True, ahead=True)
+    if programs <= 1536:
+        return DecodeTiling(32, 512, 1, 3, ahead=not 768 < programs <= 1024)
+    return DecodeTiling(32, 512, 1, 4)

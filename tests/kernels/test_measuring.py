@@ -11,7 +11,9 @@ import torch
 
 from chairlift.attention import PagedGPUAttention
 from chairlift.bench import kernel_speed
+from chairlift.bench.floor import Ceilings
 from chairlift.bench.gpu_profile import make_profile
+from chairlift.bench.long_context import LongContextSettings, measure_long_contexts
 from chairlift.bench.step_profile import Batch
 from chairlift.bench.step_work import GEMM
 from chairlift.core.sampling import SamplingParams
@@ -61,6 +63,19 @@ def test_a_batch_on_the_pipelined_runner_is_profiled(model: Decoder) -> None:
     gap = make_profile(started, 2, later, steps, recorded).more["host_gap_share"]
     busy = sum(step.done.timing.forward for step in later)
     assert gap == pytest.approx(1 - busy / sum(step.seconds for step in later))
+
+
+def test_a_long_prompt_alone_is_measured_on_the_pipelined_runner(model: Decoder) -> None:
+    """Its first chunks sample nothing at all."""
+    engine = make_engine(model, gpu=True, prefill=24)
+    assert isinstance(engine.executor, GPURunner)
+    started = StartedEngine(engine, engine.executor, MemoryPlan(0, 0, 8, 64, 96, "test"))
+    settings = LongContextSettings(lengths=[20, 60], output_tokens=3)
+    short, long = measure_long_contexts(started, Ceilings(1e9, 1e12), settings)
+    assert (short.chunks, long.chunks) == (1, 3)
+    assert long.kv_bytes == 60 * 4 * 2 * 2 * 16
+    assert long.attention_seconds is not None
+    assert long.attention_floor_seconds == pytest.approx((long.kv_bytes + 2 * 4 * 4 * 16) / 1e9)  # query and result too
 
 
 def test_attention_and_sampling_run_as_they_do_in_a_step(

@@ -19,9 +19,10 @@ from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Speculation, Wanted
 from chairlift.errors import InvalidParameter
-from chairlift.execution import drafter
+from chairlift.execution import draft_networks, drafter
 from chairlift.execution.config import EngineConfig
-from chairlift.execution.draft_networks import FirstLayers, Head
+from chairlift.execution.draft_head import Head
+from chairlift.execution.draft_networks import FirstLayers
 from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.engine import Engine
 from chairlift.execution.runner import ModelRunner
@@ -93,7 +94,7 @@ def test_a_small_model_catches_up_in_parts_and_keeps_nothing_of_what_was_wrong(
     scores, propose = runner.drafter._scores, speculation.proposer.propose
 
     def count(chunks: Sequence[Chunk]) -> torch.Tensor:
-        sizes.append(sum(chunk.count for chunk in chunks if chunk.count > drafter.A_FEW))
+        sizes.append(sum(chunk.count for chunk in chunks if chunk.count > draft_networks.A_FEW))
         return scores(chunks)
 
     def listen(wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:

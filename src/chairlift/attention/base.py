@@ -79,6 +79,12 @@ class KVStorage:
         for side, new in ((self.keys[layer], k), (self.values[layer], v)):
             as_plain(side.view(-1, *side.shape[2:])).index_copy_(0, slots, as_plain(narrowed(new, side.dtype)))
 
+    def clear(self, layer: int, blocks: Sequence[int]) -> None:
+        """Make these blocks zeros in one layer."""
+        which = torch.tensor(blocks).to(self.keys[layer].device, non_blocking=True)  # a device is not waited for
+        for side in (self.keys[layer], self.values[layer]):
+            as_plain(side).index_fill_(0, which, 0)
+
     def read(self, layer: int, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """One sequence's first `length` keys and values, gathered through its block table [blocks]."""
         used = table[: -(-length // self.block_size)]

@@ -24,6 +24,7 @@ class PlanDraft:
         self.swap_outs: list[BlockSwap] = []
         self.swap_ins: list[BlockSwap] = []
         self.guess_seconds = self.catch_up_seconds = 0.0
+        self.guesses_sleep = False
         self._restrained: Collection[str] = ()
         self._restrained_room = 0
 

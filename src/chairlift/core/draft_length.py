@@ -63,8 +63,12 @@ class DraftLength(Protocol):
     least: float  # the chance that a draft of those chosen last must have at least
     least_to_go_on: float  # and with which another is worth guessing behind it
 
-    def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
-        """Whether there may be any in a step that otherwise carries these. To be asked once for every step."""
+    def allows_drafts(self, num_requests: int) -> bool:
+        """Whether there may be any in the next step, of so many requests. To be asked once for every step."""
+        ...
+
+    def sleeps(self, num_requests: int) -> bool:
+        """Whether there will be none for so long that nothing is to be prepared for them either."""
         ...
 
     def choose(
@@ -86,8 +90,11 @@ class FixedLength:
         self.least = self.least_to_go_on = 0.0
         self.payoff = DraftPayoff()
 
-    def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
+    def allows_drafts(self, num_requests: int) -> bool:
         return True
+
+    def sleeps(self, num_requests: int) -> bool:
+        return False
 
     def choose(
         self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
@@ -111,8 +118,11 @@ class AdaptiveLength:
         self._kind: dict[str, int] = {}  # of the drafts that each request got last
         self._unasked: dict[str, int] = {}  # steps since a request last got a draft
 
-    def allows_drafts(self, chunks: Iterable[Chunk]) -> bool:
-        return self.payoff.allows_drafts(sum(chunk.decodes for chunk in chunks))
+    def allows_drafts(self, num_requests: int) -> bool:
+        return self.payoff.allows_drafts(num_requests)
+
+    def sleeps(self, num_requests: int) -> bool:
+        return self.payoff.sleeps(num_requests)
 
     def choose(
         self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost

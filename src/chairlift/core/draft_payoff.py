@@ -2,7 +2,10 @@
 
 A cost model may be wrong about the few tokens more that drafts are. So steps with and without drafts are also compared
 as they were measured, for each size of batch (in powers of two). Where drafts lose, they pause: for longer and longer,
-with a short trial after each pause.
+with a short trial after each pause, and at least for so long that what the trial lost hardly counts.
+
+While drafts pause, what guesses them sleeps: prompts and tokens of that time are not shown to it. It wakes some steps
+before the pause ends, for who has seen nothing of a text guesses badly, and would be judged by that.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ _ENOUGH_REQUESTS = 48  # requests times steps
 _CLEAR_LOSS = 1.25  # nobody waits for more steps if drafts are that bad
 _REFRESH = 48  # steps with drafts after which one without tells whether the comparison still holds
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 2048  # steps
+_WAKING = 32  # the last steps of a pause
+_TRIALS = 0.01  # of a pause: what the trial before it may have lost
 _OUTLIER = 3.0
 _WORTHWHILE = 0.97  # drafts that save less are not worth what trying them costs
 _SLOPE_OUTLIER = 1.5  # drafts add little to a step: a slope is made of small differences
@@ -73,7 +78,8 @@ class DraftSlope:
             self.value = max(0.0, self._together / self._spread)
 
     def forgive(self) -> None:
-        """A step without drafts: they may not be chosen because of what is said here, and it may be wrong."""
+        """A step without drafts that might have had some: they may not be chosen because of what is said here, and it
+        may be wrong."""
         if self.value is not None:
             self.value *= _FORGIVING
 
@@ -89,6 +95,16 @@ class _Batch:
     next_pause: int = _FIRST_PAUSE
     since_plain: int = 0
     plain_is_new: bool = False  # measured anew since drafts seemed to lose
+    lost: float = 0.0  # seconds, by drafts since the last pause; negative if they have saved some
+
+    def note_loss(self, seconds: float, without: float) -> None:
+        self.lost += min(seconds, _OUTLIER * without) - without
+
+    def begin_pause(self) -> None:
+        steps = int(self.lost / self.plain.seconds / _TRIALS)
+        self.pause = min(max(self.next_pause, steps), _LONGEST_PAUSE)
+        self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
+        self.drafted, self.lost, self.plain_is_new = Pace(), 0.0, False
 
     def loses(self, num_requests: int) -> bool:
         """Whether drafts do not pay, as far as that can be said already."""
@@ -116,6 +132,11 @@ class DraftPayoff:
             batch.pause -= 1
             return False
         return batch.plain.count >= _ENOUGH and batch.since_plain < _REFRESH
+
+    def sleeps(self, num_requests: int) -> bool:
+        """Whether steps of so many requests will have none for a while yet."""
+        batch = self._batches.get(num_requests.bit_length())
+        return batch is not None and batch.pause > _WAKING
 
     def slope(self, num_requests: int) -> DraftSlope:
         """What verifying drafts adds to a step of about so many requests: more than tokens of a prompt, for each is
@@ -148,17 +169,19 @@ class DraftPayoff:
         elif not catching_up:
             batch.plain.add(seconds, tokens)
             batch.since_plain = 0
-            batch.slope.forgive()
+            if not batch.pause:
+                batch.slope.forgive()
         if batch.plain.count:
-            self._note_speedup(tokens * batch.plain.value, seconds)
+            without = tokens * batch.plain.value
+            self._note_speedup(without, seconds)
+            if guessed or catching_up:
+                batch.note_loss(seconds, without)
         if not guessed:
             return
         if batch.loses(num_requests) and not batch.plain_is_new:
             batch.plain, batch.plain_is_new = Pace(), True  # or is it that the machine has become slower meanwhile?
         elif batch.loses(num_requests):
-            batch.plain_is_new = False
-            batch.pause, batch.next_pause = batch.next_pause, min(2 * batch.next_pause, _LONGEST_PAUSE)
-            batch.drafted = Pace()
+            batch.begin_pause()
         elif batch.since_plain >= _ENOUGH:
             batch.plain_is_new = False
             if batch.drafted.count > max(4 * _ENOUGH, _ENOUGH_REQUESTS / num_requests):

@@ -247,7 +247,9 @@ class Scheduler:
         self._num_steps += 1
         swaps = tuple(draft.swap_outs), tuple(draft.swap_ins)
         guessing = draft.guess_seconds, draft.catch_up_seconds
-        return StepPlan(self._num_steps - 1, chunks, len(self.idle), *swaps, *guessing)
+        return StepPlan(
+            self._num_steps - 1, chunks, len(self.idle), *swaps, *guessing, guesses_sleep=draft.guesses_sleep
+        )
 
     def _drop_late(self, now: float) -> None:
         for request in self._deadlines.passed(now):

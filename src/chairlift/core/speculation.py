@@ -91,10 +91,11 @@ class Speculation:
 
     def add_drafts(self, lift: Lift, plan: PlanDraft) -> None:
         self.guesses = False
+        plan.guesses_sleep = self.length.sleeps(len(plan.chunks))
         # Blocks that are still to be copied to the host must not be given to drafts, which may be written before that.
         if plan.memory_was_short or plan.swap_outs or not plan.room:
             return
-        if not self.length.allows_drafts(plan.chunks.values()):
+        if not self.length.allows_drafts(len(plan.chunks)):
             return  # a pause, in which nothing is prepared for drafts either
         requests = [chunk.request for chunk in plan.chunks.values() if _may_have_drafts(chunk, plan)]
         kinds = self.proposer.foresee(requests) if requests else ()

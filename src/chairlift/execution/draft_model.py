@@ -13,7 +13,8 @@ from chairlift.attention.base import AttentionLayer
 from chairlift.core.ngram import NgramProposer
 from chairlift.core.speculation import Proposer
 from chairlift.errors import InvalidParameter
-from chairlift.execution.draft_networks import DraftNetwork, FirstLayers, Head, SmallModel
+from chairlift.execution.draft_head import Head
+from chairlift.execution.draft_networks import DraftNetwork, FirstLayers, SmallModel
 from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.speculate import Speculate
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint

@@ -17,7 +17,8 @@ from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Wanted
-from chairlift.execution.draft_networks import DraftNetwork, Head
+from chairlift.execution.draft_head import Head
+from chairlift.execution.draft_networks import A_FEW, DraftNetwork
 from chairlift.execution.few_threads import few_threads
 from chairlift.execution.input_batch import build_batch
 from chairlift.execution.sampler import COLDEST
@@ -25,8 +26,7 @@ from chairlift.execution.sampler_draw import draw, filter_weights
 from chairlift.models.base import CausalLM
 from chairlift.speculative.head_config import MOST_ASKED
 
-MAX_LENGTH = 7
-A_FEW = MAX_LENGTH + 1  # tokens that a network is behind a request after most steps
+MAX_LENGTH = A_FEW - 1
 MOST_MISSED = 256  # tokens of requests further behind that a network catches up with in one step
 _GAIN = 0.1  # how far one measurement moves the estimate of what a pass takes
 
@@ -119,6 +119,9 @@ class NetworkProposer:
 
     def _guess_at_once(self, wanted: Sequence[Wanted], chances: Mapping[bool, list[float]]) -> list[list[int]]:
         assert isinstance(self.network, Head)
+        begun = time.perf_counter()
+        if self.network.catch_up(wanted, self._storage):
+            self.catching_up = time.perf_counter() - begun
         order = sorted(range(len(wanted)), key=lambda index: -wanted[index].length)
         in_order = [wanted[index] for index in order]
         known = [chances[_is_greedy(one.request.params)] for one in in_order]

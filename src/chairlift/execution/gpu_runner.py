@@ -19,6 +19,7 @@ from chairlift.attention import AttentionLayer, KVStorage, PagedBatch, PagedGPUA
 from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
+from chairlift.execution.draft_networks import ComputedBatch
 from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.gpu_batch import BatchShape, Shapes, fill_with_nobody
 from chairlift.execution.gpu_graphs import Graphs, can_capture
@@ -240,7 +241,8 @@ class GPURunner:
         attend = self.attention.attend(self._paged_batch(packed.shape, view), self.storage)
         if isinstance(self.model, Decoder):
             self.model.tapped = step.seen.tapped  # which a replayed graph does not say
-        drafter.network.follow(replace(plan, chunks=tuple(chunks)), batch, attend, step.seen.hidden, kept)
+        shown = replace(plan, chunks=tuple(chunks))
+        drafter.network.follow(ComputedBatch(shown, batch, attend, step.seen.hidden, kept, self.storage))
 
     # ---- graphs ---------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from chairlift.attention.base import Attend
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
+from chairlift.execution.draft_networks import ComputedBatch
 from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.few_threads import few_threads
 from chairlift.execution.host_blocks import HostBlocks, make_copies
@@ -96,7 +97,7 @@ class ModelRunner:
             for offset, chunk in ends
             if chunk.samples
         ]
-        self.drafter.network.follow(plan, batch, attend, hidden, kept)
+        self.drafter.network.follow(ComputedBatch(plan, batch, attend, hidden, kept, self.storage))
 
     def warm_up(self) -> None:
         """Compile what is compiled on first use, so that the first request does not wait for it. Runs one token

@@ -2,7 +2,7 @@
 
 A cost model may be wrong about the few tokens more that drafts are. So steps with and without drafts are also compared
 as they were measured, for each size of batch (in powers of two). Where drafts lose, they pause: for longer and longer,
-with a short trial after each pause, and at least for so long that what the trial lost hardly counts.
+with a short trial after each pause.
 
 While drafts pause, what guesses them sleeps: prompts and tokens of that time are not shown to it. It wakes some steps
 before the pause ends, for who has seen nothing of a text guesses badly, and would be judged by that.
@@ -22,8 +22,8 @@ _ENOUGH_REQUESTS = 48  # requests times steps
 _CLEAR_LOSS = 1.25  # nobody waits for more steps if drafts are that bad
 _REFRESH = 48  # steps with drafts after which one without tells whether the comparison still holds
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 2048  # steps
+_FIRST_PAUSE_OF_MANY = 512  # a trial of many costs as much as two to four steps, and its verdict is hardly luck
 _WAKING = 32  # the last steps of a pause
-_TRIALS = 0.01  # of a pause: what the trial before it may have lost
 _OUTLIER = 3.0
 _WORTHWHILE = 0.97  # drafts that save less are not worth what trying them costs
 _SLOPE_OUTLIER = 1.5  # drafts add little to a step: a slope is made of small differences
@@ -95,16 +95,6 @@ class _Batch:
     next_pause: int = _FIRST_PAUSE
     since_plain: int = 0
     plain_is_new: bool = False  # measured anew since drafts seemed to lose
-    lost: float = 0.0  # seconds, by drafts since the last pause; negative if they have saved some
-
-    def note_loss(self, seconds: float, without: float) -> None:
-        self.lost += min(seconds, _OUTLIER * without) - without
-
-    def begin_pause(self) -> None:
-        steps = int(self.lost / self.plain.seconds / _TRIALS)
-        self.pause = min(max(self.next_pause, steps), _LONGEST_PAUSE)
-        self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
-        self.drafted, self.lost, self.plain_is_new = Pace(), 0.0, False
 
     def loses(self, num_requests: int) -> bool:
         """Whether drafts do not pay, as far as that can be said already."""
@@ -127,7 +117,7 @@ class DraftPayoff:
 
     def allows_drafts(self, num_requests: int) -> bool:
         """Whether the next step of so many requests may have drafts."""
-        batch = self._batches.setdefault(num_requests.bit_length(), _Batch())
+        batch = self._batch(num_requests)
         if batch.pause:
             batch.pause -= 1
             return False
@@ -135,13 +125,12 @@ class DraftPayoff:
 
     def sleeps(self, num_requests: int) -> bool:
         """Whether steps of so many requests will have none for a while yet."""
-        batch = self._batches.get(num_requests.bit_length())
-        return batch is not None and batch.pause > _WAKING
+        return self._batch(num_requests).pause > _WAKING
 
     def slope(self, num_requests: int) -> DraftSlope:
         """What verifying drafts adds to a step of about so many requests: more than tokens of a prompt, for each is
         scored."""
-        return self._batches.setdefault(num_requests.bit_length(), _Batch()).slope
+        return self._batch(num_requests).slope
 
     def observe(
         self,
@@ -159,7 +148,7 @@ class DraftPayoff:
 
         What went into `catching_up` with tokens of a pause is no fault of the drafts that follow: by that, the longer
         the pause, the surer would be the next. A step that did nothing else is neither one with drafts nor without."""
-        batch = self._batches.setdefault(num_requests.bit_length(), _Batch())
+        batch = self._batch(num_requests)
         tokens = num_requests + num_accepted
         if guessed:
             batch.drafted.add(seconds - catching_up, tokens, min(_GAIN, _GAIN_PER_REQUEST * num_requests))
@@ -172,21 +161,30 @@ class DraftPayoff:
             if not batch.pause:
                 batch.slope.forgive()
         if batch.plain.count:
-            without = tokens * batch.plain.value
-            self._note_speedup(without, seconds)
-            if guessed or catching_up:
-                batch.note_loss(seconds, without)
+            self._note_speedup(tokens * batch.plain.value, seconds)
         if not guessed:
             return
         if batch.loses(num_requests) and not batch.plain_is_new:
             batch.plain, batch.plain_is_new = Pace(), True  # or is it that the machine has become slower meanwhile?
         elif batch.loses(num_requests):
-            batch.begin_pause()
+            batch.plain_is_new = False
+            batch.pause, batch.next_pause = batch.next_pause, min(2 * batch.next_pause, _LONGEST_PAUSE)
+            batch.drafted = Pace()
         elif batch.since_plain >= _ENOUGH:
             batch.plain_is_new = False
             if batch.drafted.count > max(4 * _ENOUGH, _ENOUGH_REQUESTS / num_requests):
-                batch.next_pause = _FIRST_PAUSE
+                batch.next_pause = _first_pause(num_requests)
+
+    def _batch(self, num_requests: int) -> _Batch:
+        size = num_requests.bit_length()
+        if size not in self._batches:
+            self._batches[size] = _Batch(next_pause=_first_pause(num_requests))
+        return self._batches[size]
 
     def _note_speedup(self, seconds_without: float, seconds: float) -> None:
         self._without += _GAIN / 3 * (seconds_without - self._without)
         self._with += _GAIN / 3 * (seconds - self._with)
+
+
+def _first_pause(num_requests: int) -> int:
+    return _FIRST_PAUSE if num_requests < _MANY else _FIRST_PAUSE_OF_MANY

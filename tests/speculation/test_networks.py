@@ -19,7 +19,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Speculation, Wanted
 from chairlift.errors import InvalidParameter
-from chairlift.execution import draft_networks, drafter
+from chairlift.execution import draft_head, draft_networks, drafter
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.draft_head import Head
 from chairlift.execution.draft_networks import FirstLayers
@@ -158,10 +158,13 @@ def test_with_8_bit_weights_all_of_it_is_the_same(folder: Path, draft: Path) -> 
         assert some.proposed > some.accepted
 
 
+@pytest.mark.parametrize("a_few", [draft_networks.A_FEW, 1])
 def test_a_rounded_head_is_one_call_and_says_what_its_parts_say(
-    folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch, a_few: int
 ) -> None:
-    """All guesses in one call, against one pass for each, in which every part of the head is called by itself."""
+    """All guesses in one call, against one pass for each, in which every part of the head is called by itself. It is
+    the same if more than `a_few` tokens are taken in beforehand."""
+    monkeypatch.setattr(draft_head, "A_FEW", a_few)
     rounded = load_model(str(folder), EngineConfig(device="cpu", quantization="int8"), progress=False)
     engine = start(rounded, speculate=f"draft:{draft}", draft_length=4)
     runner = engine.executor

@@ -112,11 +112,10 @@ class Head:
 
     def _clear_new_blocks(self, step: ComputedBatch) -> None:
         size = step.storage.block_size
-        begun = [
-            block
-            for chunk in step.plan.chunks
-            for block in chunk.table[-(-chunk.start // size) : -(-(chunk.start + chunk.count) // size)]
-        ]
+        begun: list[int] = []
+        for chunk in step.plan.chunks:
+            if chunk.count > 1 or chunk.start % size == 0:
+                begun += chunk.table[-(-chunk.start // size) : -(-chunk.end // size)]
         if begun:
             step.storage.clear(self._head.attention_layers[0].index, begun)
 

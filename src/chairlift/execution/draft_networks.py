@@ -9,7 +9,7 @@ and values ever be stale, its guesses get worse; what comes out is never affecte
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,8 +33,17 @@ class ComputedBatch:
     batch: InputBatch
     attend: Attend
     hidden: Tensor  # [T, hidden]
-    kept: Sequence[int]  # of each chunk that samples: the row that the request's next token was sampled from
+    accepted: Mapping[str, int]  # by request id: how many of its drafts were right
     storage: KVStorage
+
+    @property
+    def kept(self) -> list[int]:
+        """Of each chunk that samples: the row that the request's next token was sampled from."""
+        return [
+            offset + chunk.count - chunk.num_scored + self.accepted.get(chunk.request.id, 0)
+            for offset, chunk in zip(self.batch.layout.offsets, self.plan.chunks, strict=False)
+            if chunk.samples
+        ]
 
 
 class DraftNetwork(Protocol):

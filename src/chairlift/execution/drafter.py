@@ -108,6 +108,8 @@ class NetworkProposer:
                 if likely[index] >= wanted[index].least:
                     drafts[index].append(token)
                     self._levels.setdefault(request.id, []).append(level)
+                elif request.id in self._drawn_from:
+                    self._drawn_from[request.id].pop()  # which is as long as the vocabulary
         self.spent = time.perf_counter() - started if ready else self.catching_up
         return drafts
 
@@ -209,7 +211,7 @@ class NetworkProposer:
     def drawn_from(self, request_id: str) -> Tensor | None:
         """The probabilities [drafts, vocab] that the last drafts of a request were drawn with, if they were drawn."""
         found = self._drawn_from.get(request_id)
-        return None if found is None else torch.stack(found)
+        return torch.stack(found) if found else None
 
     def _note_seconds(self, num_requests: int, seconds: float) -> None:
         size = num_requests.bit_length()
@@ -228,6 +230,8 @@ class NetworkProposer:
 
     def forget(self, request_id: str) -> None:
         self.network.forget(request_id)
+        self._drawn_from.pop(request_id, None)
+        self._levels.pop(request_id, None)
 
 
 def _is_greedy(params: SamplingParams) -> bool:

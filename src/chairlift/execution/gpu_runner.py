@@ -220,11 +220,6 @@ class GPURunner:
         order = np.argsort(packed.first_rows).tolist()
         chunks = [plan.chunks[index] for index in order]
         offsets = packed.first_rows[order].tolist()
-        kept = [
-            offset + chunk.count - chunk.num_scored + accepted.get(chunk.request.id, 0)
-            for offset, chunk in zip(offsets, chunks, strict=True)
-            if chunk.samples
-        ]
         batch = InputBatch(
             tokens=step.seen.tokens,
             positions=view["position"],
@@ -242,7 +237,7 @@ class GPURunner:
         if isinstance(self.model, Decoder):
             self.model.tapped = step.seen.tapped  # which a replayed graph does not say
         shown = replace(plan, chunks=tuple(chunks))
-        drafter.network.follow(ComputedBatch(shown, batch, attend, step.seen.hidden, kept, self.storage))
+        drafter.network.follow(ComputedBatch(shown, batch, attend, step.seen.hidden, accepted, self.storage))
 
     # ---- graphs ---------------------------------------------------------------------------------------------------
 

@@ -89,15 +89,8 @@ class ModelRunner:
     def _show_drafter(
         self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, accepted: Mapping[str, int]
     ) -> None:
-        if self.drafter is None:
-            return
-        ends = zip(batch.layout.offsets, plan.chunks, strict=False)
-        kept = [
-            offset + chunk.count - chunk.num_scored + accepted.get(chunk.request.id, 0)
-            for offset, chunk in ends
-            if chunk.samples
-        ]
-        self.drafter.network.follow(ComputedBatch(plan, batch, attend, hidden, kept, self.storage))
+        if self.drafter is not None:
+            self.drafter.network.follow(ComputedBatch(plan, batch, attend, hidden, accepted, self.storage))
 
     def warm_up(self) -> None:
         """Compile what is compiled on first use, so that the first request does not wait for it. Runs one token

@@ -16,7 +16,12 @@ CPU = torch.device("cpu")
 SMOLLM2_LAYERS = [AttentionLayer(i, num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125) for i in range(30)]
 
 
-def plan(kv_memory: int | str | None, max_batch_requests: int = 64, memory_share: float | None = None) -> MemoryPlan:
+def plan(
+    kv_memory: int | str | None,
+    max_batch_requests: int = 64,
+    memory_share: float | None = None,
+    step_bytes: int = 0,
+) -> MemoryPlan:
     return plan_memory(
         SMOLLM2_LAYERS,
         weight_bytes=651_264_000,
@@ -27,6 +32,7 @@ def plan(kv_memory: int | str | None, max_batch_requests: int = 64, memory_share
         block_size=16,
         max_model_len=2048,
         max_batch_requests=max_batch_requests,
+        step_bytes=step_bytes,
     )
 
 
@@ -47,6 +53,19 @@ def test_a_share_of_free_memory_but_no_more_than_all_seats_could_fill(monkeypatc
     assert plan(5 * per_block + 1).num_blocks == 5
     with pytest.raises(InvalidParameter, match="kv_memory"):
         plan(per_block - 1)
+
+
+def test_a_step_gets_its_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    per_block = 46_080 * 16
+    monkeypatch.setattr(memory, "free_memory", lambda device: 4000 * per_block)
+    beside = plan(None, step_bytes=400 * per_block)
+    assert beside.num_blocks == 900
+    assert "25% of free memory beside 281.2 MiB for the largest step" in beside.source
+    assert plan(3600 * per_block, step_bytes=400 * per_block).num_blocks == 3600
+    with pytest.raises(InvalidParameter, match=r"kv_memory: .* more than .* beside 281.2 MiB for the largest step"):
+        plan(3601 * per_block, step_bytes=400 * per_block)
+    with pytest.raises(InvalidParameter, match="is too little"):
+        plan(None, step_bytes=5000 * per_block)
 
 
 @pytest.mark.parametrize(

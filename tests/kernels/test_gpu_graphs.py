@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.execution import gpu_batch, gpu_graphs, gpu_runner
+from chairlift.errors import InvalidParameter
+from chairlift.execution import gpu_batch, gpu_graphs, gpu_runner, runner_making
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_batch import LONG_CONTEXT, BatchShape, Shapes
 from chairlift.execution.gpu_graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.gpu_step import ComputedStep
+from chairlift.execution.memory import MemoryPlan
 from chairlift.execution.startup import LoadedModel
 from tests.kernels.test_gpu_speculation import GREEDY, everywhere, folder, plain, start, tiny, work_of
 from tests.speculation.running import knows_better, run
@@ -57,7 +59,7 @@ def record(graphs: Graphs, shape: BatchShape) -> Graph:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(Graphs, "_record", record)
-    return Graphs(lambda shape: None, lambda shape: NOTHING, [DECODES, MORE_DECODES])
+    return Graphs(lambda shape: None, lambda shape: NOTHING, [DECODES, MORE_DECODES], lambda: True)
 
 
 def test_a_shape_is_captured_once_it_was_met_often_enough(graphs: Graphs) -> None:
@@ -91,6 +93,15 @@ def test_without_memory_for_another_graph_steps_go_on_without(
     assert graphs.find(DECODES) is not None
     assert not graphs.capture_next()
     assert [record.message.split(":")[0] for record in caplog.records] == ["no memory is left for captured steps"]
+
+
+def test_a_capture_leaves_other_steps_their_memory(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that traffic asks for, not only one in idle time."""
+    graphs.capture(DECODES)
+    monkeypatch.setattr(graphs, "_room", lambda: False)
+    assert [graphs.find(MORE_DECODES) for _ in range(2 * MEETINGS)] == [None] * (2 * MEETINGS)
+    assert not graphs.capture_next()
+    assert graphs.find(DECODES) is not None
 
 
 def test_every_batch_fits_its_shape_and_the_largest() -> None:
@@ -129,6 +140,37 @@ def test_a_few_long_contexts_are_not_read_by_a_program_each_for_the_sake_of_a_gr
 def runner_of(engine: Engine) -> GPURunner:
     assert isinstance(engine.executor, GPURunner)
     return engine.executor
+
+
+def test_the_largest_step_is_computed_before_the_cache_is_sized(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [16])
+    monkeypatch.setattr(runner_making, "_rehearses", lambda device: True)
+    done: list[object] = []
+    rehearse, plan_memory = GPURunner.rehearse, runner_making.plan_memory
+
+    def rehearsed(runner: GPURunner) -> int:
+        done.append((runner.seats, len(runner.storage.keys[0])))
+        return rehearse(runner) + 1000
+
+    def planned(*layers: Any, **options: Any) -> MemoryPlan:
+        done.append(options["step_bytes"])
+        return plan_memory(*layers, **options)
+
+    monkeypatch.setattr(GPURunner, "rehearse", rehearsed)
+    monkeypatch.setattr(runner_making, "plan_memory", planned)
+    work = work_of(GREEDY.clone(max_tokens=3))
+    engine = start(tiny, max_batch_tokens=8, speculate="layers:1", draft_length=2)
+    assert done == [0, (4, 2), 1000]
+    same(plain(tiny, work), run(engine, work))
+
+    def exhausted(runner: GPURunner) -> int:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(GPURunner, "rehearse", exhausted)
+    with pytest.raises(InvalidParameter, match=r"max_batch_tokens.*lower it"):
+        start(tiny)
 
 
 def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

@@ -161,3 +161,20 @@ def test_every_kind_of_sampling_in_one_batch(model: CausalLM) -> None:
     found, _ = generate(make_engine(model, gpu=True), requests)
     assert found == expected
     assert set(found["r4"]) == {7}
+
+
+def test_a_rehearsal_is_as_large_as_steps_get_and_leaves_nothing_behind(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [16])  # the interpreter is slow
+    runner = make_engine(model, gpu=True).executor
+    assert isinstance(runner, GPURunner)
+    remembered = [*runner.storage.keys, *runner.storage.values, runner.tables, runner.last_token]
+    before = [tensor.view(torch.uint8).clone() for tensor in remembered]
+    logits: list[torch.Size] = []
+    head = runner.model.logits
+    monkeypatch.setattr(runner.model, "logits", lambda hidden: logits.append(hidden.shape) or head(hidden))
+    runner.rehearse()
+    assert [shape[0] for shape in logits] == [SEATS]
+    assert runner._largest.tokens == 32 + SEATS
+    assert all(tensor.view(torch.uint8).equal(old) for tensor, old in zip(remembered, before, strict=True))

@@ -20,7 +20,7 @@ from chairlift.execution.gpu_step import ComputedStep
 log = logging.getLogger("chairlift")
 
 MEETINGS = 2  # of a shape of nothing but decodes before it is captured at once: the next steps are likely the same
-KEPT_FREE = 2**30  # bytes, for the activations of long prompts
+KEPT_FREE = 2**28  # bytes beside the largest step: for what the host samples, and the driver's own
 MIXED_MEETINGS = 8  # of other shapes, which come and go with the prompts
 
 
@@ -28,9 +28,13 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _has_room() -> bool:
-    """Whether steps that are not captured still find memory after a capture that nobody asked for."""
-    return not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] > KEPT_FREE
+def has_room(device: torch.device, step_bytes: int) -> bool:
+    """Whether a step that takes `step_bytes`, and is not captured, still finds them after a capture: what a graph
+    takes is never given back."""
+    if not can_capture(device):
+        return True
+    torch.cuda.empty_cache()  # as every capture begins: what steps have left behind is free for all
+    return torch.cuda.mem_get_info(device)[0] > step_bytes + KEPT_FREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,14 @@ class Graphs:
         prepare: Callable[[BatchShape], None],
         forward: Callable[[BatchShape], ComputedStep],
         likely: Sequence[BatchShape],
+        room: Callable[[], bool],
     ) -> None:
         """`forward` computes a step of a shape, `prepare` one for nobody, which compiles what is not compiled yet.
-        `likely`: shapes to be captured when there is time, in this order."""
+        `likely`: shapes to be captured when there is time, in this order. `room`: whether there is memory for one."""
         self._prepare = prepare
         self._forward = forward
         self._likely = likely
+        self._room = room
         self._captured: dict[BatchShape, Graph] = {}
         self._met: dict[BatchShape, int] = {}  # of those that are not captured: how often
         self._full = False  # there is no memory for more
@@ -72,16 +78,18 @@ class Graphs:
     def capture_next(self) -> bool:
         """There is time for one: of those that were missed, else of the likely ones. False if there is none left."""
         missing = [*self._met, *(shape for shape in self._likely if shape not in self._captured)]
-        if not missing or self._full or not _has_room():
+        if not missing or self._full:
             return False
         self.capture(missing[0])
-        return True
+        return not self._full
 
     @torch.inference_mode()
     def capture(self, shape: BatchShape) -> None:
         if shape in self._captured or self._full:
             return
         try:
+            if not self._room():
+                raise torch.OutOfMemoryError
             self._prepare(shape)
             self._captured[shape] = self._record(shape)
             self._met.pop(shape, None)

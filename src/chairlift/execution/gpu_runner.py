@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,13 +23,14 @@ from chairlift.core.sampling import SamplingParams
 from chairlift.execution.draft_networks import ComputedBatch
 from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.gpu_batch import BatchShape, Shapes, fill_with_nobody
-from chairlift.execution.gpu_graphs import Graphs, can_capture
+from chairlift.execution.gpu_graphs import Graphs, can_capture, has_room
 from chairlift.execution.gpu_packing import Packed, Packer
 from chairlift.execution.gpu_slots import Slots
 from chairlift.execution.gpu_staging import Staging
 from chairlift.execution.gpu_step import Chosen, ComputedStep, PendingStep, Seen
 from chairlift.execution.host_blocks import HostBlocks, make_copies
 from chairlift.execution.input_batch import InputBatch
+from chairlift.execution.memory import memory_taken
 from chairlift.execution.sampler import Sampler
 from chairlift.execution.sampler_beams import beam_candidates
 from chairlift.execution.structured import MaskJob, StructuredOutput
@@ -57,8 +59,10 @@ class GPURunner:
         structured: StructuredOutput | None = None,
         max_drafts: int = 0,
         draft_layers: Sequence[AttentionLayer] = (),
+        step_bytes: int = 0,
     ) -> None:
-        """`max_drafts`: of all requests of a step together. `draft_layers`: of a network that guesses."""
+        """`max_drafts`: of all requests of a step together. `draft_layers`: of a network that guesses. `step_bytes`:
+        what the largest step takes beside weights and cache, which graphs are to leave it."""
         self.model = model
         self.attention = attention
         self.storage = storage
@@ -77,14 +81,15 @@ class GPURunner:
         use_graphs = graphs and can_capture(self.device)
         self.shapes = Shapes(seats, seats + max_drafts, self.tile_queries, graphs=use_graphs)
         self.packer = Packer(self.slots, self.shapes, self.tables, self.tile_queries)
-        largest = self.shapes.largest(max_batch_tokens)
-        self._inputs = self._zeros(largest.size)
-        self._staging = [Staging(largest, self.device) for _ in range(STAGING_BUFFERS)]
+        self._largest = self.shapes.largest(max_batch_tokens)
+        self._inputs = self._zeros(self._largest.size)
+        self._staging = [Staging(self._largest, self.device) for _ in range(STAGING_BUFFERS)]
         self._num_steps = 0
         self.graphs: Graphs | None = None
         if use_graphs:
             likely = [self.shapes.decodes(size) for size in self.shapes.decode_buckets if size <= 2 * seats]
-            self.graphs = Graphs(self._forward_nobody, self._forward, likely)
+            room = partial(has_room, self.device, step_bytes)
+            self.graphs = Graphs(self._forward_nobody, self._forward, likely, room)
 
     def _zeros(self, *size: int) -> Tensor:
         return torch.zeros(*size, dtype=torch.int32, device=self.device)
@@ -246,6 +251,15 @@ class GPURunner:
         fill_with_nobody(shape.host_views(nobody), self.slots.idle_cell)
         self._inputs[: shape.size].copy_(torch.from_numpy(nobody))
         self._forward(shape)
+
+    @torch.inference_mode()
+    def rehearse(self) -> int:
+        """Compute the largest step there can be, for nobody; return the bytes that it takes beside weights and cache.
+        Single tokens would add nothing to that but the time to compile their kernel."""
+        largest = self._largest
+        tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # as many as there can be
+        shape = replace(largest, singles=0, tiles=tiles)
+        return memory_taken(lambda: self._forward_nobody(shape), self.device)
 
     def warm_up(self) -> None:
         """Compile the kernels of both kinds of steps, so that the first request does not wait for it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,15 +68,22 @@ def plan_memory(
     block_size: int,
     max_model_len: int,
     max_batch_requests: int,
+    step_bytes: int = 0,
 ) -> MemoryPlan:
-    """`kv_memory` as given, or a share of what is free, but no more than all seats could ever fill."""
+    """`kv_memory` as given, or a share of what is free beside `step_bytes`, but no more than all seats could fill."""
     per_token = bytes_per_token(layers, dtype)
     per_block = per_token * block_size
+    free = free_memory(device) - step_bytes
     if kv_memory is not None:
         budget, source = parse_bytes("kv_memory", kv_memory), "kv_memory"
+        if step_bytes and budget > free:
+            problem = f"{format_bytes(budget)} is more than the {format_bytes(max(0, free))} that are free beside"
+            problem = f"{problem} {format_bytes(step_bytes)} for the largest step; lower it, or max_batch_tokens"
+            raise InvalidParameter("kv_memory", problem)
     else:
         share = memory_share or SHARE_OF_FREE_MEMORY[device.type]
-        budget, source = int(free_memory(device) * share), f"{share:.0%} of free memory"
+        beside = f" beside {format_bytes(step_bytes)} for the largest step" if step_bytes else ""
+        budget, source = max(0, int(free * share)), f"{share:.0%} of free memory{beside}"
     num_blocks = budget // per_block
     most = max_batch_requests * -(-max_model_len // block_size)
     if kv_memory is None and num_blocks > most:
@@ -120,6 +127,22 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     left = _left_of_container_limit()
     return _available_to_machine() if left is None else min(_available_to_machine(), left)
+
+
+def memory_taken(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes of a GPU that `run` takes at its peak beyond what is in use, as torch asks the driver for them: with what
+    lies unused between tensors. All is free again afterwards. Of a CPU, whose system lends more than there is: 0."""
+    if device.type != "cuda":
+        run()
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    return peak - before
 
 
 def _available_to_machine() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from chairlift.attention import AttentionBackend, AttentionLayer, KVStorage, PagedGPUAttention, choose_backend
+from chairlift.attention import AttentionBackend, AttentionLayer, choose_backend
 from chairlift.core.adaptive_budget import make_budget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.courtesy import Courtesy
@@ -22,15 +22,16 @@ from chairlift.core.swap import SwapCost, SwapSpace
 from chairlift.core.work_forecast import WorkForecast
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.execution.config import EngineConfig
-from chairlift.execution.draft_model import Draft, load_draft
+from chairlift.execution.draft_model import load_draft
 from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.grammar import GrammarCompiler
 from chairlift.execution.host_blocks import HostBlocks, num_host_slots
-from chairlift.execution.kv_dtype import check_kv_dtype, kv_dtype
-from chairlift.execution.memory import MemoryPlan, allocate_storage, format_bytes, plan_memory
+from chairlift.execution.kv_dtype import check_kv_dtype
+from chairlift.execution.memory import MemoryPlan, format_bytes
 from chairlift.execution.runner import ModelRunner
+from chairlift.execution.runner_making import RunnerMaking
 from chairlift.execution.speculate import drafts_per_request, make_speculation
 from chairlift.execution.structured import StructuredOutput
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
@@ -44,7 +45,6 @@ from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
 
-MOST_DRAFTS_ON_GPU = 256  # of a step: beyond some hundred rows, arithmetic takes what a guess is to save
 SMALLEST_ROUNDED = 20_000_000  # weights of a model that is rounded to 8 bits without being asked for
 
 
@@ -127,23 +127,10 @@ def start_engine(
     draft = load_draft(config.speculate, model, loaded.tokenizer, max_model_len) if config.speculate else None
     layers = (*model.attention_layers, *(draft.layers if draft else ()))
     attention = _choose_attention(config, model, layers, max_model_len)
-    cache_dtype = kv_dtype(config, model)
-    memory = plan_memory(
-        layers,
-        weight_bytes=model.num_weight_bytes() + (draft.weight_bytes if draft else 0),
-        kv_memory=config.kv_memory,
-        memory_share=config.memory_share,
-        dtype=cache_dtype,
-        device=model.device,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        max_batch_requests=config.seats(),
-    )
-    storage = allocate_storage(layers, memory, cache_dtype, model.device)
     compiler = GrammarCompiler(loaded.tokenizer, model.vocab_size, loaded.eos_ids)
     structured = StructuredOutput(compiler, model.vocab_size)
-    seats = config.max_batch_requests or memory.seats(config.seats())
-    runner = _make_runner(model, attention, storage, config, seats, max_model_len, structured, draft)
+    making = RunnerMaking(model, attention, config, max_model_len, structured, draft)
+    runner, memory, seats = making.make()
     cost_model = CostModel()
     speculation = None
     if draft is not None:
@@ -177,14 +164,10 @@ def start_engine(
 def _choose_attention(
     config: EngineConfig, model: CausalLM, layers: Sequence[AttentionLayer], max_model_len: int
 ) -> AttentionBackend:
-    """With all the memory taken that it needs beside the KV cache."""
     if config.batch_invariant and not getattr(model, "batch_invariant", False):
         raise InvalidParameter("batch_invariant", "this model was loaded without it")
     invariant_for = max_model_len if config.batch_invariant else None
-    attention = choose_backend(config.attention, layers, model.device, model.dtype, invariant_for=invariant_for)
-    if isinstance(attention, PagedGPUAttention):
-        attention.reserve(layers, config.seats() + _max_drafts(config), model.device)
-    return attention
+    return choose_backend(config.attention, layers, model.device, model.dtype, invariant_for=invariant_for)
 
 
 def _make_scheduler(
@@ -227,37 +210,6 @@ def _targets(config: EngineConfig) -> str:
     if words:
         return f", at most {' and '.join(words)}"
     return ", at the throughput knee" if config.budget == "knee" else ""
-
-
-def _make_runner(
-    model: CausalLM,
-    attention: AttentionBackend,
-    storage: KVStorage,
-    config: EngineConfig,
-    seats: int,
-    max_model_len: int,
-    structured: StructuredOutput,
-    draft: Draft | None,
-) -> ModelRunner | GPURunner:
-    if not isinstance(attention, PagedGPUAttention):
-        return ModelRunner(model, attention, storage, structured)
-    return GPURunner(
-        model,
-        attention,
-        storage,
-        seats=seats,
-        max_batch_tokens=config.batch_tokens(),
-        max_model_len=max_model_len,
-        graphs=config.cuda_graphs,
-        structured=structured,
-        max_drafts=_max_drafts(config),
-        draft_layers=draft.layers if draft else (),
-    )
-
-
-def _max_drafts(config: EngineConfig) -> int:
-    """Of a step on a GPU."""
-    return 0 if config.speculate is None else min(MOST_DRAFTS_ON_GPU, config.batch_tokens())
 
 
 def _make_swap_space(

@@ -263,6 +263,10 @@ class GPURunner:
 
     def warm_up(self) -> None:
         """Compile the kernels of both kinds of steps, so that the first request does not wait for it."""
+        one = {"chunks": 1, "samples": 1, "updates": 1}
+        mixed, _ = self.shapes.choose(tokens=2, singles=0, tiles=1, **one)
+        single, _ = self.shapes.choose(tokens=1, singles=1, tiles=0, **one)
+        self._compile([mixed, single])
         request = Request("warm-up", [0] * 2, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
         scratch = [self.storage.scratch_block]
         for start, count in ((0, 2), (1, 1)):
@@ -272,6 +276,20 @@ class GPURunner:
         if self.drafter is not None:
             self.drafter.forget(request.id)
 
+    @torch.inference_mode()
+    def _compile(self, shapes: Sequence[BatchShape]) -> None:
+        """The kernels of such steps, side by side instead of when each is first launched."""
+        if self.device.type != "cuda":
+            return
+        from chairlift.kernels.triton_compile import compile_kernels
+
+        def walk() -> None:
+            for shape in shapes:
+                self._forward_nobody(shape)
+
+        # Tokens are looked up in the embedding: they have to be some.
+        compile_kernels(walk, self.device, launched=["_begin_step_kernel"])
+
     def use_idle_time(self) -> bool:
         """Capture a step that is likely to come. False if there is none left."""
         return self.graphs is not None and self.graphs.capture_next()
@@ -279,8 +297,10 @@ class GPURunner:
     def capture_decodes(self, sizes: Sequence[int] | None = None) -> None:
         """Capture decode steps of these batch sizes now instead of when they first occur."""
         if self.graphs is not None:
-            for size in sorted(sizes or self.shapes.decode_buckets, reverse=True):
-                self.graphs.capture(self.shapes.decodes(size))
+            shapes = [self.shapes.decodes(size) for size in sorted(sizes or self.shapes.decode_buckets, reverse=True)]
+            self._compile(shapes)
+            for shape in shapes:
+                self.graphs.capture(shape)
 
     def forget(self, request_id: str) -> None:
         self.slots.release(request_id)

@@ -22,7 +22,7 @@ HEADINGS = (
     *("Prompt", "Chunks"),
     *("Prefill\ns", "Floor\ns", "Of\nfloor"),
     *("KV cache\nMiB", "Peak more\nMiB"),
-    *("TPOT\nms", "Floor\nms", "Of\nfloor"),
+    *("TPOT\nms", "Floor\nms", "Of\nfloor", "KV times\nfloor, <="),
     *("Attention\nµs/layer", "Floor\nµs", "Times\nfloor"),
 )
 
@@ -41,9 +41,11 @@ def bench_long_context(
 
     A prompt is computed in chunks of --max-prefill-tokens. "Peak more" is the most
     memory in use beyond the weights and the KV cache: with ragged attention, which
-    writes no score matrix, it hardly grows with the prompt. The last columns are the
-    attention of one layer for one token by itself, beside the time in which the
-    bandwidth measured in the same run brings its keys and values.
+    writes no score matrix, it hardly grows with the prompt. "KV times floor" counts
+    all time of a step as attention but that in which its weights could be read, so it
+    says little of short prompts. The last columns are the attention of one layer for
+    one token by itself, beside the time in which the bandwidth measured in the same
+    run brings its keys and values.
     """
     from chairlift.bench.floor import ceilings_for
     from chairlift.bench.long_context import LongContextSettings, made_longer, measure_long_contexts
@@ -92,6 +94,7 @@ def _cells(point: LongContextPoint) -> list[str]:
         f"{1e3 * point.tpot_seconds:,.3f}",
         f"{1e3 * point.tpot_floor_seconds:,.3f}",
         f"{point.tpot_share_of_floor:.0%}",
+        f"{point.kv_times_floor:.2f}x",
         "" if attention is None else f"{1e6 * attention:,.1f}",
         "" if attention is None else f"{1e6 * point.attention_floor_seconds:,.1f}",
         "" if times is None else f"{times:.2f}x",

@@ -39,7 +39,10 @@ def test_prompts_longer_than_the_config_says(tmp_path: Path) -> None:
     bandwidth = report["settings"]["bytes_per_second"]
     assert long["tpot_floor_seconds"] == pytest.approx((4 * (weights + 32 * 300) + 302 * kv) / bandwidth)
     assert long["attention_floor_seconds"] == pytest.approx(300 * kv / bandwidth, rel=0.03)  # and the query and result
+    assert long["kv_floor_seconds"] == pytest.approx(302 * kv / bandwidth)
     for row in (short, long):
+        beyond_weights = row["tpot_seconds"] - (row["tpot_floor_seconds"] - row["kv_floor_seconds"])
+        assert row["kv_times_floor"] == pytest.approx(beyond_weights / row["kv_floor_seconds"])
         assert row["attention_times_floor"] == pytest.approx(row["attention_seconds"] / row["attention_floor_seconds"])
         assert 0 < row["prefill_floor_seconds"] < row["prefill_seconds"]
         assert row["peak_bytes"] is None or row["peak_bytes"] >= 0

@@ -56,6 +56,7 @@ class LongContextPoint:
     peak_bytes: int | None  # most memory in use beyond weights and cache; None where the system does not tell
     tpot_seconds: float  # for each token after the first
     tpot_floor_seconds: float  # weights and cache over the bandwidth
+    kv_floor_seconds: float  # the cache alone
     attention_seconds: float | None  # of one layer, one token; None for models that run on transformers' code
     attention_floor_seconds: float  # its keys and values over the bandwidth
 
@@ -68,6 +69,11 @@ class LongContextPoint:
         return self.tpot_floor_seconds / self.tpot_seconds
 
     @property
+    def kv_times_floor(self) -> float:
+        """What a step takes for the cache, at most: all of its time but that in which the weights could be read."""
+        return (self.tpot_seconds - self.tpot_floor_seconds) / self.kv_floor_seconds + 1
+
+    @property
     def attention_times_floor(self) -> float | None:
         return None if self.attention_seconds is None else self.attention_seconds / self.attention_floor_seconds
 
@@ -76,6 +82,7 @@ class LongContextPoint:
             "name": f"{self.tokens} tokens",
             "prefill_share_of_floor": self.prefill_share_of_floor,
             "tpot_share_of_floor": self.tpot_share_of_floor,
+            "kv_times_floor": self.kv_times_floor,
             "attention_times_floor": self.attention_times_floor,
         }
 
@@ -157,6 +164,7 @@ def _measure(
         peak_bytes=peak,
         tpot_seconds=(run.last - run.first) / (output - 1),
         tpot_floor_seconds=(cost.step_bytes + context * cost.kv_bytes) / ceilings.bytes_per_second,
+        kv_floor_seconds=context * cost.kv_bytes / ceilings.bytes_per_second,
         attention_seconds=attention,
         attention_floor_seconds=read / ceilings.bytes_per_second,
     )

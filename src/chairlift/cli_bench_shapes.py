@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -73,7 +73,7 @@ def bench_shapes(
     number format. Each of the two has a process of its own, so that the memory of
     the first is free for the second.
     """
-    from chairlift.bench.shapes import plot_shapes, run_shape
+    from chairlift.bench.shapes import run_shape
     from chairlift.execution.config import EngineConfig
 
     if scale < 1:
@@ -93,25 +93,41 @@ def bench_shapes(
     names = [name.strip() for name in cases.split(",")]
     other = _peer(context, peer, peer_python, peer_timeout)
     report.check()
+    asked = {"shape": shape, "cases": names, "device": device, "dtype": dtype, "seats": seats, "scale": scale}
+    asked |= {"batch_invariant": batch_invariant, "quantization": config.quantization, "kv_dtype": kv_dtype}
+
+    def keep(half: Comparison) -> None:
+        _show(shape, half.own, None)
+        _write(report, shape, asked, half.own, half)
+
     with watch(enabled=not quiet) as note:
         if other is None:
             run, compared = run_shape(shape, config, names, note, scale=scale), None
         else:
-            compared = other.compare(shape, config, names, note, scale=scale)
+            compared = other.compare(shape, config, names, note, scale=scale, keep=keep)
             run = compared.own
     _show(shape, run, compared)
-    asked = {"shape": shape, "cases": names, "device": device, "dtype": dtype, "seats": seats, "scale": scale}
-    asked |= {"batch_invariant": batch_invariant, "quantization": config.quantization, "kv_dtype": kv_dtype}
-    asked |= {"ready_seconds": run.ready_seconds, "bytes_per_second": run.ceilings.bytes_per_second}
-    asked |= {"flops_per_second": run.ceilings.flops_per_second}
-    asked |= {} if compared is None else compared.settings()
-    rows = [result.row() for result in run.results] if compared is None else compared.rows()
-    times = None if compared is None else compared.times()
-    report.write("shapes", asked, rows, lambda path, here: plot_shapes(path, shape, run.results, here, times))
+    _write(report, shape, asked, run, compared)
     if compared is not None and compared.failure is not None:
         if compared.failure.output:
             Console(file=sys.stderr).print(compared.failure.output, style="dim", highlight=False, markup=False)
         raise ChairliftError(f"{compared.peer.title} {compared.failure}")
+
+
+def _write(
+    report: ReportOptions, shape: str, asked: dict[str, Any], run: ShapeRun, compared: Comparison | None
+) -> None:
+    from chairlift.bench.shapes import plot_shapes
+
+    settings = asked | {
+        "ready_seconds": run.ready_seconds,
+        "bytes_per_second": run.ceilings.bytes_per_second,
+        "flops_per_second": run.ceilings.flops_per_second,
+    }
+    settings |= {} if compared is None else compared.settings()
+    rows = [result.row() for result in run.results] if compared is None else compared.rows()
+    times = None if compared is None else compared.times()
+    report.write("shapes", settings, rows, lambda path, here: plot_shapes(path, shape, run.results, here, times))
 
 
 def _peer(context: typer.Context, name: str | None, python: Path | None, timeout: float) -> ShapePeer | None:

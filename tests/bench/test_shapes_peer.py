@@ -105,6 +105,23 @@ def test_ours_is_kept_when_the_other_fails(
     assert written["rows"] == [result.row() for result in OWN.results]
 
 
+def test_ours_is_kept_when_nobody_waits_for_the_other(
+    shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*how: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shapes_peer, "_run_own", lambda *how, **more: (OWN, 5.0))
+    monkeypatch.setattr(ShapePeer, "_run", interrupted)
+    report = tmp_path / "report.json"
+    result = bench(shape, "--peer", "vllm", "--json", str(report))
+    assert result.exit_code == 130
+    assert "decode-2" in result.output
+    written = json.loads(report.read_text())
+    assert written["rows"] == [result.row() for result in OWN.results]
+    assert written["settings"]["peer"]["start_seconds"] is None
+
+
 def test_what_it_finished_before_it_failed_is_kept(
     shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +74,24 @@ class ShapePeer:
         return str(found["version"])
 
     def compare(
-        self, shape: str, config: EngineConfig, cases: Sequence[str], note: Note, *, scale: int = 1
+        self,
+        shape: str,
+        config: EngineConfig,
+        cases: Sequence[str],
+        note: Note,
+        *,
+        scale: int = 1,
+        keep: Callable[[Comparison], None] = lambda half: None,
     ) -> Comparison:
-        """First ours, then the other. What can be refused is refused before."""
+        """First ours, then the other. What can be refused is refused before. `keep` is told our half once it is there:
+        the other takes minutes, and somebody may lose patience."""
         _refuse_other_formats(config, self.title)
         version = self.version()
         own, start_seconds = _run_own(shape, config, cases, note, scale=scale)
+        half = Comparison(self, version, own, start_seconds, None)
+        keep(half)
         theirs, failure = self._run(shape, config, make_cases(cases, own.vocabulary, scale), note)
-        return Comparison(self, version, own, start_seconds, theirs, failure)
+        return replace(half, theirs=theirs, failure=failure)
 
     def _run(
         self, shape: str, config: EngineConfig, cases: Sequence[Case], note: Note

@@ -63,7 +63,7 @@ def one_step(at: float) -> list[dict[str, Any]]:
         ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", at, 4),
         ("kernel", FIRST_KERNEL, at + 5, 5),
         ("kernel", "nvjet_tst_64x8", at + 10, 50),
-        ("kernel", "_decode_kernel", at + 50, 30),
+        ("kernel", "decode_kernel", at + 50, 30),
         ("kernel", "_sample_kernel", at + 83, 7),
         ("cuda_runtime", "cudaGraphLaunch", at, 6),
         ("cuda_runtime", "cudaEventSynchronize", at, 60),
@@ -103,7 +103,7 @@ def test_kernels_are_sorted_by_their_names() -> None:
             "sm90_xmma_gemm_bf16",
             "cublasLt::splitKreduce_kernel",
         ],
-        ATTENTION: ["_decode_kernel", "_prefill_kernel", "flash_fwd_splitkv_kernel"],
+        ATTENTION: ["decode_kernel", "_prefill_kernel", "flash_fwd_splitkv_kernel"],
         SAMPLING: ["_sample_kernel"],
         OTHER: ["_add_norm_kernel", "_sort_kernel", "_rotate_and_store_kernel", "_silu_mul_kernel", FIRST_KERNEL],
     }

@@ -18,7 +18,7 @@ LAUNCH_CALLS = re.compile(r"(cuda|cu)(GraphLaunch|LaunchKernel|LaunchKernelExC|L
 # By what stands in a kernel's name; the first that fits counts. cuBLAS calls its kernels many things.
 _KINDS = (
     (SAMPLING, re.compile(r"_sample_kernel|argmax|multinomial", re.IGNORECASE)),
-    (ATTENTION, re.compile(r"_decode_kernel|_prefill_kernel|flash|fmha|attention|attn", re.IGNORECASE)),
+    (ATTENTION, re.compile(r"decode_kernel|_prefill_kernel|flash|fmha|attention|attn", re.IGNORECASE)),
     (
         GEMM,
         re.compile(

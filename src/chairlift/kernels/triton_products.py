@@ -37,6 +37,28 @@ def _sum_of_parts(parts_ptr, tile, A: tl.constexpr, B: tl.constexpr, SPLITS: tl.
     return acc
 
 
+@triton.jit
+def _tile(tiles, row, rows_at, at, end, BK: tl.constexpr, DESCRIBED: tl.constexpr, EVEN_DEPTH: tl.constexpr):
+    """Columns `at` and on of some rows: by a tensor descriptor that counts rows, or by the rows' places in memory."""
+    k = at + tl.arange(0, BK)
+    if DESCRIBED:
+        tile = tiles.load([row, at])
+    elif EVEN_DEPTH:
+        tile = tl.load(rows_at[:, None] + k[None, :])
+    else:
+        tile = tl.load(rows_at[:, None] + k[None, :], mask=(k < end)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _plus_product(acc, x, w, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    if SWAPPED:
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])  # one kernel for all numbers of rows of a tile
 def _product_kernel(
     x_ptr,  # [M, K]
@@ -74,7 +96,6 @@ def _product_kernel(
     split = tl.program_id(2)
     m = row_block * BM + tl.arange(0, BM)
     n = block * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
     per_split = tl.cdiv(K, SPLITS * BK) * BK
     begin = split * per_split
     end = tl.minimum(begin + per_split, K)
@@ -102,31 +123,12 @@ def _product_kernel(
     acc = tl.zeros([A, B], tl.float32)
     up = tl.zeros([A, B], tl.float32)
     for at in range(begin, end, BK):
-        if DESCRIBED:
-            w = weight_tiles.load([block * BN, at])
-            x = x_tiles.load([row_block * BM, at])
-        elif EVEN_DEPTH:
-            w = tl.load(w_at[:, None] + (at + k)[None, :])
-            x = tl.load(x_at[:, None] + (at + k)[None, :])
-        else:
-            inside = (at + k < end)[None, :]
-            w = tl.load(w_at[:, None] + (at + k)[None, :], mask=inside, other=0.0)
-            x = tl.load(x_at[:, None] + (at + k)[None, :], mask=inside, other=0.0)
-        if SWAPPED:
-            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+        w = _tile(weight_tiles, block * BN, w_at, at, end, BK, DESCRIBED, EVEN_DEPTH)
+        x = _tile(x_tiles, row_block * BM, x_at, at, end, BK, DESCRIBED, EVEN_DEPTH)
+        acc = _plus_product(acc, x, w, SWAPPED, PRECISION)
         if GATED:
-            if DESCRIBED:
-                w = weight_tiles.load([N + block * BN, at])
-            elif EVEN_DEPTH:
-                w = tl.load(w_at[:, None] + N.to(tl.int64) * K + (at + k)[None, :])
-            else:
-                w = tl.load(w_at[:, None] + N.to(tl.int64) * K + (at + k)[None, :], mask=inside, other=0.0)
-            if SWAPPED:
-                up = tl.dot(w, tl.trans(x), up, input_precision=PRECISION)
-            else:
-                up = tl.dot(x, tl.trans(w), up, input_precision=PRECISION)
+            w = _tile(weight_tiles, N + block * BN, w_at + N.to(tl.int64) * K, at, end, BK, DESCRIBED, EVEN_DEPTH)
+            up = _plus_product(up, x, w, SWAPPED, PRECISION)
 
     if SPLITS > 1:
         TILE: tl.constexpr = BM * BN

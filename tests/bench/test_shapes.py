@@ -60,7 +60,10 @@ def test_cases_have_the_lengths_that_their_names_say() -> None:
     assert make_cases(["load-5"], vocab=50) == [load]
     assert make_cases(["load-5-0"], vocab=50)[0].prompts == load.prompts
     assert make_cases(["load-5-1"], vocab=50)[0].prompts != load.prompts
-    for unknown in ("decode", "load-0", "load-5-", "load-5-1-2", "chat-5"):
+    names = ["decode-1", "decode-3", "load-5", "load-5-1", "prefill-1", "prefill-3"]
+    starts = [tuple(prompt[:16]) for case in make_cases(names, vocab=10_000) for prompt in case.prompts]
+    assert len(set(starts)) == len(starts)  # nothing of a case is cached when it comes
+    for unknown in ("decode", "load-0", "load-5-", "load-5-1-2", "decode-5-1", "prefill-5-1", "chat-5"):
         with pytest.raises(InvalidParameter, match="cases"):
             make_cases([unknown], vocab=50)
 

@@ -17,7 +17,7 @@ from chairlift.bench import shapes_peer
 from chairlift.bench.floor import Ceilings
 from chairlift.bench.peer_process import PROGRAMS, PeerProcess
 from chairlift.bench.shapes import CaseResult, ShapeRun, make_cases
-from chairlift.bench.shapes_peer import ShapePeer, _only_this, _run_own
+from chairlift.bench.shapes_peer import ShapePeer, _finished, _only_this, _run_own
 from chairlift.cli import app
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.execution.config import EngineConfig
@@ -103,6 +103,21 @@ def test_ours_is_kept_when_the_other_fails(
     written = json.loads(report.read_text())
     assert expected in written["settings"]["peer"]["failure"]
     assert written["rows"] == [result.row() for result in OWN.results]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        ({"start_seconds": 3.0, "seconds": [1.0]}, [1.0]),
+        ({"start_seconds": 3.0}, []),
+        ({"seconds": [1.0]}, None),
+        ({"start_seconds": 3.0, "seconds": [0.0]}, None),
+        ({"start_seconds": 3.0, "seconds": [1.0] * 3}, None),
+    ],
+)
+def test_half_an_answer_is_kept_if_it_makes_sense(answer: dict[str, Any], kept: list[float] | None) -> None:
+    found = _finished(answer, num_cases=2)
+    assert (found and found.seconds) == kept
 
 
 def test_ours_is_kept_when_nobody_waits_for_the_other(

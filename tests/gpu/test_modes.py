@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 from chairlift.bench.quality import score
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.gpu_runner import GPURunner
+from chairlift.execution.memory import memory_taken
 from chairlift.execution.startup import LoadedModel, load_model, start_engine
 from tests.execution.test_batch_invariant import check_all_batches, config, prompts
 from tests.gpu.greedy import compare_rounded, generate, load_tiny
@@ -33,6 +35,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 def wide(folder: Path, shape: str = "Qwen3Config", **options: Any) -> LoadedModel:
     save(make_reference(getattr(transformers, shape)(**(SIZES | WIDE | SHAPES[shape]))), folder)
     return load_tiny(folder, torch.device("cuda"), torch.bfloat16, **options)
+
+
+def test_what_a_step_takes_is_measured_and_free_again() -> None:
+    device = torch.device("cuda")
+    held = torch.zeros(1, device=device)
+    before = torch.cuda.memory_reserved(device)
+    for size in (2**22, 2**27):
+        assert (
+            size <= memory_taken(lambda size=size: torch.empty(size, dtype=torch.uint8, device=device), device) < 2**28
+        )
+    assert torch.cuda.memory_reserved(device) <= before
+    del held
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

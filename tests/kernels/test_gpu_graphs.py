@@ -12,7 +12,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.execution import gpu_batch, gpu_graphs, gpu_runner, runner_making
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_batch import LONG_CONTEXT, BatchShape, Shapes
-from chairlift.execution.gpu_graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs
+from chairlift.execution.gpu_graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs, has_room
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.gpu_step import ComputedStep
 from chairlift.execution.memory import MemoryPlan
@@ -59,7 +59,7 @@ def record(graphs: Graphs, shape: BatchShape) -> Graph:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(Graphs, "_record", record)
-    return Graphs(lambda shape: None, lambda shape: NOTHING, [DECODES, MORE_DECODES], lambda: True)
+    return Graphs(lambda shape: 5, lambda shape: NOTHING, [DECODES, MORE_DECODES], lambda taken: True)
 
 
 def test_a_shape_is_captured_once_it_was_met_often_enough(graphs: Graphs) -> None:
@@ -98,10 +98,22 @@ def test_without_memory_for_another_graph_steps_go_on_without(
 def test_a_capture_leaves_other_steps_their_memory(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that traffic asks for, not only one in idle time."""
     graphs.capture(DECODES)
-    monkeypatch.setattr(graphs, "_room", lambda: False)
+    monkeypatch.setattr(graphs, "_room", lambda taken: taken < 5)
     assert [graphs.find(MORE_DECODES) for _ in range(2 * MEETINGS)] == [None] * (2 * MEETINGS)
     assert not graphs.capture_next()
     assert graphs.find(DECODES) is not None
+
+
+def test_room_is_what_is_left_beside_the_largest_step_after_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_graphs, "can_capture", lambda device: True)
+    monkeypatch.setattr(gpu_graphs, "KEPT_FREE", 100)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    device = torch.device("cpu")
+    assert [has_room(device, step, taken) for step, taken in ((800, 99), (800, 100), (899, 0), (900, 0))] == [
+        *(True, False),
+        *(True, False),
+    ]
 
 
 def test_every_batch_fits_its_shape_and_the_largest() -> None:
@@ -129,12 +141,16 @@ def test_every_batch_fits_its_shape_and_the_largest() -> None:
 
 
 def test_a_few_long_contexts_are_not_read_by_a_program_each_for_the_sake_of_a_graph() -> None:
-    shapes = Shapes(seats=64, rows=64, tile_queries=16, graphs=True)
-    needs = {"tokens": 600, "chunks": 60, "tiles": 40, "samples": 60, "updates": 9}
-    for singles, longest, captured in ((2, LONG_CONTEXT, True), (2, LONG_CONTEXT + 1, False), (50, 10**5, True)):
+    shapes = Shapes(seats=128, rows=128, tile_queries=16, graphs=True)
+    needs = {"tokens": 600, "chunks": 120, "tiles": 40, "samples": 120, "updates": 9}
+    for singles, longest, captured in ((2, LONG_CONTEXT, True), (2, LONG_CONTEXT + 1, False), (90, 10**5, True)):
         shape, recurs = shapes.choose(**needs, singles=singles, longest=longest)
         assert recurs == captured
-        assert shape.singles == (64 if captured else singles)
+        assert shape.singles == (128 if captured else singles)
+        assert shape.long == (longest > LONG_CONTEXT)
+    alone = {"tokens": 30, "chunks": 30, "singles": 30, "tiles": 0, "samples": 30, "updates": 1}
+    for longest in (LONG_CONTEXT, LONG_CONTEXT + 1):
+        assert shapes.choose(**alone, longest=longest) == (shapes.decodes(32, long=longest > LONG_CONTEXT), True)
 
 
 def runner_of(engine: Engine) -> GPURunner:

@@ -13,6 +13,7 @@ from chairlift.attention import PagedGPUAttention
 from chairlift.bench import kernel_speed
 from chairlift.bench.floor import Ceilings
 from chairlift.bench.gpu_profile import make_profile
+from chairlift.bench.gpu_timeline import FIRST_KERNEL
 from chairlift.bench.long_context import LongContextSettings, measure_long_contexts
 from chairlift.bench.step_profile import Batch
 from chairlift.bench.step_work import GEMM
@@ -98,3 +99,9 @@ def test_attention_and_sampling_run_as_they_do_in_a_step(
     assert prompts[0]["tile_offset"].tolist() == list(range(0, 40, queries))
     logits = torch.randn(2, 50, device=model.device)
     kernel_speed._device_sampler(logits, SamplingParams(temperature=0.0))()
+
+
+def test_a_profile_knows_the_first_kernel_of_a_step() -> None:
+    from chairlift.kernels.triton_layers import begin_step_kernel
+
+    assert begin_step_kernel.__name__ == FIRST_KERNEL

@@ -283,7 +283,14 @@ def test_decode_straight_from_the_projection(
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8, 40, 600])
 def test_one_scratch_has_room_for_every_batch_size(kv_heads: int) -> None:
     scratch = Scratch(kv_heads, kv_heads, 2, torch.device("cpu"))
-    cut = {rows: splits for rows in range(1, 2000) if (splits := decode_splits(rows, kv_heads)) > 1}
-    assert cut
-    assert all(rows * splits <= len(scratch.partial) for rows, splits in cut.items())
-    assert all(rows * kv_heads <= len(scratch.arrived) for rows in cut)
+    for long in (False, True):
+        cut = {rows: splits for rows in range(1, 2000) if (splits := decode_splits(rows, kv_heads, long=long)) > 1}
+        assert cut
+        assert all(rows * splits <= len(scratch.partial) for rows, splits in cut.items())
+        assert all(rows * kv_heads <= len(scratch.arrived) for rows in cut)
+
+
+def test_a_long_context_is_cut_into_more_parts() -> None:
+    usual, long = ({rows: decode_splits(rows, 8, long=kind) for rows in (1, 16, 32, 64, 128, 256)} for kind in (0, 1))
+    assert usual == {1: 32, 16: 2, 32: 1, 64: 1, 128: 2, 256: 1}
+    assert long == {1: 32, 16: 2, 32: 8, 64: 4, 128: 2, 256: 1}

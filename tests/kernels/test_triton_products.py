@@ -57,6 +57,17 @@ def test_product(
             assert error(sums.sum(1), found.double().pow(2).sum(1)) < 1e-5
 
 
+@pytest.mark.parametrize("size", [(1024, 3072, 2048, 4096, 151_936), (4096, 14_336, 4096, 6144, 128_256)])
+def test_tiles_are_inside_of_what_has_room_behind_it(size: tuple[int, ...]) -> None:
+    hidden, inner, heads, qkv, vocab = size
+    products = [(qkv, hidden, False), (hidden, heads, False), (inner, hidden, True), (hidden, inner, False)]
+    for rows in range(1, 257):
+        for columns, depth, gated in [*products, (vocab, hidden, False)]:
+            tiling = choose_tiling(rows, columns, depth, gated)
+            tiled = -(-rows // tiling.rows) * tiling.rows
+            assert not tiling.described or tiled <= spare_rows(rows), (rows, columns, depth)
+
+
 @pytest.mark.parametrize("rows", [1, 17, 70])
 def test_what_lies_behind_the_rows_does_not_count(rows: int, device: torch.device) -> None:
     """Tiles reach into the room behind them, which may hold anything."""

@@ -81,7 +81,9 @@ class KVStorage:
 
     def clear(self, layer: int, blocks: Sequence[int]) -> None:
         """Make these blocks zeros in one layer."""
-        which = torch.tensor(blocks).to(self.keys[layer].device, non_blocking=True)  # a device is not waited for
+        device = self.keys[layer].device
+        pinned = torch.tensor(blocks, dtype=torch.int64, pin_memory=device.type == "cuda")
+        which = pinned.to(device, non_blocking=True)  # else this would wait for the step before
         for side in (self.keys[layer], self.values[layer]):
             as_plain(side).index_fill_(0, which, 0)
 

@@ -39,6 +39,7 @@ class PagedBatch:
     tile_offset: Tensor  # [tiles]: its first query, counted from the chunk's first
     tile_queries: int  # tokens in a tile
     one_per_request: bool = False  # none has two rows, so that no row reads what another writes in the same step
+    long_contexts: bool = False  # of some single token
 
 
 class PagedGPUAttention:
@@ -203,6 +204,7 @@ class PagedGPUStep:
             scale=layer.scale,
             window=layer.window,
             softcap=layer.softcap,
+            long=batch.long_contexts,
             fresh=fresh,
         )
 

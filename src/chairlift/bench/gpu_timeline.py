@@ -11,7 +11,7 @@ from chairlift.bench.step_work import ATTENTION, GEMM, SAMPLING
 
 HOST_GAP, LAUNCH, OTHER = "host gap", "launch", "other"
 PARTS = (GEMM, ATTENTION, SAMPLING, OTHER, LAUNCH, HOST_GAP)
-FIRST_KERNEL = "_begin_step_kernel"  # of every step of the GPU's runner
+FIRST_KERNEL = "begin_step_kernel"  # of every step of the GPU's runner
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")  # as torch's profiler calls them
 LAUNCH_CALLS = re.compile(r"(cuda|cu)(GraphLaunch|LaunchKernel|LaunchKernelExC|LaunchKernelEx)(_.*)?$")
 

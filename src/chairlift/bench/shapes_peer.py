@@ -114,9 +114,16 @@ class ShapePeer:
                 _ask(process, job | {"model": folder}, self.title, note, answer)
                 _check_answer(answer, len(cases))
             except PeerFailed as failure:
-                began = "start_seconds" in answer
-                return PeerRun(answer["start_seconds"], answer["seconds"]) if began else None, failure
+                return _finished(answer, len(cases)), failure
         return PeerRun(answer["start_seconds"], answer["seconds"]), None
+
+
+def _finished(answer: Mapping[str, Any], num_cases: int) -> PeerRun | None:
+    """What there is of an answer, if it makes sense."""
+    seconds = answer.get("seconds", [])
+    if "start_seconds" not in answer or len(seconds) > num_cases or not all(one > 0 for one in seconds):
+        return None
+    return PeerRun(answer["start_seconds"], seconds)
 
 
 def _check_answer(answer: Mapping[str, Any], num_cases: int) -> None:

@@ -24,6 +24,7 @@ class BatchShape:
     tiles: int  # tiles of queries of the longer chunks
     samples: int  # rows that are sampled from
     updates: int  # changed entries of block tables
+    long: bool = False  # some single token has a long context, which more programs share
 
     @property
     def sections(self) -> dict[str, slice]:
@@ -78,7 +79,8 @@ def fill_with_nobody(views: dict[str, np.ndarray], idle_cell: int) -> None:
 
 MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
 SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
-LONG_CONTEXT, FEW_SINGLES = 8192, 32  # so few with so many tokens of context are cut into parts if there is a choice
+LONG_CONTEXT = 8192  # tokens of context: more of them are cut into more parts
+FEW_SINGLES = 64  # of which one has such a context: better without a graph that has a program for each seat
 FEWEST_UPDATES = 8  # of block tables, for which there is room in any captured step
 
 
@@ -104,32 +106,33 @@ class Shapes:
         """No token begins more than one block; the rest is for tables that are sent again."""
         return tokens + 4 * requests
 
-    def decodes(self, size: int) -> BatchShape:
+    def decodes(self, size: int, *, long: bool = False) -> BatchShape:
         """Of single tokens alone."""
-        return BatchShape(size, size, size, 0, size, max(size, FEWEST_UPDATES))
+        return BatchShape(size, size, size, 0, size, max(size, FEWEST_UPDATES), long)
 
     def choose(
         self, *, tokens: int, chunks: int, singles: int, tiles: int, samples: int, updates: int, longest: int = 0
     ) -> tuple[BatchShape, bool]:
         """The shape for this batch, and whether it is one that recurs, so that a graph of it pays. `longest`: the
         longest context of a single token."""
+        long = longest > LONG_CONTEXT
         exact = BatchShape(
-            tokens, chunks, singles, tiles, samples, min(updates, self._most_updates(tokens, self._seats))
+            tokens, chunks, singles, tiles, samples, min(updates, self._most_updates(tokens, self._seats)), long
         )
         if not self._graphs:
             return exact, False
         if not tiles:
             size = round_up(tokens, self.decode_buckets)
-            return (exact, False) if size is None else (self.decodes(size), True)
+            return (exact, False) if size is None else (self.decodes(size, long=long), True)
         bucket = round_up(tokens, MIXED_BUCKETS)
         if bucket is None:
             return self._familiar(exact), False
         seats = min(self._seats, bucket)
         most_tiles = bucket // self._tile_queries + SPARE_TILES
-        shape = BatchShape(bucket, seats, seats, most_tiles, seats, max(bucket, 2 * seats))
+        shape = BatchShape(bucket, seats, seats, most_tiles, seats, max(bucket, 2 * seats), long)
         fits = tiles <= shape.tiles and chunks <= seats and samples <= seats
         # A graph for many single tokens has a program for each, however few there are. Those would be waited for.
-        fits &= longest <= LONG_CONTEXT or singles > FEW_SINGLES
+        fits &= not long or singles > FEW_SINGLES
         return (shape, True) if fits else (self._familiar(exact), False)
 
     def _familiar(self, exact: BatchShape) -> BatchShape:

@@ -21,6 +21,7 @@ log = logging.getLogger("chairlift")
 
 MEETINGS = 2  # of a shape of nothing but decodes before it is captured at once: the next steps are likely the same
 KEPT_FREE = 2**28  # bytes beside the largest step: for what the host samples, and the driver's own
+_ADVICE = "others are slower to start; lower kv_memory or max_batch_tokens"
 MIXED_MEETINGS = 8  # of other shapes, which come and go with the prompts
 
 
@@ -28,13 +29,13 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def has_room(device: torch.device, step_bytes: int) -> bool:
-    """Whether a step that takes `step_bytes`, and is not captured, still finds them after a capture: what a graph
-    takes is never given back."""
+def has_room(device: torch.device, step_bytes: int, taken: int) -> bool:
+    """Whether the largest step, which takes `step_bytes`, still finds them after a capture that takes as much as
+    `taken`: a graph gives nothing back."""
     if not can_capture(device):
         return True
     torch.cuda.empty_cache()  # as every capture begins: what steps have left behind is free for all
-    return torch.cuda.mem_get_info(device)[0] > step_bytes + KEPT_FREE
+    return torch.cuda.mem_get_info(device)[0] > step_bytes + KEPT_FREE + taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +51,28 @@ class Graph:
 class Graphs:
     def __init__(
         self,
-        prepare: Callable[[BatchShape], None],
+        prepare: Callable[[BatchShape], int],
         forward: Callable[[BatchShape], ComputedStep],
         likely: Sequence[BatchShape],
-        room: Callable[[], bool],
+        room: Callable[[int], bool],
     ) -> None:
-        """`forward` computes a step of a shape, `prepare` one for nobody, which compiles what is not compiled yet.
-        `likely`: shapes to be captured when there is time, in this order. `room`: whether there is memory for one."""
+        """`forward` computes a step of a shape, `prepare` one for nobody, which compiles what is not compiled yet, and
+        says how much memory it took. `likely`: shapes to be captured when there is time, in this order. `room`: whether
+        there is memory for a capture of so much."""
         self._prepare = prepare
         self._forward = forward
         self._likely = likely
         self._room = room
         self._captured: dict[BatchShape, Graph] = {}
         self._met: dict[BatchShape, int] = {}  # of those that are not captured: how often
+        self._refused: set[BatchShape] = set()  # those that would take what the largest step needs
         self._full = False  # there is no memory for more
         self._pool: Any = None
 
     def find(self, shape: BatchShape) -> Graph | None:
         """The graph of a step, to be replayed. None: its kernels are to be launched one by one."""
-        if shape in self._captured:
-            return self._captured[shape]
+        if shape in self._captured or shape in self._refused:
+            return self._captured.get(shape)
         self._met[shape] = self._met.get(shape, 0) + 1
         if self._met[shape] >= (MIXED_MEETINGS if shape.tiles else MEETINGS):
             self.capture(shape)
@@ -77,7 +80,8 @@ class Graphs:
 
     def capture_next(self) -> bool:
         """There is time for one: of those that were missed, else of the likely ones. False if there is none left."""
-        missing = [*self._met, *(shape for shape in self._likely if shape not in self._captured)]
+        done = self._captured.keys() | self._refused
+        missing = [*self._met, *(shape for shape in self._likely if shape not in done)]
         if not missing or self._full:
             return False
         self.capture(missing[0])
@@ -85,17 +89,22 @@ class Graphs:
 
     @torch.inference_mode()
     def capture(self, shape: BatchShape) -> None:
-        if shape in self._captured or self._full:
+        if shape in self._captured or shape in self._refused or self._full:
             return
         try:
-            if not self._room():
-                raise torch.OutOfMemoryError
-            self._prepare(shape)
-            self._captured[shape] = self._record(shape)
+            if self._room(self._prepare(shape)):
+                self._captured[shape] = self._record(shape)
+            else:
+                self._refuse(shape)
             self._met.pop(shape, None)
         except torch.OutOfMemoryError:
             self._full = True
-            log.warning("no memory is left for captured steps: others are slower to start; lower kv_memory")
+            log.warning(f"no memory is left for captured steps: {_ADVICE}")
+
+    def _refuse(self, shape: BatchShape) -> None:
+        if not self._refused:
+            log.warning(f"some steps are not captured, for memory that the largest one needs: {_ADVICE}")
+        self._refused.add(shape)
 
     def _record(self, shape: BatchShape) -> Graph:
         if self._pool is None:

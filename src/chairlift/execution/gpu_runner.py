@@ -37,6 +37,7 @@ from chairlift.execution.structured import MaskJob, StructuredOutput
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import Decoder
 
+HOST_COPIES = 4  # float32 scores of a row that the host samples: as they came, edited, as probabilities and their logs
 STAGING_BUFFERS = 3  # one being filled, and those of the steps that may be under way
 
 
@@ -89,7 +90,7 @@ class GPURunner:
         if use_graphs:
             likely = [self.shapes.decodes(size) for size in self.shapes.decode_buckets if size <= 2 * seats]
             room = partial(has_room, self.device, step_bytes)
-            self.graphs = Graphs(self._forward_nobody, self._forward, likely, room)
+            self.graphs = Graphs(self._prepare, self._forward, likely, room)
 
     def _zeros(self, *size: int) -> Tensor:
         return torch.zeros(*size, dtype=torch.int32, device=self.device)
@@ -166,6 +167,7 @@ class GPURunner:
             tile_offset=view["tile_offset"],
             tile_queries=self.tile_queries,
             one_per_request=self.max_drafts == 0,
+            long_contexts=shape.long,
         )
 
     # ---- sampling that needs the host -----------------------------------------------------------------------------
@@ -252,14 +254,20 @@ class GPURunner:
         self._inputs[: shape.size].copy_(torch.from_numpy(nobody))
         self._forward(shape)
 
+    def _prepare(self, shape: BatchShape) -> int:
+        """Compute such a step for nobody; return the bytes that it takes beside weights and cache."""
+        return memory_taken(lambda: self._forward_nobody(shape), self.device)
+
     @torch.inference_mode()
     def rehearse(self) -> int:
-        """Compute the largest step there can be, for nobody; return the bytes that it takes beside weights and cache.
-        Single tokens would add nothing to that but the time to compile their kernel."""
+        """The bytes of the largest step there can be, which is computed for nobody. Single tokens would add nothing to
+        that but the time to compile their kernel. What the host samples is not computed but counted."""
         largest = self._largest
         tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # as many as there can be
-        shape = replace(largest, singles=0, tiles=tiles)
-        return memory_taken(lambda: self._forward_nobody(shape), self.device)
+        taken = self._prepare(replace(largest, singles=0, tiles=tiles))
+        if isinstance(self.model, Decoder):
+            self.model.tapped = None  # what a network that guesses would have been shown
+        return taken + HOST_COPIES * largest.samples * self.model.vocab_size * 4
 
     def warm_up(self) -> None:
         """Compile the kernels of both kinds of steps, so that the first request does not wait for it."""
@@ -282,13 +290,14 @@ class GPURunner:
         if self.device.type != "cuda":
             return
         from chairlift.kernels.triton_compile import compile_kernels
+        from chairlift.kernels.triton_layers import begin_step_kernel
 
         def walk() -> None:
             for shape in shapes:
                 self._forward_nobody(shape)
 
         # Tokens are looked up in the embedding: they have to be some.
-        compile_kernels(walk, self.device, launched=["_begin_step_kernel"])
+        compile_kernels(walk, self.device, launched=[begin_step_kernel])
 
     def use_idle_time(self) -> bool:
         """Capture a step that is likely to come. False if there is none left."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -23,18 +24,19 @@ from triton.runtime.jit import JITFunction
 log = logging.getLogger("chairlift")
 
 MOST_THREADS = 16
+_one_at_a_time = threading.Lock()
 
 
-def compile_kernels(walk: Callable[[], None], device: torch.device, *, launched: Collection[str] = ()) -> None:
-    """Compile what `walk` would launch. Kernels whose names are `launched` do run; the others write nothing, so what
-    `walk` computes from their results must not depend on the values.
+def compile_kernels(walk: Callable[[], None], device: torch.device, *, launched: Sequence[object] = ()) -> None:
+    """Compile what `walk` would launch. The kernels `launched` do run; the others write nothing, so what `walk`
+    computes from their results must not depend on the values. Other threads launch theirs as ever.
 
     What goes wrong here shows again, and better, when the kernel is launched.
     """
     if not hasattr(triton, "AsyncCompileMode"):  # came with Triton 3.5
         return
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, initializer=_initializer(device)) as pool:
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    with _one_at_a_time, ThreadPoolExecutor(threads, initializer=_initializer(device)) as pool:
         mode = triton.AsyncCompileMode(pool, ignore_errors=True)
         try:
             with _not_launching(launched), mode:
@@ -52,11 +54,13 @@ def _initializer(device: torch.device) -> Callable[[], None] | None:
 
 
 @contextmanager
-def _not_launching(but: Collection[str]) -> Iterator[None]:
-    run = JITFunction.run
+def _not_launching(but: Sequence[object]) -> Iterator[None]:
+    """This thread."""
+    run, walker = JITFunction.run, threading.get_ident()
 
     def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-        return run(kernel, *args, warmup=warmup or kernel.__name__ not in but, **options)
+        skips = threading.get_ident() == walker and not any(kernel is one for one in but)
+        return run(kernel, *args, warmup=warmup or skips, **options)
 
     JITFunction.run = compile_only
     try:

@@ -15,14 +15,21 @@ from chairlift.kernels.triton_launch import next_power_of_2, overlapping
 PROGRAMS = 512  # about four for each of the 132 multiprocessors of a Hopper chip
 
 
-def decode_splits(rows: int, num_kv_heads: int) -> int:
-    """Into how many parts a context may be cut: small batches would not fill the chip, and in larger ones the longest
-    contexts would be read alone at the end. Where there are many more programs than the chip holds, others fill it."""
+def decode_splits(rows: int, num_kv_heads: int, *, long: bool = False) -> int:
+    """Into how many parts a context may be cut: small batches would not fill the chip, and with somewhat more programs
+    than it holds the longest contexts would be read alone at the end. In between, where there is about one program for
+    each place, programs that find no work cost more than they save, unless some context is `long`."""
     programs = rows * num_kv_heads
+    if long and programs > PROGRAMS // 4:
+        return _power_of_2(min(8, 4 * PROGRAMS // programs))
     if programs > PROGRAMS:
         return 2 if programs <= 2 * PROGRAMS else 1
-    wanted = min(64, PROGRAMS // 2 // programs)
-    return 2 ** (wanted.bit_length() - 1) if wanted > 1 else 1
+    return _power_of_2(min(64, PROGRAMS // 2 // programs))
+
+
+def _power_of_2(most: int) -> int:
+    """The largest one that is not above `most`, or 1."""
+    return 2 ** (most.bit_length() - 1) if most > 1 else 1
 
 
 class Scratch:
@@ -63,6 +70,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    long: bool = False,
     splits: int | None = None,
     fresh: Fresh | None = None,
     tiling: DecodeTiling | None = None,
@@ -74,7 +82,7 @@ def decode_attention(
     """
     rows, (_, num_heads, dim) = len(row_slot), out.shape
     _, block_size, kv_heads, _ = keys.shape
-    splits = splits or decode_splits(rows, kv_heads)
+    splits = splits or decode_splits(rows, kv_heads, long=long)
     assert splits == 1 or (rows * splits <= len(scratch.partial) and rows * kv_heads <= len(scratch.arrived))
     group = num_heads // kv_heads
     tiling = tiling or _decode_tiling(rows, kv_heads, dim, q.dtype)

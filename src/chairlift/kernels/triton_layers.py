@@ -114,7 +114,7 @@ def rotation(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dty
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_updates"])  # they change all the time
-def _begin_step_kernel(
+def begin_step_kernel(
     tokens_ptr,  # [T] int32: a token, or -1: the last one sampled in the row's slot
     slots_ptr,  # [T] int32
     last_token_ptr,  # [slots] int32
@@ -143,7 +143,7 @@ def begin_step(
     """Brings the block tables up to date, and returns the step's tokens with those that only the device knows."""
     resolved = torch.empty_like(tokens)
     count = max(len(tokens), len(cells))
-    _begin_step_kernel[(cdiv(count, 128),)](
+    begin_step_kernel[(cdiv(count, 128),)](
         tokens, slots, last_token, resolved, cells, blocks, tables, len(tokens), len(cells), BLOCK=128, num_warps=4
     )
     return resolved

@@ -210,7 +210,7 @@ def product(
     """
     rows, depth = x.shape
     columns = len(weight) // (2 if gated else 1)
-    tiling = tiling or choose_tiling(rows, columns, depth, gated)
+    tiling = _fitting(tiling or choose_tiling(rows, columns, depth, gated), gated, x.dtype, x.device)
     out = add_to if add_to is not None else empty_rows(rows, columns, dtype=x.dtype, device=x.device)
     across = cdiv(columns, tiling.columns)
     programs = cdiv(rows, tiling.rows) * across
@@ -263,6 +263,14 @@ def _rows_and_room(x: Tensor, tiling: ProductTiling) -> TensorDescriptor:
     room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // depth
     tiled = min(room, cdiv(rows, tiling.rows) * tiling.rows)
     return TensorDescriptor(x, [tiled, depth], [depth, 1], [tiling.rows, tiling.depth])
+
+
+@cache
+def _fitting(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torch.device) -> ProductTiling:
+    """Narrower where a chip has no room for two tiles, of which one is on its way."""
+    if tiling.columns > 64 and _stages(tiling, gated, dtype, device) < min(2, tiling.stages):
+        return tiling._replace(columns=64)
+    return tiling
 
 
 @cache

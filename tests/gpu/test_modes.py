@@ -42,9 +42,8 @@ def test_what_a_step_takes_is_measured_and_free_again() -> None:
     held = torch.zeros(1, device=device)
     before = torch.cuda.memory_reserved(device)
     for size in (2**22, 2**27):
-        assert (
-            size <= memory_taken(lambda size=size: torch.empty(size, dtype=torch.uint8, device=device), device) < 2**28
-        )
+        taken = memory_taken(partial(torch.empty, size, dtype=torch.uint8, device=device), device)
+        assert size <= taken < 2**28
     assert torch.cuda.memory_reserved(device) <= before
     del held
 

@@ -1,4 +1,4 @@
-"""While guesses pause for long, the draft head sleeps: it computes nothing, and nothing that comes out changes."""
+"""While guesses pause for long, the draft head sleeps: it computes prompts only, and nothing that comes out changes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("setting", ["plain", "chunked", "preempted", "swapped", "8 bit"])
-def test_nothing_is_computed_asleep_and_all_comes_out_the_same(
+def test_only_prompts_are_computed_asleep_and_all_comes_out_the_same(
     tiny: LoadedModel, folder: Path, draft: Path, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = SETTINGS.get(setting, {})
@@ -126,8 +126,7 @@ def test_nothing_is_computed_asleep_and_all_comes_out_the_same(
     dozing = run(engine, work, arrive=lambda index: index % 2 == 0)
     same(plain, dozing)
     assert (dozing.preemptions > 0) == (setting in ("preempted", "swapped"))
-    assert not any(computed for asleep, _, computed in watched.steps if asleep)
-    assert all(computed for asleep, _, computed in watched.steps if not asleep)
+    assert all(computed == (prompts or not asleep) for asleep, prompts, computed in watched.steps)
     assert {(asleep, prompts) for asleep, prompts, _ in watched.steps} == {(a, b) for a in (0, 1) for b in (0, 1)}
     assert dozing.proposed > 20
     assert watched.num_looked_at > 20
@@ -140,18 +139,17 @@ def test_the_head_wakes_some_steps_before_a_pause_ends(
     speculation = engine.scheduler.speculation
     assert speculation is not None
     speculation.length = length = AdaptiveLength(cost_model(step=1.0, token=0.0001))
-    length.payoff._batches[1] = _Batch(plain=Pace(1.0, 1.0, 99), pause=_WAKING + 9)
+    length.payoff._batches[1] = _Batch(plain=Pace(1.0, 1.0, 99), pause=2 * _WAKING + 9)
     watched = Watched(engine, monkeypatch)
-    engine.submit(list(range(3, 30)), GREEDY.clone(max_tokens=60))
+    engine.submit(list(range(3, 30)), GREEDY.clone(max_tokens=90))
     verified: list[int] = []  # in which steps
     while engine.has_work:
         events = engine.step()
         step = next(event.step for event in events if isinstance(event, StepDone))
         verified += [step for event in events if isinstance(event, DraftsVerified)]
     asleep = [asleep for asleep, _, _ in watched.steps]
-    assert asleep[: _WAKING + 10] == [True] * 9 + [False] * (_WAKING + 1)
-    assert watched.steps[0] == (True, True, False), "the prompt, which the head never gets to know"
-    assert verified[0] == _WAKING + 9
+    assert asleep[: 2 * _WAKING + 10] == [False] * _WAKING + [True] * 9 + [False] * (_WAKING + 1)
+    assert verified[0] == 2 * _WAKING + 9
 
 
 def test_only_a_pause_is_for_sleeping_and_only_at_its_size_of_batch() -> None:
@@ -163,11 +161,39 @@ def test_only_a_pause_is_for_sleeping_and_only_at_its_size_of_batch() -> None:
         drafts = payoff.allows_drafts(5)
         payoff.observe(5, drafts, 0, 2.0 if drafts else 1.0)
         pauses.append(payoff._batches[3].pause)
-        assert not payoff.sleeps(3)
-        assert not payoff.sleeps(8)
     begun = next(step for step, pause in enumerate(pauses) if pause)
     assert begun > 6, "there is no sleep before they are tried, nor while steps without them are measured"
-    assert asleep == [begun < step <= begun + _FIRST_PAUSE - _WAKING for step in range(len(asleep))]
+    first, last = begun + _WAKING, begun + _FIRST_PAUSE - _WAKING
+    assert asleep == [first < step <= last for step in range(len(asleep))]
+
+
+def test_a_size_that_pauses_now_and_then_does_not_put_the_others_to_sleep() -> None:
+    payoff = DraftPayoff()
+    for size in (7, 8):
+        payoff._batch(size).plain = Pace(1.0, 1.0, 99)
+    payoff._batch(8).pause = 1000
+    for step in range(300):
+        size = 8 if step % 3 else 7
+        assert not payoff.sleeps(size)
+        assert payoff.allows_drafts(size) == (size == 7)
+        payoff._batch(7).since_plain = 0
+
+
+def test_who_has_just_woken_does_not_guess_for_others_at_once() -> None:
+    payoff = DraftPayoff()
+    for size in (7, 8):
+        payoff._batch(size).plain = Pace(1.0, 1.0, 99)
+    payoff._batch(8).pause = 1000
+    asleep = []
+    for _ in range(3 * _WAKING):
+        asleep.append(payoff.sleeps(8))
+        assert not payoff.allows_drafts(8)
+    assert asleep[-1]
+    allowed = []
+    for _ in range(_WAKING + 3):
+        assert not payoff.sleeps(7)
+        allowed.append(payoff.allows_drafts(7))
+    assert allowed == [False] * (_WAKING - 1) + [True] * 4
 
 
 def test_many_that_were_tried_in_vain_pause_for_longer() -> None:

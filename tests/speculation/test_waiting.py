@@ -38,7 +38,7 @@ class Expensive:
     """Takes so long that no draft pays, and only trials are made."""
 
     max_length = 7
-    judges = False
+    judges = sleeps = False
 
     def seconds(self, num_requests: int, length: int) -> float:
         return 0.7 * length

@@ -80,6 +80,7 @@ class Proposer:
     name: str = "test"
     max_length: int = 7
     judges: bool = False
+    sleeps: bool = False
     spent: float = 0.0
     catching_up: float = 0.0
     asked: list[int] = field(default_factory=list)

@@ -64,11 +64,13 @@ class DraftLength(Protocol):
     least_to_go_on: float  # and with which another is worth guessing behind it
 
     def allows_drafts(self, num_requests: int) -> bool:
-        """Whether there may be any in the next step, of so many requests. To be asked once for every step."""
+        """Whether there may be any in the next step, of so many requests. To be asked at most once for a step: pauses
+        are counted by that."""
         ...
 
     def sleeps(self, num_requests: int) -> bool:
-        """Whether there will be none for so long that nothing is to be prepared for them either."""
+        """Whether there will be none for so long that nothing is to be prepared for them either. To be asked before
+        `allows_drafts`."""
         ...
 
     def choose(

@@ -4,8 +4,10 @@ A cost model may be wrong about the few tokens more that drafts are. So steps wi
 as they were measured, for each size of batch (in powers of two). Where drafts lose, they pause: for longer and longer,
 with a short trial after each pause.
 
-While drafts pause, what guesses them sleeps: prompts and tokens of that time are not shown to it. It wakes some steps
-before the pause ends, for who has seen nothing of a text guesses badly, and would be judged by that.
+In a long pause a draft head sleeps: what is generated meanwhile is not shown to it. It wakes some steps before the
+pause ends, for who has seen nothing of an answer guesses badly, and would be judged by that. Other sizes of batch may
+have drafts at the same time: the head does not fall asleep for a few steps of a size that pauses, and once it has,
+nobody gets drafts before it has been awake for some steps.
 """
 
 from __future__ import annotations
@@ -108,6 +110,8 @@ class _Batch:
 class DraftPayoff:
     def __init__(self) -> None:
         self._batches: dict[int, _Batch] = {}
+        self._paused = 0  # steps in a row, of whatever sizes
+        self._awake = _WAKING  # steps since the last one asleep
         self._without = self._with = 0.0  # seconds that the last steps would have taken without drafts, and took
 
     @property
@@ -120,12 +124,17 @@ class DraftPayoff:
         batch = self._batch(num_requests)
         if batch.pause:
             batch.pause -= 1
+            self._paused += 1
             return False
-        return batch.plain.count >= _ENOUGH and batch.since_plain < _REFRESH
+        self._paused = 0
+        return self._awake >= _WAKING and batch.plain.count >= _ENOUGH and batch.since_plain < _REFRESH
 
     def sleeps(self, num_requests: int) -> bool:
-        """Whether steps of so many requests will have none for a while yet."""
-        return self._batch(num_requests).pause > _WAKING
+        """Whether there have been no drafts for a while, and steps of so many requests will have none for a while yet.
+        To be asked before `allows_drafts`, once for every step."""
+        asleep = self._paused >= _WAKING and self._batch(num_requests).pause > _WAKING
+        self._awake = 0 if asleep else self._awake + 1
+        return asleep
 
     def slope(self, num_requests: int) -> DraftSlope:
         """What verifying drafts adds to a step of about so many requests: more than tokens of a prompt, for each is

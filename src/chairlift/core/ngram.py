@@ -26,6 +26,7 @@ class NgramProposer:
 
     name = "ngram"
     max_length = 15
+    sleeps = False
     judges = False  # how likely its guesses are, their kind says
     spent = catching_up = 0.0  # not worth a look at the clock
 

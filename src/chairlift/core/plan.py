@@ -81,7 +81,7 @@ class StepPlan:
     swap_ins: tuple[BlockSwap, ...] = ()  # to be made next, before the copies of the chunks
     guess_seconds: float = 0.0  # that its drafts took, also if none was good enough to be verified
     catch_up_seconds: float = 0.0  # of these, what went into tokens that were missed while there were no drafts
-    guesses_sleep: bool = False  # there will be none for a while: nothing is to be prepared for them
+    guesses_sleep: bool = False  # there will be none for a while: what is generated is not shown to what guesses
 
     @property
     def num_tokens(self) -> int:

@@ -44,6 +44,7 @@ class Proposer(Protocol):
     name: str
     max_length: int
     judges: bool  # whether it leaves out what is less likely than wanted; so one may ask for more than is likely
+    sleeps: bool  # whether in long pauses it takes no note of what is generated, and has to wake before it guesses
 
     @property
     def spent(self) -> float:
@@ -91,12 +92,12 @@ class Speculation:
 
     def add_drafts(self, lift: Lift, plan: PlanDraft) -> None:
         self.guesses = False
-        plan.guesses_sleep = self.length.sleeps(len(plan.chunks))
+        plan.guesses_sleep = self.proposer.sleeps and self.length.sleeps(len(plan.chunks))
         # Blocks that are still to be copied to the host must not be given to drafts, which may be written before that.
         if plan.memory_was_short or plan.swap_outs or not plan.room:
             return
         if not self.length.allows_drafts(len(plan.chunks)):
-            return  # a pause, in which nothing is prepared for drafts either
+            return
         requests = [chunk.request for chunk in plan.chunks.values() if _may_have_drafts(chunk, plan)]
         kinds = self.proposer.foresee(requests) if requests else ()
         candidates = [(request, kind) for request, kind in zip(requests, kinds, strict=True) if kind is not None]

@@ -21,12 +21,13 @@ MOST_STATES = 64  # of a request, that wait for its draft head
 
 
 class Head:
-    """A draft head. It computes prompts when the target does. Of what is generated, the target's states are kept until
-    guesses are asked for. While guesses sleep it does neither, and what was written meanwhile it will never know.
+    """A draft head. It computes prompts when the target does, for they stay in the prefix cache. Of what is generated,
+    the target's states are kept until guesses are asked for; while guesses sleep they are not, and what was written
+    meanwhile the head will never know.
 
-    Every block is cleared when its first token is written. So what the head does not know of a text is zeros to it, and
-    not what another request left there; also to those that share or copy the block. (With zeros, guesses are a little
-    better than if it looked at nothing but the tokens that it knows.)"""
+    Every block is cleared when its first token is written. So what the head does not know of a text is zeros to it, or
+    a guess that was wrong, but never what another request left there; also to those that share or copy the block. (With
+    zeros, guesses are a little better than if it looked at nothing but the tokens that it knows.)"""
 
     in_parts = False  # all that it has states for, or nothing
 
@@ -105,10 +106,14 @@ class Head:
 
     def follow(self, step: ComputedBatch) -> None:
         self._clear_new_blocks(step)
+        chunks = step.plan.chunks
+        has_prompts = not all(chunk.decodes for chunk in chunks)
         if step.plan.guesses_sleep:
-            self._ahead.clear()
-        else:
-            self._take_in(step)
+            for chunk in chunks:
+                if chunk.decodes:
+                    self.forget(chunk.request.id)
+        if has_prompts or not step.plan.guesses_sleep:
+            self._take_in(step, has_prompts)
 
     def _clear_new_blocks(self, step: ComputedBatch) -> None:
         size = step.storage.block_size
@@ -119,15 +124,16 @@ class Head:
         if begun:
             step.storage.clear(self._head.attention_layers[0].index, begun)
 
-    def _take_in(self, step: ComputedBatch) -> None:
+    def _take_in(self, step: ComputedBatch, has_prompts: bool) -> None:
         chunks, offsets = step.plan.chunks, step.batch.layout.offsets
         features = self._head.features(step.hidden)
-        has_prompts = not all(chunk.decodes for chunk in chunks)
         if has_prompts:
             self._compute_prompts(step, features)
         rows = iter(step.kept)
         for offset, chunk in zip(offsets, chunks, strict=False):
             last = next(rows) if chunk.samples else offset + chunk.count - 1
+            if chunk.decodes and step.plan.guesses_sleep:
+                continue
             ahead = self._ahead.get(chunk.request.id)
             goes_on = chunk.decodes and ahead is not None and ahead.end == chunk.start + 1
             states = features[offset if goes_on else last : last + 1]

@@ -52,6 +52,7 @@ class NetworkProposer:
         get the likeliest tokens."""
         self.name = name
         self.network = network
+        self.sleeps = isinstance(network, Head)
         self.max_length = MOST_ASKED if isinstance(network, Head) else MAX_LENGTH
         self._target = target
         self._draws = draws

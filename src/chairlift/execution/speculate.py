@@ -78,6 +78,7 @@ class GrammaticalDrafts:
         self.name = proposer.name
         self.max_length = proposer.max_length
         self.judges = proposer.judges
+        self.sleeps = proposer.sleeps
         self._proposer = proposer
         self._structured = structured
 

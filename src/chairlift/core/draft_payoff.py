@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 _GAIN = 0.15  # of the latest step in a mean; the first ones count equally
 _ENOUGH = 6  # steps that say something
-_MANY, _ENOUGH_OF_MANY = 8, 3  # requests, whose steps are long and full of them: so few say as much
+_MANY, _ENOUGH_OF_MANY = 8, 2  # requests, whose steps are long and full of them: so few say as much
 # How many guesses of a request are right is luck from step to step, which evens out over the requests of a batch or,
 # where those are few, over more steps. So one request alone is judged by more steps than many are.
 _GAIN_PER_REQUEST = 0.03
@@ -25,9 +25,11 @@ _CLEAR_LOSS = 1.25  # nobody waits for more steps if drafts are that bad
 _REFRESH = 48  # steps with drafts after which one without tells whether the comparison still holds
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 2048  # steps
 _FIRST_PAUSE_OF_MANY = 512  # a trial of many costs as much as two to four steps, and its verdict is hardly luck
-_WAKING = 32  # the last steps of a pause
+_WAKING = 16  # the last steps of a pause
 _OUTLIER = 3.0
 _WORTHWHILE = 0.97  # drafts that save less are not worth what trying them costs
+# Steps of many were measured without drafts when their contexts were longer or shorter: less may only seem to be saved.
+_WORTHWHILE_OF_MANY = 0.92
 _SLOPE_OUTLIER = 1.5  # drafts add little to a step: a slope is made of small differences
 _FORGIVING = 0.995
 _TELLING = 0.25  # a deviation of so much of the mean makes a slope
@@ -104,7 +106,8 @@ class _Batch:
         if self.plain.count < _ENOUGH or self.drafted.count < enough:
             return False
         ratio = self.drafted.value / self.plain.value
-        return ratio > (_WORTHWHILE if self.drafted.count * num_requests >= _ENOUGH_REQUESTS else _CLEAR_LOSS)
+        worthwhile = _WORTHWHILE if num_requests < _MANY else _WORTHWHILE_OF_MANY
+        return ratio > (worthwhile if self.drafted.count * num_requests >= _ENOUGH_REQUESTS else _CLEAR_LOSS)
 
 
 class DraftPayoff:

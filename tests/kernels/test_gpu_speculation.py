@@ -32,6 +32,7 @@ from chairlift.training.trainable_head import TrainableHead
 from tests.speculation import running
 from tests.speculation.running import Run, Work, knows_better, run
 from tests.speculation.test_same_output import same
+from tests.speculation.test_sleeping import Dozing
 from tests.tiny import write_tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
@@ -224,6 +225,18 @@ def test_a_draft_head_says_the_same_as_on_the_plain_runner(tiny: LoadedModel, tm
     both = here.keys() & there.keys()
     assert len(both) > 3
     assert [here[key][:2] for key in both] == [there[key] for key in both]
+
+
+@pytest.mark.slow
+def test_a_head_that_sleeps_now_and_then_changes_nothing(tiny: LoadedModel, tmp_path: Path) -> None:
+    model = tiny.model
+    assert isinstance(model, Decoder)
+    work = work_of(GREEDY, GREEDY.clone(max_tokens=10))
+    engine = start(tiny, speculate=f"draft:{write_random_head(tmp_path, model)}", max_prefill_tokens=6)
+    speculation_of(engine).length = Dozing()
+    found = run(engine, work)
+    same(plain(tiny, work), found)
+    assert found.proposed
 
 
 @pytest.mark.slow

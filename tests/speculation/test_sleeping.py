@@ -205,3 +205,27 @@ def test_many_that_were_tried_in_vain_pause_for_longer() -> None:
             payoff.observe(size, drafts, 0, 2.0 if drafts else 1.0)
         pauses[size] = payoff._batch(size).pause
     assert pauses[4] < pauses[8] == pauses[64]
+
+
+def test_what_a_draft_adds_is_not_forgiven_while_none_may_be_tried() -> None:
+    payoff = DraftPayoff()
+    batch = payoff._batch(4)
+    batch.slope.value = 1.0
+    batch.pause = 9
+    payoff.observe(4, False, 0, 1.0)
+    assert batch.slope.value == 1.0
+    batch.pause = 0
+    payoff.observe(4, False, 0, 1.0)
+    assert batch.slope.value < 1.0
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_after_guesses_that_paid_a_pause_is_short_again(size: int) -> None:
+    payoff = DraftPayoff()
+    batch = payoff._batch(size)
+    first = batch.next_pause
+    batch.next_pause = 8 * first
+    for _ in range(200):
+        drafts = payoff.allows_drafts(size)
+        payoff.observe(size, drafts, 2 * size if drafts else 0, 1.0)
+    assert batch.next_pause == first

@@ -81,9 +81,7 @@ class KVStorage:
 
     def clear(self, layer: int, blocks: Sequence[int]) -> None:
         """Make these blocks zeros in one layer."""
-        device = self.keys[layer].device
-        pinned = torch.tensor(blocks, dtype=torch.int64, pin_memory=device.type == "cuda")
-        which = pinned.to(device, non_blocking=True)  # else this would wait for the step before
+        which = sent(blocks, self.keys[layer].device)
         for side in (self.keys[layer], self.values[layer]):
             as_plain(side).index_fill_(0, which, 0)
 
@@ -103,6 +101,13 @@ class KVStorage:
         target = torch.tensor(targets, device=device)
         for tensor in map(as_plain, (*self.keys, *self.values)):
             tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+def sent(
+    numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """On a device, without waiting for what it is doing."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def as_plain(tensor: Tensor) -> Tensor:

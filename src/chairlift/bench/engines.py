@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from chairlift.attention import KVStorage
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.kv_dtype import kv_dtype
 from chairlift.execution.memory import bytes_per_token
@@ -14,6 +17,13 @@ from chairlift.execution.startup import LoadedModel, StartedEngine, load_model, 
 
 if TYPE_CHECKING:
     from chairlift.execution.engine import Engine
+
+
+def touch_cache(storage: KVStorage, num_blocks: int | None = None) -> None:
+    """Write to its first blocks. A system hands out memory when that happens first: here, so that it does not count for
+    whoever comes first."""
+    for side in (*storage.keys, *storage.values):
+        side[:num_blocks].view(torch.uint8).zero_()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.attention import Attend, AttentionBackend, AttentionLayer, FusedAttend, KVStorage, choose_backend
+from chairlift.attention import Attend, AttentionBackend, AttentionLayer, FusedAttend, choose_backend
 from chairlift.attention.paged_gpu import PagedGPUStep
 from chairlift.bench.attention_modes import BLOCK_SIZE, plan_of
 from chairlift.bench.floor import Ceilings
@@ -22,6 +22,7 @@ from chairlift.bench.timing import Note, Run, best_seconds
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.execution.input_batch import build_batch
+from chairlift.execution.memory import MemoryPlan, allocate_storage, bytes_per_token
 from chairlift.execution.sampler import Sampler
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
@@ -185,14 +186,10 @@ def attention_case(
     def random(*sizes: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*sizes, device=device, dtype=torch.float32).to(dtype)
 
-    def one_side() -> Sequence[Tensor]:
-        """One piece of memory for all layers, as an engine has it: a GPU may find its way in that faster."""
-        layers = torch.empty(count, *shape, dtype=kv_dtype, device=device).unbind(0)
-        for layer in layers:
-            layer.copy_(random(*shape, dtype=kv_dtype))
-        return layers
-
-    storage = KVStorage(one_side(), one_side())
+    memory = MemoryPlan(0, bytes_per_token(layers, kv_dtype), BLOCK_SIZE, num_blocks, num_blocks * BLOCK_SIZE, name)
+    storage = allocate_storage([first] * count, memory, kv_dtype, device)
+    for layer_side in (*storage.keys, *storage.values):
+        layer_side.copy_(random(*shape, dtype=kv_dtype))
     batch = build_batch(plan, storage, device, rectangular=backend.rectangular)
     attend = _with_tiles_of_a_step(backend.plan(batch.layout, storage), first, model.dtype)
     rows, heads = len(batch.tokens), first.num_heads + 2 * first.num_kv_heads

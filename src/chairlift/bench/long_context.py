@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from chairlift.attention import AttentionBackend
+from chairlift.bench.engines import touch_cache
 from chairlift.bench.floor import Ceilings, ModelCost
 from chairlift.bench.kernel_speed import attention_case, device_seconds
 from chairlift.bench.shapes import model_cost
@@ -103,18 +104,11 @@ def measure_long_contexts(
     started: StartedEngine, ceilings: Ceilings, settings: LongContextSettings, note: Note = lambda text: None
 ) -> list[LongContextPoint]:
     """Prompts of random tokens, one after the other, each computed in chunks as the budget has them."""
-    _touch_cache(started)
+    touch_cache(started.runner.storage)
     rng = random.Random(settings.seed)
     note("warm-up")  # what is compiled or captured on first use is no part of the figures
     _run(started.engine, min(settings.lengths), 2, rng)
     return [_measure(started, ceilings, length, settings.output_tokens, rng, note) for length in settings.lengths]
-
-
-def _touch_cache(started: StartedEngine) -> None:
-    """A system hands out memory when it is first written to: here, so that it does not count for the first prompt."""
-    storage = started.runner.storage
-    for side in (*storage.keys, *storage.values):
-        side.view(torch.uint8).zero_()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from chairlift.bench.engines import EngineMaker
+from chairlift.bench.engines import EngineMaker, touch_cache
 from chairlift.bench.speculation_texts import SCENARIOS
 from chairlift.bench.timing import Note
 from chairlift.core.events import DraftsVerified, RequestFinished, TokenProduced
@@ -146,8 +146,7 @@ def _engine(maker: EngineMaker, proposer: str, settings: SpeculationSettings, to
     started = maker.start(max_batch_requests=max(settings.batches), **speculate)
     storage = started.runner.storage
     blocks = 2 * tokens // storage.block_size  # some are begun by several, and not shared
-    for side in (*storage.keys, *storage.values):
-        side[:blocks].zero_()
+    touch_cache(storage, blocks)
     return started.engine
 
 

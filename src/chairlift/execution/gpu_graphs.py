@@ -20,7 +20,7 @@ from chairlift.execution.gpu_step import ComputedStep
 log = logging.getLogger("chairlift")
 
 MEETINGS = 2  # of a shape of nothing but decodes before it is captured at once: the next steps are likely the same
-KEPT_FREE = 2**28  # bytes beside the largest step: for what the host samples, and the driver's own
+KEPT_FREE = 2**28  # bytes beside the largest step: for the driver's own
 _ADVICE = "others are slower to start; lower kv_memory or max_batch_tokens"
 MIXED_MEETINGS = 8  # of other shapes, which come and go with the prompts
 
@@ -31,10 +31,9 @@ def can_capture(device: torch.device) -> bool:
 
 def has_room(device: torch.device, step_bytes: int, taken: int) -> bool:
     """Whether the largest step, which takes `step_bytes`, still finds them after a capture that takes as much as
-    `taken`: a graph gives nothing back."""
+    `taken`: a graph gives nothing back. To be asked when what steps have left behind is free for all."""
     if not can_capture(device):
         return True
-    torch.cuda.empty_cache()  # as every capture begins: what steps have left behind is free for all
     return torch.cuda.mem_get_info(device)[0] > step_bytes + KEPT_FREE + taken
 
 
@@ -63,16 +62,15 @@ class Graphs:
         self._forward = forward
         self._likely = likely
         self._room = room
-        self._captured: dict[BatchShape, Graph] = {}
+        self._captured: dict[BatchShape, Graph | None] = {}  # None: it would take what the largest step needs
         self._met: dict[BatchShape, int] = {}  # of those that are not captured: how often
-        self._refused: set[BatchShape] = set()  # those that would take what the largest step needs
         self._full = False  # there is no memory for more
         self._pool: Any = None
 
     def find(self, shape: BatchShape) -> Graph | None:
         """The graph of a step, to be replayed. None: its kernels are to be launched one by one."""
-        if shape in self._captured or shape in self._refused:
-            return self._captured.get(shape)
+        if shape in self._captured:
+            return self._captured[shape]
         self._met[shape] = self._met.get(shape, 0) + 1
         if self._met[shape] >= (MIXED_MEETINGS if shape.tiles else MEETINGS):
             self.capture(shape)
@@ -80,8 +78,7 @@ class Graphs:
 
     def capture_next(self) -> bool:
         """There is time for one: of those that were missed, else of the likely ones. False if there is none left."""
-        done = self._captured.keys() | self._refused
-        missing = [*self._met, *(shape for shape in self._likely if shape not in done)]
+        missing = [*self._met, *(shape for shape in self._likely if shape not in self._captured)]
         if not missing or self._full:
             return False
         self.capture(missing[0])
@@ -89,22 +86,17 @@ class Graphs:
 
     @torch.inference_mode()
     def capture(self, shape: BatchShape) -> None:
-        if shape in self._captured or shape in self._refused or self._full:
+        if shape in self._captured or self._full:
             return
         try:
-            if self._room(self._prepare(shape)):
-                self._captured[shape] = self._record(shape)
-            else:
-                self._refuse(shape)
+            fits = self._room(self._prepare(shape))
+            if not fits and None not in self._captured.values():
+                log.warning(f"some steps are not captured, for memory that the largest one needs: {_ADVICE}")
+            self._captured[shape] = self._record(shape) if fits else None
             self._met.pop(shape, None)
         except torch.OutOfMemoryError:
             self._full = True
             log.warning(f"no memory is left for captured steps: {_ADVICE}")
-
-    def _refuse(self, shape: BatchShape) -> None:
-        if not self._refused:
-            log.warning(f"some steps are not captured, for memory that the largest one needs: {_ADVICE}")
-        self._refused.add(shape)
 
     def _record(self, shape: BatchShape) -> Graph:
         if self._pool is None:

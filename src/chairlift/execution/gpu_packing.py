@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chairlift.attention.base import sent
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.execution.gpu_batch import BatchShape, Shapes, fill_with_nobody
 from chairlift.execution.gpu_slots import Slots
@@ -99,9 +100,7 @@ class Packer:
         ]
 
     def _send_tables(self, cells: Sequence[int], blocks: Sequence[int]) -> None:
-        device = self._tables.device
-        both = torch.tensor([cells, blocks], dtype=torch.int32, pin_memory=device.type == "cuda")
-        where, what = both.to(device, non_blocking=True)  # else this would wait for the step before
+        where, what = sent([cells, blocks], self._tables.device, torch.int32)
         self._tables.view(-1)[where] = what
 
     def _pack_rows(

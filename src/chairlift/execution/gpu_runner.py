@@ -264,9 +264,14 @@ class GPURunner:
         that but the time to compile their kernel. What the host samples is not computed but counted."""
         largest = self._largest
         tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # as many as there can be
-        taken = self._prepare(replace(largest, singles=0, tiles=tiles))
-        if isinstance(self.model, Decoder):
-            self.model.tapped = None  # what a network that guesses would have been shown
+        shape = replace(largest, singles=0, tiles=tiles)
+
+        def compute() -> None:
+            self._forward_nobody(shape)
+            if isinstance(self.model, Decoder):
+                self.model.tapped = None  # what a network that guesses would have been shown, and nobody takes
+
+        taken = memory_taken(compute, self.device)
         return taken + HOST_COPIES * largest.samples * self.model.vocab_size * 4
 
     def warm_up(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chairlift.kernels.triton_attention import precision_for, scale_in_log2
 from chairlift.kernels.triton_decode_kernel import decode_kernel
-from chairlift.kernels.triton_launch import next_power_of_2, overlapping
+from chairlift.kernels.triton_launch import last_power_of_2, next_power_of_2, overlapping
 
 PROGRAMS = 512  # about four for each of the 132 multiprocessors of a Hopper chip
 
@@ -21,15 +21,10 @@ def decode_splits(rows: int, num_kv_heads: int, *, long: bool = False) -> int:
     each place, programs that find no work cost more than they save, unless some context is `long`."""
     programs = rows * num_kv_heads
     if long and programs > PROGRAMS // 4:
-        return _power_of_2(min(8, 4 * PROGRAMS // programs))
+        return last_power_of_2(min(8, 4 * PROGRAMS // programs))
     if programs > PROGRAMS:
         return 2 if programs <= 2 * PROGRAMS else 1
-    return _power_of_2(min(64, PROGRAMS // 2 // programs))
-
-
-def _power_of_2(most: int) -> int:
-    """The largest one that is not above `most`, or 1."""
-    return 2 ** (most.bit_length() - 1) if most > 1 else 1
+    return last_power_of_2(min(64, PROGRAMS // 2 // programs))
 
 
 class Scratch:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton_launch import Tiling, cdiv, overlapping
+from chairlift.kernels.triton_launch import Tiling, cdiv, last_power_of_2, overlapping
 
 PARALLEL_ROWS = 256  # up to so many rows the parts of a sum are computed side by side
 PROGRAMS = 264  # two for each multiprocessor of a Hopper chip
@@ -113,8 +113,7 @@ def _tiling(columns: int, depth: int, dtype: torch.dtype) -> Tiling:
         height, width, at_once, stages = 32, 32, 32, 2
     else:
         height, width, at_once, stages = 64, 64 if columns <= 8192 else 128, 128 // dtype.itemsize, 4
-    wanted = max(1, PROGRAMS // cdiv(columns, width))
-    parts = min(2 ** (wanted.bit_length() - 1), 8, max(1, depth // 512))
+    parts = min(last_power_of_2(PROGRAMS // cdiv(columns, width)), 8, max(1, depth // 512))
     return Tiling(height, width, at_once, stages, parts)
 
 

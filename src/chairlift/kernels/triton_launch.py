@@ -51,6 +51,11 @@ def next_power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+def last_power_of_2(number: int) -> int:
+    """The largest power of two that is not above `number`, or 1."""
+    return 1 << max(0, number.bit_length() - 1)
+
+
 def spare_rows(rows: int) -> int:
     """How many rows a tensor of so many should have room for."""
     if rows <= 16:

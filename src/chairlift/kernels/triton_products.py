@@ -25,7 +25,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from chairlift.kernels.triton_launch import cdiv, empty_rows, next_power_of_2, overlapping, prefetch_rows
+from chairlift.kernels.triton_launch import (
+    cdiv,
+    empty_rows,
+    last_power_of_2,
+    next_power_of_2,
+    overlapping,
+    prefetch_rows,
+)
 
 
 @triton.jit
@@ -347,5 +354,4 @@ def _small_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
 
 def _splits(programs: int, depth: int) -> int:
     """Parts of the sum, so that all multiprocessors have some, and each at least 512 numbers."""
-    wanted = min(PROGRAMS // programs, depth // 512)
-    return 2 ** (wanted.bit_length() - 1) if wanted > 1 else 1
+    return last_power_of_2(min(PROGRAMS // programs, depth // 512))

@@ -90,18 +90,22 @@ class EngineProcess:
 
     def _serve(self) -> int:
         while not self.stopping and os.getppid() == self.parent:
-            self.turn_began = time.monotonic()
-            prepared = self.engine.use_idle_time()
-            self._take_messages(0 if prepared else min(1000 * self.engine.pause(), IDLE_POLL_MS))
-            if self.engine.has_work:
-                events = self.engine.step()
-                self._report(events)
-                self.watch.take(events)
-            self.watch.tell()
+            self._turn()
             if self.engine.fatal is not None:
                 logging.getLogger("chairlift").error("a step failed", exc_info=self.engine.fatal)
                 return 1
         return 0
+
+    def _turn(self) -> None:
+        """Hear what there is to hear, then step: whoever has cancelled before a step began is not in it."""
+        self.turn_began = time.monotonic()
+        prepared = self.engine.use_idle_time()
+        self._take_messages(0 if prepared else min(1000 * self.engine.pause(), IDLE_POLL_MS))
+        if self.engine.has_work:
+            events = self.engine.step()
+            self._report(events)
+            self.watch.take(events)
+        self.watch.tell()
 
     def _load(self) -> None:
         from chairlift.execution.config import EngineConfig

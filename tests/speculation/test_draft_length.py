@@ -77,6 +77,7 @@ def test_a_large_batch_gets_none() -> None:
     length = AdaptiveLength(cost_model(step=0.001, token=0.001))
     history = Decoding(length, 64, lambda tokens: 0.001 + 0.001 * tokens, lambda _, drafts: drafts).steps(100)
     assert sum(history) == 0
+    assert length.payoff._batch(64).pause > 400
 
 
 def test_each_request_gets_as_many_as_its_own_history_says() -> None:

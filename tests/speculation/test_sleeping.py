@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chairlift.core.draft_length import AdaptiveLength, FixedLength
-from chairlift.core.draft_payoff import _FIRST_PAUSE, _WAKING, DraftPayoff, Pace, _Batch
+from chairlift.core.draft_payoff import _FIRST_PAUSE, _FIRST_PAUSE_OF_MANY, _WAKING, DraftPayoff, Pace, _Batch
 from chairlift.core.events import DraftsVerified, StepDone
 from chairlift.core.plan import StepPlan
 from chairlift.core.sampling import SamplingParams
@@ -217,6 +217,29 @@ def test_what_a_draft_adds_is_not_forgiven_while_none_may_be_tried() -> None:
     batch.pause = 0
     payoff.observe(4, False, 0, 1.0)
     assert batch.slope.value < 1.0
+
+
+def test_where_not_even_a_sure_guess_would_pay_nobody_looks_for_a_while() -> None:
+    payoff = DraftPayoff()
+    payoff._batch(64).plain = Pace(1.0, 1.0, 99)
+    payoff._batch(64).slope.value = 1.0
+    looked, asleep = [], 0
+    for step in range(7 + _FIRST_PAUSE_OF_MANY):
+        asleep += payoff.sleeps(64)
+        if payoff.allows_drafts(64):
+            looked.append(step)
+            payoff.note_hope(64, False)
+    assert looked == [0, 1, 2, 3, 4, 5, 6 + _FIRST_PAUSE_OF_MANY]
+    assert asleep == _FIRST_PAUSE_OF_MANY - 2 * _WAKING
+    assert payoff.slope(64).value < 0.1  # type: ignore[operator]  # what has forbidden them may have been wrong
+
+
+def test_a_step_in_which_a_guess_might_have_paid_is_hope_enough() -> None:
+    payoff = DraftPayoff()
+    payoff._batch(4).plain = Pace(1.0, 1.0, 99)
+    for step in range(100):
+        assert payoff.allows_drafts(4)
+        payoff.note_hope(4, hope=step % 5 == 0)
 
 
 @pytest.mark.parametrize("size", [4, 16])

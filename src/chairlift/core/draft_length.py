@@ -13,7 +13,7 @@ A large batch raises the right side, until no draft pays. What the model says is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -74,7 +74,7 @@ class DraftLength(Protocol):
         ...
 
     def choose(
-        self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
+        self, candidates: Sequence[tuple[Request, int]], chunks: Collection[Chunk], proposer: ProposerCost
     ) -> Sequence[int]:
         """For each (request, kind of draft), given what the step carries otherwise. Also asked of requests whose last
         token is not known yet, to find out whether it is worth waiting for."""
@@ -99,7 +99,7 @@ class FixedLength:
         return False
 
     def choose(
-        self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
+        self, candidates: Sequence[tuple[Request, int]], chunks: Collection[Chunk], proposer: ProposerCost
     ) -> Sequence[int]:
         return [min(self.length, proposer.max_length)] * len(candidates)
 
@@ -127,10 +127,11 @@ class AdaptiveLength:
         return self.payoff.sleeps(num_requests)
 
     def choose(
-        self, candidates: Sequence[tuple[Request, int]], chunks: Iterable[Chunk], proposer: ProposerCost
+        self, candidates: Sequence[tuple[Request, int]], chunks: Collection[Chunk], proposer: ProposerCost
     ) -> Sequence[int]:
         decodes = [chunk for chunk in chunks if chunk.decodes]
         self._find_least(len(candidates), decodes, proposer)
+        self.payoff.note_hope(len(chunks), self.least_to_go_on < 1.0)
         tried = self.payoff.slope(len(decodes)).count
         most = min(proposer.max_length, _FIRST_TRY + tried)
         lengths = [self._length(request, kind, most) for request, kind in candidates]

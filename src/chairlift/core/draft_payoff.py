@@ -81,11 +81,11 @@ class DraftSlope:
         if self.count >= _ENOUGH and self._spread > (_TELLING * self.drafts) ** 2:
             self.value = max(0.0, self._together / self._spread)
 
-    def forgive(self) -> None:
-        """A step without drafts that might have had some: they may not be chosen because of what is said here, and it
+    def forgive(self, steps: int = 1) -> None:
+        """Steps without drafts that might have had some: they may not be chosen because of what is said here, and it
         may be wrong."""
         if self.value is not None:
-            self.value *= _FORGIVING
+            self.value *= _FORGIVING**steps
 
 
 @dataclass(slots=True)
@@ -99,6 +99,7 @@ class _Batch:
     next_pause: int = _FIRST_PAUSE
     since_plain: int = 0
     plain_is_new: bool = False  # measured anew since drafts seemed to lose
+    hopeless: int = 0  # steps in a row in which no draft could have paid
 
     def loses(self, num_requests: int) -> bool:
         """Whether drafts do not pay, as far as that can be said already."""
@@ -138,6 +139,15 @@ class DraftPayoff:
         asleep = self._paused >= _WAKING and self._batch(num_requests).pause > _WAKING
         self._awake = 0 if asleep else self._awake + 1
         return asleep
+
+    def note_hope(self, num_requests: int, hope: bool) -> None:
+        """Whether a draft that is surely right would have paid in a step of so many requests. Where none would have for
+        some steps, nobody looks for a while: a pause that is known beforehand is one to sleep in."""
+        batch = self._batch(num_requests)
+        batch.hopeless = 0 if hope else batch.hopeless + 1
+        if batch.hopeless == _ENOUGH:
+            batch.hopeless, batch.pause = 0, _first_pause(num_requests)
+            batch.slope.forgive(batch.pause)
 
     def slope(self, num_requests: int) -> DraftSlope:
         """What verifying drafts adds to a step of about so many requests: more than tokens of a prompt, for each is

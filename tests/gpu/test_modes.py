@@ -41,9 +41,9 @@ def test_what_a_step_takes_is_measured_and_free_again() -> None:
     device = torch.device("cuda")
     held = torch.zeros(1, device=device)
     before = torch.cuda.memory_reserved(device)
-    for size in (2**22, 2**27):
+    for size in (2**27, 2**30):  # small ones might find room between what other tests have left
         taken = memory_taken(partial(torch.empty, size, dtype=torch.uint8, device=device), device)
-        assert size <= taken < 2**28
+        assert size <= taken < 1.5 * size
     assert torch.cuda.memory_reserved(device) <= before
     del held
 

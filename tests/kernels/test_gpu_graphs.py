@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from chairlift.attention import AttentionLayer, PagedGPUAttention
+from chairlift.attention.paged_gpu import LONG_CONTEXT
 from chairlift.errors import InvalidParameter
 from chairlift.execution import gpu_batch, gpu_graphs, gpu_runner, runner_making
 from chairlift.execution.engine import Engine
-from chairlift.execution.gpu_batch import LONG_CONTEXT, BatchShape, Shapes
+from chairlift.execution.gpu_batch import BatchShape, Shapes
 from chairlift.execution.gpu_graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs, has_room
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.gpu_step import ComputedStep
@@ -80,13 +82,14 @@ def test_idle_time_goes_to_what_was_missed_and_then_to_what_is_likely(graphs: Gr
     assert all(graphs.find(shape) is not None for shape in captured)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")])
 def test_without_memory_for_another_graph_steps_go_on_without(
-    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, graphs: Graphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs.capture(DECODES)
 
     def fail(graphs: Graphs, shape: BatchShape) -> Graph:
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(Graphs, "_record", fail)
     assert [graphs.find(MIXED) for _ in range(2 * MIXED_MEETINGS)] == [None] * (2 * MIXED_MEETINGS)
@@ -117,7 +120,7 @@ def test_room_is_what_is_left_beside_the_largest_step_after_a_capture(monkeypatc
 
 
 def test_every_batch_fits_its_shape_and_the_largest() -> None:
-    shapes = Shapes(seats=20, rows=276, tile_queries=4, graphs=True)
+    shapes = Shapes(seats=20, rows=276, tile_queries=4, graphs=True, cuts_more=lambda rows: False)
     largest = shapes.largest(max_batch_tokens=3000)
     for singles in (0, 1, 9, 20, 100, 270):
         for long in ([], [2], [17, 30], [300] * 2, [3000]):
@@ -141,16 +144,37 @@ def test_every_batch_fits_its_shape_and_the_largest() -> None:
 
 
 def test_a_few_long_contexts_are_not_read_by_a_program_each_for_the_sake_of_a_graph() -> None:
-    shapes = Shapes(seats=128, rows=128, tile_queries=16, graphs=True)
+    shapes = Shapes(seats=128, rows=128, tile_queries=16, graphs=True, cuts_more=lambda rows: rows > 2)
     needs = {"tokens": 600, "chunks": 120, "tiles": 40, "samples": 120, "updates": 9}
     for singles, longest, captured in ((2, LONG_CONTEXT, True), (2, LONG_CONTEXT + 1, False), (90, 10**5, True)):
         shape, recurs = shapes.choose(**needs, singles=singles, longest=longest)
         assert recurs == captured
         assert shape.singles == (128 if captured else singles)
-        assert shape.long == (longest > LONG_CONTEXT)
+        assert shape.long == (longest > LONG_CONTEXT and shape.singles > 2)
     alone = {"tokens": 30, "chunks": 30, "singles": 30, "tiles": 0, "samples": 30, "updates": 1}
     for longest in (LONG_CONTEXT, LONG_CONTEXT + 1):
         assert shapes.choose(**alone, longest=longest) == (shapes.decodes(32, long=longest > LONG_CONTEXT), True)
+
+
+def test_only_steps_that_cut_long_contexts_otherwise_are_others() -> None:
+    shapes = Shapes(seats=48, rows=48, tile_queries=16, graphs=True, cuts_more=lambda rows: rows == 32)
+    all_ = shapes.all_decodes([1, 32, 48])
+    assert [(shape.tokens, shape.long) for shape in all_] == [(1, False), (32, False), (48, False), (32, True)]
+    for tokens in (1, 30, 40):
+        needs = {"tokens": tokens, "chunks": tokens, "singles": tokens, "tiles": 0, "samples": tokens, "updates": 1}
+        short, long = (shapes.choose(**needs, longest=longest) for longest in (LONG_CONTEXT, LONG_CONTEXT + 1))
+        assert (short == long) == (tokens != 30)
+        assert {short[0], long[0]} <= {*all_}
+
+
+def test_where_a_long_context_is_cut_into_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 512)  # as on a GPU
+    full = AttentionLayer(0, 16, 8, 64, scale=1.0)
+    window = AttentionLayer(0, 16, 8, 64, scale=1.0, window=1024)
+    rows = [1, 8, 16, 32, 48, 64, 96, 128, 256]
+    assert [size for size in rows if PagedGPUAttention().cuts_more([window, full], size)] == [32, 48, 64]
+    assert not any(PagedGPUAttention().cuts_more([window], size) for size in rows)
+    assert not any(PagedGPUAttention(invariant_for=4096).cuts_more([full], size) for size in rows)
 
 
 def runner_of(engine: Engine) -> GPURunner:

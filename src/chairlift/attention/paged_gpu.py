@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 ANY_LAYERS_QUERIES = 16  # tokens in a tile of queries, where the layers' heads are not known beforehand
+LONG_CONTEXT = 8192  # tokens of context: more of them are cut into more parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class PagedGPUAttention:
             tile_chunk=on_device([chunk for chunk, _ in tiles]),
             tile_offset=on_device([at for _, at in tiles]),
             tile_queries=ANY_LAYERS_QUERIES,
+            long_contexts=max(layout.ends[:num_single], default=0) > LONG_CONTEXT,
         )
         return self.attend(batch, storage)
 
@@ -100,6 +102,15 @@ class PagedGPUAttention:
         invariant = self.invariant_for is not None
         for_layer = (triton_invariant_attention if invariant else triton_attention).queries_per_tile
         return min(int(for_layer(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype)) for layer in layers)
+
+    def cuts_more(self, layers: Sequence[AttentionLayer], rows: int) -> bool:
+        """Whether in steps of so many single tokens a long context is cut into more parts than a short one."""
+        from chairlift.kernels.triton_decode import decode_splits
+
+        if self.invariant_for is not None:
+            return False
+        heads = {layer.num_kv_heads for layer in layers if _reads_far(layer)}
+        return any(decode_splits(rows, some, long=True) != decode_splits(rows, some) for some in heads)
 
     def scratch(self, layer: AttentionLayer, device: torch.device) -> Scratch:
         from chairlift.kernels.triton_decode import Scratch
@@ -127,6 +138,10 @@ class PagedGPUAttention:
             assert self.invariant_for is not None
             self._span_scratch[key] = SpanScratch(rows, *key, self.invariant_for, device)
         return self._span_scratch[key]
+
+
+def _reads_far(layer: AttentionLayer) -> bool:
+    return layer.window is None or layer.window > LONG_CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +219,17 @@ class PagedGPUStep:
             scale=layer.scale,
             window=layer.window,
             softcap=layer.softcap,
-            long=batch.long_contexts,
+            long=batch.long_contexts and _reads_far(layer),
             fresh=fresh,
         )
 
     def _attended(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         from chairlift.kernels.triton_attention import prefill_attention
+        from chairlift.kernels.triton_launch import empty_rows
 
         batch = self.batch
         keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = empty_rows(*q.shape, dtype=q.dtype, device=q.device)
         if self.backend.invariant_for is not None:
             self._attend_invariantly(layer, q, out)
             return out

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from chairlift.bench.floor import Ceilings, ModelCost, floor_seconds
+from chairlift.bench.shapes import WARM_UP_TOKENS
 from chairlift.bench.timing import Note
 from chairlift.core.events import TokenProduced
 from chairlift.core.sampling import SamplingParams
@@ -84,7 +85,7 @@ def measure_latency(
         for batch in settings.batches:
             # What is compiled or captured on first use is no part of the figures.
             note(f"{batch} requests of {length} tokens: warm-up")
-            _run(engine, batch, length, 2, rng)
+            _run(engine, batch, length, WARM_UP_TOKENS, rng)
             runs = []
             for turn in range(settings.repeat):
                 note(f"{batch} requests of {length} tokens: {turn + 1} of {settings.repeat}")

@@ -18,7 +18,7 @@ from chairlift.attention import AttentionBackend
 from chairlift.bench.engines import touch_cache
 from chairlift.bench.floor import Ceilings, ModelCost
 from chairlift.bench.kernel_speed import attention_case, device_seconds
-from chairlift.bench.shapes import model_cost
+from chairlift.bench.shapes import WARM_UP_TOKENS, model_cost
 from chairlift.bench.step_work import attention_work, total
 from chairlift.bench.timing import Note, peak_bytes
 from chairlift.core.events import StepDone, TokenProduced
@@ -107,7 +107,7 @@ def measure_long_contexts(
     touch_cache(started.runner.storage)
     rng = random.Random(settings.seed)
     note("warm-up")  # what is compiled or captured on first use is no part of the figures
-    _run(started.engine, min(settings.lengths), 2, rng)
+    _run(started.engine, min(settings.lengths), WARM_UP_TOKENS, rng)
     return [_measure(started, ceilings, length, settings.output_tokens, rng, note) for length in settings.lengths]
 
 

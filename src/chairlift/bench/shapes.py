@@ -29,7 +29,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.serving.garbage import what_is_loaded_left_alone
 
 VOCABULARY = 10_001  # tokens that prompts are drawn from
-WARM_UP_REQUESTS, WARM_UP_TOKENS = 256, 6  # at most
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 256, 6  # at most; enough for a step to be met often enough to be captured
 
 # Public models, by what their config.json says of their shape.
 SHAPES: dict[str, dict[str, Any]] = {

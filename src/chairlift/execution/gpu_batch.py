@@ -6,12 +6,15 @@ own shape, and is replayed for every batch that fits: what is left over in a sec
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from chairlift.attention.paged_gpu import LONG_CONTEXT
 
 FLOATS = ("temperature", "top_p", "min_p", "uniform")
 
@@ -24,7 +27,7 @@ class BatchShape:
     tiles: int  # tiles of queries of the longer chunks
     samples: int  # rows that are sampled from
     updates: int  # changed entries of block tables
-    long: bool = False  # some single token has a long context, which more programs share
+    long: bool = False  # some single token has a long context, which is cut into more parts than it would be else
 
     @property
     def sections(self) -> dict[str, slice]:
@@ -79,20 +82,23 @@ def fill_with_nobody(views: dict[str, np.ndarray], idle_cell: int) -> None:
 
 MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
 SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
-LONG_CONTEXT = 8192  # tokens of context: more of them are cut into more parts
-FEW_SINGLES = 64  # of which one has such a context: better without a graph that has a program for each seat
+FEW_SINGLES = 64  # of which one has a long context: better without a graph that has a program for each seat
 FEWEST_UPDATES = 8  # of block tables, for which there is room in any captured step
 
 
 class Shapes:
     """Which shape carries a batch. Where graphs are captured, few shapes serve all batches that recur."""
 
-    def __init__(self, seats: int, rows: int, tile_queries: int, *, graphs: bool) -> None:
-        """`rows`: the most single tokens of a step: one of each seat, and their drafts."""
+    def __init__(
+        self, seats: int, rows: int, tile_queries: int, *, graphs: bool, cuts_more: Callable[[int], bool]
+    ) -> None:
+        """`rows`: the most single tokens of a step: one of each seat, and their drafts. `cuts_more`: whether among so
+        many of them it matters that a context is long."""
         self._seats = seats
         self._rows = rows
         self._tile_queries = tile_queries
         self._graphs = graphs
+        self._cuts_more = cuts_more
         self.decode_buckets = decode_buckets(rows)
 
     def largest(self, max_batch_tokens: int) -> BatchShape:
@@ -108,7 +114,15 @@ class Shapes:
 
     def decodes(self, size: int, *, long: bool = False) -> BatchShape:
         """Of single tokens alone."""
-        return BatchShape(size, size, size, 0, size, max(size, FEWEST_UPDATES), long)
+        return self._cut(BatchShape(size, size, size, 0, size, max(size, FEWEST_UPDATES)), long)
+
+    def _cut(self, shape: BatchShape, long: bool) -> BatchShape:
+        """Told apart only where it matters: else there would be two graphs of the same step."""
+        return replace(shape, long=True) if long and self._cuts_more(shape.singles) else shape
+
+    def all_decodes(self, sizes: Sequence[int]) -> list[BatchShape]:
+        """Those with long contexts last, as far as they are others."""
+        return [*dict.fromkeys(self.decodes(size, long=long) for long in (False, True) for size in sizes)]
 
     def choose(
         self, *, tokens: int, chunks: int, singles: int, tiles: int, samples: int, updates: int, longest: int = 0
@@ -116,24 +130,23 @@ class Shapes:
         """The shape for this batch, and whether it is one that recurs, so that a graph of it pays. `longest`: the
         longest context of a single token."""
         long = longest > LONG_CONTEXT
-        exact = BatchShape(
-            tokens, chunks, singles, tiles, samples, min(updates, self._most_updates(tokens, self._seats)), long
-        )
+        updates = min(updates, self._most_updates(tokens, self._seats))
+        exact = BatchShape(tokens, chunks, singles, tiles, samples, updates)
         if not self._graphs:
-            return exact, False
+            return self._cut(exact, long), False
         if not tiles:
             size = round_up(tokens, self.decode_buckets)
-            return (exact, False) if size is None else (self.decodes(size, long=long), True)
+            return (self._cut(exact, long), False) if size is None else (self.decodes(size, long=long), True)
         bucket = round_up(tokens, MIXED_BUCKETS)
         if bucket is None:
-            return self._familiar(exact), False
+            return self._cut(self._familiar(exact), long), False
         seats = min(self._seats, bucket)
         most_tiles = bucket // self._tile_queries + SPARE_TILES
-        shape = BatchShape(bucket, seats, seats, most_tiles, seats, max(bucket, 2 * seats), long)
+        shape = BatchShape(bucket, seats, seats, most_tiles, seats, max(bucket, 2 * seats))
         fits = tiles <= shape.tiles and chunks <= seats and samples <= seats
         # A graph for many single tokens has a program for each, however few there are. Those would be waited for.
         fits &= not long or singles > FEW_SINGLES
-        return (shape, True) if fits else (self._familiar(exact), False)
+        return self._cut(shape if fits else self._familiar(exact), long), fits
 
     def _familiar(self, exact: BatchShape) -> BatchShape:
         """With as many rows of each kind as some decode step: what chooses its kernel by that number has chosen it

@@ -94,7 +94,9 @@ class Graphs:
                 log.warning(f"some steps are not captured, for memory that the largest one needs: {_ADVICE}")
             self._captured[shape] = self._record(shape) if fits else None
             self._met.pop(shape, None)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # torch's own or, where a graph is made of what was captured, the driver's
+            if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+                raise
             self._full = True
             log.warning(f"no memory is left for captured steps: {_ADVICE}")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention import AttentionLayer, KVStorage, PagedBatch, PagedGPUAttention, RaggedLayout
+from chairlift.attention.paged_gpu import LONG_CONTEXT
 from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
@@ -80,7 +81,13 @@ class GPURunner:
         self.tables = self._zeros(self.slots.count + 1, self.slots.table_width)
         self.last_token = self._zeros(self.slots.count + 1)
         use_graphs = graphs and can_capture(self.device)
-        self.shapes = Shapes(seats, seats + max_drafts, self.tile_queries, graphs=use_graphs)
+        self.shapes = Shapes(
+            *(seats, seats + max_drafts, self.tile_queries),
+            graphs=use_graphs,
+            cuts_more=lambda rows: (
+                max_model_len > LONG_CONTEXT and attention.cuts_more((*model.attention_layers, *draft_layers), rows)
+            ),
+        )
         self.packer = Packer(self.slots, self.shapes, self.tables, self.tile_queries)
         self._largest = self.shapes.largest(max_batch_tokens)
         self._inputs = self._zeros(self._largest.size)
@@ -88,7 +95,7 @@ class GPURunner:
         self._num_steps = 0
         self.graphs: Graphs | None = None
         if use_graphs:
-            likely = [self.shapes.decodes(size) for size in self.shapes.decode_buckets if size <= 2 * seats]
+            likely = self.shapes.all_decodes([size for size in self.shapes.decode_buckets if size <= 2 * seats])
             room = partial(has_room, self.device, step_bytes)
             self.graphs = Graphs(self._prepare, self._forward, likely, room)
 
@@ -253,6 +260,8 @@ class GPURunner:
         fill_with_nobody(shape.host_views(nobody), self.slots.idle_cell)
         self._inputs[: shape.size].copy_(torch.from_numpy(nobody))
         self._forward(shape)
+        if isinstance(self.model, Decoder):
+            self.model.tapped = None  # what a network that guesses would have been shown, and nobody takes
 
     def _prepare(self, shape: BatchShape) -> int:
         """Compute such a step for nobody; return the bytes that it takes beside weights and cache."""
@@ -265,14 +274,7 @@ class GPURunner:
         largest = self._largest
         tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # as many as there can be
         shape = replace(largest, singles=0, tiles=tiles)
-
-        def compute() -> None:
-            self._forward_nobody(shape)
-            if isinstance(self.model, Decoder):
-                self.model.tapped = None  # what a network that guesses would have been shown, and nobody takes
-
-        taken = memory_taken(compute, self.device)
-        return taken + HOST_COPIES * largest.samples * self.model.vocab_size * 4
+        return self._prepare(shape) + HOST_COPIES * largest.samples * self.model.vocab_size * 4
 
     def warm_up(self) -> None:
         """Compile the kernels of both kinds of steps, so that the first request does not wait for it."""
@@ -311,7 +313,7 @@ class GPURunner:
     def capture_decodes(self, sizes: Sequence[int] | None = None) -> None:
         """Capture decode steps of these batch sizes now instead of when they first occur."""
         if self.graphs is not None:
-            shapes = [self.shapes.decodes(size) for size in sorted(sizes or self.shapes.decode_buckets, reverse=True)]
+            shapes = self.shapes.all_decodes(sorted(sizes or self.shapes.decode_buckets, reverse=True))
             self._compile(shapes)
             for shape in shapes:
                 self.graphs.capture(shape)

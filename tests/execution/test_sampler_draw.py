@@ -123,7 +123,9 @@ def test_both_ways_to_find_the_nucleus_agree(seed: int, spread: float, vocab: in
     weights = (torch.randn(5, vocab, generator=generator) * spread).softmax(-1)
     top_p = torch.tensor([[0.05], [0.5], [0.9], [0.99], [0.9999]], dtype=torch.float64)
     by_row = sampler_draw._nucleus_floor_by_row(weights, top_p)
-    batched = sampler_draw._nucleus_floor_batched(weights, top_p)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler_draw, "SORTED_AT_ONCE", 2)
+        batched = sampler_draw._nucleus_floor_batched(weights, top_p)
     for row, floors in enumerate(zip(by_row[:, 0].tolist(), batched[:, 0].tolist(), strict=True)):
         kept = weights[row][weights[row] >= min(floors)].double()
         missing = float(top_p[row]) - float(kept.sum() - kept.min())

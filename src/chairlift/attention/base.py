@@ -97,8 +97,7 @@ class KVStorage:
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy-on-write. All sources are read before any target is written, so that they may overlap."""
         device = self.keys[0].device
-        source = torch.tensor(sources, device=device)
-        target = torch.tensor(targets, device=device)
+        source, target = sent(sources, device), sent(targets, device)
         for tensor in map(as_plain, (*self.keys, *self.values)):
             tensor.index_copy_(0, target, tensor.index_select(0, source))
 

@@ -14,6 +14,7 @@ from chairlift.core.sampling import SamplingParams
 
 MAX_BLOCK = 512
 NUCLEUS_CANDIDATES = 1024
+SORTED_AT_ONCE = 32  # rows: a sort takes several times the memory of what it sorts
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -88,9 +89,9 @@ def _nucleus_floor_batched(weights: Tensor, top_p: Tensor) -> Tensor:
     heaviest = weights.topk(min(NUCLEUS_CANDIDATES, weights.shape[1])).values
     floor, enough = _floor_among(heaviest, target)
     (wide,) = (~enough).nonzero(as_tuple=True)
-    if len(wide):
-        whole = weights[wide].sort(dim=-1, descending=True).values
-        floor[wide], _ = _floor_among(whole, target[wide])
+    for some in wide.split(SORTED_AT_ONCE) if len(wide) else ():
+        whole = weights[some].sort(dim=-1, descending=True).values
+        floor[some], _ = _floor_among(whole, target[some])
     return floor
 
 

@@ -10,13 +10,16 @@ import torch
 
 from chairlift.attention import AttentionLayer, PagedGPUAttention
 from chairlift.attention.paged_gpu import LONG_CONTEXT
+from chairlift.bench.engines import EngineMaker
+from chairlift.bench.speculation import SpeculationSettings, compare_speculation
+from chairlift.core.plan import StepPlan
 from chairlift.errors import InvalidParameter
 from chairlift.execution import gpu_batch, gpu_graphs, gpu_runner, runner_making
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_batch import BatchShape, Shapes
 from chairlift.execution.gpu_graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs, has_room
 from chairlift.execution.gpu_runner import GPURunner
-from chairlift.execution.gpu_step import ComputedStep
+from chairlift.execution.gpu_step import ComputedStep, PendingStep
 from chairlift.execution.memory import MemoryPlan
 from chairlift.execution.startup import LoadedModel
 from tests.kernels.test_gpu_speculation import GREEDY, everywhere, folder, plain, start, tiny, work_of
@@ -66,8 +69,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 
 def test_a_shape_is_captured_once_it_was_met_often_enough(graphs: Graphs) -> None:
     for shape, meetings in ((DECODES, MEETINGS), (MIXED, MIXED_MEETINGS)):
-        found = [graphs.find(shape) for _ in range(meetings + 1)]
-        assert found[: meetings - 1] == [None] * (meetings - 1)
+        typical, found = zip(
+            *((graphs.is_typical(shape), graphs.find(shape)) for _ in range(meetings + 1)), strict=True
+        )
+        assert list(typical) == [shape is MIXED] * (meetings - 1) + [False, True]
+        assert list(found)[: meetings - 1] == [None] * (meetings - 1)
         assert found[-1] is found[-2]
         assert found[-1] is not None
 
@@ -93,6 +99,7 @@ def test_without_memory_for_another_graph_steps_go_on_without(
 
     monkeypatch.setattr(Graphs, "_record", fail)
     assert [graphs.find(MIXED) for _ in range(2 * MIXED_MEETINGS)] == [None] * (2 * MIXED_MEETINGS)
+    assert graphs.is_typical(MORE_DECODES), "it will never be captured"
     assert graphs.find(DECODES) is not None
     assert not graphs.capture_next()
     assert [record.message.split(":")[0] for record in caplog.records] == ["no memory is left for captured steps"]
@@ -227,10 +234,20 @@ def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.Mon
         monkeypatch.setattr(Replayed, "count", 0)
     work = work_of(GREEDY, GREEDY.clone(temperature=0.7, seed=2), GREEDY.clone(max_tokens=5, frequency_penalty=0.5))
     expected = plain(tiny, work)
+    launch = GPURunner.launch
+    steps: list[PendingStep] = []
+
+    def watched(runner: GPURunner, plan: StepPlan) -> PendingStep:
+        steps.append(launch(runner, plan))
+        return steps[-1]
+
+    monkeypatch.setattr(GPURunner, "launch", watched)
     engine = start(tiny, knows_better(expected, seed=2), length=3)
     found = run(engine, work)
     same(expected, found)
     assert found.accepted > 2
+    shapes = [step.packed.shape for step in steps]
+    assert [step.typical for step in steps] == [shape in shapes[:place] for place, shape in enumerate(shapes)]
     graphs = runner_of(engine).graphs
     assert graphs is not None
     assert {bool(shape.tiles) for shape in graphs._captured} == {False, True}
@@ -242,3 +259,17 @@ def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.Mon
     while engine.use_idle_time():
         pass
     assert [shape.tokens for shape in graphs._captured] == [1, 2, 4, 8]  # up to the seats
+
+
+def test_guesses_are_measured_once_their_steps_are_captured(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[GPURunner] = []
+
+    def begin(engine: Engine) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(GPURunner, "capture_decodes", lambda runner: captured.append(runner))
+    monkeypatch.setattr(Engine, "step", begin)
+    maker = EngineMaker(tiny, {"device": tiny.model.device.type, "dtype": "float32"})
+    with pytest.raises(InterruptedError):
+        compare_speculation(maker, SpeculationSettings(scenarios=("chat",), batches=(1,)))
+    assert len(captured) == len({*captured}) == 3  # without guesses, once more without, and with ngram's

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from chairlift.core.budget import FixedBudget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.draft_length import AdaptiveLength
+from chairlift.core.draft_payoff import DraftPayoff
 from chairlift.core.events import TokenProduced
 from chairlift.core.kv_cache import KVCache
 from chairlift.core.plan import StepPlan, StepResult
@@ -22,6 +25,7 @@ from chairlift.execution.engine import Engine
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends
 
+KERNEL_BY_KERNEL, CAPTURE = 8e-3, 0.2
 HOST, STEP, TOKEN = 0.3e-3, 1e-3, 0.01e-3  # seconds: planning and reading a step, computing it, and each token of it
 
 
@@ -53,10 +57,28 @@ class Device:
 
 
 @dataclass
+class Capturing(Device):
+    """The first step of a size is launched kernel by kernel; the second is captured, while nothing else is done."""
+
+    met: Counter[int] = field(default_factory=Counter)
+
+    def launch(self, plan: StepPlan) -> Pending:
+        size = -(-plan.num_tokens // 8)
+        self.met[size] += 1
+        typical = self.met[size] not in (1, 2)
+        if not typical:
+            self.now = max(self.now + KERNEL_BY_KERNEL, self.free_at)
+        if self.met[size] == 2:
+            self.now += CAPTURE
+        return replace(super().launch(plan), typical=typical)
+
+
+@dataclass
 class Pending:
     device: Device
     plan: StepPlan
     done_at: float
+    typical: bool = True
 
     def result(self) -> StepResult:
         self.device.now = max(self.device.now, self.done_at)
@@ -105,9 +127,17 @@ class Proposer:
         pass
 
 
-def seconds_for(proposer: Proposer | None, batch: int, tokens: int = 600) -> float:
-    device, cost = Device(), CostModel()
+def seconds_for(
+    proposer: Proposer | None,
+    batch: int,
+    tokens: int = 600,
+    device: Device | None = None,
+    payoff: DraftPayoff | None = None,
+) -> float:
+    device, cost = device or Device(), CostModel()
     speculation = None if proposer is None else Speculation(proposer, AdaptiveLength(cost))
+    if speculation is not None and payoff is not None:
+        speculation.length.payoff = payoff
     scheduler = Scheduler(KVCache(4096, 16), FixedBudget(512, 512), ContinuousPolicy(), batch, speculation=speculation)
     engine = Engine(
         scheduler,
@@ -141,3 +171,37 @@ def test_wrong_guesses_cost_little(batch: int, words: float) -> None:
 def test_right_guesses_are_worth_waiting_for(batch: int) -> None:
     assert seconds_for(Proposer(right=True), batch) < 0.4 * seconds_for(None, batch)
     assert seconds_for(Proposer(right=True, words=0.5), batch) < 0.8 * seconds_for(None, batch)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_steps_that_are_captured_say_nothing_about_guesses(right: bool) -> None:
+    """Neither against right ones, if the steps with them are captured, nor for wrong ones, if those without are."""
+    batch = 16
+    captured_before = batch if right else 2 * batch  # tokens: of steps without guesses, or with one of each request
+    asked = []
+    for device in (Device(), Capturing(met=Counter({captured_before // 8: 2}))):
+        proposer = Proposer(right=right, max_length=1)
+        seconds_for(proposer, batch, tokens=900, device=device)
+        asked.append(len(proposer.asked) // batch)
+    assert asked[1] == pytest.approx(asked[0], rel=0.1)
+    assert asked[0] > 300 if right else asked[0] < 10
+
+
+class Watched(DraftPayoff):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def observe(self, num_requests: int, guessed: bool, num_accepted: int, seconds: float, **more: Any) -> None:
+        self.seconds.append(seconds)
+        super().observe(num_requests, guessed, num_accepted, seconds, **more)
+
+
+def test_nor_do_those_that_were_under_way_meanwhile() -> None:
+    """They are read once the next one is launched."""
+    payoff = Watched()
+    proposer = Proposer(right=True, words=0.0)
+    device = Capturing(met=Counter({1: -20}))  # so the 21st and 22nd steps are slow
+    seconds_for(proposer, 1, 40, device, payoff)
+    assert 40 - 2 - 3 <= len(payoff.seconds) < 40
+    assert max(payoff.seconds) < KERNEL_BY_KERNEL

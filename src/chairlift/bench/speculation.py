@@ -27,6 +27,7 @@ from chairlift.core.events import DraftsVerified, RequestFinished, TokenProduced
 from chairlift.core.sampling import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.execution.engine import Engine
+from chairlift.execution.gpu_runner import GPURunner
 
 PLAIN = "none"
 TWIN = "none again"  # shows the noise
@@ -147,6 +148,8 @@ def _engine(maker: EngineMaker, proposer: str, settings: SpeculationSettings, to
     storage = started.runner.storage
     blocks = 2 * tokens // storage.block_size  # some are begun by several, and not shared
     touch_cache(storage, blocks)
+    if isinstance(started.runner, GPURunner):
+        started.runner.capture_decodes()  # as a server does when nobody waits
     return started.engine
 
 

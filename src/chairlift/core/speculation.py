@@ -136,15 +136,16 @@ class Speculation:
                 room -= length
         return wanted
 
-    def note_step(self, result: StepResult, seconds: float, waited: bool = False) -> float:
+    def note_step(self, result: StepResult, seconds: float, waited: bool = False, typical: bool = True) -> float:
         """A step took so long. Returns how much of that went into running it and not into guessing. `waited`: it could
         have been planned before the tokens of the one before were known, but for guesses. That is part of their price,
-        even if there were none in the end.
+        even if there were none in the end. `typical`: later steps of its kind will take about as long; others, such as
+        one that a graph is captured in, say nothing about guesses.
 
         Guesses that a grammar has cut are not among its drafts, for the model did not see them. But they took their
         time, so that the step says nothing of those without speculation."""
         plan = result.plan
-        if all(chunk.decodes for chunk in plan.chunks):
+        if typical and all(chunk.decodes for chunk in plan.chunks):
             accepted = sum(result.accepted.values())
             guessed = waited or plan.num_drafts > 0 or plan.guess_seconds > plan.catch_up_seconds
             self.length.payoff.observe(

@@ -52,7 +52,8 @@ class Head:
             previous[last_rows] = torch.stack([self._guessed[chunk.request.id] for chunk in chunks])
         else:
             for offset, chunk in zip(batch.layout.offsets, chunks, strict=False):
-                previous[offset : offset + chunk.count] = self._take(chunk.request, chunk.start, chunk.end)
+                known = self._take(chunk.request, chunk.start, chunk.request.num_known)  # of the last one also later
+                previous[offset : offset + chunk.count] = known[: chunk.count]
             previous = head.join(previous)
         states = head.states(batch.tokens, previous, batch.positions, attend)[last_rows]
         for chunk, state in zip(chunks, states, strict=True):

@@ -86,12 +86,12 @@ class NetworkProposer:
         drafts: list[list[int]] = [[] for _ in wanted]
         self._drawn_from, self._levels = {}, {}
         self.catching_up = 0.0
-        ready = self._catch_up(wanted) if self.network.in_parts else range(len(wanted))
         chances = {greedy: known.chances for greedy, known in self._confidence.items()}
         if self._can_guess_at_once(wanted):
             drafts = self._guess_at_once(wanted, chances)
             self.spent = time.perf_counter() - started
             return drafts
+        ready = self._catch_up(wanted)
         likely = [1.0] * len(wanted)
         for place in range(max((wanted[index].length for index in ready), default=0)):
             asked = [index for index in ready if wanted[index].length > place == len(drafts[index])]
@@ -139,10 +139,12 @@ class NetworkProposer:
 
     def _catch_up(self, wanted: Sequence[Wanted]) -> list[int]:
         """The indices of those for whom the network can guess now. Others that got no guesses for long have to wait: it
-        would have to compute so much that the step took too long. As much of that as fits is computed."""
+        would have to compute so much that the step took too long. As much of that as fits is computed, in a pass of its
+        own: what that takes is no part of what guesses cost."""
         started = time.perf_counter()
         chunks = [self._chunk(one, ()) for one in wanted]
-        room, ready, missed = MOST_MISSED, [], []
+        ready, missed = [], []
+        room = MOST_MISSED if self.network.in_parts else sum(chunk.count for chunk in chunks)
         for index, chunk in sorted(enumerate(chunks), key=lambda item: item[1].count):
             if chunk.count > A_FEW:
                 count = min(chunk.count - 1, room)  # the last one comes with the first guess

@@ -42,6 +42,11 @@ class Executor(Protocol):
 
 
 class PendingStep(Protocol):
+    @property
+    def typical(self) -> bool:
+        """Whether launching it took as long as it will for later steps of its kind."""
+        ...
+
     def result(self) -> StepResult:
         """Wait for the step."""
         ...
@@ -70,6 +75,7 @@ class _Done:
     """The pending step of an executor that computes at once."""
 
     computed: StepResult
+    typical: bool = True
 
     def result(self) -> StepResult:
         return self.computed
@@ -402,7 +408,9 @@ class Engine:
         self._last_step_ended = ended
         predicted = self.cost_model.predict(shape) or None
         speculation = self.scheduler.speculation
-        running = seconds if speculation is None else speculation.note_step(result, seconds, step.waited)
+        # Steps that were launched before this one was read took their time out of this one's.
+        typical = all(one.pending.typical for one in (step, *self._under_way))
+        running = seconds if speculation is None else speculation.note_step(result, seconds, step.waited, typical)
         self.cost_model.observe(shape, running)
         return StepDone(
             time=ran,

@@ -67,6 +67,14 @@ class Graphs:
         self._full = False  # there is no memory for more
         self._pool: Any = None
 
+    def is_typical(self, shape: BatchShape) -> bool:
+        """Whether the next step of this shape will take as long as later ones. Not if it will be captured in it, or is
+        launched kernel by kernel for the last time but for that. But of shapes with prompts it is not known whether
+        they will ever be met often enough. To be asked before `find`."""
+        if shape in self._captured or self._full:
+            return True
+        return shape.tiles > 0 and self._met.get(shape, 0) + 1 < MIXED_MEETINGS
+
     def find(self, shape: BatchShape) -> Graph | None:
         """The graph of a step, to be replayed. None: its kernels are to be launched one by one."""
         if shape in self._captured:

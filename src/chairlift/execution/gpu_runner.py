@@ -115,7 +115,9 @@ class GPURunner:
         staging = self._staging[self._num_steps % STAGING_BUFFERS]
         self._num_steps += 1
         packed = self.packer.pack(plan, staging)
-        graph = self.graphs.find(packed.shape) if self.graphs and packed.capturable else None
+        graphs = self.graphs if packed.capturable else None
+        typical = graphs is None or graphs.is_typical(packed.shape)
+        graph = None if graphs is None else graphs.find(packed.shape)
         size = packed.shape.size
         self._inputs[:size].copy_(staging.inputs[:size], non_blocking=True)
         staging.started.record()
@@ -126,7 +128,7 @@ class GPURunner:
         chosen = self._sample_on_host(packed, by_host, step.logits, masks) if by_host else {}
         staging.tokens[: packed.shape.samples].copy_(step.tokens, non_blocking=True)
         staging.finished.record()
-        pending = PendingStep(plan, packed, staging, chosen, candidates, time.perf_counter() - begun)
+        pending = PendingStep(plan, packed, staging, chosen, candidates, time.perf_counter() - begun, typical)
         if self.drafter is not None:
             self._show_drafter(self.drafter, pending, step)
         return pending

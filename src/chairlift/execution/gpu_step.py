@@ -48,6 +48,7 @@ class PendingStep:
     chosen: dict[int, Chosen]  # by the index of the chunk among those that sample
     candidates: dict[str, Candidates]
     build_seconds: float
+    typical: bool  # whether later steps of its shape will take as long: not if it was captured, or soon will be
 
     def result(self) -> StepResult:
         """Wait for the step, and return its tokens."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, KVStorage
+from chairlift.attention.base import Attend, KVStorage, sent
 from chairlift.attention.paged_cpu import PagedCPUStep
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
@@ -51,9 +51,11 @@ class Head:
         if chunks[0].drafts:
             previous[last_rows] = torch.stack([self._guessed[chunk.request.id] for chunk in chunks])
         else:
-            for offset, chunk in zip(batch.layout.offsets, chunks, strict=False):
-                known = self._take(chunk.request, chunk.start, chunk.request.num_known)  # of the last one also later
-                previous[offset : offset + chunk.count] = known[: chunk.count]
+            places = [*zip(batch.layout.offsets, chunks, strict=False)]
+            rows = [row for offset, chunk in places for row in range(offset, offset + chunk.count)]
+            # Who catches up leaves out the last token, which comes with the first guess.
+            known = [self._take(one.request, one.start, one.request.num_known)[: one.count] for one in chunks]
+            previous.index_copy_(0, sent(rows, previous.device), torch.cat(known))
             previous = head.join(previous)
         states = head.states(batch.tokens, previous, batch.positions, attend)[last_rows]
         for chunk, state in zip(chunks, states, strict=True):
@@ -131,19 +133,25 @@ class Head:
         if has_prompts:
             self._compute_prompts(step, features)
         rows = iter(step.kept)
+        taken: list[tuple[Chunk, int]] = []  # with the position of the token that comes next
+        spans: list[range] = []  # their rows
         for offset, chunk in zip(offsets, chunks, strict=False):
             last = next(rows) if chunk.samples else offset + chunk.count - 1
-            if chunk.decodes and step.plan.guesses_sleep:
-                continue
-            ahead = self._ahead.get(chunk.request.id)
-            goes_on = chunk.decodes and ahead is not None and ahead.end == chunk.start + 1
-            states = features[offset if goes_on else last : last + 1]
-            if has_prompts:
-                states = states.clone()  # so as not to keep all of the prompts' for them
-            if ahead is not None and goes_on:
-                ahead.append(states)
+            if not (chunk.decodes and step.plan.guesses_sleep):
+                first = offset if self._goes_on(chunk) else last
+                taken.append((chunk, chunk.start + last - offset + 1))
+                spans.append(range(first, last + 1))
+        # Of prompts only the last row is kept in memory, and so not all of the step with it.
+        for (chunk, position), states in zip(taken, _cut(features, spans, copies=has_prompts), strict=True):
+            if self._goes_on(chunk):
+                self._ahead[chunk.request.id].append(states)
             else:
-                self._ahead[chunk.request.id] = _Ahead(chunk.start + last - offset + 1, states)
+                self._ahead[chunk.request.id] = _Ahead(position, states)
+
+    def _goes_on(self, chunk: Chunk) -> bool:
+        """Whether its states follow on those that wait for the head."""
+        ahead = self._ahead.get(chunk.request.id)
+        return chunk.decodes and ahead is not None and ahead.end == chunk.start + 1
 
     def _compute_prompts(self, step: ComputedBatch, features: Tensor) -> None:
         """All of the step, for it is one batch: what decodes is computed once more when it is asked for guesses."""
@@ -151,10 +159,16 @@ class Head:
         places = [*zip(batch.layout.offsets, step.plan.chunks, strict=False)]
         previous = torch.zeros_like(features)
         previous[1:] = features[:-1]
+        known: dict[int, Tensor] = {}  # by row
         for offset, chunk in places:
             ahead = self._ahead.get(chunk.request.id)
-            known = ahead is not None and (ahead.first, ahead.end) == (chunk.start, chunk.start + 1)
-            previous[offset] = ahead.states()[0] if ahead is not None and known else 0.0  # behind a prefix hit: none
+            if ahead is not None and (ahead.first, ahead.end) == (chunk.start, chunk.start + 1):
+                known[offset] = ahead.states()
+        unknown = [offset for offset, _ in places if offset not in known]  # such as behind a prefix hit
+        if unknown:
+            previous.index_fill_(0, sent(unknown, previous.device), 0.0)
+        if known:
+            previous.index_copy_(0, sent([*known], previous.device), torch.cat([*known.values()]))
         if self.one_call and isinstance(attend, PagedCPUStep):
             prompts = [range(offset, offset + chunk.count) for offset, chunk in places if not chunk.decodes]
             rows = torch.tensor([row for some in prompts for row in some])
@@ -166,6 +180,14 @@ class Head:
     def forget(self, request_id: str) -> None:
         self._ahead.pop(request_id, None)
         self._guessed.pop(request_id, None)
+
+
+def _cut(features: Tensor, spans: Sequence[range], copies: bool) -> Sequence[Tensor]:
+    """These rows; with `copies` in memory of their own. One for all: each would be a launch."""
+    if not copies:
+        return [features[span.start : span.stop] for span in spans]
+    rows = sent([row for span in spans for row in span], features.device)
+    return features.index_select(0, rows).split([len(span) for span in spans])
 
 
 class _Ahead:

@@ -1,0 +1,61 @@
+"""What a draft head does with each step that it is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chairlift.core.sampling import SamplingParams
+from chairlift.execution.draft_networks import ComputedBatch
+from chairlift.execution.runner import ModelRunner
+from chairlift.execution.startup import LoadedModel
+from tests.speculation.running import start
+
+# Which launch nothing on a device.
+VIEWS = {"alias", "detach", "select", "slice", "split", "split_with_sizes", "t", "transpose", "unsqueeze", "view"}
+
+
+class Launches(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in VIEWS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def launches_beside(tiny: LoadedModel, draft: Path, num_decodes: int) -> list[str]:
+    """Of a step with a prompt beside so many decodes."""
+    engine = start(tiny, speculate=f"draft:{draft}", draft_length=1, max_batch_requests=8)
+    runner = engine.executor
+    assert isinstance(runner, ModelRunner)
+    assert runner.drafter is not None
+    network = runner.drafter.network
+    follow = network.follow
+    following: list[list[str]] = []
+
+    def note_follow(step: ComputedBatch) -> None:
+        with Launches() as launches:
+            follow(step)
+        following.append(launches.names)
+
+    network.follow = note_follow  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    for index in range(num_decodes):
+        engine.submit([5 + index, 6, 7], params)
+    for _ in range(3):
+        engine.step()
+    engine.submit([40, 41, 42, 43], params)
+    engine.step()
+    return following[-1]
+
+
+def test_as_many_launches_however_many_requests_there_are(tiny: LoadedModel, draft: Path) -> None:
+    few, many = launches_beside(tiny, draft, 2), launches_beside(tiny, draft, 6)
+    assert few == many
+    assert len(few) > 5

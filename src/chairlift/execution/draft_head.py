@@ -187,7 +187,8 @@ def _cut(features: Tensor, spans: Sequence[range], copies: bool) -> Sequence[Ten
     if not copies:
         return [features[span.start : span.stop] for span in spans]
     rows = sent([row for span in spans for row in span], features.device)
-    return features.index_select(0, rows).split([len(span) for span in spans])
+    copied: Sequence[Tensor] = features.index_select(0, rows).split([len(span) for span in spans])
+    return copied
 
 
 class _Ahead:

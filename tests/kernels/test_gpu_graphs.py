@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from chairlift.bench.speculation import SpeculationSettings, compare_speculation
 from chairlift.core.plan import StepPlan
 from chairlift.errors import InvalidParameter
 from chairlift.execution import gpu_batch, gpu_graphs, gpu_runner, runner_making
+from chairlift.execution.draft_head import MOST_STATES, Head
 from chairlift.execution.engine import Engine
 from chairlift.execution.gpu_batch import BatchShape, Shapes
 from chairlift.execution.gpu_graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs, has_room
@@ -22,7 +24,18 @@ from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.gpu_step import ComputedStep, PendingStep
 from chairlift.execution.memory import MemoryPlan
 from chairlift.execution.startup import LoadedModel
-from tests.kernels.test_gpu_speculation import GREEDY, everywhere, folder, plain, start, tiny, work_of
+from chairlift.models.decoder import Decoder
+from chairlift.speculative.head import DraftHead
+from tests.kernels.test_gpu_speculation import (
+    GREEDY,
+    everywhere,
+    folder,
+    plain,
+    start,
+    tiny,
+    work_of,
+    write_random_head,
+)
 from tests.speculation.running import knows_better, run
 from tests.speculation.test_same_output import same
 
@@ -220,6 +233,44 @@ def test_the_largest_step_is_computed_before_the_cache_is_sized(
     monkeypatch.setattr(GPURunner, "rehearse", exhausted)
     with pytest.raises(InvalidParameter, match=r"max_batch_tokens.*lower it"):
         start(tiny)
+
+
+def test_what_a_draft_head_takes_is_counted(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is shown the largest step before the cache is sized, and what it keeps from step to step is added."""
+    assert isinstance(tiny.model, Decoder)
+    monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [16])
+    monkeypatch.setattr(runner_making, "_rehearses", lambda device: True)
+    speculate = f"draft:{write_random_head(tmp_path, tiny.model)}"
+    shown: list[int] = []
+    counted: list[int] = []
+    rehearse, states = GPURunner.rehearse, DraftHead.states
+
+    def rehearsed(runner: GPURunner) -> int:
+        monkeypatch.setattr(DraftHead, "states", watched)
+        with_head = rehearse(runner)
+        monkeypatch.setattr(DraftHead, "states", states)
+        assert runner.drafter is not None
+        assert isinstance(runner.drafter.network, Head)
+        assert not runner.drafter.network._ahead, "nobody is remembered"
+        assert runner.model.tapped is None, "nor anything of the step"
+        tokens = runner._largest.tokens
+        assert shown == [tokens]
+        runner.drafter = None
+        counted.append(with_head - rehearse(runner))
+        return with_head
+
+    def watched(head: DraftHead, tokens: torch.Tensor, *given: Any) -> torch.Tensor:
+        shown.append(len(tokens))
+        return states(head, tokens, *given)
+
+    monkeypatch.setattr(GPURunner, "rehearse", rehearsed)
+    engine = start(tiny, max_batch_tokens=8, speculate=speculate, draft_length=2)
+    features = 2 * 64  # the last layer's and one in the middle's
+    kept = MOST_STATES * 4 * features * 4
+    assert counted[0] >= kept
+    assert tiny.model.device.type == "cuda" or counted == [kept]
+    work = work_of(GREEDY.clone(max_tokens=3))
+    same(plain(tiny, work), run(engine, work))
 
 
 def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

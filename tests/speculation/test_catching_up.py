@@ -43,6 +43,7 @@ def guesses_after_pauses(tiny: LoadedModel, draft: Path) -> tuple[list[bool], di
 def test_a_draft_head_catches_up_in_a_pass_of_its_own(
     tiny: LoadedModel, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(drafter, "CAUGHT_UP_AT_ONCE", 2)  # of three requests
     caught_up, said = guesses_after_pauses(tiny, draft)
     assert caught_up[0]
     assert 2 <= sum(caught_up) < len(caught_up) / 2, "once after each pause"

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chairlift.core.sampling import SamplingParams
+from chairlift.execution.draft_head import Head
 from chairlift.execution.draft_networks import ComputedBatch
 from chairlift.execution.runner import ModelRunner
 from chairlift.execution.startup import LoadedModel
-from tests.speculation.running import start
+from tests.speculation.running import run, start
+from tests.speculation.test_same_output import SETTINGS, uneven_work
 
 # Which launch nothing on a device.
 VIEWS = {"alias", "detach", "select", "slice", "split", "split_with_sizes", "t", "transpose", "unsqueeze", "view"}
@@ -59,3 +62,22 @@ def test_as_many_launches_however_many_requests_there_are(tiny: LoadedModel, dra
     few, many = launches_beside(tiny, draft, 2), launches_beside(tiny, draft, 6)
     assert few == many
     assert len(few) > 5
+
+
+@pytest.mark.parametrize("setting", ["preempted", "swapped"])
+def test_nothing_is_kept_for_those_who_had_to_leave(tiny: LoadedModel, draft: Path, setting: str) -> None:
+    """Their states are views of whole steps', one for each of their last steps."""
+    engine = start(tiny, speculate=f"draft:{draft}", draft_length=1, **SETTINGS[setting] | {"kv_memory": "60KiB"})
+    runner = engine.executor
+    assert isinstance(runner, ModelRunner)
+    assert runner.drafter is not None
+    network = runner.drafter.network
+    assert isinstance(network, Head)
+    follow = network.follow
+
+    def note_follow(step: ComputedBatch) -> None:
+        follow(step)
+        assert network._ahead.keys() <= {chunk.request.id for chunk in step.plan.chunks}
+
+    network.follow = note_follow  # type: ignore[method-assign]
+    assert run(engine, uneven_work(14)).preemptions

@@ -111,12 +111,19 @@ class Head:
         self._clear_new_blocks(step)
         chunks = step.plan.chunks
         has_prompts = not all(chunk.decodes for chunk in chunks)
+        # States are parts of whole steps', which whoever has had to leave would keep in memory.
+        for request_id in self._ahead.keys() - {chunk.request.id for chunk in chunks}:
+            self.forget(request_id)
         if step.plan.guesses_sleep:
             for chunk in chunks:
                 if chunk.decodes:
                     self.forget(chunk.request.id)
         if has_prompts or not step.plan.guesses_sleep:
             self._take_in(step, has_prompts)
+
+    def bytes_kept(self, num_requests: int) -> int:
+        """Those of steps that only decode are kept whole, for all of their rows wait."""
+        return MOST_STATES * num_requests * self._head.feature_size * self._head.target.dtype.itemsize
 
     def _clear_new_blocks(self, step: ComputedBatch) -> None:
         size = step.storage.block_size

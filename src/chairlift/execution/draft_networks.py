@@ -63,6 +63,10 @@ class DraftNetwork(Protocol):
 
     def follow(self, step: ComputedBatch) -> None: ...
 
+    def bytes_kept(self, num_requests: int) -> int:
+        """Of a device, from step to step: of what so many requests may have waiting for it, beside the KV storage."""
+        ...
+
     def forget(self, request_id: str) -> None: ...
 
 
@@ -85,6 +89,9 @@ class FirstLayers:
 
     def follow(self, step: ComputedBatch) -> None:
         pass
+
+    def bytes_kept(self, num_requests: int) -> int:
+        return 0
 
     def forget(self, request_id: str) -> None:
         pass
@@ -122,6 +129,9 @@ class SmallModel:
                 computed = chunk.end
             right = chunk.start + next(rows) - offset + 1 if chunk.samples else chunk.end
             self._computed[chunk.request.id] = min(computed, right)  # what it computed of wrong guesses is void
+
+    def bytes_kept(self, num_requests: int) -> int:
+        return 0
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)

@@ -28,6 +28,9 @@ from chairlift.speculative.head_config import MOST_ASKED
 
 MAX_LENGTH = A_FEW - 1
 MOST_MISSED = 256  # tokens of requests further behind that a network catches up with in one step
+# Requests of one pass. A draft head has up to 64 tokens of each: no more in all than any GPU's largest step, which it
+# was shown when memory was measured.
+CAUGHT_UP_AT_ONCE = 32
 _GAIN = 0.1  # how far one measurement moves the estimate of what a pass takes
 
 
@@ -154,8 +157,9 @@ class NetworkProposer:
                 if count < chunk.count - 1:
                     break  # the others are still further behind
             ready.append(index)
+        for first in range(0, len(missed), CAUGHT_UP_AT_ONCE):
+            self._scores(missed[first : first + CAUGHT_UP_AT_ONCE])[:, 0].tolist()  # which waits for the device
         if missed:
-            self._scores(missed)[:, 0].tolist()  # which waits for the device
             self.catching_up = time.perf_counter() - started
         return sorted(ready)
 

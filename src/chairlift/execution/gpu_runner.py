@@ -8,7 +8,7 @@ The next step can be queued before they arrive, because it finds the tokens on t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention import AttentionLayer, KVStorage, PagedBatch, PagedGPUAttention, RaggedLayout
+from chairlift.attention import AttentionLayer, KVStorage, PagedBatch, PagedGPUAttention
 from chairlift.attention.paged_gpu import LONG_CONTEXT
 from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.request import Request
@@ -30,7 +30,6 @@ from chairlift.execution.gpu_slots import Slots
 from chairlift.execution.gpu_staging import Staging
 from chairlift.execution.gpu_step import Chosen, ComputedStep, PendingStep, Seen
 from chairlift.execution.host_blocks import HostBlocks, make_copies
-from chairlift.execution.input_batch import InputBatch
 from chairlift.execution.memory import memory_taken
 from chairlift.execution.sampler import Sampler
 from chairlift.execution.sampler_beams import beam_candidates
@@ -229,41 +228,48 @@ class GPURunner:
 
     def _show_drafter(self, drafter: NetworkProposer, pending: PendingStep, step: ComputedStep) -> None:
         """What it is shown is overwritten by the next step, so a step with drafts is waited for here."""
-        assert step.seen is not None
         plan, packed = pending.plan, pending.packed
         accepted = pending.result().accepted if plan.num_drafts else {}
-        view = packed.shape.device_views(self._inputs)
         order = np.argsort(packed.first_rows).tolist()
-        chunks = [plan.chunks[index] for index in order]
-        offsets = packed.first_rows[order].tolist()
-        batch = InputBatch(
-            tokens=step.seen.tokens,
-            positions=view["position"],
-            sampled_rows=view["sample_row"],
-            layout=RaggedLayout(
-                offsets=[*offsets, plan.num_tokens],
-                starts=[chunk.start for chunk in chunks],
-                ends=[chunk.end for chunk in chunks],
-                tables=self.tables[:0],  # attention reads its own, by slot
-                slots=view["slot"][:0],
-            ),
-            num_padding=packed.shape.tokens - plan.num_tokens,
-        )
-        attend = self.attention.attend(self._paged_batch(packed.shape, view), self.storage)
+        plan = replace(plan, chunks=tuple(plan.chunks[index] for index in order))
+        self._show(drafter, plan, packed.first_rows[order].tolist(), packed.shape, step, accepted)
+
+    def _show(
+        self,
+        drafter: NetworkProposer,
+        plan: StepPlan,
+        offsets: Sequence[int],
+        shape: BatchShape,
+        step: ComputedStep,
+        accepted: Mapping[str, int],
+    ) -> None:
+        """`offsets`: the first row of each chunk, in this order."""
+        assert step.seen is not None
+        view = shape.device_views(self._inputs)
+        attend = self.attention.attend(self._paged_batch(shape, view), self.storage)
         if isinstance(self.model, Decoder):
             self.model.tapped = step.seen.tapped  # which a replayed graph does not say
-        shown = replace(plan, chunks=tuple(chunks))
-        drafter.network.follow(ComputedBatch(shown, batch, attend, step.seen.hidden, accepted, self.storage))
+        batch = step.seen.batch(plan, offsets, view)
+        drafter.network.follow(ComputedBatch(plan, batch, attend, step.seen.hidden, accepted, self.storage))
+        if isinstance(self.model, Decoder):
+            self.model.tapped = None  # else it would be in memory beside the next step's
+
+    def _show_prompt_of_nobody(self, drafter: NetworkProposer, shape: BatchShape, step: ComputedStep) -> None:
+        request = Request("rehearsal", [0] * shape.tokens, SamplingParams(), max_new_tokens=1, arrival=0.0)
+        chunk = Chunk(request, start=0, count=shape.tokens, table=[], samples=False)
+        self._show(drafter, StepPlan(step=0, chunks=(chunk,)), [0], shape, step, {})
+        drafter.forget(request.id)
 
     # ---- graphs ---------------------------------------------------------------------------------------------------
 
-    def _forward_nobody(self, shape: BatchShape) -> None:
+    def _forward_nobody(self, shape: BatchShape) -> ComputedStep:
         nobody = np.zeros(shape.size, np.int32)
         fill_with_nobody(shape.host_views(nobody), self.slots.idle_cell)
         self._inputs[: shape.size].copy_(torch.from_numpy(nobody))
-        self._forward(shape)
+        step = self._forward(shape)
         if isinstance(self.model, Decoder):
             self.model.tapped = None  # what a network that guesses would have been shown, and nobody takes
+        return step
 
     def _prepare(self, shape: BatchShape) -> int:
         """Compute such a step for nobody; return the bytes that it takes beside weights and cache."""
@@ -272,11 +278,21 @@ class GPURunner:
     @torch.inference_mode()
     def rehearse(self) -> int:
         """The bytes of the largest step there can be, which is computed for nobody. Single tokens would add nothing to
-        that but the time to compile their kernel. What the host samples is not computed but counted."""
+        that but the time to compile their kernel. What a network that guesses makes of it is computed, too. What the
+        host samples is not but counted, and so is what that network keeps from step to step."""
         largest = self._largest
         tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # as many as there can be
         shape = replace(largest, singles=0, tiles=tiles)
-        return self._prepare(shape) + HOST_COPIES * largest.samples * self.model.vocab_size * 4
+        drafter = self.drafter
+
+        def compute() -> None:
+            step = self._forward_nobody(shape)
+            if drafter is not None:
+                self._show_prompt_of_nobody(drafter, shape, step)
+
+        kept = 0 if drafter is None else drafter.network.bytes_kept(self.seats)
+        taken = memory_taken(compute, self.device)
+        return taken + kept + HOST_COPIES * largest.samples * self.model.vocab_size * 4
 
     def warm_up(self) -> None:
         """Compile the kernels of both kinds of steps, so that the first request does not wait for it."""

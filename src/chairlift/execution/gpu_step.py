@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from chairlift.attention import RaggedLayout
 from chairlift.core.beam_search import Candidates
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.execution.gpu_packing import Packed
 from chairlift.execution.gpu_staging import Staging
+from chairlift.execution.input_batch import InputBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,19 @@ class Seen:
     tokens: Tensor  # [T] int32
     hidden: Tensor  # [T, hidden]
     tapped: Tensor | None  # [taps, T, hidden], of models that keep what some layers read
+
+    def batch(self, plan: StepPlan, offsets: Sequence[int], view: Mapping[str, Tensor]) -> InputBatch:
+        """`offsets`: the first row of each chunk. `view`: what the device was sent of the step."""
+        nothing = view["slot"][:0]
+        layout = RaggedLayout(
+            offsets=[*offsets, plan.num_tokens],
+            starts=[chunk.start for chunk in plan.chunks],
+            ends=[chunk.end for chunk in plan.chunks],
+            tables=nothing[:, None],  # attention reads its own, by slot
+            slots=nothing,
+        )
+        padding = len(self.tokens) - plan.num_tokens
+        return InputBatch(self.tokens, view["position"], view["sample_row"], layout, num_padding=padding)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from chairlift.attention import AttentionBackend, AttentionLayer, PagedGPUAttent
 from chairlift.errors import InvalidParameter
 from chairlift.execution.config import EngineConfig
 from chairlift.execution.draft_model import Draft
+from chairlift.execution.drafter import NetworkProposer
 from chairlift.execution.gpu_runner import GPURunner
 from chairlift.execution.kv_dtype import kv_dtype
 from chairlift.execution.memory import MemoryPlan, allocate_storage, plan_memory
@@ -70,9 +71,12 @@ class RunnerMaking:
         return memory, config.max_batch_requests or memory.seats(config.seats())
 
     def _rehearse(self, memory: MemoryPlan, seats: int) -> int:
-        """Bytes of the largest step, which is computed with a cache of one block."""
+        """Bytes of the largest step, which is computed with a cache of one block, and shown to what guesses."""
         runner = self._runner(replace(memory, num_blocks=1), seats)
         assert isinstance(runner, GPURunner)
+        if self.draft is not None:
+            proposer = self.draft.make_proposer(self.attention, runner.storage, self.model, repeatable=True)
+            runner.drafter = proposer if isinstance(proposer, NetworkProposer) else None
         try:
             return runner.rehearse()
         except torch.OutOfMemoryError:

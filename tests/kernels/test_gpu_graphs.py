@@ -202,6 +202,20 @@ def runner_of(engine: Engine) -> GPURunner:
     return engine.executor
 
 
+@pytest.mark.parametrize("long", [16, 10**6])
+def test_a_runner_asks_its_attention_where_long_contexts_matter(
+    tiny: LoadedModel, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 512)
+    monkeypatch.setattr(gpu_runner, "LONG_CONTEXT", long)
+    runner = runner_of(start(tiny))
+    rows = [64, 96, 128, 200, 600]
+    found = [runner.shapes.decodes(size, long=True).long for size in rows]
+    wanted = [runner.attention.cuts_more(runner.model.attention_layers, size) for size in rows]
+    assert any(wanted)
+    assert found == (wanted if long == 16 else [False] * len(rows))
+
+
 def test_the_largest_step_is_computed_before_the_cache_is_sized(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

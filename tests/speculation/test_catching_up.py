@@ -10,6 +10,7 @@ import pytest
 from chairlift.core.sampling import SamplingParams
 from chairlift.core.speculation import Wanted
 from chairlift.execution import drafter
+from chairlift.execution.runner import ModelRunner
 from chairlift.execution.startup import LoadedModel
 from tests.speculation.running import run, start
 from tests.speculation.test_networks import Seldom
@@ -51,3 +52,16 @@ def test_a_draft_head_catches_up_in_a_pass_of_its_own(
     never, together = guesses_after_pauses(tiny, draft)
     assert not any(never)
     assert said == together
+
+
+def test_what_a_pass_takes_is_not_judged_by_a_bad_moment_or_a_larger_batch(tiny: LoadedModel) -> None:
+    runner = start(tiny, speculate="layers:1").executor
+    assert isinstance(runner, ModelRunner)
+    proposer = runner.drafter
+    assert proposer is not None
+    proposer._note_seconds(1, 1.0)  # the first one was compiled
+    proposer._note_seconds(1, 0.01)
+    assert proposer.seconds(1, 1) < 0.02
+    proposer._pass_seconds = {7: 0.64}  # of 64 requests
+    assert proposer.seconds(1, 1) == pytest.approx(0.01)
+    assert proposer.seconds(64, 2) == proposer.seconds(128, 2) == pytest.approx(1.28)

@@ -80,6 +80,15 @@ def test_a_large_batch_gets_none() -> None:
     assert length.payoff._batch(64).pause > 400
 
 
+def test_that_none_would_pay_is_tried_after_a_pause() -> None:
+    """For once: what is known of their cost may be wrong."""
+    length = AdaptiveLength(cost_model(step=0.001, token=0.001))
+    decoding = Decoding(length, 64, lambda tokens: 0.001 + 0.001 * tokens, lambda _, drafts: drafts)
+    before_pause, pause = 6 + 6, 512
+    assert sum(decoding.steps(before_pause + pause)) == 0
+    assert decoding.steps(10) == [2 * 64] + [0] * 9
+
+
 def test_each_request_gets_as_many_as_its_own_history_says() -> None:
     length = AdaptiveLength(cost_model(step=0.02, token=0.002))
     good_and_bad = Decoding(

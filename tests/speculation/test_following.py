@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chairlift.core.request import Status
 from chairlift.core.sampling import SamplingParams
 from chairlift.execution.draft_head import Head
 from chairlift.execution.draft_networks import ComputedBatch
@@ -64,6 +65,34 @@ def test_as_many_launches_however_many_requests_there_are(tiny: LoadedModel, dra
     assert len(few) > 5
 
 
+def test_who_sits_a_step_out_is_not_forgotten(tiny: LoadedModel, draft: Path) -> None:
+    """Prompts that there is no room for beside others."""
+    engine = start(tiny, speculate=f"draft:{draft}", draft_length=1, max_batch_tokens=8, max_batch_requests=8)
+    runner = engine.executor
+    assert isinstance(runner, ModelRunner)
+    assert runner.drafter is not None
+    network = runner.drafter.network
+    assert isinstance(network, Head)
+    follow = network.follow
+    before: dict[str, int] = {}
+    sat_out = 0
+
+    def note_follow(step: ComputedBatch) -> None:
+        nonlocal sat_out
+        follow(step)
+        now = {request_id: ahead.end for request_id, ahead in network._ahead.items()}
+        running = {request.id for request in engine.scheduler.lift.running}
+        absent = (before.keys() & running) - {chunk.request.id for chunk in step.plan.chunks}
+        sat_out += len(absent)
+        assert all(now.get(request_id) == before[request_id] for request_id in absent)
+        before.clear()
+        before.update(now)
+
+    network.follow = note_follow  # type: ignore[method-assign]
+    run(engine, uneven_work(14))
+    assert sat_out > 0
+
+
 @pytest.mark.parametrize("setting", ["preempted", "swapped"])
 def test_nothing_is_kept_for_those_who_had_to_leave(tiny: LoadedModel, draft: Path, setting: str) -> None:
     """Their states are views of whole steps', one for each of their last steps."""
@@ -77,7 +106,33 @@ def test_nothing_is_kept_for_those_who_had_to_leave(tiny: LoadedModel, draft: Pa
 
     def note_follow(step: ComputedBatch) -> None:
         follow(step)
-        assert network._ahead.keys() <= {chunk.request.id for chunk in step.plan.chunks}
+        assert all(ahead.request.status is Status.RUNNING for ahead in network._ahead.values())
 
     network.follow = note_follow  # type: ignore[method-assign]
     assert run(engine, uneven_work(14)).preemptions
+
+
+def test_of_prompts_and_wrong_guesses_nothing_is_kept(tiny: LoadedModel, draft: Path) -> None:
+    """A row of a large tensor keeps all of it in memory."""
+    engine = start(tiny, speculate=f"draft:{draft}", draft_length=3)
+    runner = engine.executor
+    assert isinstance(runner, ModelRunner)
+    assert runner.drafter is not None
+    network = runner.drafter.network
+    assert isinstance(network, Head)
+    follow = network.follow
+    spared = 0
+
+    def note_follow(step: ComputedBatch) -> None:
+        nonlocal spared
+        follow(step)
+        chunks = step.plan.chunks
+        kept = sum(1 + step.accepted.get(chunk.request.id, 0) for chunk in chunks)
+        for chunk in chunks:
+            part = network._ahead[chunk.request.id]._parts[-1]
+            assert part.untyped_storage().nbytes() <= kept * part[0].nbytes
+        spared += step.plan.num_tokens - kept
+
+    network.follow = note_follow  # type: ignore[method-assign]
+    run(engine, uneven_work(6))
+    assert spared > 100

@@ -187,6 +187,17 @@ def test_steps_that_are_captured_say_nothing_about_guesses(right: bool) -> None:
     assert asked[0] > 300 if right else asked[0] < 10
 
 
+@pytest.mark.parametrize("batch", [2, 48])
+def test_nor_do_they_say_what_a_token_costs(batch: int) -> None:
+    """With guesses for a third of the text: fewer steps to learn from."""
+    asked = []
+    for device in (Device(), Capturing()):
+        proposer = Proposer(right=True, words=0.3, max_length=3)
+        seconds_for(proposer, batch, tokens=900, device=device)
+        asked.append(len(proposer.asked) // batch)
+    assert asked[1] > 0.6 * asked[0] > 10
+
+
 class Watched(DraftPayoff):
     def __init__(self) -> None:
         super().__init__()

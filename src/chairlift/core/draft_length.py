@@ -29,6 +29,7 @@ _WEIGHT_OF_OTHERS = 3.0  # what is known of all requests counts like so many dra
 _SURPLUS = 1.25  # a draft must promise more than it costs: both are estimates
 _PROBE_EVERY = 24  # a request whose drafts were wrong too often gets one again after so many steps
 _LEARNING = 20  # steps before the cost model is believed
+_TRIAL = 2  # drafts that are verified whatever they cost: what the second takes to guess is measured
 _FIRST_TRY = 3  # drafts of a request in the first step of its size that has any; later ones may have more and more
 _AT_MOST = 3.0  # times what a token costs: drafts cost more, but a clock may err
 _SURE = 0.98  # no draft is more certain than that
@@ -131,7 +132,14 @@ class AdaptiveLength:
     ) -> Sequence[int]:
         decodes = [chunk for chunk in chunks if chunk.decodes]
         self._find_least(len(candidates), decodes, proposer)
-        self.payoff.note_hope(len(chunks), self.least_to_go_on < 1.0)
+        hope = self.least_to_go_on < 1.0
+        begins = not any(request.num_unread for request, _ in candidates)
+        if not hope and self.payoff.takes_trial(len(chunks), begins=begins):
+            self.least = self.least_to_go_on = 0.0
+            self._kind.update((request.id, kind) for request, kind in candidates)
+            return [min(_TRIAL, proposer.max_length)] * len(candidates)
+        if len(decodes) == len(chunks):  # of steps with prompts the clock knows nothing
+            self.payoff.note_hope(len(chunks), hope)
         tried = self.payoff.slope(len(decodes)).count
         most = min(proposer.max_length, _FIRST_TRY + tried)
         lengths = [self._length(request, kind, most) for request, kind in candidates]

@@ -100,6 +100,7 @@ class _Batch:
     since_plain: int = 0
     plain_is_new: bool = False  # measured anew since drafts seemed to lose
     hopeless: int = 0  # steps in a row in which no draft could have paid
+    trial_is_due: bool = False  # after a pause because of that
 
     def loses(self, num_requests: int) -> bool:
         """Whether drafts do not pay, as far as that can be said already."""
@@ -141,13 +142,24 @@ class DraftPayoff:
         return asleep
 
     def note_hope(self, num_requests: int, hope: bool) -> None:
-        """Whether a draft that is surely right would have paid in a step of so many requests. Where none would have for
-        some steps, nobody looks for a while: a pause that is known beforehand is one to sleep in."""
+        """Whether in a step of so many requests a sure draft was worth its cost, as far as that is known.
+
+        Where none was for a few steps, nobody looks for a while: a pause known beforehand is one to sleep in. The cost
+        may have been measured in a bad moment. So after it comes one step with drafts, whatever they cost."""
         batch = self._batch(num_requests)
         batch.hopeless = 0 if hope else batch.hopeless + 1
         if batch.hopeless == _ENOUGH:
-            batch.hopeless, batch.pause = 0, _first_pause(num_requests)
+            batch.hopeless, batch.pause = 0, batch.next_pause
+            batch.next_pause = min(2 * batch.next_pause, _LONGEST_PAUSE)
             batch.slope.forgive(batch.pause)
+            batch.trial_is_due = True
+
+    def takes_trial(self, num_requests: int, *, begins: bool) -> bool:
+        """Whether that step is due. It `begins`, or first the tokens before it have to be known."""
+        batch = self._batch(num_requests)
+        due = batch.trial_is_due
+        batch.trial_is_due = due and not begins
+        return due
 
     def slope(self, num_requests: int) -> DraftSlope:
         """What verifying drafts adds to a step of about so many requests: more than tokens of a prompt, for each is

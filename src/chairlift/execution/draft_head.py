@@ -11,7 +11,7 @@ from torch import Tensor
 from chairlift.attention.base import Attend, KVStorage, sent
 from chairlift.attention.paged_cpu import PagedCPUStep
 from chairlift.core.plan import Chunk
-from chairlift.core.request import Request
+from chairlift.core.request import Request, Status
 from chairlift.core.speculation import Wanted
 from chairlift.execution.draft_networks import A_FEW, ComputedBatch
 from chairlift.execution.input_batch import InputBatch
@@ -104,16 +104,16 @@ class Head:
         else:
             found = torch.zeros(end - start, head.feature_size, dtype=head.target.dtype, device=head.target.device)
         # Its last token is computed once more next time: a step with prompts may compute it without its state.
-        self._ahead[request.id] = _Ahead(end - 1, found[-1:])
+        self._ahead[request.id] = _Ahead(request, end - 1, found[-1:])
         return found
 
     def follow(self, step: ComputedBatch) -> None:
         self._clear_new_blocks(step)
         chunks = step.plan.chunks
         has_prompts = not all(chunk.decodes for chunk in chunks)
-        # States are parts of whole steps', which whoever has had to leave would keep in memory.
-        for request_id in self._ahead.keys() - {chunk.request.id for chunk in chunks}:
-            self.forget(request_id)
+        # States are parts of whole steps', which whoever has had to leave would keep in memory. Others only sit out.
+        for ahead in [ahead for ahead in self._ahead.values() if ahead.request.status is not Status.RUNNING]:
+            self.forget(ahead.request.id)
         if step.plan.guesses_sleep:
             for chunk in chunks:
                 if chunk.decodes:
@@ -122,7 +122,7 @@ class Head:
             self._take_in(step, has_prompts)
 
     def bytes_kept(self, num_requests: int) -> int:
-        """Those of steps that only decode are kept whole, for all of their rows wait."""
+        """Those of steps that only decode are kept whole, with rows that are nobody's: `num_requests` is with those."""
         return MOST_STATES * num_requests * self._head.feature_size * self._head.target.dtype.itemsize
 
     def _clear_new_blocks(self, step: ComputedBatch) -> None:
@@ -148,12 +148,13 @@ class Head:
                 first = offset if self._goes_on(chunk) else last
                 taken.append((chunk, chunk.start + last - offset + 1))
                 spans.append(range(first, last + 1))
-        # Of prompts only the last row is kept in memory, and so not all of the step with it.
-        for (chunk, position), states in zip(taken, _cut(features, spans, copies=has_prompts), strict=True):
+        # Of prompts only the last row is kept in memory, and of drafts those that were right: not all of the step.
+        copies = has_prompts or step.plan.num_drafts > 0
+        for (chunk, position), states in zip(taken, _cut(features, spans, copies), strict=True):
             if self._goes_on(chunk):
                 self._ahead[chunk.request.id].append(states)
             else:
-                self._ahead[chunk.request.id] = _Ahead(position, states)
+                self._ahead[chunk.request.id] = _Ahead(chunk.request, position, states)
 
     def _goes_on(self, chunk: Chunk) -> bool:
         """Whether its states follow on those that wait for the head."""
@@ -202,7 +203,8 @@ class _Ahead:
     """What a draft head has to catch up with: its first token that is not computed, and for that and all later ones
     what the target knew before it."""
 
-    def __init__(self, first: int, states: Tensor) -> None:
+    def __init__(self, request: Request, first: int, states: Tensor) -> None:
+        self.request = request
         self.first = first
         self.end = first + len(states)
         self._parts = deque([states])  # [tokens, features] each, as they came: joining them would copy all at each step

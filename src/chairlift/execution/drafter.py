@@ -32,6 +32,7 @@ MOST_MISSED = 256  # tokens of requests further behind that a network catches up
 # was shown when memory was measured.
 CAUGHT_UP_AT_ONCE = 32
 _GAIN = 0.1  # how far one measurement moves the estimate of what a pass takes
+_AT_MOST = 1.5  # times the last measurement
 
 
 class NetworkProposer:
@@ -223,13 +224,16 @@ class NetworkProposer:
     def _note_seconds(self, num_requests: int, seconds: float) -> None:
         size = num_requests.bit_length()
         before = self._pass_seconds.get(size, seconds)
-        self._pass_seconds[size] = before + _GAIN * (min(seconds, 3 * before) - before)
+        # Whatever disturbs a pass makes it slower: a single fast one shows that others were disturbed.
+        self._pass_seconds[size] = min(before + _GAIN * (min(seconds, 3 * before) - before), _AT_MOST * seconds)
 
     def seconds(self, num_requests: int, length: int) -> float:
         if not self._pass_seconds:
             return 0.0
-        nearest = min(self._pass_seconds, key=lambda size: abs(size - num_requests.bit_length()))
-        return length * self._pass_seconds[nearest]
+        size = num_requests.bit_length()
+        nearest = min(self._pass_seconds, key=lambda known: abs(known - size))
+        # Of fewer requests than any pass had so far it takes less: nobody knows how much, and a guess will tell.
+        return length * self._pass_seconds[nearest] * min(1.0, 2.0 ** (size - nearest))
 
     def learn(self, request: Request, proposed: int, accepted: int) -> None:
         levels = self._levels.get(request.id, [])[:proposed]

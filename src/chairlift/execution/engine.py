@@ -411,7 +411,8 @@ class Engine:
         # Steps that were launched before this one was read took their time out of this one's.
         typical = all(one.pending.typical for one in (step, *self._under_way))
         running = seconds if speculation is None else speculation.note_step(result, seconds, step.waited, typical)
-        self.cost_model.observe(shape, running)
+        if typical:
+            self.cost_model.observe(shape, running)
         return StepDone(
             time=ran,
             step=step.plan.step,

@@ -111,7 +111,10 @@ class Graphs:
     def _record(self, shape: BatchShape) -> Graph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            step = self._forward(shape)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                step = self._forward(shape)
+        finally:
+            torch.cuda.set_stream(stream)  # where a capture fails at its end, torch does not go back to it
         return Graph(graph, step)

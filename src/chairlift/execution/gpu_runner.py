@@ -23,7 +23,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling import SamplingParams
 from chairlift.execution.draft_networks import ComputedBatch
 from chairlift.execution.drafter import NetworkProposer
-from chairlift.execution.gpu_batch import BatchShape, Shapes, fill_with_nobody
+from chairlift.execution.gpu_batch import BatchShape, Shapes, fill_with_nobody, round_up
 from chairlift.execution.gpu_graphs import Graphs, can_capture, has_room
 from chairlift.execution.gpu_packing import Packed, Packer
 from chairlift.execution.gpu_slots import Slots
@@ -290,7 +290,11 @@ class GPURunner:
             if drafter is not None:
                 self._show_prompt_of_nobody(drafter, shape, step)
 
-        kept = 0 if drafter is None else drafter.network.bytes_kept(self.seats)
+        kept = (
+            0
+            if drafter is None
+            else drafter.network.bytes_kept(round_up(self.seats, self.shapes.decode_buckets) or self.seats)
+        )
         taken = memory_taken(compute, self.device)
         return taken + kept + HOST_COPIES * largest.samples * self.model.vocab_size * 4
 
@@ -307,6 +311,7 @@ class GPURunner:
             self.run(StepPlan(step=0, chunks=(chunk,)))
         self.forget(request.id)
         if self.drafter is not None:
+            self.drafter.warm_up(request)
             self.drafter.forget(request.id)
 
     @torch.inference_mode()

@@ -12,6 +12,7 @@ from chairlift.core.request import Status
 from chairlift.core.sampling import SamplingParams
 from chairlift.execution.draft_head import Head
 from chairlift.execution.draft_networks import ComputedBatch
+from chairlift.execution.engine import Engine
 from chairlift.execution.runner import ModelRunner
 from chairlift.execution.startup import LoadedModel
 from tests.speculation.running import run, start
@@ -33,13 +34,19 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches_beside(tiny: LoadedModel, draft: Path, num_decodes: int) -> list[str]:
-    """Of a step with a prompt beside so many decodes."""
-    engine = start(tiny, speculate=f"draft:{draft}", draft_length=1, max_batch_requests=8)
+def head_of(engine: Engine) -> Head:
     runner = engine.executor
     assert isinstance(runner, ModelRunner)
     assert runner.drafter is not None
     network = runner.drafter.network
+    assert isinstance(network, Head)
+    return network
+
+
+def launches_beside(tiny: LoadedModel, draft: Path, num_decodes: int) -> list[str]:
+    """Of a step with a prompt beside so many decodes."""
+    engine = start(tiny, speculate=f"draft:{draft}", draft_length=1, max_batch_requests=8)
+    network = head_of(engine)
     follow = network.follow
     following: list[list[str]] = []
 
@@ -68,11 +75,7 @@ def test_as_many_launches_however_many_requests_there_are(tiny: LoadedModel, dra
 def test_who_sits_a_step_out_is_not_forgotten(tiny: LoadedModel, draft: Path) -> None:
     """Prompts that there is no room for beside others."""
     engine = start(tiny, speculate=f"draft:{draft}", draft_length=1, max_batch_tokens=8, max_batch_requests=8)
-    runner = engine.executor
-    assert isinstance(runner, ModelRunner)
-    assert runner.drafter is not None
-    network = runner.drafter.network
-    assert isinstance(network, Head)
+    network = head_of(engine)
     follow = network.follow
     before: dict[str, int] = {}
     sat_out = 0
@@ -97,11 +100,7 @@ def test_who_sits_a_step_out_is_not_forgotten(tiny: LoadedModel, draft: Path) ->
 def test_nothing_is_kept_for_those_who_had_to_leave(tiny: LoadedModel, draft: Path, setting: str) -> None:
     """Their states are views of whole steps', one for each of their last steps."""
     engine = start(tiny, speculate=f"draft:{draft}", draft_length=1, **SETTINGS[setting] | {"kv_memory": "60KiB"})
-    runner = engine.executor
-    assert isinstance(runner, ModelRunner)
-    assert runner.drafter is not None
-    network = runner.drafter.network
-    assert isinstance(network, Head)
+    network = head_of(engine)
     follow = network.follow
 
     def note_follow(step: ComputedBatch) -> None:
@@ -115,11 +114,7 @@ def test_nothing_is_kept_for_those_who_had_to_leave(tiny: LoadedModel, draft: Pa
 def test_of_prompts_and_wrong_guesses_nothing_is_kept(tiny: LoadedModel, draft: Path) -> None:
     """A row of a large tensor keeps all of it in memory."""
     engine = start(tiny, speculate=f"draft:{draft}", draft_length=3)
-    runner = engine.executor
-    assert isinstance(runner, ModelRunner)
-    assert runner.drafter is not None
-    network = runner.drafter.network
-    assert isinstance(network, Head)
+    network = head_of(engine)
     follow = network.follow
     spared = 0
 

@@ -102,6 +102,9 @@ class _Batch:
     hopeless: int = 0  # steps in a row in which no draft could have paid
     trial_is_due: bool = False  # after a pause because of that
 
+    def begin_pause(self) -> None:
+        self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, _LONGEST_PAUSE)
+
     def loses(self, num_requests: int) -> bool:
         """Whether drafts do not pay, as far as that can be said already."""
         enough = _ENOUGH if num_requests < _MANY else _ENOUGH_OF_MANY
@@ -149,10 +152,9 @@ class DraftPayoff:
         batch = self._batch(num_requests)
         batch.hopeless = 0 if hope else batch.hopeless + 1
         if batch.hopeless == _ENOUGH:
-            batch.hopeless, batch.pause = 0, batch.next_pause
-            batch.next_pause = min(2 * batch.next_pause, _LONGEST_PAUSE)
+            batch.begin_pause()
+            batch.hopeless, batch.trial_is_due = 0, True
             batch.slope.forgive(batch.pause)
-            batch.trial_is_due = True
 
     def takes_trial(self, num_requests: int, *, begins: bool) -> bool:
         """Whether that step is due. It `begins`, or first the tokens before it have to be known."""
@@ -202,7 +204,7 @@ class DraftPayoff:
             batch.plain, batch.plain_is_new = Pace(), True  # or is it that the machine has become slower meanwhile?
         elif batch.loses(num_requests):
             batch.plain_is_new = False
-            batch.pause, batch.next_pause = batch.next_pause, min(2 * batch.next_pause, _LONGEST_PAUSE)
+            batch.begin_pause()
             batch.drafted = Pace()
         elif batch.since_plain >= _ENOUGH:
             batch.plain_is_new = False

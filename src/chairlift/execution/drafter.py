@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention import AttentionBackend, KVStorage
+from chairlift.attention.base import sent
 from chairlift.attention.paged_cpu import PagedCPUAttention
 from chairlift.core.confidence import LEVELS, Confidence
 from chairlift.core.plan import Chunk, StepPlan
@@ -186,7 +187,7 @@ class NetworkProposer:
         batch = build_batch(plan, self._storage, device, rectangular=self._attention.rectangular)
         rows = [offset + chunk.count - 1 for offset, chunk in zip(batch.layout.offsets, chunks, strict=False)]
         attend = self._attention.plan(batch.layout, self._storage)
-        return self.network.scores(batch, chunks, torch.tensor(rows, device=device), attend)
+        return self.network.scores(batch, chunks, sent(rows, device), attend)
 
     def _choose(self, scores: Tensor, chunks: Sequence[Chunk]) -> Tensor:
         ids = self.network.token_ids

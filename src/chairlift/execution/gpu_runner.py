@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention import AttentionLayer, KVStorage, PagedBatch, PagedGPUAttention
+from chairlift.attention.base import sent
 from chairlift.attention.paged_gpu import LONG_CONTEXT
 from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.request import Request
@@ -208,7 +209,7 @@ class GPURunner:
         ends = np.cumsum([chunk.num_scored for chunk in packed.chunks])[by_host].tolist()
         rows = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_scored, end)]
         sampled = self.sampler.sample(
-            logits[torch.tensor(rows, device=self.device)].float(),
+            logits[sent(rows, self.device)].float(),
             [chunk.request.id for chunk in chunks],
             [chunk.known_end - chunk.request.num_prompt for chunk in chunks],
             masks.wait() if masks else None,
@@ -220,8 +221,8 @@ class GPURunner:
             kept = slice(at, at + 1 + accepted)
             chosen.append(Chosen(sampled.tokens[kept], sampled.logprobs[kept]))
             at = kept.stop
-        last = torch.tensor([one.tokens[-1] for one in chosen], dtype=torch.int32, device=self.device)
-        self.last_token[torch.from_numpy(packed.slots[by_host]).to(self.device)] = last
+        slots = sent(packed.slots[by_host].tolist(), self.device)
+        self.last_token[slots] = sent([one.tokens[-1] for one in chosen], self.device, torch.int32)
         return dict(zip(by_host, chosen, strict=True))
 
     # ---- the network that guesses, if there is one ------------------------------------------------------------------

@@ -124,6 +124,11 @@ class Shapes:
         """Those with long contexts last, as far as they are others."""
         return [*dict.fromkeys(self.decodes(size, long=long) for long in (False, True) for size in sizes)]
 
+    def beside_prompts(self, decodes: BatchShape) -> BatchShape:
+        """The same single tokens in a step with a prompt that is too long to be captured."""
+        singles, tokens = decodes.singles, decodes.singles + MIXED_BUCKETS[-1]
+        return replace(decodes, tokens=tokens, chunks=singles + 1, tiles=1)
+
     def choose(
         self, *, tokens: int, chunks: int, singles: int, tiles: int, samples: int, updates: int, longest: int = 0
     ) -> tuple[BatchShape, bool]:

@@ -93,6 +93,7 @@ class GPURunner:
         self._inputs = self._zeros(self._largest.size)
         self._staging = [Staging(self._largest, self.device) for _ in range(STAGING_BUFFERS)]
         self._num_steps = 0
+        self._compiled: set[BatchShape] = set()
         self.graphs: Graphs | None = None
         if use_graphs:
             likely = self.shapes.all_decodes([size for size in self.shapes.decode_buckets if size <= 2 * seats])
@@ -273,7 +274,10 @@ class GPURunner:
         return step
 
     def _prepare(self, shape: BatchShape) -> int:
-        """Compute such a step for nobody; return the bytes that it takes beside weights and cache."""
+        """Compute such a step for nobody; return the bytes that it takes beside weights and cache. Beside prompts,
+        single tokens have a kernel of their own, which would be compiled while the first of them wait for it."""
+        if not shape.tiles:
+            self._compile([self.shapes.beside_prompts(shape)])
         return memory_taken(lambda: self._forward_nobody(shape), self.device)
 
     @torch.inference_mode()
@@ -318,17 +322,19 @@ class GPURunner:
     @torch.inference_mode()
     def _compile(self, shapes: Sequence[BatchShape]) -> None:
         """The kernels of such steps, side by side instead of when each is first launched."""
-        if self.device.type != "cuda":
+        missing = [shape for shape in shapes if shape not in self._compiled]
+        if self.device.type != "cuda" or not missing:
             return
         from chairlift.kernels.triton_compile import compile_kernels
         from chairlift.kernels.triton_layers import begin_step_kernel
 
         def walk() -> None:
-            for shape in shapes:
+            for shape in missing:
                 self._forward_nobody(shape)
 
         # Tokens are looked up in the embedding: they have to be some.
         compile_kernels(walk, self.device, launched=[begin_step_kernel])
+        self._compiled.update(missing)
 
     def use_idle_time(self) -> bool:
         """Capture a step that is likely to come. False if there is none left."""
@@ -338,7 +344,7 @@ class GPURunner:
         """Capture decode steps of these batch sizes now instead of when they first occur."""
         if self.graphs is not None:
             shapes = self.shapes.all_decodes(sorted(sizes or self.shapes.decode_buckets, reverse=True))
-            self._compile(shapes)
+            self._compile([*shapes, *map(self.shapes.beside_prompts, shapes)])
             for shape in shapes:
                 self.graphs.capture(shape)
 

@@ -91,6 +91,13 @@ def run_alone(model: CausalLM, tokens: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
+def run_for_rows(model: CausalLM, tokens: Tensor, rows: Tensor) -> Tensor:
+    """Alone, asking for some rows only."""
+    attend = DenseCache().step([("only", len(tokens))])
+    return model.logits(model.hidden_states(tokens, torch.arange(len(tokens)), attend, rows))
+
+
+@torch.inference_mode()
 def run_ragged(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
     """All sequences in one batch."""
     counts = [len(tokens) for tokens in sequences]
@@ -117,7 +124,7 @@ def run_chunked(model: CausalLM, sequences: list[Tensor], chunk: int) -> list[Te
 
 
 def assert_matches(model: CausalLM, reference: Any, *lengths: int, tolerance: float = 1e-4) -> None:
-    """Alone, all in one ragged batch, and chunked, the logits are those of transformers."""
+    """Alone, all in one ragged batch, and chunked, the logits are those of transformers; also where few are wanted."""
     sequences = prompts(*lengths)
     expected = [reference_logits(reference, tokens) for tokens in sequences]
     assert expected[0].std() > 0.1, "a model with flat logits would not show a bug"
@@ -125,3 +132,6 @@ def assert_matches(model: CausalLM, reference: Any, *lengths: int, tolerance: fl
     for actual in (alone, run_ragged(model, sequences), run_chunked(model, sequences, 5)):
         for logits, wanted in zip(actual, expected, strict=True):
             torch.testing.assert_close(logits, wanted, atol=tolerance, rtol=0)
+    for rows in (torch.tensor([lengths[0] - 1, 0]), torch.tensor([], dtype=torch.int64)):
+        some = run_for_rows(model, sequences[0], rows)
+        torch.testing.assert_close(some, expected[0][rows], atol=tolerance, rtol=0)

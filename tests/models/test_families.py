@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from chairlift.layers.mlp import GatedMLP
 from chairlift.models import describe, supported_families
-from tests.models.checkpoints import SIZES, VOCAB, assert_matches, load, make_reference, save, stream
+from chairlift.models.decoder import Decoder
+from tests.models.checkpoints import SIZES, VOCAB, assert_matches, load, make_reference, run_for_rows, save, stream
 
 transformers = pytest.importorskip("transformers")
 
@@ -153,3 +155,16 @@ def test_bfloat16_stays_close(name: str, tmp_path: Path) -> None:
     ours = run_alone(model, tokens).float()
     error, their_error = (ours.log_softmax(-1) - exact).abs().mean(), (theirs - exact).abs().mean()
     assert error < 2 * their_error
+
+
+@torch.inference_mode()
+def test_the_last_layer_ends_with_the_rows_that_are_read(tmp_path: Path) -> None:
+    model = load(tmp_path, save(make_reference(CONFIGS["llama gqa"]()), tmp_path))
+    assert isinstance(model, Decoder)
+    seen: list[int] = []
+    for layer in model.layers:
+        assert isinstance(layer.mlp, GatedMLP)
+        inner = layer.mlp.inner
+        layer.mlp.inner = lambda x, inner=inner: (seen.append(len(x)), inner(x))[1]  # type: ignore[method-assign]
+    run_for_rows(model, torch.arange(7), torch.tensor([6, 2]))
+    assert seen == [7] * (len(model.layers) - 1) + [2]

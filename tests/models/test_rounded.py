@@ -51,6 +51,9 @@ def run(model: Any, attention: str, dtype: torch.dtype = torch.float32) -> Tenso
         layout = RaggedLayout([0, counts[0], sum(counts)], starts, ends, tables, slots)
         hidden = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage))
         found.append(model.logits(hidden))
+    last = torch.tensor([1, 0])
+    some = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage), last)
+    assert torch.equal(model.logits(some), found[-1][last]), "the last step again, for rows in another order"
     return torch.cat(found)
 
 

@@ -145,9 +145,15 @@ class GPURunner:
             view["token"], view["slot"], self.last_token, view["update_cell"], view["update_block"], self.tables
         )
         attend = self.attention.attend(self._paged_batch(shape, view), self.storage)
-        hidden = self.model.hidden_states(tokens, view["position"], attend)
-        kept = empty_rows(shape.samples, hidden.shape[1], dtype=hidden.dtype, device=self.device)
-        logits = self.model.logits(torch.index_select(hidden, 0, view["sample_row"], out=kept))
+        rows = view["sample_row"]
+        if self.drafter is None:
+            seen, kept = None, self.model.hidden_states(tokens, view["position"], attend, rows)
+        else:
+            hidden = self.model.hidden_states(tokens, view["position"], attend)
+            seen = Seen(tokens, hidden, getattr(self.model, "tapped", None))
+            kept = empty_rows(shape.samples, hidden.shape[1], dtype=hidden.dtype, device=self.device)
+            torch.index_select(hidden, 0, rows, out=kept)
+        logits = self.model.logits(kept)
         sampled = torch.empty(shape.samples, dtype=torch.int32, device=self.device)
         sample(
             logits,
@@ -160,7 +166,6 @@ class GPURunner:
             min_p=view["min_p"],
             uniforms=view["uniform"],
         )
-        seen = None if self.drafter is None else Seen(tokens, hidden, getattr(self.model, "tapped", None))
         return ComputedStep(logits, sampled, seen)
 
     def _paged_batch(self, shape: BatchShape, view: dict[str, Tensor]) -> PagedBatch:

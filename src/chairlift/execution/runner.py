@@ -62,13 +62,15 @@ class ModelRunner:
         sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
         drafts = [chunk.drafts for chunk in plan.chunks if chunk.samples]
         masks = self.structured.begin_masks(sampling, drafts) if self.structured else None  # computed meanwhile
-        hidden = self.model.hidden_states(batch.tokens, batch.positions, attend)
+        rows = batch.sampled_rows if self.drafter is None else None  # a network that guesses reads all of them
+        hidden = self.model.hidden_states(batch.tokens, batch.positions, attend, rows)
         if not sampling:
             self._show_drafter(plan, batch, attend, hidden, {})
             timing = StepTiming(built - begun, time.perf_counter() - built)
             return StepResult(plan, [], [], timing, batch.num_padding)
         num_scored = len(sampling) + plan.num_drafts  # the rows of idle seats come last
-        logits = self.model.logits(hidden[batch.sampled_rows])[:num_scored].float()
+        scored = hidden if rows is not None else hidden[batch.sampled_rows]
+        logits = self.model.logits(scored)[:num_scored].float()
         forwarded = time.perf_counter()
         candidates = beam_candidates(plan.chunks, logits, one_by_one=self.one_by_one)  # before the sampler changes them
         for request in sampling:

@@ -41,14 +41,14 @@ def _add_norm_kernel(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, size], scaled to unit mean square and by the weight."""
-    out = torch.empty_like(x)
+    out = empty_rows(*x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, None, weight, out, eps)
     return out
 
 
 def add_rms_norm_(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Adds `delta` to the residual stream `x` in place, and returns the norm of the sum."""
-    out = torch.empty_like(x)
+    out = empty_rows(*x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, delta, weight, out, eps)
     return out
 

@@ -34,8 +34,8 @@ class CausalLM(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions [T] int64 -> [T, hidden], after the final norm."""
+    def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """tokens, positions [T] int64 -> [T, hidden], after the final norm; of `rows` [S] alone, if given."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

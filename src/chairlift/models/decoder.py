@@ -149,9 +149,16 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, delta: Tensor | None, positions: Tensor, rotation: Rotation | None, attend: Attend
     ) -> Tensor | None:
-        """Adds `delta`, the block before's output, and its own attention to the residual stream `x` in place; returns
-        what is left to be added. Adding late lets a sum and the norm of it be one pass over the data."""
-        attended = self.attention(_add_(x, delta, self.before_attention), rotation, attend)
+        return self.rest(x, self.attended(x, delta, rotation, attend), positions)
+
+    def attended(self, x: Tensor, delta: Tensor | None, rotation: Rotation | None, attend: Attend) -> Tensor:
+        """Adds `delta`, the block before's output, to the residual stream `x` in place; returns what its own attention
+        makes of that."""
+        return self.attention(_add_(x, delta, self.before_attention), rotation, attend)
+
+    def rest(self, x: Tensor, attended: Tensor, positions: Tensor) -> Tensor | None:
+        """All that follows the attention, each row by itself; returns what is left to be added to `x`. Adding late lets
+        a sum and the norm of it be one pass over the data."""
         delta = _project(self.attention.output, attended, x, self.after_attention)
         normed = _add_(x, delta, self.before_mlp)
         if isinstance(self.mlp, MixtureOfExperts):
@@ -292,7 +299,9 @@ class Decoder:
 
         return embed(tokens, self.embedding, self.embedding_scale)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Of the last layer, nobody reads more of the other rows than their keys and values: the rest of it is computed
+        for `rows` alone. Of a prompt that is one token, which saves 3% of it in a model of 30 layers."""
         rotations = {rope: rotary(positions) for rope, rotary in self.rotary.items()}
         if (
             self._fused_gpu is not None
@@ -300,17 +309,20 @@ class Decoder:
             and len(tokens) <= self._fused_gpu.most_rows
         ):
             x, self.tapped = self._fused_gpu(*self._embed_with_squares(tokens), rotations, attend, self.taps)
-            return self.norm(x)
+            return self.norm(_picked(x, rows))
         x = self.embed(tokens)
         if self._fused is not None and isinstance(attend, PagedCPUStep):
             x, self.tapped = self._fused(x, rotations, attend, self.taps)
-            return x
+            return _picked(x, rows)
         delta: Tensor | None = None
         tapped = {}
         for index, layer in enumerate(self.layers):
             if index in self.taps:
                 tapped[index] = x.clone() if delta is None else x + delta
-            delta = layer(x, delta, positions, None if layer.rope is None else rotations[layer.rope], attend)
+            attended = layer.attended(x, delta, None if layer.rope is None else rotations[layer.rope], attend)
+            if layer is self.layers[-1]:
+                x, attended, positions = (_picked(each, rows) for each in (x, attended, positions))
+            delta = layer.rest(x, attended, positions)
         self.tapped = torch.stack([tapped[index] for index in self.taps]) if self.taps else None
         return _add_(x, delta, self.norm)
 
@@ -341,6 +353,10 @@ def _add_(x: Tensor, delta: Tensor | None, norm: RMSNorm | None) -> Tensor:
     if delta is not None:
         x.add_(delta)
     return _maybe(norm, x)
+
+
+def _picked(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
 
 
 def _maybe(norm: RMSNorm | None, x: Tensor) -> Tensor:

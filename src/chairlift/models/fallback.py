@@ -96,14 +96,15 @@ class TransformersModel:
         self._backbone = shell.base_model
         self._head = _Head(shell)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         layers = self.attention_layers
 
         def handler(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, further: dict[str, Any]) -> Tensor:
             q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
             return attend(layers[module.layer_idx], q, k, v)[None]
 
-        return _forward(self._backbone, tokens, positions, handler)
+        hidden = _forward(self._backbone, tokens, positions, handler)
+        return hidden if rows is None else hidden.index_select(0, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)

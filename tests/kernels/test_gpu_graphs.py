@@ -140,7 +140,7 @@ def test_room_is_what_is_left_beside_the_largest_step_after_a_capture(monkeypatc
 
 
 def test_every_batch_fits_its_shape_and_the_largest() -> None:
-    shapes = Shapes(seats=20, rows=276, tile_queries=4, graphs=True, cuts_more=lambda rows: False)
+    shapes = Shapes(seats=20, rows=276, tile_queries=4, graphs=True, long_contexts=True, cuts_more=lambda rows: False)
     largest = shapes.largest(max_batch_tokens=3000)
     for singles in (0, 1, 9, 20, 100, 270):
         for long in ([], [2], [17, 30], [300] * 2, [3000]):
@@ -164,7 +164,9 @@ def test_every_batch_fits_its_shape_and_the_largest() -> None:
 
 
 def test_a_few_long_contexts_are_not_read_by_a_program_each_for_the_sake_of_a_graph() -> None:
-    shapes = Shapes(seats=128, rows=128, tile_queries=16, graphs=True, cuts_more=lambda rows: rows > 2)
+    shapes = Shapes(
+        seats=128, rows=128, tile_queries=16, graphs=True, long_contexts=True, cuts_more=lambda rows: rows > 2
+    )
     needs = {"tokens": 600, "chunks": 120, "tiles": 40, "samples": 120, "updates": 9}
     for singles, longest, captured in ((2, LONG_CONTEXT, True), (2, LONG_CONTEXT + 1, False), (90, 10**5, True)):
         shape, recurs = shapes.choose(**needs, singles=singles, longest=longest)
@@ -177,7 +179,9 @@ def test_a_few_long_contexts_are_not_read_by_a_program_each_for_the_sake_of_a_gr
 
 
 def test_only_steps_that_cut_long_contexts_otherwise_are_others() -> None:
-    shapes = Shapes(seats=48, rows=48, tile_queries=16, graphs=True, cuts_more=lambda rows: rows == 32)
+    shapes = Shapes(
+        seats=48, rows=48, tile_queries=16, graphs=True, long_contexts=True, cuts_more=lambda rows: rows == 32
+    )
     all_ = shapes.all_decodes([1, 32, 48])
     assert [(shape.tokens, shape.long) for shape in all_] == [(1, False), (32, False), (48, False), (32, True)]
     for tokens in (1, 30, 40):
@@ -185,6 +189,38 @@ def test_only_steps_that_cut_long_contexts_otherwise_are_others() -> None:
         short, long = (shapes.choose(**needs, longest=longest) for longest in (LONG_CONTEXT, LONG_CONTEXT + 1))
         assert (short == long) == (tokens != 30)
         assert {short[0], long[0]} <= {*all_}
+
+
+def test_what_single_tokens_need_beside_prompts_is_compiled_with_their_own_steps(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = Shapes(
+        seats=256, rows=256, tile_queries=16, graphs=True, long_contexts=True, cuts_more=lambda rows: rows == 32
+    )
+    prepared = [
+        beside for shape in shapes.all_decodes(shapes.decode_buckets) for beside in shapes.beside_prompts(shape)
+    ]
+    kinds = {(shape.singles, shape.long, shape.deep) for shape in prepared}
+    for singles in (0, 1, 31, 32, 33, 208, 256):
+        needs = {"singles": singles, "chunks": singles + 2, "samples": singles + 2, "tiles": 300, "updates": 9}
+        for longest, deepest in ((0, 0), (LONG_CONTEXT + 1, 0), (0, LONG_CONTEXT + 1)):
+            shape, captured = shapes.choose(tokens=4000, **needs, longest=longest, deepest=deepest)
+            assert not captured
+            assert not singles or (shape.singles, shape.long, False) in kinds
+            assert not shape.deep or (0, False, True) in kinds
+            assert shape.deep == (deepest > LONG_CONTEXT)
+    assert len({*prepared}) == len({*shapes.all_decodes(shapes.decode_buckets)}) + 1
+
+    compiled: list[BatchShape] = []
+    monkeypatch.setattr(GPURunner, "_compile", lambda runner, shapes: compiled.extend(shapes))
+    runner = runner_of(start(tiny))
+    compiled.clear()
+    decodes = runner.shapes.decodes(2)
+    runner._prepare(decodes)
+    assert compiled == runner.shapes.beside_prompts(decodes)
+    compiled.clear()
+    runner._prepare(BatchShape(4, 1, 0, 1, 1, 8))
+    assert not compiled, "it has a prompt itself"
 
 
 def test_where_a_long_context_is_cut_into_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:

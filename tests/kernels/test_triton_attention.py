@@ -122,7 +122,7 @@ def run_decode(
     return out
 
 
-def run_prefill(case: Case, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def run_prefill(case: Case, scale: float, window: int | None, softcap: float | None, *, deep: bool = False) -> Tensor:
     device = case.q.device
     _, heads, dim = case.q.shape
     queries = queries_per_tile(heads, case.keys.shape[2], dim, case.q.dtype)
@@ -144,6 +144,7 @@ def run_prefill(case: Case, scale: float, window: int | None, softcap: float | N
         scale=scale,
         window=window,
         softcap=softcap,
+        deep=deep,
     )
     return out
 
@@ -205,6 +206,14 @@ def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
     assert error(run_decode(decode, scale, None, None, 2), reference(decode, scale, None, None)) < TOLERANCE[dtype]
     prefill = make_case([0, 50], [75, 9], heads=4, kv_heads=2, dim=64, dtype=dtype, device=device)
     assert error(run_prefill(prefill, scale, None, None), reference(prefill, scale, None, None)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (150, None), (None, 5.0)])
+def test_deep_prefill(window: int | None, softcap: float | None, device: torch.device) -> None:
+    starts, counts = [0, 300, 517, 256], [70, 33, 5, 128]
+    case = make_case(starts, counts, heads=4, kv_heads=2, dim=128, dtype=torch.float16, device=device)
+    found = run_prefill(case, 128**-0.5, window, softcap, deep=True)
+    assert error(found, reference(case, 128**-0.5, window, softcap)) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.parametrize("seed", range(4))

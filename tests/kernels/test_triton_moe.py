@@ -65,7 +65,7 @@ def test_rows_of_nobody_are_left_out(kind: str, device: torch.device) -> None:
 def test_the_step_tells_experts_whose_rows_are_nobodys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step on the GPU's runner, filled up with two rows, through the GPU's experts."""
     shape = CONFIG | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
-    shape |= {"moe_intermediate_size": 16, "norm_topk_prob": True}
+    shape |= {"moe_intermediate_size": 16, "norm_topk_prob": True, "num_hidden_layers": 2}
     model = build_model(shape, dummy_tensors(shape, device), dtype=torch.float32, device=device)
     seen: list[Tensor] = []
 
@@ -82,7 +82,7 @@ def test_the_step_tells_experts_whose_rows_are_nobodys(device: torch.device, mon
     request = Request("one", [3, 4], SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
     chunk = Chunk(request, start=0, count=2, table=[0], samples=True)
     full = runner.run(StepPlan(step=0, chunks=(chunk,), idle_rows=2))
-    assert seen[0].tolist() == [0, 1, -1, -1]
+    assert [positions.tolist() for positions in seen] == [[0, 1, -1, -1], [1]], "the last layer is for who is sampled"
     assert runner.run(StepPlan(step=1, chunks=(chunk,))).tokens == full.tokens
 
 

@@ -41,6 +41,7 @@ class PagedBatch:
     tile_queries: int  # tokens in a tile
     one_per_request: bool = False  # none has two rows, so that no row reads what another writes in the same step
     long_contexts: bool = False  # of some single token
+    deep_chunks: bool = False  # some longer chunk has a long context
 
 
 class PagedGPUAttention:
@@ -89,6 +90,7 @@ class PagedGPUAttention:
             tile_offset=on_device([at for _, at in tiles]),
             tile_queries=ANY_LAYERS_QUERIES,
             long_contexts=max(layout.ends[:num_single], default=0) > LONG_CONTEXT,
+            deep_chunks=max(layout.starts[num_single:], default=0) > LONG_CONTEXT,
         )
         return self.attend(batch, storage)
 
@@ -252,6 +254,7 @@ class PagedGPUStep:
                 scale=layer.scale,
                 window=layer.window,
                 softcap=layer.softcap,
+                deep=batch.deep_chunks and _reads_far(layer),
             )
         return out
 

@@ -28,6 +28,7 @@ class BatchShape:
     samples: int  # rows that are sampled from
     updates: int  # changed entries of block tables
     long: bool = False  # some single token has a long context, which is cut into more parts than it would be else
+    deep: bool = False  # some longer chunk has one, which is read in larger tiles than it would be else
 
     @property
     def sections(self) -> dict[str, slice]:
@@ -83,6 +84,7 @@ def fill_with_nobody(views: dict[str, np.ndarray], idle_cell: int) -> None:
 MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
 SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
 FEW_SINGLES = 64  # of which one has a long context: better without a graph that has a program for each seat
+UNCAPTURED = 512  # tokens of a prompt that stands for all that are too long: few, but more than layers are fused for
 FEWEST_UPDATES = 8  # of block tables, for which there is room in any captured step
 
 
@@ -90,14 +92,22 @@ class Shapes:
     """Which shape carries a batch. Where graphs are captured, few shapes serve all batches that recur."""
 
     def __init__(
-        self, seats: int, rows: int, tile_queries: int, *, graphs: bool, cuts_more: Callable[[int], bool]
+        self,
+        seats: int,
+        rows: int,
+        tile_queries: int,
+        *,
+        graphs: bool,
+        long_contexts: bool,
+        cuts_more: Callable[[int], bool],
     ) -> None:
-        """`rows`: the most single tokens of a step: one of each seat, and their drafts. `cuts_more`: whether among so
-        many of them it matters that a context is long."""
+        """`rows`: the most single tokens of a step: one of each seat, and their drafts. `long_contexts`: whether there
+        are any. `cuts_more`: whether it matters among so many single tokens."""
         self._seats = seats
         self._rows = rows
         self._tile_queries = tile_queries
         self._graphs = graphs
+        self._long_contexts = long_contexts
         self._cuts_more = cuts_more
         self.decode_buckets = decode_buckets(rows)
 
@@ -118,25 +128,39 @@ class Shapes:
 
     def _cut(self, shape: BatchShape, long: bool) -> BatchShape:
         """Told apart only where it matters: else there would be two graphs of the same step."""
-        return replace(shape, long=True) if long and self._cuts_more(shape.singles) else shape
+        cut = long and self._long_contexts and self._cuts_more(shape.singles)
+        return replace(shape, long=True) if cut else shape
 
     def all_decodes(self, sizes: Sequence[int]) -> list[BatchShape]:
         """Those with long contexts last, as far as they are others."""
         return [*dict.fromkeys(self.decodes(size, long=long) for long in (False, True) for size in sizes)]
 
-    def beside_prompts(self, decodes: BatchShape) -> BatchShape:
-        """The same single tokens in a step with a prompt that is too long to be captured."""
-        singles, tokens = decodes.singles, decodes.singles + MIXED_BUCKETS[-1]
-        return replace(decodes, tokens=tokens, chunks=singles + 1, tiles=1)
+    def beside_prompts(self, decodes: BatchShape) -> list[BatchShape]:
+        """Steps that are not captured, by what their kernels are: the same single tokens beside a prompt, and a prompt
+        that follows a long context."""
+        singles = decodes.singles
+        found = [replace(decodes, tokens=singles + UNCAPTURED, chunks=singles + 1, tiles=1)]
+        if self._long_contexts:
+            found.append(BatchShape(UNCAPTURED, 1, 0, 1, 1, FEWEST_UPDATES, deep=True))
+        return found
 
     def choose(
-        self, *, tokens: int, chunks: int, singles: int, tiles: int, samples: int, updates: int, longest: int = 0
+        self,
+        *,
+        tokens: int,
+        chunks: int,
+        singles: int,
+        tiles: int,
+        samples: int,
+        updates: int,
+        longest: int = 0,
+        deepest: int = 0,
     ) -> tuple[BatchShape, bool]:
         """The shape for this batch, and whether it is one that recurs, so that a graph of it pays. `longest`: the
-        longest context of a single token."""
+        longest context of a single token; `deepest`: of a longer chunk. A captured step serves all of the latter."""
         long = longest > LONG_CONTEXT
         updates = min(updates, self._most_updates(tokens, self._seats))
-        exact = BatchShape(tokens, chunks, singles, tiles, samples, updates)
+        exact = BatchShape(tokens, chunks, singles, tiles, samples, updates, deep=deepest > LONG_CONTEXT)
         if not self._graphs:
             return self._cut(exact, long), False
         if not tiles:

@@ -69,6 +69,7 @@ class Packer:
             samples=len(sampling),
             updates=len(cells),
             longest=int(starts[counts == 1].max(initial=0)),
+            deepest=int(starts[counts > 1].max(initial=0)),
         )
         if len(cells) > shape.updates:  # a long table at once, such as a prefix hit: sent ahead, by itself
             self._send_tables(cells, blocks)

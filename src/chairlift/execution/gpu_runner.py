@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -84,9 +85,8 @@ class GPURunner:
         self.shapes = Shapes(
             *(seats, seats + max_drafts, self.tile_queries),
             graphs=use_graphs,
-            cuts_more=lambda rows: (
-                max_model_len > LONG_CONTEXT and attention.cuts_more((*model.attention_layers, *draft_layers), rows)
-            ),
+            long_contexts=max_model_len > LONG_CONTEXT,
+            cuts_more=partial(attention.cuts_more, (*model.attention_layers, *draft_layers)),
         )
         self.packer = Packer(self.slots, self.shapes, self.tables, self.tile_queries)
         self._largest = self.shapes.largest(max_batch_tokens)
@@ -183,6 +183,7 @@ class GPURunner:
             tile_queries=self.tile_queries,
             one_per_request=self.max_drafts == 0,
             long_contexts=shape.long,
+            deep_chunks=shape.deep,
         )
 
     # ---- sampling that needs the host -----------------------------------------------------------------------------
@@ -282,7 +283,7 @@ class GPURunner:
         """Compute such a step for nobody; return the bytes that it takes beside weights and cache. Beside prompts,
         single tokens have a kernel of their own, which would be compiled while the first of them wait for it."""
         if not shape.tiles:
-            self._compile([self.shapes.beside_prompts(shape)])
+            self._compile(self.shapes.beside_prompts(shape))
         return memory_taken(lambda: self._forward_nobody(shape), self.device)
 
     @torch.inference_mode()
@@ -327,7 +328,7 @@ class GPURunner:
     @torch.inference_mode()
     def _compile(self, shapes: Sequence[BatchShape]) -> None:
         """The kernels of such steps, side by side instead of when each is first launched."""
-        missing = [shape for shape in shapes if shape not in self._compiled]
+        missing = [shape for shape in dict.fromkeys(shapes) if shape not in self._compiled]
         if self.device.type != "cuda" or not missing:
             return
         from chairlift.kernels.triton_compile import compile_kernels
@@ -349,7 +350,7 @@ class GPURunner:
         """Capture decode steps of these batch sizes now instead of when they first occur."""
         if self.graphs is not None:
             shapes = self.shapes.all_decodes(sorted(sizes or self.shapes.decode_buckets, reverse=True))
-            self._compile([*shapes, *map(self.shapes.beside_prompts, shapes)])
+            self._compile([*shapes, *chain.from_iterable(map(self.shapes.beside_prompts, shapes))])
             for shape in shapes:
                 self.graphs.capture(shape)
 

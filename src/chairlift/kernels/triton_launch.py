@@ -38,6 +38,15 @@ def overlapping(device: torch.device) -> dict[str, Any]:
     return {"OVERLAP": True, "launch_pdl": True} if hopper else {"OVERLAP": False}
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have. The interpreter has no limit."""
+    if device.type != "cuda":
+        return 2**30
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return int(properties["max_shared_mem"])
+
+
 # Triton has both, but made for kernels too: there a call takes some microseconds, and a step makes hundreds.
 
 

@@ -32,6 +32,7 @@ from chairlift.kernels.triton_launch import (
     next_power_of_2,
     overlapping,
     prefetch_rows,
+    shared_memory,
 )
 
 
@@ -287,8 +288,7 @@ def _stages(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torc
     if device.type != "cuda":
         return wanted
     stage = (tiling.rows + tiling.columns * (2 if gated else 1)) * tiling.depth * dtype.itemsize
-    chip = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    room = chip["max_shared_mem"] - SPARE_SHARED
+    room = shared_memory(device) - SPARE_SHARED
     return max(1, min(wanted, room // stage))
 
 

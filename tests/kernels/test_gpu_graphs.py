@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,33 @@ def test_idle_time_goes_to_what_was_missed_and_then_to_what_is_likely(graphs: Gr
     assert captured == [MIXED, DECODES, MORE_DECODES]
     assert not graphs.capture_next()
     assert all(graphs.find(shape) is not None for shape in captured)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_not_collected_while_a_step_is_captured(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold graphs of another engine: to give those back fails, and with that the capture."""
+    collected: list[bool] = []
+
+    def forward(shape: BatchShape) -> ComputedStep:
+        collected.append(gc.isenabled())
+        if shape is MIXED:
+            raise torch.OutOfMemoryError
+        return NOTHING
+
+    for name in ("CUDAGraph", "current_stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
+    graphs = Graphs(lambda shape: 5, forward, [], lambda taken: True)
+    before = gc.isenabled()
+    try:
+        gc.enable() if collects else gc.disable()
+        for shape in (DECODES, MIXED):
+            graphs.capture(shape)
+            assert gc.isenabled() == collects
+    finally:
+        gc.enable() if before else gc.disable()
+    assert collected == [False, False]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")])

@@ -7,8 +7,10 @@ that it is sure to pay. Until then the kernels of a step are launched one by one
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +115,20 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with _garbage_left_alone(), torch.cuda.graph(graph, pool=self._pool):
                 step = self._forward(shape)
         finally:
             torch.cuda.set_stream(stream)  # where a capture fails at its end, torch does not go back to it
         return Graph(graph, step)
+
+
+@contextmanager
+def _garbage_left_alone() -> Iterator[None]:
+    """Graphs of an engine that is gone may be garbage: to give them back while another is captured would spoil that."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

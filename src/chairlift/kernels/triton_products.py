@@ -302,7 +302,7 @@ def is_faster(rows: int, columns: int, depth: int, gated: bool) -> bool:
     weights = columns * depth * (2 if gated else 1)
     if weights <= SMALL_WEIGHTS:
         return rows <= 256
-    return rows <= (128 if gated else 96 if weights <= 2 * SMALL_WEIGHTS else 64)
+    return rows <= (128 if gated else 224 if weights <= 2 * SMALL_WEIGHTS else 64)
 
 
 @cache
@@ -320,7 +320,9 @@ def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
     if rows > 64:
         if gated:
             return ProductTiling(128, 128, 64, 1, 4, described=True, warps=8)
-        return ProductTiling(128, 64, 64, 1, 7, described=True)
+        if rows <= 128:
+            return ProductTiling(128, 32, 128, 1, 5, described=True)
+        return ProductTiling(128, 64, 128, 1, 4, described=True)
     splits = 2 if columns // 64 <= PROGRAMS // 2 and depth >= 1024 else 1
     if rows <= 16:
         if gated:

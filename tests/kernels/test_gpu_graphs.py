@@ -220,9 +220,7 @@ def test_only_steps_that_cut_long_contexts_otherwise_are_others() -> None:
         assert {short[0], long[0]} <= {*all_}
 
 
-def test_what_single_tokens_need_beside_prompts_is_compiled_with_their_own_steps(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_steps_with_long_prompts_need_is_known_beforehand() -> None:
     shapes = Shapes(
         seats=256, rows=256, tile_queries=16, graphs=True, long_contexts=True, cuts_more=lambda rows: rows == 32
     )
@@ -239,17 +237,6 @@ def test_what_single_tokens_need_beside_prompts_is_compiled_with_their_own_steps
             assert not shape.deep or (0, False, True) in kinds
             assert shape.deep == (deepest > LONG_CONTEXT)
     assert len({*prepared}) == len({*shapes.all_decodes(shapes.decode_buckets)}) + 1
-
-    compiled: list[BatchShape] = []
-    monkeypatch.setattr(GPURunner, "_compile", lambda runner, shapes: compiled.extend(shapes))
-    runner = runner_of(start(tiny))
-    compiled.clear()
-    decodes = runner.shapes.decodes(2)
-    runner._prepare(decodes)
-    assert compiled == runner.shapes.beside_prompts(decodes)
-    compiled.clear()
-    runner._prepare(BatchShape(4, 1, 0, 1, 1, 8))
-    assert not compiled, "it has a prompt itself"
 
 
 def test_where_a_long_context_is_cut_into_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,9 +373,14 @@ def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.Mon
     graphs._pool = None  # it goes with its last graph
     assert engine.use_idle_time()
     assert list(graphs._captured) == [BatchShape(1, 1, 1, 0, 1, 8)]
+    turns = 1
     while engine.use_idle_time():
-        pass
-    assert [shape.tokens for shape in graphs._captured] == [1, 2, 4, 8]  # up to the seats
+        turns += 1
+    decodes = list(graphs._captured)
+    assert [shape.tokens for shape in decodes] == [1, 2, 4, 8]  # up to the seats
+    shapes, compiled = runner_of(engine).shapes, runner_of(engine)._compiled
+    assert {beside for shape in decodes for beside in shapes.beside_prompts(shape)} <= compiled
+    assert turns < 2 * len(decodes) + 2, "what warm-up has compiled is not compiled again"
 
 
 def test_guesses_are_measured_once_their_steps_are_captured(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

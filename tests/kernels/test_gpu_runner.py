@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from chairlift.attention import PagedGPUAttention, choose_backend
 from chairlift.core.budget import FixedBudget
@@ -21,6 +22,8 @@ from chairlift.execution.memory import MemoryPlan, allocate_storage
 from chairlift.execution.runner import ModelRunner
 from chairlift.models import build_model
 from chairlift.models.base import CausalLM
+from chairlift.models.decoder import DecoderLayer
+from chairlift.models.fused_gpu import FusedGPUDecoder
 from chairlift.text.tokenizer import Tokenizer
 from tests.kernels.tiny_config import CONFIG
 from tests.text import backends
@@ -178,3 +181,25 @@ def test_a_rehearsal_is_as_large_as_steps_get_and_leaves_nothing_behind(
     assert [shape[0] for shape in logits] == [SEATS]
     assert runner._largest.tokens == 32 + SEATS
     assert all(tensor.view(torch.uint8).equal(old) for tensor, old in zip(remembered, before, strict=True))
+
+
+def test_a_step_that_samples_nothing_ends_with_the_last_attention(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left for what follows, and kernels that copy tiles do not take a tensor without rows."""
+    from chairlift.models.dummy import dummy_tensors
+
+    shape = CONFIG | {"num_hidden_layers": 2}
+    model = build_model(shape, dummy_tensors(shape, device), dtype=torch.float16, device=device)
+    rest, rows = DecoderLayer.rest, list[int]()
+
+    def spied(layer: DecoderLayer, x: Tensor, attended: Tensor, positions: Tensor) -> Tensor | None:
+        rows.append(len(x))
+        return rest(layer, x, attended, positions)
+
+    monkeypatch.setattr(DecoderLayer, "rest", spied)
+    monkeypatch.setattr(FusedGPUDecoder, "most_rows", 0)
+    engine = make_engine(model, gpu=True, prefill=8)
+    rows.clear()
+    generate(engine, [(list(range(2, 22)), SamplingParams(temperature=0.0, max_tokens=1))])
+    assert rows == [8, 8, 4, 1]

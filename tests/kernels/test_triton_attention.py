@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton_attention import prefill_attention, queries_per_tile
+from chairlift.kernels.triton_attention import DEEP_TILE, _key_tile, prefill_attention, queries_per_tile
 from chairlift.kernels.triton_decode import DecodeTiling, Fresh, Scratch, decode_attention, decode_splits
 from chairlift.kernels.triton_layers import rotate_and_store_
 
@@ -214,6 +214,17 @@ def test_deep_prefill(window: int | None, softcap: float | None, device: torch.d
     case = make_case(starts, counts, heads=4, kv_heads=2, dim=128, dtype=torch.float16, device=device)
     found = run_prefill(case, 128**-0.5, window, softcap, deep=True)
     assert error(found, reference(case, 128**-0.5, window, softcap)) < TOLERANCE[torch.float16]
+
+
+def test_large_tiles_are_for_deep_contexts_where_they_fit() -> None:
+    hopper, smaller, half = 232_448, 166_912, torch.bfloat16
+    assert _key_tile(128, 128, half, hopper, deep=True) == DEEP_TILE
+    usual = _key_tile(128, 128, half, hopper, deep=False)
+    assert usual.keys < DEEP_TILE.keys
+    assert _key_tile(256, 128, half, hopper, deep=True) == usual, "many heads that share their keys"
+    assert _key_tile(128, 128, half, smaller, deep=True) == usual
+    assert _key_tile(64, 64, half, hopper, deep=True) == _key_tile(64, 256, half, hopper, deep=True) == usual
+    assert _key_tile(32, 128, torch.float32, hopper, deep=True).stages == 1
 
 
 @pytest.mark.parametrize("seed", range(4))

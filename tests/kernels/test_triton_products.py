@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.triton_launch import empty_rows, spare_rows
-from chairlift.kernels.triton_products import ProductTiling, choose_tiling, product
+from chairlift.kernels.triton_products import ProductTiling, _fitting, _stages, choose_tiling, is_faster, product
 
 EPS = 1e-6
 
@@ -118,3 +118,28 @@ def test_those_of_a_large_weight_are_right(
     assert error(product(x, weight, gated=True)[0], torch.nn.functional.silu(gate) * up) < 2e-3
     assert error(product(x, weight)[0], torch.cat((gate, up), dim=1)) < 1e-3
     choose_tiling.cache_clear()
+
+
+def test_tiles_shrink_until_two_of_them_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on chips with 99 KiB, or less, for a program."""
+    wide = ProductTiling(128, 64, 128, 1, 4, described=True)
+    gated = ProductTiling(128, 128, 64, 1, 4, described=True)
+    chip, half = torch.device("cuda"), torch.bfloat16
+    for size, depth, stages in ((2**20, 128, 4), (101_376, 64, 3), (50_000, 64, 1)):
+        for cached in (_fitting, _stages):
+            cached.cache_clear()
+        monkeypatch.setattr("chairlift.kernels.triton_products.shared_memory", lambda device, size=size: size)
+        fitting = _fitting(wide, False, half, chip)
+        assert (fitting.depth, fitting.columns) == (depth, 64)
+        assert _stages(fitting, False, half, chip) == stages
+        assert _fitting(gated, True, half, chip).columns == (128 if size == 2**20 else 64)
+    for cached in (_fitting, _stages):
+        cached.cache_clear()
+
+
+def test_few_columns_are_left_to_others_where_they_would_not_fill_the_chip() -> None:
+    assert is_faster(224, 4096, 4096, gated=False)
+    assert not is_faster(225, 4096, 4096, gated=False)
+    assert is_faster(96, 2048, 8192, gated=False)
+    assert not is_faster(97, 2048, 8192, gated=False)
+    assert choose_tiling(96, 2048, 8192, gated=False).columns > choose_tiling(96, 4096, 4096, gated=False).columns

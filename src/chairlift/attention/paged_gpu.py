@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 ANY_LAYERS_QUERIES = 16  # tokens in a tile of queries, where the layers' heads are not known beforehand
-LONG_CONTEXT = 8192  # tokens of context: more of them are cut into more parts
+LONG_CONTEXT = 8192  # tokens: longer ones are cut into more parts, or read in larger tiles
 
 
 @dataclass(frozen=True, slots=True)

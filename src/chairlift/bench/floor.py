@@ -2,7 +2,8 @@
 
 Every step reads every weight once (of a mixture, the experts of one token: which others are asked, only the tokens
 know), every generated token reads the keys and values before it once, and every prompt token is multiplied with every
-weight (of a mixture, with its own experts'). Reading and arithmetic are not assumed to overlap.
+weight (of a mixture, with its own experts'), but for those of the last layer after its attention, where nobody reads
+the result. Reading and arithmetic are not assumed to overlap.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ModelCost:
     """What a model's tokens cost."""
 
     step_bytes: int  # weights that every step reads
-    token_flops: int  # of one token through the layers
+    token_flops: int  # of one token of a prompt through the layers, of which the last only has to keep it
     kv_bytes: int  # keys and values of one token
 
 

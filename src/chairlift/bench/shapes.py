@@ -229,8 +229,8 @@ def model_cost(started: StartedEngine) -> ModelCost:
         weights = model.num_weight_bytes()
         return ModelCost(weights, 2 * (weights // model.dtype.itemsize), kv_bytes)
     # Looking up an embedding reads one row of it; a head that shares it reads all of it.
-    layers = total(products(model, rows=1))
-    return ModelCost(int(layers.bytes) + linear_bytes(model.head), int(layers.flops), kv_bytes)
+    step, prompt_token = total(products(model, 1, sampled=1)), total(products(model, 1, sampled=0))
+    return ModelCost(int(step.bytes) + linear_bytes(model.head), int(prompt_token.flops), kv_bytes)
 
 
 def run_case(engine: Engine, case: Case, cost: ModelCost | None, ceilings: Ceilings | None) -> CaseResult:

@@ -38,7 +38,7 @@ def step_work(model: CausalLM, kv_itemsize: int, plan: StepPlan) -> Mapping[str,
         SAMPLING: Work(0.0, 4.0 * sampled * model.vocab_size),
     }
     if isinstance(model, Decoder):
-        parts[GEMM] = total(products(model, rows)) + linear_work(model.head, sampled)
+        parts[GEMM] = total(products(model, rows, sampled)) + linear_work(model.head, sampled)
     return parts
 
 
@@ -46,10 +46,12 @@ def total(parts: Iterable[Work]) -> Work:
     return sum(parts, Work())
 
 
-def products(model: Decoder, rows: int) -> Iterator[Work]:
-    """Those of the layers."""
+def products(model: Decoder, rows: int, sampled: int) -> Iterator[Work]:
+    """Those of the layers; the last one ends with the rows that are sampled from."""
     for layer in model.layers:
         yield linear_work(layer.attention.qkv, rows)
+        if layer is model.layers[-1]:
+            rows = sampled
         yield linear_work(layer.attention.output, rows)
         if isinstance(layer.mlp, MixtureOfExperts):
             assert layer.experts is not None

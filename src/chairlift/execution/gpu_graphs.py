@@ -62,7 +62,7 @@ class Graphs:
         there is memory for a capture of so much."""
         self._prepare = prepare
         self._forward = forward
-        self._likely = likely
+        self.likely = likely
         self._room = room
         self._captured: dict[BatchShape, Graph | None] = {}  # None: it would take what the largest step needs
         self._met: dict[BatchShape, int] = {}  # of those that are not captured: how often
@@ -88,7 +88,7 @@ class Graphs:
 
     def capture_next(self) -> bool:
         """There is time for one: of those that were missed, else of the likely ones. False if there is none left."""
-        missing = [*self._met, *(shape for shape in self._likely if shape not in self._captured)]
+        missing = [*self._met, *(shape for shape in self.likely if shape not in self._captured)]
         if not missing or self._full:
             return False
         self.capture(missing[0])
@@ -124,7 +124,8 @@ class Graphs:
 
 @contextmanager
 def _garbage_left_alone() -> Iterator[None]:
-    """Graphs of an engine that is gone may be garbage: to give them back while another is captured would spoil that."""
+    """Graphs of an engine that is gone may be garbage: to give them back while another is captured would spoil that.
+    For one thread at a time, as all of capturing is."""
     collects = gc.isenabled()
     gc.disable()
     try:

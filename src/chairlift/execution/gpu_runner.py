@@ -280,10 +280,7 @@ class GPURunner:
         return step
 
     def _prepare(self, shape: BatchShape) -> int:
-        """Compute such a step for nobody; return the bytes that it takes beside weights and cache. Beside prompts,
-        single tokens have a kernel of their own, which would be compiled while the first of them wait for it."""
-        if not shape.tiles:
-            self._compile(self.shapes.beside_prompts(shape))
+        """Compute such a step for nobody; return the bytes that it takes beside weights and cache."""
         return memory_taken(lambda: self._forward_nobody(shape), self.device)
 
     @torch.inference_mode()
@@ -314,7 +311,8 @@ class GPURunner:
         one = {"chunks": 1, "samples": 1, "updates": 1}
         mixed, _ = self.shapes.choose(tokens=2, singles=0, tiles=1, **one)
         single, _ = self.shapes.choose(tokens=1, singles=1, tiles=0, **one)
-        self._compile([mixed, single])
+        beside, *_ = self.shapes.beside_prompts(single)
+        self._compile([mixed, single, beside])
         request = Request("warm-up", [0] * 2, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
         scratch = [self.storage.scratch_block]
         for start, count in ((0, 2), (1, 1)):
@@ -329,6 +327,7 @@ class GPURunner:
     def _compile(self, shapes: Sequence[BatchShape]) -> None:
         """The kernels of such steps, side by side instead of when each is first launched."""
         missing = [shape for shape in dict.fromkeys(shapes) if shape not in self._compiled]
+        self._compiled.update(missing)
         if self.device.type != "cuda" or not missing:
             return
         from chairlift.kernels.triton_compile import compile_kernels
@@ -340,17 +339,24 @@ class GPURunner:
 
         # Tokens are looked up in the embedding: they have to be some.
         compile_kernels(walk, self.device, launched=[begin_step_kernel])
-        self._compiled.update(missing)
 
     def use_idle_time(self) -> bool:
-        """Capture a step that is likely to come. False if there is none left."""
-        return self.graphs is not None and self.graphs.capture_next()
+        """Capture a step that is likely to come or, once all are, compile what single tokens need beside prompts: the
+        first of them would wait for it. False if there is nothing left."""
+        if self.graphs is None or self.graphs.capture_next():
+            return self.graphs is not None
+        missing = [shape for shape in self._beside_prompts(self.graphs.likely) if shape not in self._compiled]
+        self._compile(missing[:1])
+        return bool(missing)
+
+    def _beside_prompts(self, decodes: Sequence[BatchShape]) -> list[BatchShape]:
+        return [*chain.from_iterable(map(self.shapes.beside_prompts, decodes))]
 
     def capture_decodes(self, sizes: Sequence[int] | None = None) -> None:
         """Capture decode steps of these batch sizes now instead of when they first occur."""
         if self.graphs is not None:
             shapes = self.shapes.all_decodes(sorted(sizes or self.shapes.decode_buckets, reverse=True))
-            self._compile([*shapes, *chain.from_iterable(map(self.shapes.beside_prompts, shapes))])
+            self._compile([*shapes, *self._beside_prompts(shapes)])
             for shape in shapes:
                 self.graphs.capture(shape)
 

@@ -10,7 +10,6 @@ batch that fits its grid: programs without work return at once.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 from chairlift.kernels.triton_launch import next_power_of_2, overlapping, shared_memory
 
 LOG2_E = 1.4426950408889634
-DEEP_TILES = 2 * 128 * (128 + 3 * 2 * 128)  # bytes: queries, and three tiles each of keys and values
 
 
 @triton.jit
@@ -204,7 +202,8 @@ def prefill_attention(
     _, num_heads, dim = q.shape
     _, block_size, kv_heads, _ = keys.shape
     group = num_heads // kv_heads
-    tile = _key_tile(next_power_of_2(dim), q.dtype, q.device, deep)
+    rows = tile_queries * next_power_of_2(group)
+    tile = _key_tile(rows, next_power_of_2(dim), q.dtype, shared_memory(q.device), deep)
     _prefill_kernel[(kv_heads, len(tile_chunk))](
         q,
         keys,
@@ -247,15 +246,16 @@ class KeyTile(NamedTuple):
     stages: int
 
 
-@cache
-def _key_tile(head_dim: int, dtype: torch.dtype, device: torch.device, deep: bool) -> KeyTile:
-    """The fastest on an H200. Large tiles, of which a chip holds one program each, take 7 to 9% off contexts of 64k
-    tokens, and lose where most of a context is on the diagonal."""
+DEEP_TILE = KeyTile(128, 8, 3)
+
+
+def _key_tile(rows: int, padded_dim: int, dtype: torch.dtype, shared: int, deep: bool) -> KeyTile:
+    """The fastest on an H200, for tiles of so many rows of queries. Large tiles of keys, of which a multiprocessor
+    holds those of one program, take 7 to 9% off contexts of 64k tokens, and lose where most is on the diagonal."""
     if dtype == torch.float32:
         return KeyTile(32, 4, 1)
-    if deep and head_dim == 128 and shared_memory(device) >= DEEP_TILES:
-        return KeyTile(128, 8, 3)
-    return KeyTile(32, 4, 3)
+    kept = dtype.itemsize * padded_dim * (rows + 2 * DEEP_TILE.stages * DEEP_TILE.keys)  # queries, keys and values
+    return DEEP_TILE if deep and padded_dim == 128 and kept <= shared else KeyTile(32, 4, 3)
 
 
 def scale_in_log2(scale: float, softcap: float | None) -> float:

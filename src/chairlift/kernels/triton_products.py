@@ -275,10 +275,11 @@ def _rows_and_room(x: Tensor, tiling: ProductTiling) -> TensorDescriptor:
 
 @cache
 def _fitting(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torch.device) -> ProductTiling:
-    """Narrower where a chip has no room for two tiles, of which one is on its way."""
-    if tiling.columns > 64 and _stages(tiling, gated, dtype, device) < min(2, tiling.stages):
-        return tiling._replace(columns=64)
-    return tiling
+    """Smaller where a chip has no room for two tiles, of which one is on its way."""
+    narrow = tiling._replace(columns=min(64, tiling.columns))
+    choices = (tiling, narrow, narrow._replace(depth=tiling.depth // 2))
+    enough = min(2, tiling.stages)
+    return next((one for one in choices if _stages(one, gated, dtype, device) >= enough), choices[-1])
 
 
 @cache
@@ -302,7 +303,16 @@ def is_faster(rows: int, columns: int, depth: int, gated: bool) -> bool:
     weights = columns * depth * (2 if gated else 1)
     if weights <= SMALL_WEIGHTS:
         return rows <= 256
-    return rows <= (128 if gated else 224 if weights <= 2 * SMALL_WEIGHTS else 64)
+    if gated:
+        return rows <= 128
+    if weights > 2 * SMALL_WEIGHTS:
+        return rows <= 64
+    return rows <= (224 if _fills_chip(columns) else 96)
+
+
+def _fills_chip(columns: int) -> bool:
+    """With programs that have few columns and all rows."""
+    return columns // 32 >= PROGRAMS
 
 
 @cache
@@ -320,6 +330,8 @@ def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
     if rows > 64:
         if gated:
             return ProductTiling(128, 128, 64, 1, 4, described=True, warps=8)
+        if not _fills_chip(columns):
+            return ProductTiling(128, 64, 64, 1, 7, described=True)
         if rows <= 128:
             return ProductTiling(128, 32, 128, 1, 5, described=True)
         return ProductTiling(128, 64, 128, 1, 4, described=True)

@@ -35,7 +35,8 @@ class CausalLM(Protocol):
     def device(self) -> torch.device: ...
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """tokens, positions [T] int64 -> [T, hidden], after the final norm; of `rows` [S] alone, if given."""
+        """tokens, positions [T] int64 -> [T, hidden], after the final norm; of `rows` [S] alone, if given (int32 or
+        int64, and maybe none at all)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

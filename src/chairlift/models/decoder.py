@@ -322,7 +322,7 @@ class Decoder:
             attended = layer.attended(x, delta, None if layer.rope is None else rotations[layer.rope], attend)
             if layer is self.layers[-1]:
                 x, attended, positions = (_picked(each, rows) for each in (x, attended, positions))
-            delta = layer.rest(x, attended, positions)
+            delta = layer.rest(x, attended, positions) if len(x) else None  # no row is left of a step without samples
         self.tapped = torch.stack([tapped[index] for index in self.taps]) if self.taps else None
         return _add_(x, delta, self.norm)
 
@@ -356,7 +356,13 @@ def _add_(x: Tensor, delta: Tensor | None, norm: RMSNorm | None) -> Tensor:
 
 
 def _picked(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x.index_select(0, rows)
+    if rows is None:
+        return x
+    if not x.is_cuda:
+        return x.index_select(0, rows)
+    from chairlift.kernels.triton_launch import empty_rows
+
+    return torch.index_select(x, 0, rows, out=empty_rows(len(rows), *x.shape[1:], dtype=x.dtype, device=x.device))
 
 
 def _maybe(norm: RMSNorm | None, x: Tensor) -> Tensor:

@@ -288,6 +288,7 @@ class GPURunner:
         """The bytes of the largest step there can be, which is computed for nobody. Single tokens would add nothing to
         that but the time to compile their kernel. What a network that guesses makes of it is computed, too. What the
         host samples is not but counted, and so is what that network keeps from step to step."""
+        self._compile(self._first_shapes())
         largest = self._largest
         tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # as many as there can be
         shape = replace(largest, singles=0, tiles=tiles)
@@ -307,12 +308,8 @@ class GPURunner:
         return taken + kept + HOST_COPIES * largest.samples * self.model.vocab_size * 4
 
     def warm_up(self) -> None:
-        """Compile the kernels of both kinds of steps, so that the first request does not wait for it."""
-        one = {"chunks": 1, "samples": 1, "updates": 1}
-        mixed, _ = self.shapes.choose(tokens=2, singles=0, tiles=1, **one)
-        single, _ = self.shapes.choose(tokens=1, singles=1, tiles=0, **one)
-        beside, *_ = self.shapes.beside_prompts(single)
-        self._compile([mixed, single, beside])
+        """Compile and load the kernels of all kinds of steps, so that the first request does not wait for it."""
+        self._compile(self._first_shapes())
         request = Request("warm-up", [0] * 2, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
         scratch = [self.storage.scratch_block]
         for start, count in ((0, 2), (1, 1)):
@@ -322,6 +319,13 @@ class GPURunner:
         if self.drafter is not None:
             self.drafter.warm_up(request)
             self.drafter.forget(request.id)
+
+    def _first_shapes(self) -> list[BatchShape]:
+        """A short prompt, a single token, and one beside a longer prompt: all kernels that the first requests need."""
+        one = {"chunks": 1, "samples": 1, "updates": 1}
+        mixed, _ = self.shapes.choose(tokens=2, singles=0, tiles=1, **one)
+        single, _ = self.shapes.choose(tokens=1, singles=1, tiles=0, **one)
+        return [mixed, single, self.shapes.beside_prompts(single)[0]]
 
     @torch.inference_mode()
     def _compile(self, shapes: Sequence[BatchShape]) -> None:

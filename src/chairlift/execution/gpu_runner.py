@@ -325,7 +325,7 @@ class GPURunner:
         one = {"chunks": 1, "samples": 1, "updates": 1}
         mixed, _ = self.shapes.choose(tokens=2, singles=0, tiles=1, **one)
         single, _ = self.shapes.choose(tokens=1, singles=1, tiles=0, **one)
-        return [mixed, single, self.shapes.beside_prompts(single)[0]]
+        return [mixed, single, *self.shapes.beside_prompts(single)]
 
     @torch.inference_mode()
     def _compile(self, shapes: Sequence[BatchShape]) -> None:

@@ -358,7 +358,8 @@ def _small_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
         return ProductTiling(64, 64 if wide else 32, 128, splits, 6, prefetch=256, described=True)
     splits = _splits(cdiv(columns, 32), depth)
     if rows > 32:
-        return ProductTiling(64, 32, 64, splits, 6, prefetch=256)
+        splits = 1 if wide else min(2, splits)
+        return ProductTiling(64, 32, 128, splits, 6, prefetch=256, described=True)
     if rows > 16 and gated:
         return ProductTiling(64, 32, 128, 1, 3, prefetch=256, described=True)
     if rows <= 16 and columns >= 4096:

@@ -51,7 +51,7 @@ class Network(NamedTuple):
 class Step(NamedTuple):
     """What one step reads and changes. T tokens."""
 
-    x: np.ndarray  # [T, hidden] float32: embedded tokens in, normed hidden states out
+    x: np.ndarray  # [T, hidden] float32: embedded tokens, and what the layers make of them
     cos: np.ndarray  # [ropes, T, pairs] float32
     sin: np.ndarray
     slots: np.ndarray  # [T] int64
@@ -60,6 +60,8 @@ class Step(NamedTuple):
     tables: np.ndarray  # [S, longest] int32
     work: Work
     tapped: np.ndarray  # [taps, T, hidden] float32: the residual stream before some layers
+    rows: np.ndarray  # [R] int64: those that are read of the last layer
+    out: np.ndarray  # [R, hidden] float32: their normed hidden states; may be `x` itself if these are all, in order
 
 
 class Buffers(NamedTuple):
@@ -86,22 +88,27 @@ class Buffers(NamedTuple):
 
 @compiled_and_kept(FAST)
 def decode_step(shared: Any, members: int, net: Network, step: Step, buffers: Buffers) -> None:
-    for layer in range(net.scales.shape[0]):
+    last = net.scales.shape[0] - 1
+    for layer in range(last + 1):
         if net.taps[layer] >= 0:
             _keep(shared, step.x, step.tapped[net.taps[layer]])
             meet(shared, members)
-        decode_layer(shared, members, net, layer, step, buffers)
+        decode_layer(shared, members, net, layer, step, buffers, layer == last)
     while True:
         row = claim(shared, 1)
-        if row >= step.x.shape[0]:
+        if row >= step.out.shape[0]:
             break
-        norm_row(step.x[row], net.final_norm, net.eps, step.x[row])
+        norm_row(step.out[row], net.final_norm, net.eps, step.out[row])
     meet(shared, members)
 
 
 @compiled(FAST)
-def decode_layer(shared: Any, members: int, net: Network, layer: int, step: Step, buffers: Buffers) -> None:
-    count = step.x.shape[0]
+def decode_layer(
+    shared: Any, members: int, net: Network, layer: int, step: Step, buffers: Buffers, picks: bool
+) -> None:
+    """`picks`: what follows the attention is computed for the step's `rows` alone, in `out`."""
+    x = step.out if picks else step.x
+    count = x.shape[0]
     heads = buffers.attended.shape[1]
     cache = Cache(step.keys[layer], step.values[layer], step.tables)
     how = Score(net.scales[layer], net.windows[layer], net.softcaps[layer])
@@ -109,12 +116,12 @@ def decode_layer(shared: Any, members: int, net: Network, layer: int, step: Step
     store_layer(shared, members, net, layer, step, buffers)
     attend(shared, members, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)
     meet(shared, members)
-    _merge_and_round(shared, step, buffers)
+    _merge_and_round(shared, step, buffers, picks)
     meet(shared, members)
     weight = PackedWeight(net.output.numbers[layer], net.output.scales[layer])
-    multiply(shared, buffers.attended_rows, count, weight, net.output_bias[layer], True, step.x)
+    multiply(shared, buffers.attended_rows, count, weight, net.output_bias[layer], True, x)
     meet(shared, members)
-    _norm_and_round(shared, step.x, net.before_mlp[layer], net.eps, buffers.hidden_rows)
+    _norm_and_round(shared, x, net.before_mlp[layer], net.eps, buffers.hidden_rows)
     meet(shared, members)
     weight = PackedWeight(net.gate_up.numbers[layer], net.gate_up.scales[layer])
     multiply(shared, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
@@ -122,7 +129,7 @@ def decode_layer(shared: Any, members: int, net: Network, layer: int, step: Step
     _activate_and_round(shared, count, buffers, net.activation)
     meet(shared, members)
     weight = PackedWeight(net.down.numbers[layer], net.down.scales[layer])
-    multiply(shared, buffers.inner_rows, count, weight, net.down_bias[layer], True, step.x)
+    multiply(shared, buffers.inner_rows, count, weight, net.down_bias[layer], True, x)
     meet(shared, members)
 
 
@@ -223,15 +230,20 @@ def _rotate(values: Any, cos: Any, sin: Any) -> None:
 
 
 @compiled(FAST)
-def _merge_and_round(shared: Any, step: Step, buffers: Buffers) -> None:
-    """Every row of the attention's output to integers, after its pieces, where it came in several, are one."""
+def _merge_and_round(shared: Any, step: Step, buffers: Buffers, picks: bool) -> None:
+    """Rows of the attention's output to integers, after their pieces, where they came in several, are one. Those that
+    are picked move up, and so does what they will be added to."""
     flat = buffers.attended.reshape(buffers.attended.shape[0], -1)
+    count = step.rows.shape[0] if picks else step.x.shape[0]
     while True:
-        row = claim(shared, 1)
-        if row >= step.x.shape[0]:
+        place = claim(shared, 1)
+        if place >= count:
             return
+        row = step.rows[place] if picks else place
         merge(row, step.work, buffers.attended)
-        round_row(flat[row], buffers.attended_rows, row)
+        round_row(flat[row], buffers.attended_rows, place)
+        if picks:
+            step.out[place] = step.x[row]
 
 
 @compiled(FAST)

@@ -118,7 +118,7 @@ def guess(
 ) -> None:
     step, no_bias = certain.step, np.empty(0, dtype=np.float32)
     _mix(shared, members, head, certain, room)
-    decode_layer(shared, members, head.net, 0, step, buffers)
+    decode_layer(shared, members, head.net, 0, step, buffers, False)
     _choose(shared, members, head, step.x, certain.last_rows, room, choices, 0)
     choices.clock[:] = nanoseconds()
     every = np.arange(guessed.x.shape[0])
@@ -135,9 +135,10 @@ def guess(
         work = Work(pieces, guessed.work.tiles, guessed.work.partial, guessed.work.several)
         cos, sin = guessed.cos[place : place + 1], guessed.sin[place : place + 1]
         slots = guessed.slots[place]
-        later = Step(x, cos, sin, slots, step.keys, step.values, guessed.tables, work, step.tapped)
-        decode_layer(shared, members, head.net, 0, later, buffers)
-        _choose(shared, members, head, x, every[:active], room, choices, place + 1)
+        rows = every[:active]
+        later = Step(x, cos, sin, slots, step.keys, step.values, guessed.tables, work, step.tapped, rows, x)
+        decode_layer(shared, members, head.net, 0, later, buffers, False)
+        _choose(shared, members, head, x, rows, room, choices, place + 1)
         choices.passes[0] = place + 2
         choices.clock[1] = nanoseconds()
 

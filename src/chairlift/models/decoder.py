@@ -312,8 +312,8 @@ class Decoder:
             return self.norm(_picked(x, rows))
         x = self.embed(tokens)
         if self._fused is not None and isinstance(attend, PagedCPUStep):
-            x, self.tapped = self._fused(x, rotations, attend, self.taps)
-            return _picked(x, rows)
+            x, self.tapped = self._fused(x, rotations, attend, self.taps, rows)
+            return x
         delta: Tensor | None = None
         tapped = {}
         for index, layer in enumerate(self.layers):

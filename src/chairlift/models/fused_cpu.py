@@ -103,10 +103,16 @@ class FusedCPUDecoder:
         self._team = the_team()  # sized by torch's threads, of which few will be left
 
     def __call__(
-        self, x: Tensor, rotations: Mapping[Rope, Rotation], attend: PagedCPUStep, taps: Sequence[int] = ()
+        self,
+        x: Tensor,
+        rotations: Mapping[Rope, Rotation],
+        attend: PagedCPUStep,
+        taps: Sequence[int] = (),
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x [T, hidden], the embedded tokens -> [T, hidden], in the same memory, after the final norm; and what the
-        layers `taps` read [taps, T, hidden]."""
+        """x [T, hidden], the embedded tokens, which are used up -> [T, hidden] after the final norm, or those of `rows`
+        alone; and what the layers `taps` read [taps, T, hidden]."""
+        out = x if rows is None else x.new_empty(len(rows), x.shape[1])
         angles = [rotations[rope] for rope in self._ropes]
         cos, sin = (_stack_angles([getattr(rotation, side) for rotation in angles], len(x)) for side in ("cos", "sin"))
         keys, values = self.stored(attend.storage)
@@ -120,11 +126,13 @@ class FusedCPUDecoder:
             tables=attend.layout.tables.numpy(),
             work=attend.work(self._layer),
             tapped=np.empty((len(taps), *x.shape), dtype=np.float32),
+            rows=np.arange(len(x)) if rows is None else rows.numpy(),
+            out=out.numpy(),
         )
         self.network.taps[:] = -1
         self.network.taps[list(taps)] = range(len(taps))
         self._team.run(decode_step, self.network, step, self.room_for(len(x), x.shape[1]))
-        return x, torch.from_numpy(step.tapped)
+        return out, torch.from_numpy(step.tapped)
 
     def stored(self, storage: KVStorage) -> tuple[np.ndarray, np.ndarray]:
         """The keys and values of its first layer and those behind it."""

@@ -110,7 +110,8 @@ class FusedHead:
         cos, sin = self._angles(positions[None])
         keys, values = self._decoder.stored(storage)
         nothing = np.empty((0, *embedded.shape), dtype=np.float32)
-        return Step(np.empty_like(embedded), cos, sin, slots, keys, values, tables, work, nothing)
+        x = np.empty_like(embedded)
+        return Step(x, cos, sin, slots, keys, values, tables, work, nothing, np.arange(len(x)), x)
 
     def _guessed(self, asked: Sequence[Asked], tables: np.ndarray, block_size: int, hidden: int) -> Guessed:
         """Place p holds the token behind `end` + p others. Of the last guess, none is computed."""

@@ -51,9 +51,10 @@ def run(model: Any, attention: str, dtype: torch.dtype = torch.float32) -> Tenso
         layout = RaggedLayout([0, counts[0], sum(counts)], starts, ends, tables, slots)
         hidden = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage))
         found.append(model.logits(hidden))
-    last = torch.tensor([1, 0])
-    some = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage), last)
-    assert torch.equal(model.logits(some), found[-1][last]), "the last step again, for rows in another order"
+        for rows in ([], [counts[0] - 1, sum(counts) - 1], list(range(sum(counts)))[::-2]):
+            wanted = torch.tensor(rows, dtype=torch.int32)
+            some = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage), wanted)
+            torch.testing.assert_close(model.logits(some), found[-1][wanted.long()], atol=1e-4, rtol=1e-4)
     return torch.cat(found)
 
 
@@ -72,6 +73,33 @@ def test_rounded_models(name: str, tmp_path: Path) -> None:
     assert 0 < (fused - reference).abs().mean() < 0.05 * spread  # 8 bits, and no more than 8 bits
     halved = run(rounded, "ragged", torch.bfloat16)
     assert 0 < (halved - fused).abs().mean() < 0.05 * spread
+
+
+@torch.inference_mode()
+def test_some_rows_of_a_long_context(tmp_path: Path) -> None:
+    """So long that its attention comes in several pieces."""
+    model = load(tmp_path, save(make_reference(CONFIGS[FUSED[0]]()), tmp_path), quantization="int8")
+    backend = choose_backend("ragged", model.attention_layers, CPU, torch.float32)
+    layer, length = model.attention_layers[0], 600
+    shape = (len(model.attention_layers), length // BLOCK, BLOCK, layer.num_kv_heads, layer.head_dim)
+    stacked = (torch.zeros(shape), torch.zeros(shape))
+    storage = KVStorage(stacked[0].unbind(0), stacked[1].unbind(0), stacked)
+    table = torch.arange(length // BLOCK, dtype=torch.int32)[None]
+    tokens = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(4))
+
+    def step(start: int, end: int, rows: list[int] | None) -> Tensor:
+        positions = torch.arange(start, end)
+        layout = RaggedLayout([0, end - start], [start], [end], table, positions)
+        wanted = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+        return model.hidden_states(tokens[start:end], positions % model.max_len, backend.plan(layout, storage), wanted)
+
+    step(0, 590, [])
+    whole = step(590, 600, None)
+    for rows in ([9], [0, 9], [7, 3, 8], list(range(10))):
+        assert torch.equal(step(590, 600, rows), whole[rows])
+    for rows in ([10], [-1], [3, 3]):
+        with pytest.raises(IndexError, match="different ones of 10"):
+            step(590, 600, rows)
 
 
 def test_what_cannot_be_rounded_says_why(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def total(parts: Iterable[Work]) -> Work:
 
 
 def products(model: Decoder, rows: int, sampled: int) -> Iterator[Work]:
-    """Those of the layers; the last one ends with the rows that are sampled from."""
+    """Those of the layers; the last one ends with the rows that are sampled from (unless a network guesses, which reads
+    all: not counted)."""
     for layer in model.layers:
         yield linear_work(layer.attention.qkv, rows)
         if layer is model.layers[-1]:

@@ -346,7 +346,7 @@ class GPURunner:
 
     def use_idle_time(self) -> bool:
         """Capture a step that is likely to come or, once all are, compile what single tokens need beside prompts: the
-        first of them would wait for it. False if there is nothing left."""
+        first of them would wait for it. False if there is nothing left; without graphs there never is anything."""
         if self.graphs is None or self.graphs.capture_next():
             return self.graphs is not None
         missing = [shape for shape in self._beside_prompts(self.graphs.likely) if shape not in self._compiled]

@@ -60,7 +60,7 @@ class Step(NamedTuple):
     tables: np.ndarray  # [S, longest] int32
     work: Work
     tapped: np.ndarray  # [taps, T, hidden] float32: the residual stream before some layers
-    rows: np.ndarray  # [R] int64: those that are read of the last layer
+    rows: np.ndarray  # [R] int64: those that are read of the last layer, all different
     out: np.ndarray  # [R, hidden] float32: their normed hidden states; may be `x` itself if these are all, in order
 
 

@@ -278,19 +278,23 @@ def _fitting(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: tor
     """Smaller where a chip has no room for two tiles, of which one is on its way."""
     narrow = tiling._replace(columns=min(64, tiling.columns))
     choices = (tiling, narrow, narrow._replace(depth=tiling.depth // 2))
-    enough = min(2, tiling.stages)
+    enough = min(2, _wanted_stages(tiling, dtype))
     return next((one for one in choices if _stages(one, gated, dtype, device) >= enough), choices[-1])
 
 
 @cache
 def _stages(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torch.device) -> int:
     """As many tiles on their way as the tiling says, or as the chip has room for."""
-    wanted = tiling.stages if dtype != torch.float32 else max(1, tiling.stages // 2)
+    wanted = _wanted_stages(tiling, dtype)
     if device.type != "cuda":
         return wanted
     stage = (tiling.rows + tiling.columns * (2 if gated else 1)) * tiling.depth * dtype.itemsize
     room = shared_memory(device) - SPARE_SHARED
     return max(1, min(wanted, room // stage))
+
+
+def _wanted_stages(tiling: ProductTiling, dtype: torch.dtype) -> int:
+    return tiling.stages if dtype != torch.float32 else max(1, tiling.stages // 2)
 
 
 SPARE_SHARED = 8 * 2**10  # bytes that a program needs besides its tiles, rounded up

@@ -36,7 +36,7 @@ class CausalLM(Protocol):
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """tokens, positions [T] int64 -> [T, hidden], after the final norm; of `rows` [S] alone, if given (int32 or
-        int64, and maybe none at all)."""
+        int64, maybe none at all, and on a CPU all different)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

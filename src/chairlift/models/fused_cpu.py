@@ -126,7 +126,7 @@ class FusedCPUDecoder:
             tables=attend.layout.tables.numpy(),
             work=attend.work(self._layer),
             tapped=np.empty((len(taps), *x.shape), dtype=np.float32),
-            rows=np.arange(len(x)) if rows is None else rows.numpy(),
+            rows=np.arange(len(x)) if rows is None else _checked(rows.long().numpy(), len(x)),
             out=out.numpy(),
         )
         self.network.taps[:] = -1
@@ -147,6 +147,13 @@ class FusedCPUDecoder:
                 rows, hidden, layer.num_heads, layer.num_kv_heads, layer.head_dim, self._inner
             )
         return self._buffers
+
+
+def _checked(rows: np.ndarray, count: int) -> np.ndarray:
+    """The kernel does not ask, and its threads would be in each other's way where a row came twice."""
+    if len(rows) and not (rows.min() >= 0 and rows.max() < count and len(np.unique(rows)) == len(rows)):
+        raise IndexError(f"rows must be different ones of {count}, got {rows.tolist()}")
+    return rows
 
 
 def _stack(norms: list[RMSNorm | None]) -> np.ndarray:

@@ -85,14 +85,8 @@ def reference_logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def run_alone(model: CausalLM, tokens: Tensor) -> Tensor:
-    attend = DenseCache().step([("only", len(tokens))])
-    return model.logits(model.hidden_states(tokens, torch.arange(len(tokens)), attend))
-
-
-@torch.inference_mode()
-def run_for_rows(model: CausalLM, tokens: Tensor, rows: Tensor) -> Tensor:
-    """Alone, asking for some rows only."""
+def run_alone(model: CausalLM, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
+    """`rows`: of which the logits are wanted, if not of all."""
     attend = DenseCache().step([("only", len(tokens))])
     return model.logits(model.hidden_states(tokens, torch.arange(len(tokens)), attend, rows))
 
@@ -133,5 +127,5 @@ def assert_matches(model: CausalLM, reference: Any, *lengths: int, tolerance: fl
         for logits, wanted in zip(actual, expected, strict=True):
             torch.testing.assert_close(logits, wanted, atol=tolerance, rtol=0)
     for rows in (torch.tensor([lengths[0] - 1, 0]), torch.tensor([], dtype=torch.int64)):
-        some = run_for_rows(model, sequences[0], rows)
+        some = run_alone(model, sequences[0], rows)
         torch.testing.assert_close(some, expected[0][rows], atol=tolerance, rtol=0)

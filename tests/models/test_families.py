@@ -12,7 +12,7 @@ import torch
 from chairlift.layers.mlp import GatedMLP
 from chairlift.models import describe, supported_families
 from chairlift.models.decoder import Decoder
-from tests.models.checkpoints import SIZES, VOCAB, assert_matches, load, make_reference, run_for_rows, save, stream
+from tests.models.checkpoints import SIZES, VOCAB, assert_matches, load, make_reference, run_alone, save, stream
 
 transformers = pytest.importorskip("transformers")
 
@@ -166,5 +166,5 @@ def test_the_last_layer_ends_with_the_rows_that_are_read(tmp_path: Path) -> None
         assert isinstance(layer.mlp, GatedMLP)
         inner = layer.mlp.inner
         layer.mlp.inner = lambda x, inner=inner: (seen.append(len(x)), inner(x))[1]  # type: ignore[method-assign]
-    run_for_rows(model, torch.arange(7), torch.tensor([6, 2]))
+    run_alone(model, torch.arange(7), torch.tensor([6, 2]))
     assert seen == [7] * (len(model.layers) - 1) + [2]

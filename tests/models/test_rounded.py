@@ -31,13 +31,17 @@ NOT_FUSED = ["llama wide heads, gelu", "gemma2", "gemma3"]
 BLOCK = 4
 
 
+def empty_storage(model: Any, num_blocks: int, dtype: torch.dtype = torch.float32) -> KVStorage:
+    layer = model.attention_layers[0]
+    shape = (len(model.attention_layers), num_blocks, BLOCK, layer.num_kv_heads, layer.head_dim)
+    stacked = (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+    return KVStorage(stacked[0].unbind(0), stacked[1].unbind(0), stacked)
+
+
 def run(model: Any, attention: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """Two prompts, the first in two chunks, and then a decode of both: the logits of every token."""
     backend = choose_backend(attention, model.attention_layers, CPU, torch.float32)
-    layer = model.attention_layers[0]
-    shape = (len(model.attention_layers), 20, BLOCK, layer.num_kv_heads, layer.head_dim)
-    stacked = (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
-    storage = KVStorage(stacked[0].unbind(0), stacked[1].unbind(0), stacked)
+    storage = empty_storage(model, 20, dtype)
     tables = torch.tensor([[7, 3, 11, 0, 5, 9, 2], [1, 8, 4, 12, 6, 10, 13]], dtype=torch.int32)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(3, VOCAB, (2, 28), generator=generator)
@@ -80,10 +84,8 @@ def test_some_rows_of_a_long_context(tmp_path: Path) -> None:
     """So long that its attention comes in several pieces."""
     model = load(tmp_path, save(make_reference(CONFIGS[FUSED[0]]()), tmp_path), quantization="int8")
     backend = choose_backend("ragged", model.attention_layers, CPU, torch.float32)
-    layer, length = model.attention_layers[0], 600
-    shape = (len(model.attention_layers), length // BLOCK, BLOCK, layer.num_kv_heads, layer.head_dim)
-    stacked = (torch.zeros(shape), torch.zeros(shape))
-    storage = KVStorage(stacked[0].unbind(0), stacked[1].unbind(0), stacked)
+    length = 600
+    storage = empty_storage(model, length // BLOCK)
     table = torch.arange(length // BLOCK, dtype=torch.int32)[None]
     tokens = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(4))
 

@@ -120,7 +120,8 @@ class SmallModel:
         plan, batch = step.plan, step.batch
         has_prompts = not all(chunk.decodes for chunk in plan.chunks)
         if has_prompts:
-            self._model.hidden_states(batch.tokens, batch.positions, step.attend)
+            nobodys = batch.sampled_rows[:0]  # all that is wanted are keys and values
+            self._model.hidden_states(batch.tokens, batch.positions, step.attend, nobodys)
         rows = iter(step.kept)
         for offset, chunk in zip(batch.layout.offsets, plan.chunks, strict=False):
             computed = self._computed.get(chunk.request.id, 0)
@@ -138,4 +139,4 @@ class SmallModel:
 
 
 def _scores(model: CausalLM, batch: InputBatch, last_rows: Tensor, attend: Attend) -> Tensor:
-    return model.logits(model.hidden_states(batch.tokens, batch.positions, attend)[last_rows])
+    return model.logits(model.hidden_states(batch.tokens, batch.positions, attend, last_rows))

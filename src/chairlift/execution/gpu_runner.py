@@ -136,7 +136,7 @@ class GPURunner:
 
     def _forward(self, shape: BatchShape) -> ComputedStep:
         """The whole step as kernels, reading nothing but device memory: what a graph captures."""
-        from chairlift.kernels.triton_launch import empty_rows
+        from chairlift.kernels.triton_launch import picked_rows
         from chairlift.kernels.triton_layers import begin_step
         from chairlift.kernels.triton_sampling import sample
 
@@ -151,8 +151,7 @@ class GPURunner:
         else:
             hidden = self.model.hidden_states(tokens, view["position"], attend)
             seen = Seen(tokens, hidden, getattr(self.model, "tapped", None))
-            kept = empty_rows(shape.samples, hidden.shape[1], dtype=hidden.dtype, device=self.device)
-            torch.index_select(hidden, 0, rows, out=kept)
+            kept = picked_rows(hidden, rows)
         logits = self.model.logits(kept)
         sampled = torch.empty(shape.samples, dtype=torch.int32, device=self.device)
         sample(
@@ -330,7 +329,7 @@ class GPURunner:
     @torch.inference_mode()
     def _compile(self, shapes: Sequence[BatchShape]) -> None:
         """The kernels of such steps, side by side instead of when each is first launched."""
-        missing = [shape for shape in dict.fromkeys(shapes) if shape not in self._compiled]
+        missing = self._uncompiled(shapes)
         self._compiled.update(missing)
         if self.device.type != "cuda" or not missing:
             return
@@ -344,12 +343,17 @@ class GPURunner:
         # Tokens are looked up in the embedding: they have to be some.
         compile_kernels(walk, self.device, launched=[begin_step_kernel])
 
+    def _uncompiled(self, shapes: Sequence[BatchShape]) -> list[BatchShape]:
+        return [shape for shape in dict.fromkeys(shapes) if shape not in self._compiled]
+
     def use_idle_time(self) -> bool:
         """Capture a step that is likely to come or, once all are, compile what single tokens need beside prompts: the
         first of them would wait for it. False if there is nothing left; without graphs there never is anything."""
-        if self.graphs is None or self.graphs.capture_next():
-            return self.graphs is not None
-        missing = [shape for shape in self._beside_prompts(self.graphs.likely) if shape not in self._compiled]
+        if self.graphs is None:
+            return False
+        if self.graphs.capture_next():
+            return True
+        missing = self._uncompiled(self._beside_prompts(self.graphs.likely))
         self._compile(missing[:1])
         return bool(missing)
 

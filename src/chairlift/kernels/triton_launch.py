@@ -79,6 +79,11 @@ def empty_rows(rows: int, *size: int, dtype: torch.dtype, device: torch.device) 
     return torch.empty(spare_rows(rows), *size, dtype=dtype, device=device)[:rows]
 
 
+def picked_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of `x`, with room behind them."""
+    return torch.index_select(x, 0, rows, out=empty_rows(len(rows), *x.shape[1:], dtype=x.dtype, device=x.device))
+
+
 class Tiling(NamedTuple):
     """What one program of a matrix product computes."""
 

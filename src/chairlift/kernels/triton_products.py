@@ -285,12 +285,9 @@ def _fitting(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: tor
 @cache
 def _stages(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torch.device) -> int:
     """As many tiles on their way as the tiling says, or as the chip has room for."""
-    wanted = _wanted_stages(tiling, dtype)
-    if device.type != "cuda":
-        return wanted
     stage = (tiling.rows + tiling.columns * (2 if gated else 1)) * tiling.depth * dtype.itemsize
     room = shared_memory(device) - SPARE_SHARED
-    return max(1, min(wanted, room // stage))
+    return max(1, min(_wanted_stages(tiling, dtype), room // stage))
 
 
 def _wanted_stages(tiling: ProductTiling, dtype: torch.dtype) -> int:

@@ -360,9 +360,9 @@ def _picked(x: Tensor, rows: Tensor | None) -> Tensor:
         return x
     if not x.is_cuda:
         return x.index_select(0, rows)
-    from chairlift.kernels.triton_launch import empty_rows
+    from chairlift.kernels.triton_launch import picked_rows
 
-    return torch.index_select(x, 0, rows, out=empty_rows(len(rows), *x.shape[1:], dtype=x.dtype, device=x.device))
+    return picked_rows(x, rows)
 
 
 def _maybe(norm: RMSNorm | None, x: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from chairlift.core.sampling import SamplingParams
+    from chairlift.config import EngineConfig
+    from chairlift.core.sampling_params import SamplingParams
     from chairlift.core.structure import Structure
-    from chairlift.execution.config import EngineConfig
-    from chairlift.execution.engine import Engine
+    from chairlift.engine.engine import Engine
     from chairlift.llm import LLM
 
 __version__ = "0.1.0"
@@ -24,10 +24,10 @@ __all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "Structure", "__ve
 # Imported on first use, so that `import chairlift` does not wait for torch.
 _HOMES = {
     "LLM": "chairlift.llm",
-    "SamplingParams": "chairlift.core.sampling",
+    "SamplingParams": "chairlift.core.sampling_params",
     "Structure": "chairlift.core.structure",
-    "Engine": "chairlift.execution.engine",
-    "EngineConfig": "chairlift.execution.config",
+    "Engine": "chairlift.engine.engine",
+    "EngineConfig": "chairlift.config",
 }
 
 

@@ -1,5 +1,5 @@
 """`python -m chairlift` is the command line."""
 
-from chairlift.cli import main
+from chairlift.cli.main import main
 
 main()

@@ -17,9 +17,9 @@ from chairlift.core.events import (
     TokenProduced,
 )
 from chairlift.core.logprobs import TokenLogprobs
-from chairlift.core.sampling import SamplingParams
+from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.familiar_names import translate_options
+from chairlift.option_aliases import translate_options
 from chairlift.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamedText
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", *, progress: bool = True, **options: Any) -> None:
         config_options = translate_options(options)
-        from chairlift.execution.config import EngineConfig  # imports torch, so only when a model is really wanted
-        from chairlift.execution.startup import load_engine
+        from chairlift.config import EngineConfig  # imports torch, so only when a model is really wanted
+        from chairlift.engine.startup import load_engine
 
         loaded = load_engine(model, EngineConfig(**config_options).for_throughput(), progress=progress)
         self.engine = loaded.engine

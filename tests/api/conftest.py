@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from chairlift.config import EngineConfig
 from chairlift.core.events import Event, RequestFinished, RequestPreempted, TokenProduced
 from chairlift.core.integrity import check_accounting, check_quiescent
-from chairlift.core.sampling import SamplingParams
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.engine import Engine
-from chairlift.execution.startup import LoadedModel, load_model
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.engine import Engine
+from chairlift.engine.startup import LoadedModel, load_model
 from chairlift.loading.store import DEFAULT_MODEL, resolve_model
 
 

@@ -19,15 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from chairlift.bench.local_server import MODEL_NAME, local_server
-from chairlift.cli import app
+from chairlift.cli.main import app
 from chairlift.client.http import Response
 from chairlift.errors import EngineDead, InvalidParameter
-from chairlift.serving import batch_input
-from chairlift.serving.batch import Answer, BatchRun
-from chairlift.serving.batch_input import BatchLine, Marks, read_lines, scan
-from chairlift.serving.batch_output import BatchOutput
-from chairlift.serving.batch_send import server_elsewhere
+from chairlift.lab.load.local_server import MODEL_NAME, local_server
+from chairlift.server.batch import input as batch_input
+from chairlift.server.batch.input import BatchLine, Marks, read_lines, scan
+from chairlift.server.batch.output import BatchOutput
+from chairlift.server.batch.run import Answer, BatchRun
+from chairlift.server.batch.send import server_elsewhere
 from tests.tiny import write_tiny_checkpoint
 
 
@@ -203,7 +203,7 @@ def test_a_large_file_is_never_held_in_memory(tmp_path: Path) -> None:
 def test_busy_servers_are_waited_for_and_dead_engines_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chairlift.serving.batch.RETRY_SECONDS", 0.001)
+    monkeypatch.setattr("chairlift.server.batch.run.RETRY_SECONDS", 0.001)
     source = write(tmp_path / "in.jsonl", [request(str(index), user=str(index)) for index in range(20)])
     tries: dict[str, int] = {}
 

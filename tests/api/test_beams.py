@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from chairlift.config import EngineConfig
 from chairlift.core.events import RequestFinished, TokenProduced
 from chairlift.core.integrity import check_accounting, check_quiescent
-from chairlift.core.sampling import SamplingParams
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.startup import LoadedModel, start_engine
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.startup import LoadedModel, start_engine
 from tests.prompts import SHORT
 
 pytestmark = pytest.mark.model

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from chairlift.bench.local_server import LocalServer, local_server
-from chairlift.cli import app
+from chairlift.cli.main import app
+from chairlift.lab.load.local_server import LocalServer, local_server
 from tests.tiny import write_tiny_checkpoint
 
 

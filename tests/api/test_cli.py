@@ -20,13 +20,13 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from chairlift import EngineConfig, SamplingParams, __version__
-from chairlift.cli import app
-from chairlift.cli_chat import _typed_lines
-from chairlift.cli_console import AnswerMeter, note, show_error, write_text
-from chairlift.cli_options import EngineOptions, SamplingOptions
+from chairlift.cli.chat import _typed_lines
+from chairlift.cli.main import app
 from chairlift.core.events import RequestFinished
 from chairlift.core.request import Ending, FinishReason
 from chairlift.errors import ChairliftError
+from chairlift.terminal.console import AnswerMeter, note, show_error, write_text
+from chairlift.terminal.options import EngineOptions, SamplingOptions
 from tests.tiny import write_tiny_checkpoint
 
 COMMANDS = [
@@ -75,7 +75,7 @@ def run(*arguments: str, stdin: str = "", **variables: str) -> Any:
 def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     """In a process of its own, with one thread: there is little to compute and much to share the machine with."""
     threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    program = "from chairlift.cli import main; main()"
+    program = "from chairlift.cli.main import main; main()"
     return subprocess.Popen([sys.executable, "-c", program, *arguments], env=os.environ | threads, **options)
 
 
@@ -115,8 +115,8 @@ def test_version() -> None:
 )
 def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     program = (
-        "import sys, chairlift.cli\n"
-        "try:\n    chairlift.cli.main()\nexcept SystemExit:\n    pass\n"
+        "import sys, chairlift.cli.main\n"
+        "try:\n    chairlift.cli.main.main()\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'transformers', 'numpy', 'numba'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )

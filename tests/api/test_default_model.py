@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from chairlift.config import EngineConfig
 from chairlift.core.events import RequestBoarded
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.startup import LoadedModel, start_engine
+from chairlift.engine.startup import LoadedModel, start_engine
 from tests.api.conftest import Run, run_greedy
 from tests.comparison import check_greedy, reference_tokens
 from tests.prompts import CHATS, SHORT, long_text

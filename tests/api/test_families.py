@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from chairlift.config import EngineConfig
 from chairlift.core.events import RequestBoarded
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.startup import LoadedModel, start_engine
+from chairlift.engine.startup import LoadedModel, start_engine
 from chairlift.text.tokenizer import Tokenizer
 from tests.api.conftest import run_greedy
 from tests.comparison import compare, reference_tokens

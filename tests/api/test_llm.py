@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from chairlift import LLM, SamplingParams
-from chairlift.core.budget import Load
+from chairlift.config import EngineConfig
+from chairlift.core.budgets.base import Load
 from chairlift.core.events import StepDone
 from chairlift.core.integrity import check_quiescent
 from chairlift.errors import EngineDead, InvalidParameter, ModelNotFound
-from chairlift.execution.config import EngineConfig
-from chairlift.familiar_names import OPTIONS
+from chairlift.option_aliases import OPTIONS
 from tests.tiny import write_tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

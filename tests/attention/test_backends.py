@@ -131,7 +131,7 @@ def test_unknown_and_unfit_backends_are_refused() -> None:
 
 def test_the_kernel_compiles_where_nothing_can_be_kept() -> None:
     """A function without a file stands for a package folder that cannot be written to."""
-    from chairlift.kernels.cpu_math import compiled_and_kept
+    from chairlift.kernels.cpu.scalar_math import compiled_and_kept
 
     scope: dict[str, Any] = {}
     exec("def double(values):\n    for i in range(len(values)):\n        values[i] *= 2", scope)

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from chairlift.core.budget import FixedBudget
-from chairlift.core.courtesy import Courtesy
-from chairlift.core.deadlines import Forecast
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
-from chairlift.core.kv_cache import KVCache
-from chairlift.core.ordering import FairOrdering, make_ordering
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.swap import SwapSpace
+from chairlift.core.orderings.base import FairOrdering, make_ordering
 from chairlift.core.plan import Chunk, StepPlan, StepResult
-from chairlift.core.policy import make_policy
+from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Request
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.scheduler import Scheduler
-from chairlift.core.speculation import Speculation
-from chairlift.core.swap import SwapSpace
-from chairlift.core.waiting import MAX_OVERTAKES
-from chairlift.simulate.measured import MeasuredCost
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.scheduler.deadlines import Forecast
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.tenant_isolation import TenantIsolation
+from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
+from chairlift.lab.simulator.measured import MeasuredCost
+from chairlift.speculation.control.controller import SpeculationController
 
 NextToken = Callable[[Request], int]
 
@@ -42,14 +42,14 @@ def make_scheduler(
     max_overtakes: int = MAX_OVERTAKES,
     forecast: Forecast | None = None,
     swap: SwapSpace | None = None,
-    speculation: Speculation | None = None,
+    speculation: SpeculationController | None = None,
     crowd: int | None = None,
 ) -> Scheduler:
     """`crowd`: from how many open requests on others are spared a tenant's long steps, if the order is fair."""
-    ordering, courtesy = make_ordering(order, weights), None
+    ordering, tenant_isolation = make_ordering(order, weights), None
     if crowd is not None and isinstance(ordering, FairOrdering):
         ordering.CROWD = crowd
-        courtesy = Courtesy(ordering, ONE_A_TOKEN, max_prefill_tokens or max_batch_tokens)
+        tenant_isolation = TenantIsolation(ordering, ONE_A_TOKEN, max_prefill_tokens or max_batch_tokens)
     return Scheduler(
         kv_class(num_blocks, block_size, prefix_caching=prefix_caching),
         FixedBudget(max_batch_tokens, max_prefill_tokens),
@@ -60,7 +60,7 @@ def make_scheduler(
         forecast=forecast,
         swap=swap,
         speculation=speculation,
-        courtesy=courtesy,
+        tenant_isolation=tenant_isolation,
     )
 
 

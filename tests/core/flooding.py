@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
-from chairlift.core.budget import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.cost_model import CostModel, StepShape
-from chairlift.core.courtesy import Courtesy
 from chairlift.core.events import TokenProduced
 from chairlift.core.integrity import check_accounting
-from chairlift.core.kv_cache import KVCache
-from chairlift.core.ordering import FairOrdering, make_ordering
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.orderings.base import FairOrdering, make_ordering
 from chairlift.core.plan import StepPlan
-from chairlift.core.policy import make_policy
-from chairlift.core.scheduler import Scheduler
+from chairlift.core.policies.base import make_policy
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.tenant_isolation import TenantIsolation
 from tests.core.driving import make_request, run_plan
 
 STEP_PROMPTS = 128  # prompt tokens of a step, at most
@@ -86,7 +86,7 @@ def serve(
         make_policy("continuous"),
         machine.seats,
         ordering=ordering,
-        courtesy=Courtesy(ordering, cost, STEP_PROMPTS) if isinstance(ordering, FairOrdering) else None,
+        tenant_isolation=TenantIsolation(ordering, cost, STEP_PROMPTS) if isinstance(ordering, FairOrdering) else None,
     )
     arrivals = [(first_guest + every * i, f"guest {i}") for i in range(guests)]
     if flooded:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.core.adaptive_budget import (
+from chairlift.core.budgets.adaptive import (
     BUDGETS,
     KneeBudget,
     LatencyBudget,
@@ -17,7 +17,7 @@ from chairlift.core.adaptive_budget import (
     make_budget,
     tokens_per_second_needed,
 )
-from chairlift.core.budget import NO_LIMIT, FixedBudget, LimitReason, Load
+from chairlift.core.budgets.base import NO_LIMIT, FixedBudget, LimitReason, Load
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import BudgetDecided
 from chairlift.core.request import Request, Status

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.core.blocks import BlockPool
+from chairlift.core.kv.block_pool import BlockPool
 
 
 def pool_of(size: int) -> tuple[BlockPool, list[int]]:

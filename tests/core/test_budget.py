@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from chairlift.core.budget import Load, StepLimits
+from chairlift.core.budgets.base import Load, StepLimits
 from chairlift.core.events import BudgetDecided
-from chairlift.core.scheduler import WaitReason
+from chairlift.core.scheduler.scheduler import WaitReason
 from tests.core.driving import events_of, make_request, make_scheduler, shape, step
 
 

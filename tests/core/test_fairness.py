@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.core.budget import FixedBudget
-from chairlift.core.courtesy import Courtesy
-from chairlift.core.draft import PlanDraft
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.integrity import check_accounting, check_quiescent
-from chairlift.core.kv_cache import KVCache
-from chairlift.core.lift import Lift
-from chairlift.core.ordering import FairOrdering
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.orderings.base import FairOrdering
 from chairlift.core.plan import BlockSwap
-from chairlift.core.policy import make_policy
+from chairlift.core.plan_builder import PlanBuilder
+from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Status
-from chairlift.core.scheduler import Scheduler
-from chairlift.core.waiting import WaitReason
-from chairlift.simulate.measured import MeasuredCost
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.state import SchedulerState
+from chairlift.core.scheduler.tenant_isolation import TenantIsolation
+from chairlift.core.scheduler.waiting_queue import WaitReason
+from chairlift.lab.simulator.measured import MeasuredCost
 from tests.core.driving import make_request, step
 from tests.core.flooding import CPU_LIKE, GPU_LIKE, GUESTS, Machine, crowd_alone, serve
 
@@ -67,7 +67,7 @@ def courteous_scheduler() -> Scheduler:
         make_policy("continuous"),
         32,
         ordering=ordering,
-        courtesy=Courtesy(ordering, cost, 128),
+        tenant_isolation=TenantIsolation(ordering, cost, 128),
     )
 
 
@@ -153,16 +153,16 @@ def test_a_first_token_that_is_computed_but_not_read_is_no_reason_to_sit_out() -
 def test_who_comes_back_from_the_host_in_the_step_of_a_guest_stays_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise, were the step interrupted, nobody would know that its blocks were perhaps not copied."""
     scheduler, now = decoding_crowd(12)
-    returning, courtesy = scheduler.get("0"), scheduler.courtesy
+    returning, tenant_isolation = scheduler.get("0"), scheduler.tenant_isolation
     assert returning is not None
-    assert courtesy is not None
-    give_way = courtesy.give_way
+    assert tenant_isolation is not None
+    give_way = tenant_isolation.give_way
 
-    def with_a_return(lift: Lift, draft: PlanDraft, now: float) -> None:
+    def with_a_return(lift: SchedulerState, draft: PlanBuilder, now: float) -> None:
         draft.swap_ins.append(BlockSwap(returning, block=0, slot=0))
         give_way(lift, draft, now)
 
-    monkeypatch.setattr(courtesy, "give_way", with_a_return)
+    monkeypatch.setattr(tenant_isolation, "give_way", with_a_return)
     scheduler.submit(make_request("guest", 16, 5, tenant="guest", arrival=now), now)
     plan = scheduler.schedule(now)
     assert {chunk.request.id for chunk in plan.chunks} == {"0", "guest"}

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from chairlift.core.kv_cache import KVCache
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.prefix_index import Miss
 from chairlift.core.plan import BlockCopy
-from chairlift.core.prefix import Miss
 from chairlift.core.request import Request
 from tests.core.driving import make_request
 

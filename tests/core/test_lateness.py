@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from chairlift.core.adaptive_budget import LatencyBudget
-from chairlift.core.budget import FixedBudget
+from chairlift.core.budgets.adaptive import LatencyBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.cost_model import CostModel
 from tests.core.test_adaptive_budget import load, percentile, serve
 from tests.core.test_cost_model import SHAPE

@@ -6,9 +6,9 @@ import pytest
 
 from chairlift.core.events import RequestBoarded, RequestPreempted
 from chairlift.core.integrity import check_quiescent
-from chairlift.core.ordering import FairOrdering, make_ordering, parse_weights
-from chairlift.core.scheduler import Scheduler
-from chairlift.core.waiting import WaitReason
+from chairlift.core.orderings.base import FairOrdering, make_ordering, parse_weights
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.waiting_queue import WaitReason
 from chairlift.errors import InvalidParameter
 from tests.core.driving import events_of, make_request, make_scheduler, run_to_end, shape, step
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.integrity import check_accounting, check_quiescent
-from chairlift.core.policy import make_policy
+from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Ending, FinishReason
-from chairlift.core.scheduler import Scheduler
-from chairlift.core.waiting import WaitReason
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.waiting_queue import WaitReason
 from chairlift.errors import InvalidParameter
 from tests.core.driving import deterministic_token, make_request, make_scheduler, run_pipelined, run_to_end, shape, step
 

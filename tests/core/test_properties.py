@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from chairlift.core.events import RequestBoarded, RequestPreempted
 from chairlift.core.integrity import check_accounting, check_plan, check_quiescent, check_shared_prefixes
-from chairlift.core.kv_cache import KVCache
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.plan import BlockCopy, StepPlan
 from chairlift.core.request import Ending, FinishReason, Request, Status
-from chairlift.core.swap import SwapSpace
-from chairlift.core.waiting import WaitReason
+from chairlift.core.scheduler.waiting_queue import WaitReason
 from tests.core.driving import deterministic_token, make_request, make_scheduler, run_plan, shape
 from tests.core.memory_model import MemoryModel
 

@@ -6,8 +6,8 @@ from chairlift.core.events import RequestBoarded, RequestFinished, RequestPreemp
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.plan import BAD_LOGITS
 from chairlift.core.request import Ending, FinishReason, Status
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.scheduler import WaitReason
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.scheduler.scheduler import WaitReason
 from chairlift.errors import InvalidParameter
 from tests.core.driving import (
     deterministic_token,

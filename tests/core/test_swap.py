@@ -6,10 +6,10 @@ import pytest
 
 from chairlift.core.events import RequestBoarded, RequestPreempted
 from chairlift.core.integrity import check_accounting, check_quiescent
+from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
 from chairlift.core.plan import BlockSwap, StepPlan
 from chairlift.core.request import Ending, FinishReason, Request, Status
-from chairlift.core.scheduler import Scheduler
-from chairlift.core.swap import SwapCost, SwapSpace, check_mode
+from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.errors import InvalidParameter
 from tests.core.driving import events_of, make_request, make_scheduler, run_plan, shape, step
 from tests.core.memory_model import MemoryModel

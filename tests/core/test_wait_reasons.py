@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chairlift.core.waiting import WaitReason
+from chairlift.core.scheduler.waiting_queue import WaitReason
 from tests.core.driving import make_request, make_scheduler, step
 
 

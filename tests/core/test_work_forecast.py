@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from chairlift.core.cost_model import FEATURES, CostModel, StepShape, chunk_kv
 from chairlift.core.request import Ending, FinishReason
-from chairlift.core.scheduler import HOPELESS
-from chairlift.core.work_forecast import WorkForecast
+from chairlift.core.scheduler.scheduler import HOPELESS
+from chairlift.core.scheduler.work_forecast import WorkForecast
 from tests.core.driving import make_request
 from tests.core.timed import cpu_like, jitter, ride, timed_scheduler
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from chairlift.core.adaptive_budget import make_budget
+from chairlift.core.budgets.adaptive import make_budget
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import BudgetDecided, Event, TokenProduced
-from chairlift.core.kv_cache import KVCache
-from chairlift.core.policy import ContinuousPolicy
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.policies.base import ContinuousPolicy
 from chairlift.core.request import Request
-from chairlift.core.scheduler import Scheduler
+from chairlift.core.scheduler.scheduler import Scheduler
 from tests.core.driving import make_request, run_plan
 
 Truth = Callable[[StepShape], float]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.dashboard.pages import Page
-from tests.serving.conftest import RunningServer, start_server, tiny_folder  # noqa: F401 (a fixture)
+from tests.server.conftest import RunningServer, start_server, tiny_folder  # noqa: F401 (a fixture)
 from tests.tiny import write_tiny_checkpoint
 
 

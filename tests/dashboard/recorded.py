@@ -11,11 +11,11 @@ from chairlift.core.cost_model import StepShape
 from chairlift.core.events import Event, RequestFinished, StepDone
 from chairlift.core.integrity import check_accounting
 from chairlift.core.plan import StepPlan, StepTiming
-from chairlift.core.policy import make_policy
+from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Ending, FinishReason, Request
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.scheduler import Scheduler
-from chairlift.dashboard.recorder import Frame, Recorder
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.server.dashboard.recorder import Frame, Recorder
 from tests.core.driving import make_request, make_scheduler, run_plan
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from chairlift.cli import app
+from chairlift.cli.main import app
 from tests.dashboard.pages import Page
-from tests.serving.conftest import NAME, RunningServer, start_server
+from tests.server.conftest import NAME, RunningServer, start_server
 
 pytestmark = pytest.mark.slow  # a browser, a server, and the time that people take
 

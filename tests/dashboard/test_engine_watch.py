@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from chairlift.core.events import Event
-from chairlift.dashboard.recorder import Recorder
-from chairlift.serving import engine_watch
-from chairlift.serving.engine_watch import MOST_FAULTS, MOST_FOR_KEYS, EngineWatch
-from chairlift.serving.messages import Frame, RecorderFault, Watch
+from chairlift.server.dashboard import engine_watch
+from chairlift.server.dashboard.engine_watch import MOST_FAULTS, MOST_FOR_KEYS, EngineWatch
+from chairlift.server.dashboard.recorder import Recorder
+from chairlift.server.process.messages import Frame, RecorderFault, Watch
 from tests.core.driving import make_request, make_scheduler, run_plan
 
 

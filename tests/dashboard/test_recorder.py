@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from chairlift.core.draft_length import FixedLength
-from chairlift.core.speculation import Speculation
-from chairlift.dashboard.tenants import TenantNumbers
+from chairlift.server.dashboard.tenants import TenantNumbers
+from chairlift.speculation.control.controller import SpeculationController
+from chairlift.speculation.control.draft_length import FixedLength
 from tests.core.driving import make_scheduler
 from tests.dashboard.recorded import RecordedRun, random_run, read_back
 from tests.speculation.guessing import Guesser
 from tests.speculation.test_rollback import continue_deterministically
 
 
-def drafting(seed: int) -> Speculation:
-    return Speculation(Guesser(continue_deterministically, seed=seed), FixedLength(4))
+def drafting(seed: int) -> SpeculationController:
+    return SpeculationController(Guesser(continue_deterministically, seed=seed), FixedLength(4))
 
 
 @pytest.mark.parametrize("seed", range(12))

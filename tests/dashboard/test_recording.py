@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from chairlift.cli import app
-from chairlift.dashboard.recording import RunSummary, compressed, write_run
+from chairlift.cli.main import app
+from chairlift.server.dashboard.recording import RunSummary, compressed, write_run
 from tests.dashboard.recorded import random_run
 from tests.dashboard.test_routes import send_frames
-from tests.serving.front_end import front_end, stay_silent
+from tests.server.front_end import front_end, stay_silent
 
 
 def test_records_what_a_page_would_get(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from chairlift.serving.messages import Frame, Loaded, RecorderFault, SwitchPolicy, ToEngine, Update, Watch
-from chairlift.serving.recent_frames import MAX_UNREAD, MOST_FRAMES, RecentFrames
-from chairlift.serving.viewers import MAX_UNREAD_BYTES, MAX_VIEWERS, Viewer
-from tests.serving.front_end import FrontEnd, ScriptedEngine, answer_ok, front_end
+from chairlift.server.dashboard.recent_frames import MAX_UNREAD, MOST_FRAMES, RecentFrames
+from chairlift.server.dashboard.subscribers import MAX_UNREAD_BYTES, MAX_VIEWERS, Viewer
+from chairlift.server.process.messages import Frame, Loaded, RecorderFault, SwitchPolicy, ToEngine, Update, Watch
+from tests.server.front_end import FrontEnd, ScriptedEngine, answer_ok, front_end
 
 KEYS = {"api_keys": ["alice one", "bob two"]}
 

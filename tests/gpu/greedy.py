@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.startup import LoadedModel, start_engine
+from chairlift.config import EngineConfig
+from chairlift.engine.startup import LoadedModel, start_engine
 from chairlift.text.tokenizer import Tokenizer
 from tests.api.conftest import Run, run_greedy
 from tests.models.checkpoints import load

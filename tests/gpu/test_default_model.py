@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.gpu_runner import GPURunner
-from chairlift.execution.startup import LoadedModel, load_model
+from chairlift.config import EngineConfig
+from chairlift.engine.startup import LoadedModel, load_model
+from chairlift.runner.gpu.runner import GPURunner
 from tests.comparison import compare, reference_tokens
 from tests.gpu.greedy import compare_rounded, generate
 from tests.gpu.test_families import rounding_row

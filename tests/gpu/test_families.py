@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from chairlift.execution.gpu_runner import GPURunner
+from chairlift.runner.gpu.runner import GPURunner
 from tests.comparison import compare, reference_tokens
 from tests.gpu.greedy import compare_rounded, generate, load_tiny
 from tests.models.checkpoints import SIZES, make_reference, prompts, save

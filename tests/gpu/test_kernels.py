@@ -14,9 +14,9 @@ from chairlift.layers.moe import MixtureOfExperts
 
 pytest.importorskip("triton", reason="the GPU kernels need triton")
 
-from chairlift.kernels.triton_invariant import invariant_linear
-from chairlift.kernels.triton_layers import add_rms_norm_, silu_mul
-from chairlift.kernels.triton_products import product
+from chairlift.kernels.triton.invariant import invariant_linear
+from chairlift.kernels.triton.layers import add_rms_norm_, silu_mul
+from chairlift.kernels.triton.products import product
 from tests.kernels.test_triton_attention import TOLERANCE, error, make_case, reference, run_decode, run_prefill
 from tests.kernels.test_triton_attention import test_decode_straight_from_the_projection as check_fused_decode
 from tests.kernels.test_triton_invariant import attend, cut
@@ -187,7 +187,7 @@ def test_experts(num_experts: int, top_k: int, hidden: int, inner: int, dtype: t
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_sampling(vocab: int, dtype: torch.dtype) -> None:
     """A drawn token is where its random number falls among the sums of the weights, which rounding moves a little."""
-    from chairlift.core.sampling import SamplingParams
+    from chairlift.core.sampling_params import SamplingParams
 
     rng = random.Random(vocab)
     logits = (torch.randn(200, vocab, device=DEVICE) * 3).to(dtype)

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 
-from chairlift.bench.quality import score
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.gpu_runner import GPURunner
-from chairlift.execution.memory import memory_taken
-from chairlift.execution.startup import LoadedModel, load_model, start_engine
-from tests.execution.test_batch_invariant import check_all_batches, config, prompts
+from chairlift.config import EngineConfig
+from chairlift.engine.startup import LoadedModel, load_model, start_engine
+from chairlift.lab.bench.quality.run import score
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.memory import memory_taken
+from tests.engine.test_batch_invariant import check_all_batches, config, prompts
 from tests.gpu.greedy import compare_rounded, generate, load_tiny
 from tests.models.checkpoints import SIZES, make_reference, save
 from tests.tiny import write_tiny_checkpoint

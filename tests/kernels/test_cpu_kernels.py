@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from chairlift.execution.speculate import MAX_DRAFTS
-from chairlift.kernels import cpu_simd
-from chairlift.kernels.cpu_attention import Cache, Score
-from chairlift.kernels.cpu_attention_work import FEW, split_work
-from chairlift.kernels.cpu_decoder import attend_layer, rounded_linear
-from chairlift.kernels.cpu_int8 import PackedWeight, Rows, round_row
-from chairlift.kernels.cpu_math import exp, narrow, widen
-from chairlift.kernels.cpu_simd import AVX2, GROUP, PANEL, PLAIN, SPAN, VNNI_256, VNNI_512, InstructionSet, int8_tile
-from chairlift.kernels.cpu_threads import Team, claim, meet, the_team
+from chairlift.kernels.cpu import simd as cpu_simd
+from chairlift.kernels.cpu.attention import Cache, Score
+from chairlift.kernels.cpu.attention_work import FEW, split_work
+from chairlift.kernels.cpu.decoder import attend_layer, rounded_linear
+from chairlift.kernels.cpu.int8 import PackedWeight, Rows, round_row
+from chairlift.kernels.cpu.scalar_math import exp, narrow, widen
+from chairlift.kernels.cpu.simd import AVX2, GROUP, PANEL, PLAIN, SPAN, VNNI_256, VNNI_512, InstructionSet, int8_tile
+from chairlift.kernels.cpu.threads import Team, claim, meet, the_team
+from chairlift.speculation.control.option import MAX_DRAFTS
 
 torch = pytest.importorskip("torch")
 
@@ -221,7 +221,7 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
 RESTRICTED = """
 import numpy as np
 from numba import njit
-from chairlift.kernels import cpu_simd
+from chairlift.kernels.cpu import simd as cpu_simd
 
 isa = cpu_simd.find_instruction_set()
 tile = cpu_simd.int8_tile(isa, 1)

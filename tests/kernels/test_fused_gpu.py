@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from chairlift.attention import KVStorage, PagedGPUAttention
-from chairlift.execution.memory import MemoryPlan, allocate_storage
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.models.fused_gpu import FusedGPUDecoder, can_fuse
+from chairlift.runner.memory import MemoryPlan, allocate_storage
 from tests.kernels.tiny_config import CONFIG
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ def logits(model: Decoder, storage: KVStorage, rows: list[tuple[int, int]]) -> t
 def test_fused_layers_are_the_layers(family: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cpu":
         pytest.skip("tests of whole models on the GPU compare with transformers")
-    monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 16)
+    monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
     model = make_model(FAMILIES[family], device)
     storage = allocate_storage(
         model.attention_layers, MemoryPlan(0, 0, 8, 12, 24, "test"), torch.float16, torch.device("cpu")

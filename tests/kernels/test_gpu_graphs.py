@@ -13,21 +13,24 @@ import torch
 
 from chairlift.attention import AttentionLayer, PagedGPUAttention
 from chairlift.attention.paged_gpu import LONG_CONTEXT
-from chairlift.bench.engines import EngineMaker
-from chairlift.bench.speculation import SpeculationSettings, compare_speculation
 from chairlift.core.plan import StepPlan
+from chairlift.engine import runner_factory as runner_making
+from chairlift.engine.engine import Engine
+from chairlift.engine.startup import LoadedModel
 from chairlift.errors import InvalidParameter
-from chairlift.execution import gpu_batch, gpu_graphs, gpu_runner, runner_making
-from chairlift.execution.draft_head import MOST_STATES, Head
-from chairlift.execution.engine import Engine
-from chairlift.execution.gpu_batch import BatchShape, Shapes
-from chairlift.execution.gpu_graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs, has_room
-from chairlift.execution.gpu_runner import GPURunner
-from chairlift.execution.gpu_step import ComputedStep, PendingStep
-from chairlift.execution.memory import MemoryPlan
-from chairlift.execution.startup import LoadedModel
+from chairlift.lab.bench.speculation.run import SpeculationSettings, compare_speculation
+from chairlift.lab.common.engines import EngineMaker
 from chairlift.models.decoder import Decoder
-from chairlift.speculative.head import DraftHead
+from chairlift.runner.gpu import batch as gpu_batch
+from chairlift.runner.gpu import graphs as gpu_graphs
+from chairlift.runner.gpu import runner as gpu_runner
+from chairlift.runner.gpu.batch import BatchShape, Shapes
+from chairlift.runner.gpu.graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs, has_room
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.step import ComputedStep, PendingStep
+from chairlift.runner.memory import MemoryPlan
+from chairlift.speculation.draft_head import DraftHead
+from chairlift.speculation.head_network import MOST_STATES, Head
 from tests.kernels.test_gpu_speculation import (
     GREEDY,
     everywhere,
@@ -240,7 +243,7 @@ def test_what_steps_with_long_prompts_need_is_known_beforehand() -> None:
 
 
 def test_where_a_long_context_is_cut_into_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 512)  # as on a GPU
+    monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 512)  # as on a GPU
     full = AttentionLayer(0, 16, 8, 64, scale=1.0)
     window = AttentionLayer(0, 16, 8, 64, scale=1.0, window=1024)
     rows = [1, 8, 16, 32, 48, 64, 96, 128, 256]
@@ -258,7 +261,7 @@ def runner_of(engine: Engine) -> GPURunner:
 def test_a_runner_asks_its_attention_where_long_contexts_matter(
     tiny: LoadedModel, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 512)
+    monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 512)
     monkeypatch.setattr(gpu_runner, "LONG_CONTEXT", long)
     runner = runner_of(start(tiny))
     rows = [64, 96, 128, 200, 600]

@@ -7,23 +7,24 @@ import torch
 from torch import Tensor
 
 from chairlift.attention import PagedGPUAttention, choose_backend
-from chairlift.core.budget import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.events import RequestPreempted, TokenProduced
-from chairlift.core.kv_cache import KVCache
-from chairlift.core.policy import ContinuousPolicy
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.scheduler import Scheduler
-from chairlift.execution import gpu_batch, gpu_runner
-from chairlift.execution.engine import Engine
-from chairlift.execution.gpu_batch import BatchShape, Shapes
-from chairlift.execution.gpu_graphs import Graphs
-from chairlift.execution.gpu_runner import GPURunner
-from chairlift.execution.memory import MemoryPlan, allocate_storage
-from chairlift.execution.runner import ModelRunner
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.policies.base import ContinuousPolicy
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.engine.engine import Engine
 from chairlift.models import build_model
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import DecoderLayer
 from chairlift.models.fused_gpu import FusedGPUDecoder
+from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.gpu import batch as gpu_batch
+from chairlift.runner.gpu import runner as gpu_runner
+from chairlift.runner.gpu.batch import BatchShape, Shapes
+from chairlift.runner.gpu.graphs import Graphs
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.memory import MemoryPlan, allocate_storage
 from chairlift.text.tokenizer import Tokenizer
 from tests.kernels.tiny_config import CONFIG
 from tests.text import backends
@@ -35,7 +36,7 @@ SEATS, BLOCK_SIZE, MAX_LEN = 4, 8, 96
 def few_splits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """The interpreter runs one program after the other: do not give it hundreds that have nothing to do."""
     if device.type == "cpu":
-        monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 16)
+        monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_rows_that_only_make_a_long_step_a_familiar_one_do_nothing(
 
 def test_invariant_attention_takes_its_memory_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of one to four single tokens, with chunks and without, use slices of what was taken beforehand."""
-    from chairlift.kernels import triton_invariant_attention
+    from chairlift.kernels.triton import invariant_attention as triton_invariant_attention
 
     attention = PagedGPUAttention(invariant_for=MAX_LEN)
     attention.reserve(model.attention_layers, SEATS, model.device)

@@ -12,23 +12,23 @@ import torch
 from safetensors.torch import save_file
 
 from chairlift.attention import PagedGPUAttention, choose_backend
-from chairlift.core.draft_length import FixedLength
+from chairlift.config import EngineConfig
 from chairlift.core.events import StepDone
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.speculation import Speculation, Wanted
+from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.structure import Structure
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.draft_networks import FirstLayers
-from chairlift.execution.drafter import NetworkProposer
-from chairlift.execution.engine import Engine
-from chairlift.execution.gpu_runner import GPURunner
-from chairlift.execution.gpu_slots import Slots
-from chairlift.execution.startup import LoadedModel, load_model
+from chairlift.engine.engine import Engine
+from chairlift.engine.startup import LoadedModel, load_model
+from chairlift.lab.training.trainable_head import TrainableHead
 from chairlift.models.decoder import Decoder
-from chairlift.speculative.head_config import HeadConfig
-from chairlift.training.trainable_head import TrainableHead
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.slots import Slots
+from chairlift.speculation.control.controller import SpeculationController, Wanted
+from chairlift.speculation.control.draft_length import FixedLength
+from chairlift.speculation.head_config import HeadConfig
+from chairlift.speculation.network_proposer import NetworkProposer
+from chairlift.speculation.networks import FirstLayers
 from tests.speculation import running
 from tests.speculation.running import Run, Work, knows_better, run
 from tests.speculation.test_same_output import same
@@ -52,12 +52,12 @@ def tiny(folder: Path, device: torch.device) -> LoadedModel:
 def everywhere(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """The backend that is only chosen on a GPU, unless another is asked for."""
     if device.type == "cpu":  # one program after the other: contexts are not split among several
-        monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 1)
+        monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 1)
 
     def choose(name: str, *rest: Any, **more: Any) -> Any:
         return PagedGPUAttention(more.get("invariant_for")) if name == "auto" else choose_backend(name, *rest, **more)
 
-    monkeypatch.setattr("chairlift.execution.startup.choose_backend", choose)
+    monkeypatch.setattr("chairlift.engine.startup.choose_backend", choose)
 
 
 def start(tiny: LoadedModel, *given: Any, **options: Any) -> Engine:
@@ -136,7 +136,7 @@ class Alternating(FixedLength):
         return super().choose(candidates, chunks, proposer) if self._turn % 5 < 3 else [0] * len(candidates)
 
 
-def speculation_of(engine: Engine) -> Speculation:
+def speculation_of(engine: Engine) -> SpeculationController:
     assert engine.scheduler.speculation is not None
     return engine.scheduler.speculation
 
@@ -164,7 +164,7 @@ def test_all_layers_are_always_right(tiny: LoadedModel) -> None:
     assert isinstance(engine.executor, GPURunner)
     runner = engine.executor
     proposer = NetworkProposer("test", FirstLayers(model, 2), runner.attention, runner.storage, model)
-    engine.scheduler.speculation = Speculation(proposer, FixedLength(3), most_drafts=4)
+    engine.scheduler.speculation = SpeculationController(proposer, FixedLength(3), most_drafts=4)
     rows = []
     engine.subscribe(lambda events: rows.extend(event.decode_tokens for event in events if isinstance(event, StepDone)))
     found = run(engine, work)

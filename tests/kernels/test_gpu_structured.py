@@ -7,19 +7,19 @@ import re
 import pytest
 
 from chairlift.attention import PagedGPUAttention, choose_backend
-from chairlift.core.budget import FixedBudget
-from chairlift.core.kv_cache import KVCache
-from chairlift.core.policy import ContinuousPolicy
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.scheduler import Scheduler
+from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.policies.base import ContinuousPolicy
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.structure import Structure
-from chairlift.execution.engine import Engine
-from chairlift.execution.gpu_runner import GPURunner
-from chairlift.execution.grammar import GrammarCompiler
-from chairlift.execution.memory import MemoryPlan, allocate_storage
-from chairlift.execution.runner import ModelRunner
-from chairlift.execution.structured import StructuredOutput
+from chairlift.engine.engine import Engine
 from chairlift.models.base import CausalLM
+from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.memory import MemoryPlan, allocate_storage
+from chairlift.structured.grammar import GrammarCompiler
+from chairlift.structured.structured import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, MAX_LEN, SEATS, few_splits, generate, model, prompts
 from tests.text import backends

@@ -10,31 +10,31 @@ import pytest
 import torch
 
 from chairlift.attention import PagedGPUAttention
-from chairlift.bench import kernel_speed
-from chairlift.bench.floor import Ceilings
-from chairlift.bench.gpu_profile import make_profile
-from chairlift.bench.gpu_timeline import FIRST_KERNEL
-from chairlift.bench.long_context import LongContextSettings, measure_long_contexts
-from chairlift.bench.step_profile import Batch
-from chairlift.bench.step_work import GEMM
-from chairlift.core.sampling import SamplingParams
-from chairlift.execution.gpu_runner import GPURunner
-from chairlift.execution.memory import MemoryPlan
-from chairlift.execution.startup import StartedEngine
-from chairlift.kernels.triton_attention import queries_per_tile
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.startup import StartedEngine
+from chairlift.kernels.triton.attention import queries_per_tile
+from chairlift.lab.bench.kernels import run as kernel_speed
+from chairlift.lab.bench.long_context.run import LongContextSettings, measure_long_contexts
+from chairlift.lab.common.floor import Ceilings
+from chairlift.lab.common.step_work import GEMM
+from chairlift.lab.profile.gpu import make_profile
+from chairlift.lab.profile.gpu_timeline import FIRST_KERNEL
+from chairlift.lab.profile.step_profile import Batch
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
-from tests.bench.test_step_profile import number_of_weights, one_step
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.memory import MemoryPlan
 from tests.kernels.test_gpu_runner import make_engine
 from tests.kernels.tiny_config import CONFIG
+from tests.lab.bench.test_step_profile import number_of_weights, one_step
 
 
 @pytest.fixture(autouse=True)
 def few_splits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """The interpreter runs one program after the other: do not give it hundreds that have nothing to do."""
     if device.type == "cpu":
-        monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 16)
+        monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_attention_and_sampling_run_as_they_do_in_a_step(
     settings = kernel_speed.KernelSettings(batches=[2], contexts=[40])
     prompts: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        "chairlift.kernels.triton_attention.prefill_attention", lambda *_, **tiles: prompts.append(tiles)
+        "chairlift.kernels.triton.attention.prefill_attention", lambda *_, **tiles: prompts.append(tiles)
     )
     decode, prompt = kernel_speed._attention(model, torch.float32, settings)
     for case in (decode, prompt):
@@ -102,6 +102,6 @@ def test_attention_and_sampling_run_as_they_do_in_a_step(
 
 
 def test_a_profile_knows_the_first_kernel_of_a_step() -> None:
-    from chairlift.kernels.triton_layers import begin_step_kernel
+    from chairlift.kernels.triton.layers import begin_step_kernel
 
     assert begin_step_kernel.__name__ == FIRST_KERNEL

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton_attention import DEEP_TILE, _key_tile, prefill_attention, queries_per_tile
-from chairlift.kernels.triton_decode import DecodeTiling, Fresh, Scratch, decode_attention, decode_splits
-from chairlift.kernels.triton_layers import rotate_and_store_
+from chairlift.kernels.triton.attention import DEEP_TILE, _key_tile, prefill_attention, queries_per_tile
+from chairlift.kernels.triton.decode import DecodeTiling, Fresh, Scratch, decode_attention, decode_splits
+from chairlift.kernels.triton.layers import rotate_and_store_
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

@@ -13,7 +13,7 @@ import json, threading
 from types import SimpleNamespace
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
-from chairlift.kernels.triton_compile import compile_kernels
+from chairlift.kernels.triton.compile import compile_kernels
 
 launched, loaded = [], []
 

@@ -13,15 +13,13 @@ from torch import Tensor
 from chairlift.attention import AttentionLayer, KVStorage, RaggedLayout
 from chairlift.attention.bursted import BurstedAttention
 from chairlift.attention.padded import PaddedAttention
+from chairlift.config import EngineConfig
+from chairlift.engine.kv_dtype import kv_dtype
+from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.host_blocks import HostBlocks
-from chairlift.execution.kv_dtype import kv_dtype
-from chairlift.execution.memory import MemoryPlan, allocate_storage, bytes_per_token
-from chairlift.execution.startup import load_model
-from chairlift.kernels import triton_fp8
-from chairlift.kernels.triton_invariant import invariant_linear
-from chairlift.kernels.triton_layers import rotate_and_store_
+from chairlift.kernels.triton import fp8 as triton_fp8
+from chairlift.kernels.triton.invariant import invariant_linear
+from chairlift.kernels.triton.layers import rotate_and_store_
 from chairlift.layers.fp8 import FP8, LARGEST, fp8_obstacles, multiply, round_rows
 from chairlift.models import build_model
 from chairlift.models import fp8_obstacles as model_obstacles
@@ -29,6 +27,8 @@ from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.models.read_config import decoder_config
 from chairlift.models.weights import fill
+from chairlift.runner.host_blocks import HostBlocks
+from chairlift.runner.memory import MemoryPlan, allocate_storage, bytes_per_token
 from tests.kernels.test_triton_attention import error, make_case, reference, run_decode, run_prefill
 from tests.kernels.test_triton_invariant import attend
 from tests.kernels.tiny_config import CONFIG

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels import triton_invariant
-from chairlift.kernels.triton_invariant import invariant_linear
-from chairlift.kernels.triton_invariant_attention import SpanScratch, invariant_attention, queries_per_tile
+from chairlift.kernels.triton import invariant as triton_invariant
+from chairlift.kernels.triton.invariant import invariant_linear
+from chairlift.kernels.triton.invariant_attention import SpanScratch, invariant_attention, queries_per_tile
 from tests.kernels.test_triton_attention import Case, as_ints, error, make_case, reference
 
 
@@ -92,7 +92,7 @@ def test_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whole, in chunks and token by token, over several spans: the same bits."""
-    monkeypatch.setattr("chairlift.kernels.triton_invariant_attention.SHORTEST_SPAN", 32)
+    monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 32)
     options = {"longest": 128, "window": window, "softcap": softcap}
     case = make_case([0, 45], [40, 22], heads=heads, kv_heads=kv_heads, dim=dim, device=device)
     whole = attend(case, **options, singles=False)
@@ -106,7 +106,7 @@ def test_attention(
 
 
 def test_single_tokens_share_a_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.kernels.triton_invariant_attention.SHORTEST_SPAN", 32)
+    monkeypatch.setattr("chairlift.kernels.triton.invariant_attention.SHORTEST_SPAN", 32)
     options = {"longest": 128, "window": None, "softcap": None}
     case = make_case([0, 31, 90], [1, 1, 1], device=device)
     together = attend(case, **options, singles=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton_layers import add_rms_norm_, begin_step, rms_norm, rotate_and_store_, rotation, silu_mul
+from chairlift.kernels.triton.layers import add_rms_norm_, begin_step, rms_norm, rotate_and_store_, rotation, silu_mul
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ from torch import Tensor
 from chairlift.attention import PagedGPUAttention
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
-from chairlift.core.sampling import SamplingParams
-from chairlift.execution.gpu_runner import GPURunner
-from chairlift.execution.memory import MemoryPlan, allocate_storage
-from chairlift.kernels import triton_moe
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.kernels.triton import moe as triton_moe
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.models import build_model
 from chairlift.models.dummy import dummy_tensors
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.memory import MemoryPlan, allocate_storage
 from tests.kernels.tiny_config import CONFIG
 
 
@@ -75,7 +75,7 @@ def test_the_step_tells_experts_whose_rows_are_nobodys(device: torch.device, mon
 
     group = triton_moe.group_by_expert
     monkeypatch.setattr(triton_moe, "group_by_expert", spied)
-    monkeypatch.setattr("chairlift.kernels.triton_decode.PROGRAMS", 16)
+    monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
     monkeypatch.setattr(MixtureOfExperts, "__call__", lambda self, x, where: self.grouped(x, *self._route(x), where))
     storage = allocate_storage(model.attention_layers, MemoryPlan(0, 0, 8, 4, 32, "test"), model.dtype, device)
     runner = GPURunner(model, PagedGPUAttention(), storage, seats=4, max_batch_tokens=8, max_model_len=32, graphs=False)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.kernels.triton_launch import empty_rows, spare_rows
-from chairlift.kernels.triton_products import ProductTiling, _fitting, _stages, choose_tiling, is_faster, product
+from chairlift.kernels.triton.launch import empty_rows, spare_rows
+from chairlift.kernels.triton.products import ProductTiling, _fitting, _stages, choose_tiling, is_faster, product
 
 EPS = 1e-6
 
@@ -111,7 +111,7 @@ def test_those_of_a_large_weight_are_right(
     rows: int, columns: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is large, and with a gate or without."""
-    monkeypatch.setattr("chairlift.kernels.triton_products.SMALL_WEIGHTS", 0)
+    monkeypatch.setattr("chairlift.kernels.triton.products.SMALL_WEIGHTS", 0)
     choose_tiling.cache_clear()
     x, weight = torch.randn(rows, 1032, device=device).half() / 30, torch.randn(2 * columns, 1032, device=device).half()
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
@@ -128,7 +128,7 @@ def test_tiles_shrink_until_two_of_them_fit(monkeypatch: pytest.MonkeyPatch) -> 
     for size, depth, stages in ((2**20, 128, 4), (101_376, 64, 3), (50_000, 64, 1)):
         for cached in (_fitting, _stages):
             cached.cache_clear()
-        monkeypatch.setattr("chairlift.kernels.triton_products.shared_memory", lambda device, size=size: size)
+        monkeypatch.setattr("chairlift.kernels.triton.products.shared_memory", lambda device, size=size: size)
         fitting = _fitting(wide, False, half, chip)
         assert (fitting.depth, fitting.columns) == (depth, 64)
         assert _stages(fitting, False, half, chip) == stages

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.core.sampling import SamplingParams
-from chairlift.execution.sampler_draw import draw, filter_weights
-from chairlift.kernels.triton_sampling import sample
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.kernels.triton.sampling import sample
+from chairlift.sampling.draw import draw, filter_weights
 
 
 def run(logits: Tensor, params: list[SamplingParams], uniforms: list[float], slots: list[int]) -> tuple[Tensor, Tensor]:

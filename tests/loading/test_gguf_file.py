@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
-from chairlift.loading import gguf_file
-from chairlift.loading.gguf_file import GGUFFile
+from chairlift.loading.gguf import file as gguf_file
+from chairlift.loading.gguf.file import GGUFFile
 from tests.loading.gguf_writing import finish
 from tests.loading.small_files import Damage, damages, loads_or_is_refused, write_small_gguf
 

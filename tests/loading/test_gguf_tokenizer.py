@@ -19,13 +19,13 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
-from chairlift.loading.gguf_file import GGUFFile
-from chairlift.loading.gguf_tokenizer import gguf_tokenizer
+from chairlift.loading.gguf.file import GGUFFile
+from chairlift.loading.gguf.tokenizer import gguf_tokenizer
 from chairlift.loading.tokenizer import TokenizerFiles
 from tests.loading.gguf_writing import finish
 
 CORPUS = """The chairlift never stops for boarding: finished riders step off, waiting ones get on.
-Lift 42 opened in 1987 and carries 2,400 riders per hour; it's the oldest, they'll tell you, isn't it?
+SchedulerState 42 opened in 1987 and carries 2,400 riders per hour; it's the oldest, they'll tell you, isn't it?
 def ride(lift, riders):\n    for rider in riders:\n        lift.board(rider)  # no padding\n    return lift
 Schöne Grüße aus den Bergen! Où est la neige? Снег идёт. 雪が降っています。 The end of the line is the top.
 """

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from chairlift.attention import BACKENDS, KVStorage, RaggedLayout, choose_backend
+from chairlift.config import EngineConfig
+from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.startup import load_model, start_engine
 from tests.api.conftest import run_greedy
 from tests.models.checkpoints import CPU, VOCAB, load, make_reference, save
 from tests.models.test_families import CONFIGS

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.startup import LoadedModel, load_model
-from chairlift.training.train_draft import TrainSettings, train_draft
+from chairlift.config import EngineConfig
+from chairlift.engine.startup import LoadedModel, load_model
+from chairlift.lab.training.train_draft import TrainSettings, train_draft
 from tests.tiny import write_tiny_checkpoint
 
 

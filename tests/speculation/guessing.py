@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from chairlift.core.request import Request
-from chairlift.core.speculation import Wanted
+from chairlift.speculation.control.controller import Wanted
 
 Continue = Callable[[Request, int], Sequence[int]]
 """The next so many tokens that a request would get."""

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chairlift.core.draft_length import FixedLength
+from chairlift.config import EngineConfig
 from chairlift.core.events import DraftsVerified, Event, RequestFinished, RequestPreempted, TextProduced, TokenProduced
 from chairlift.core.integrity import check_accounting, check_quiescent, check_shared_prefixes
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.request import Ending, Request
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.speculation import Proposer
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.engine import Engine
-from chairlift.execution.speculate import make_speculation
-from chairlift.execution.startup import LoadedModel, start_engine
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.engine import Engine
+from chairlift.engine.startup import LoadedModel, start_engine
+from chairlift.speculation.control.controller import Proposer
+from chairlift.speculation.control.draft_length import FixedLength
+from chairlift.speculation.setup import make_speculation
 from tests.speculation.guessing import Guesser
 
 Work = Sequence[tuple[Sequence[int], SamplingParams]]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.speculation import Wanted
-from chairlift.execution import drafter
-from chairlift.execution.runner import ModelRunner
-from chairlift.execution.startup import LoadedModel
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.startup import LoadedModel
+from chairlift.runner.cpu import ModelRunner
+from chairlift.speculation import network_proposer as drafter
+from chairlift.speculation.control.controller import Wanted
 from tests.speculation.running import run, start
 from tests.speculation.test_networks import Seldom
 

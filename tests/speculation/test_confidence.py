@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from chairlift.core.confidence import LEVELS, Confidence
-from chairlift.core.draft_length import FixedLength
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.speculation import Speculation, Wanted
-from chairlift.execution.draft_networks import FirstLayers
-from chairlift.execution.runner import ModelRunner
-from chairlift.execution.startup import LoadedModel
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
+from chairlift.runner.cpu import ModelRunner
+from chairlift.speculation.control.confidence import LEVELS, Confidence
+from chairlift.speculation.control.controller import SpeculationController, Wanted
+from chairlift.speculation.control.draft_length import FixedLength
+from chairlift.speculation.networks import FirstLayers
 from tests.speculation.running import run, start
 from tests.speculation.test_networks import proposer_of
 from tests.speculation.test_same_output import same, uneven_work
@@ -58,7 +58,7 @@ def test_bad_luck_is_forgotten_though_nothing_is_verified_any_more(tiny: LoadedM
     model = tiny.model
     assert isinstance(model, Decoder)
     proposer = proposer_of(engine, FirstLayers(model, 1))
-    engine.scheduler.speculation = Speculation(proposer, AtLeast(1.0))
+    engine.scheduler.speculation = SpeculationController(proposer, AtLeast(1.0))
     known = proposer._confidence[True]
     before = known.chances[2]
     for _ in range(4):
@@ -78,7 +78,7 @@ def test_what_is_left_out_changes_nothing_that_comes_out(tiny: LoadedModel, temp
     proposed = []
     for least in (0.0, 0.02, 1.0):
         engine = start(tiny)
-        engine.scheduler.speculation = Speculation(proposer_of(engine, FirstLayers(model, 1)), AtLeast(least))
+        engine.scheduler.speculation = SpeculationController(proposer_of(engine, FirstLayers(model, 1)), AtLeast(least))
         found = run(engine, work)
         same(run(start(tiny), work), found)
         proposed.append(found.proposed)
@@ -93,7 +93,7 @@ def test_whether_a_drawn_guess_is_left_out_does_not_hang_on_what_was_drawn(
     model = tiny.model
     assert isinstance(model, Decoder)
     proposer = proposer_of(engine, FirstLayers(model, 1))
-    engine.scheduler.speculation = speculation = Speculation(proposer, AtLeast(0.02))
+    engine.scheduler.speculation = speculation = SpeculationController(proposer, AtLeast(0.02))
     levels: list[tuple[Sequence[int], list[int]]] = []
     propose = proposer.propose
 
@@ -117,8 +117,8 @@ def test_whether_a_drawn_guess_is_left_out_does_not_hang_on_what_was_drawn(
 
 def test_a_head_keeps_of_prompts_what_computing_all_of_it_would(folder: Path, draft: Path) -> None:
     """Its keys and values, without attending to anything or making states that nobody reads."""
-    from chairlift.execution.config import EngineConfig
-    from chairlift.execution.startup import load_model
+    from chairlift.config import EngineConfig
+    from chairlift.engine.startup import load_model
 
     rounded = load_model(str(folder), EngineConfig(device="cpu", quantization="int8"), progress=False)
     kept = []

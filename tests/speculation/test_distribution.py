@@ -9,18 +9,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from chairlift.core.draft_length import FixedLength
 from chairlift.core.randomness import uniform
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.speculation import Speculation
-from chairlift.execution.draft_networks import FirstLayers
-from chairlift.execution.drafter import NetworkProposer
-from chairlift.execution.runner import ModelRunner
-from chairlift.execution.sampler import Sampler
-from chairlift.execution.sampler_edits import TokenMasks
-from chairlift.execution.startup import LoadedModel
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
-from tests.execution import sampler_reference as reference
+from chairlift.runner.cpu import ModelRunner
+from chairlift.sampling.edits import TokenMasks
+from chairlift.sampling.sampler import Sampler
+from chairlift.speculation.control.controller import SpeculationController
+from chairlift.speculation.control.draft_length import FixedLength
+from chairlift.speculation.network_proposer import NetworkProposer
+from chairlift.speculation.networks import FirstLayers
+from tests.engine import sampler_reference as reference
 from tests.speculation.running import run, start
 
 VOCAB, RUNS, FIRST_SEED = 8, 3000, 10**6
@@ -129,7 +129,7 @@ def test_guesses_of_a_network_keep_the_distribution(tiny: LoadedModel, draws: bo
             runner.drafter = NetworkProposer(
                 "test", FirstLayers(model, 1), runner.attention, runner.storage, model, draws=draws
             )
-            engine.scheduler.speculation = Speculation(runner.drafter, FixedLength(2))
+            engine.scheduler.speculation = SpeculationController(runner.drafter, FixedLength(2))
         outcome = run(engine, [([7, 8, 9], params.clone(n=40)) for _ in range(4)])
         pairs = [tuple(one.tokens[1:]) for one in outcome.outcomes.values()]
         found.append(np.array([sum(pair[0] == token for pair in pairs) for token in words]))

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from chairlift.core import ngram
 from chairlift.core.cost_model import FEATURES, CostModel, StepShape
-from chairlift.core.draft_length import FIRST_GUESS, AdaptiveLength
-from chairlift.core.draft_payoff import DraftPayoff, Pace, _Batch
 from chairlift.core.events import DraftsVerified
-from chairlift.core.ngram import NgramProposer
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
-from chairlift.core.speculation import Speculation, Wanted
+from chairlift.speculation import ngram
+from chairlift.speculation.control.controller import SpeculationController, Wanted
+from chairlift.speculation.control.draft_length import FIRST_GUESS, AdaptiveLength
+from chairlift.speculation.control.payoff import DraftPayoff, Pace, _Batch
+from chairlift.speculation.ngram import NgramProposer
 from tests.core.driving import make_request, make_scheduler, run_plan
 from tests.speculation.guessing import Guesser
 
@@ -160,7 +160,7 @@ class SlowAndCut(Guesser):
 
 def test_drafts_that_a_grammar_cuts_are_neither_wrong_nor_free() -> None:
     length = AdaptiveLength(cost_model(step=0.02, token=0.0001))
-    speculation = Speculation(SlowAndCut(lambda request, length: []), length)
+    speculation = SpeculationController(SlowAndCut(lambda request, length: []), length)
     scheduler = make_scheduler(speculation=speculation)
     scheduler.submit(make_request("a", 10, 90), 0.0)
     ran = []
@@ -206,7 +206,7 @@ class Forgetful(Guesser):
 def test_drafts_are_not_judged_by_steps_that_only_catch_up_with_a_long_pause() -> None:
     """Two requests missed 2,048 tokens each: for eight steps not even one of them can have drafts again."""
     length, proposer = AdaptiveLength(cost_model(step=1.0, token=0.001)), Forgetful()
-    speculation = Speculation(proposer, length)
+    speculation = SpeculationController(proposer, length)
     scheduler = make_scheduler(num_blocks=2000, max_batch_tokens=2000, speculation=speculation)
     length.payoff._batches[2] = batch = _Batch(plain=Pace(1.0, 2.0, 99), pause=2048, next_pause=128)
     for name in "ab":
@@ -302,7 +302,7 @@ def test_a_place_that_was_right_is_followed_for_as_long_as_it_is() -> None:
 def test_nothing_is_indexed_in_a_pause_and_long_texts_are_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "MOST_AT_ONCE", 100)
     proposer, length = NgramProposer(), AdaptiveLength(cost_model(step=0.02, token=0.0001))
-    scheduler = make_scheduler(max_batch_tokens=2000, speculation=Speculation(proposer, length))
+    scheduler = make_scheduler(max_batch_tokens=2000, speculation=SpeculationController(proposer, length))
     length.payoff._batches[1] = batch = _Batch(plain=Pace(0.02, 1.0, 99), pause=5)
     scheduler.submit(make_request("a", [1, 2, 3, 4, 5] * 50, 60), 0.0)
     drafts, indexed = [], []

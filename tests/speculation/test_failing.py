@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from chairlift.core.draft_length import FixedLength
 from chairlift.core.events import Event, RequestFinished
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.request import FinishReason, Request
-from chairlift.core.speculation import Speculation, Wanted
 from chairlift.errors import EngineDead
-from tests.execution.test_engine import PARAMS, make_engine, run_to_end, tokens_of
+from chairlift.speculation.control.controller import SpeculationController, Wanted
+from chairlift.speculation.control.draft_length import FixedLength
+from tests.engine.test_engine import PARAMS, make_engine, run_to_end, tokens_of
 from tests.speculation.guessing import Guesser
 
 
@@ -51,7 +51,7 @@ class Failing(Guesser):
 @pytest.mark.parametrize("method", ["foresee", "propose", "spent"])
 def test_every_request_ends_once_and_the_engine_is_dead(method: str) -> None:
     engine, _ = make_engine()
-    engine.scheduler.speculation = Speculation(Failing(method, ValueError("cannot guess")), FixedLength(3))
+    engine.scheduler.speculation = SpeculationController(Failing(method, ValueError("cannot guess")), FixedLength(3))
     ids = [one for length in (1, 20, 70) for one in engine.submit(list(range(10, 10 + length)), PARAMS.clone(n=3))]
     events = run_to_end(engine)
     endings = [(event.request_id, event.ending.reason) for event in events if isinstance(event, RequestFinished)]
@@ -69,7 +69,7 @@ def test_interrupted_while_it_guesses_the_step_is_planned_again(method: str) -> 
     for disturbed in (False, True):
         engine, _ = make_engine()
         proposer = Failing(method if disturbed else "nothing", KeyboardInterrupt())
-        engine.scheduler.speculation = Speculation(proposer, FixedLength(3))
+        engine.scheduler.speculation = SpeculationController(proposer, FixedLength(3))
         engine.submit(list(range(10, 20)), PARAMS.clone(n=3))
         events: list[Event] = []
         for _ in range(30):

@@ -9,12 +9,12 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chairlift.core.request import Status
-from chairlift.core.sampling import SamplingParams
-from chairlift.execution.draft_head import Head
-from chairlift.execution.draft_networks import ComputedBatch
-from chairlift.execution.engine import Engine
-from chairlift.execution.runner import ModelRunner
-from chairlift.execution.startup import LoadedModel
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.engine import Engine
+from chairlift.engine.startup import LoadedModel
+from chairlift.runner.cpu import ModelRunner
+from chairlift.speculation.head_network import Head
+from chairlift.speculation.networks import ComputedBatch
 from tests.speculation.running import run, start
 from tests.speculation.test_same_output import SETTINGS, uneven_work
 
@@ -84,7 +84,7 @@ def test_who_sits_a_step_out_is_not_forgotten(tiny: LoadedModel, draft: Path) ->
         nonlocal sat_out
         follow(step)
         now = {request_id: ahead.end for request_id, ahead in network._ahead.items()}
-        running = {request.id for request in engine.scheduler.lift.running}
+        running = {request.id for request in engine.scheduler.state.running}
         absent = (before.keys() & running) - {chunk.request.id for chunk in step.plan.chunks}
         sat_out += len(absent)
         assert all(now.get(request_id) == before[request_id] for request_id in absent)

@@ -13,25 +13,27 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.core.draft_length import FixedLength
+from chairlift.config import EngineConfig
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.speculation import Speculation, Wanted
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.engine import Engine
+from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from chairlift.errors import InvalidParameter
-from chairlift.execution import draft_head, draft_networks, drafter
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.draft_head import Head
-from chairlift.execution.draft_networks import FirstLayers
-from chairlift.execution.drafter import NetworkProposer
-from chairlift.execution.engine import Engine
-from chairlift.execution.runner import ModelRunner
-from chairlift.execution.startup import LoadedModel, load_model, start_engine
+from chairlift.lab.training.train_draft import TrainSettings, train_draft
+from chairlift.lab.training.trainable_head import Seen, TrainableHead, WholeTexts
 from chairlift.models.decoder import Decoder
-from chairlift.speculative.head import unit
-from chairlift.speculative.head_config import HeadConfig
-from chairlift.training.train_draft import TrainSettings, train_draft
-from chairlift.training.trainable_head import Seen, TrainableHead, WholeTexts
+from chairlift.runner.cpu import ModelRunner
+from chairlift.speculation import head_network as draft_head
+from chairlift.speculation import network_proposer as drafter
+from chairlift.speculation import networks as draft_networks
+from chairlift.speculation.control.controller import SpeculationController, Wanted
+from chairlift.speculation.control.draft_length import FixedLength
+from chairlift.speculation.draft_head import unit
+from chairlift.speculation.head_config import HeadConfig
+from chairlift.speculation.head_network import Head
+from chairlift.speculation.network_proposer import NetworkProposer
+from chairlift.speculation.networks import FirstLayers
 from tests.speculation.running import run, start
 from tests.speculation.test_same_output import SETTINGS, same, uneven_work
 from tests.tiny import write_tiny_checkpoint
@@ -131,7 +133,7 @@ def test_all_layers_are_always_right_and_the_first_not_always(tiny: LoadedModel)
     engine = start(tiny)
     model = tiny.model
     assert isinstance(model, Decoder)
-    engine.scheduler.speculation = Speculation(proposer_of(engine, FirstLayers(model, 2)), FixedLength(4))
+    engine.scheduler.speculation = SpeculationController(proposer_of(engine, FirstLayers(model, 2)), FixedLength(4))
     all_layers = run(engine, work)
     same(plain, all_layers)
     assert all_layers.proposed == all_layers.accepted > 20
@@ -148,7 +150,7 @@ def test_with_8_bit_weights_all_of_it_is_the_same(folder: Path, draft: Path) -> 
     work = uneven_work(6)
     plain = run(start(rounded), work)
     engine = start(rounded)
-    engine.scheduler.speculation = Speculation(proposer_of(engine, FirstLayers(model, 2)), FixedLength(3))
+    engine.scheduler.speculation = SpeculationController(proposer_of(engine, FirstLayers(model, 2)), FixedLength(3))
     all_layers = run(engine, work)
     same(plain, all_layers)
     assert all_layers.proposed == all_layers.accepted > 10

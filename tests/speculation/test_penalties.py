@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.core.sampling import SamplingParams
-from chairlift.execution.sampler_edits import TokenCounts
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.sampling.edits import TokenCounts
 
 TOKENS = st.lists(st.integers(0, 12), max_size=40)
 

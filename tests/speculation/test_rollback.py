@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from chairlift.core.cost_model import CostModel
-from chairlift.core.draft_length import AdaptiveLength, DraftLength, FixedLength
 from chairlift.core.events import DraftsVerified, TokenProduced
 from chairlift.core.integrity import check_quiescent
+from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.request import Request
-from chairlift.core.scheduler import Scheduler
-from chairlift.core.speculation import Speculation
-from chairlift.core.swap import SwapSpace
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.speculation.control.controller import SpeculationController
+from chairlift.speculation.control.draft_length import AdaptiveLength, DraftLength, FixedLength
 from tests.core.driving import (
     deterministic_token,
     make_request,
@@ -50,8 +50,10 @@ class Perfect(Guesser):
         return list(self._right(one.request, one.length))
 
 
-def speculation(length: DraftLength | None = None, seed: int = 0, kind: type[Guesser] = Guesser) -> Speculation:
-    return Speculation(kind(continue_deterministically, seed=seed), length or FixedLength(5))
+def speculation(
+    length: DraftLength | None = None, seed: int = 0, kind: type[Guesser] = Guesser
+) -> SpeculationController:
+    return SpeculationController(kind(continue_deterministically, seed=seed), length or FixedLength(5))
 
 
 class SpeculativeWorkload(Workload):
@@ -106,7 +108,7 @@ def test_right_drafts_save_steps_and_change_nothing() -> None:
 
 
 def test_blocks_of_wrong_drafts_are_free_after_the_step() -> None:
-    wrong = Speculation(Guesser(lambda request, length: [998] * length, seed=3), FixedLength(7))
+    wrong = SpeculationController(Guesser(lambda request, length: [998] * length, seed=3), FixedLength(7))
     scheduler = make_scheduler(num_blocks=20, block_size=2, speculation=wrong)
     request = make_request("a", 5, 12)
     scheduler.submit(request, 0.0)

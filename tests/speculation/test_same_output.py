@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from chairlift import LLM
-from chairlift.core.sampling import SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.structure import Structure
+from chairlift.engine.startup import LoadedModel
 from chairlift.errors import InvalidParameter
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.startup import LoadedModel
 from tests.speculation.running import Run, Work, knows_better, run, start
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

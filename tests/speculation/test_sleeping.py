@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.core.draft_length import AdaptiveLength, FixedLength
-from chairlift.core.draft_payoff import _FIRST_PAUSE, _FIRST_PAUSE_OF_MANY, _WAKING, DraftPayoff, Pace, _Batch
+from chairlift.config import EngineConfig
 from chairlift.core.events import DraftsVerified, StepDone
 from chairlift.core.plan import StepPlan
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.speculation import Wanted
-from chairlift.execution.config import EngineConfig
-from chairlift.execution.draft_head import Head
-from chairlift.execution.draft_networks import ComputedBatch
-from chairlift.execution.engine import Engine
-from chairlift.execution.host_blocks import make_copies
-from chairlift.execution.runner import ModelRunner
-from chairlift.execution.startup import LoadedModel, load_model
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.engine import Engine
+from chairlift.engine.startup import LoadedModel, load_model
+from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.host_blocks import make_copies
+from chairlift.speculation.control.controller import Wanted
+from chairlift.speculation.control.draft_length import AdaptiveLength, FixedLength
+from chairlift.speculation.control.payoff import _FIRST_PAUSE, _FIRST_PAUSE_OF_MANY, _WAKING, DraftPayoff, Pace, _Batch
+from chairlift.speculation.head_network import Head
+from chairlift.speculation.networks import ComputedBatch
 from tests.speculation.running import run, start
 from tests.speculation.test_draft_length import cost_model
 from tests.speculation.test_same_output import GREEDY, SETTINGS, same, uneven_work
@@ -104,7 +104,7 @@ class Watched:
             monkeypatch.setattr(network._head, name, noting(getattr(network._head, name)))
         monkeypatch.setattr(speculation.proposer, "propose", look)
         monkeypatch.setattr(pool, "take", note_taken)
-        monkeypatch.setattr("chairlift.execution.runner.make_copies", poison_and_copy)
+        monkeypatch.setattr("chairlift.runner.cpu.make_copies", poison_and_copy)
 
 
 @pytest.mark.parametrize("setting", ["plain", "chunked", "preempted", "swapped", "8 bit"])

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from chairlift.bench.speculation_texts import SCENARIOS
-from chairlift.execution.startup import LoadedModel
+from chairlift.engine.startup import LoadedModel
+from chairlift.lab.bench.speculation.texts import SCENARIOS
+from chairlift.lab.training.conversation import CIRCLE, Circles, Turns
+from chairlift.lab.training.judging import judge
+from chairlift.lab.training.openings import OPENINGS
+from chairlift.lab.training.prompts import HELD_OUT, QUESTIONS, SUBJECTS, Questions
+from chairlift.lab.training.texts import Texts, write_texts
+from chairlift.lab.training.trainable_head import WholeTexts, seen_from
 from chairlift.models.decoder import Decoder
-from chairlift.training.conversation import CIRCLE, Circles, Turns
-from chairlift.training.judging import judge
-from chairlift.training.openings import OPENINGS
-from chairlift.training.prompts import HELD_OUT, QUESTIONS, SUBJECTS, Questions
-from chairlift.training.texts import Texts, write_texts
-from chairlift.training.trainable_head import WholeTexts, seen_from
 
 
 def texts_of(loaded: LoadedModel, count: int, length: int, **options: float) -> Texts:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chairlift.core.cost_model import CostModel
-from chairlift.core.draft_length import _PROBE_EVERY, AdaptiveLength
 from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.request import Request
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.speculation import Speculation
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.speculation.control.controller import SpeculationController
+from chairlift.speculation.control.draft_length import _PROBE_EVERY, AdaptiveLength
 from tests.speculation.guessing import Guesser
 from tests.speculation.test_draft_length import cost_model
 
@@ -24,7 +24,7 @@ def decoding(unread: int = 0) -> tuple[Request, Chunk]:
 
 def test_steps_that_waited_for_guesses_count_as_theirs_even_if_there_were_none() -> None:
     _, chunk = decoding()
-    speculation = Speculation(Guesser(lambda request, length: []), AdaptiveLength(CostModel()))
+    speculation = SpeculationController(Guesser(lambda request, length: []), AdaptiveLength(CostModel()))
     result = StepResult(StepPlan(0, (chunk,)), [5], [None])
     for _ in range(8):
         speculation.note_step(result, 1.0)

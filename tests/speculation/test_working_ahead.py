@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.budget import FixedBudget
+from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.cost_model import CostModel
-from chairlift.core.draft_length import AdaptiveLength
-from chairlift.core.draft_payoff import DraftPayoff
 from chairlift.core.events import TokenProduced
-from chairlift.core.kv_cache import KVCache
+from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import StepPlan, StepResult
-from chairlift.core.policy import ContinuousPolicy
+from chairlift.core.policies.base import ContinuousPolicy
 from chairlift.core.request import Request
-from chairlift.core.sampling import SamplingParams
-from chairlift.core.scheduler import Scheduler
-from chairlift.core.speculation import Speculation, Wanted
-from chairlift.execution.engine import Engine
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.engine.engine import Engine
+from chairlift.speculation.control.controller import SpeculationController, Wanted
+from chairlift.speculation.control.draft_length import AdaptiveLength
+from chairlift.speculation.control.payoff import DraftPayoff
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends
 
@@ -135,7 +135,7 @@ def seconds_for(
     payoff: DraftPayoff | None = None,
 ) -> float:
     device, cost = device or Device(), CostModel()
-    speculation = None if proposer is None else Speculation(proposer, AdaptiveLength(cost))
+    speculation = None if proposer is None else SpeculationController(proposer, AdaptiveLength(cost))
     if speculation is not None and payoff is not None:
         speculation.length.payoff = payoff
     scheduler = Scheduler(KVCache(4096, 16), FixedBudget(512, 512), ContinuousPolicy(), batch, speculation=speculation)

@@ -14,7 +14,7 @@ from torch import Tensor
 from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout
 
 if TYPE_CHECKING:  # numba takes its time
-    from chairlift.kernels.cpu_attention_work import Work
+    from chairlift.kernels.cpu.attention_work import Work
 
 
 class PagedCPUAttention:
@@ -48,7 +48,7 @@ class PagedCPUStep:
 
     def work(self, layer: AttentionLayer) -> Work:
         """The step's attention cut into pieces: the same for all layers of the same shape."""
-        from chairlift.kernels.cpu_attention_work import FEW, split_work
+        from chairlift.kernels.cpu.attention_work import FEW, split_work
 
         if self._work is None:
             self._work = {}
@@ -60,9 +60,9 @@ class PagedCPUStep:
         return self._work[shape]
 
     def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from chairlift.kernels.cpu_attention import Cache, Score
-        from chairlift.kernels.cpu_decoder import attend_layer  # compiled on first use
-        from chairlift.kernels.cpu_threads import the_team
+        from chairlift.kernels.cpu.attention import Cache, Score
+        from chairlift.kernels.cpu.decoder import attend_layer  # compiled on first use
+        from chairlift.kernels.cpu.threads import the_team
 
         out = torch.empty(q.shape, dtype=q.dtype)
         storage, layout = self.storage, self.layout

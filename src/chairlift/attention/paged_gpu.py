@@ -13,8 +13,8 @@ from torch import Tensor
 from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout
 
 if TYPE_CHECKING:
-    from chairlift.kernels.triton_decode import Fresh, Scratch
-    from chairlift.kernels.triton_invariant_attention import SpanScratch
+    from chairlift.kernels.triton.decode import Fresh, Scratch
+    from chairlift.kernels.triton.invariant_attention import SpanScratch
 
 
 ANY_LAYERS_QUERIES = 16  # tokens in a tile of queries, where the layers' heads are not known beforehand
@@ -99,7 +99,8 @@ class PagedGPUAttention:
 
     def tile_queries(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
         """Tokens in a tile of queries that suits all the layers."""
-        from chairlift.kernels import triton_attention, triton_invariant_attention
+        from chairlift.kernels.triton import attention as triton_attention
+        from chairlift.kernels.triton import invariant_attention as triton_invariant_attention
 
         invariant = self.invariant_for is not None
         for_layer = (triton_invariant_attention if invariant else triton_attention).queries_per_tile
@@ -107,7 +108,7 @@ class PagedGPUAttention:
 
     def cuts_more(self, layers: Sequence[AttentionLayer], rows: int) -> bool:
         """Whether in steps of so many single tokens a long context is cut into more parts than a short one."""
-        from chairlift.kernels.triton_decode import decode_splits
+        from chairlift.kernels.triton.decode import decode_splits
 
         if self.invariant_for is not None:
             return False
@@ -115,7 +116,7 @@ class PagedGPUAttention:
         return any(decode_splits(rows, some, long=True) != decode_splits(rows, some) for some in heads)
 
     def scratch(self, layer: AttentionLayer, device: torch.device) -> Scratch:
-        from chairlift.kernels.triton_decode import Scratch
+        from chairlift.kernels.triton.decode import Scratch
 
         key = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if key not in self._scratch:
@@ -135,7 +136,7 @@ class PagedGPUAttention:
         """One for all layers of a shape, and for all batches of up to the most rows asked for so far."""
         key = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if key not in self._span_scratch or len(self._span_scratch[key].chunks) < rows:
-            from chairlift.kernels.triton_invariant_attention import SpanScratch
+            from chairlift.kernels.triton.invariant_attention import SpanScratch
 
             assert self.invariant_for is not None
             self._span_scratch[key] = SpanScratch(rows, *key, self.invariant_for, device)
@@ -171,8 +172,8 @@ class PagedGPUStep:
         cos: Tensor | None,
         sin: Tensor | None,
     ) -> Tensor:
-        from chairlift.kernels.triton_decode import Fresh
-        from chairlift.kernels.triton_layers import rotate_and_store_
+        from chairlift.kernels.triton.decode import Fresh
+        from chairlift.kernels.triton.layers import rotate_and_store_
 
         batch = self.batch
         if batch.one_per_request and not len(batch.tile_chunk) and self.backend.invariant_for is None:
@@ -197,7 +198,7 @@ class PagedGPUStep:
 
     def _decoded_from(self, layer: AttentionLayer, heads: Tensor, fresh: Fresh) -> Tensor:
         """A step of single tokens only: one kernel does all of it."""
-        from chairlift.kernels.triton_launch import empty_rows
+        from chairlift.kernels.triton.launch import empty_rows
 
         size = (len(heads), layer.num_heads, layer.head_dim)
         out = empty_rows(*size, dtype=heads.dtype, device=heads.device)
@@ -205,7 +206,7 @@ class PagedGPUStep:
         return out
 
     def _decode(self, layer: AttentionLayer, q: Tensor, out: Tensor, fresh: Fresh | None = None) -> None:
-        from chairlift.kernels.triton_decode import decode_attention
+        from chairlift.kernels.triton.decode import decode_attention
 
         batch = self.batch
         decode_attention(
@@ -226,8 +227,8 @@ class PagedGPUStep:
         )
 
     def _attended(self, layer: AttentionLayer, q: Tensor) -> Tensor:
-        from chairlift.kernels.triton_attention import prefill_attention
-        from chairlift.kernels.triton_launch import empty_rows
+        from chairlift.kernels.triton.attention import prefill_attention
+        from chairlift.kernels.triton.launch import empty_rows
 
         batch = self.batch
         keys, values = self.storage.keys[layer.index], self.storage.values[layer.index]
@@ -259,7 +260,7 @@ class PagedGPUStep:
         return out
 
     def _attend_invariantly(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
-        from chairlift.kernels.triton_invariant_attention import invariant_attention
+        from chairlift.kernels.triton.invariant_attention import invariant_attention
 
         batch, singles = self.batch, self.batch.num_single
         scratch = self.backend.span_scratch(layer, max(1, singles), q.device)

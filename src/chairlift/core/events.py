@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from chairlift.core.budget import StepLimits
+from chairlift.core.budgets.base import StepLimits
+from chairlift.core.kv.prefix_index import Miss
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import StepPlan, StepTiming
-from chairlift.core.prefix import Miss
 from chairlift.core.request import Ending
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import Status
-from chairlift.core.scheduler import Scheduler
+from chairlift.core.scheduler.scheduler import Scheduler
 
 
 def check_accounting(scheduler: Scheduler) -> None:
@@ -38,7 +38,7 @@ def check_accounting(scheduler: Scheduler) -> None:
     for name, queue in (("running", scheduler.running), ("waiting", list(scheduler.waiting))):
         orders = [request.order for request in queue]
         assert orders == sorted(set(orders)), f"{name} is out of order"
-    assert scheduler.lift.seats_taken <= scheduler.max_batch_requests
+    assert scheduler.state.seats_taken <= scheduler.max_batch_requests
     assert scheduler.policy.keeps_seats or not scheduler.idle
     check_swap(scheduler)
     waiting = scheduler.waiting

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chairlift.core.beam_search import Candidates
+from chairlift.core.beam.search import Candidates
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.request import Request
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from chairlift.core.sampling import SamplingParams
+from chairlift.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from chairlift.core.beam_group import BeamGroup
+    from chairlift.core.beam.group import BeamGroup
 
 
 class Status(StrEnum):
     WAITING = "waiting"  # in the queue: new, or sent back to it by a preemption
-    RUNNING = "running"  # on the lift: holds a seat and KV blocks
+    RUNNING = "running"  # on the batch: holds a seat and KV blocks
     FINISHED = "finished"
 
 
@@ -118,7 +118,7 @@ class Request:
         self.seats = 1  # that it takes on board; the first of a beam search takes those of all
         self.ready = params.structure is None  # else once its grammar is compiled
         self.priority = priority  # the lower, the sooner
-        self.tenant = tenant  # whose share of the lift it uses
+        self.tenant = tenant  # whose share of the batch it uses
         self.num_prompt = len(prompt)
         self.max_new_tokens = max_new_tokens
         self._tokens = list(prompt)
@@ -187,7 +187,7 @@ class Request:
 
     @property
     def companions(self) -> Sequence[Request]:
-        """Those who leave the lift and end together: a beam search, or just this one."""
+        """Those who leave the batch and end together: a beam search, or just this one."""
         return (self,) if self.group is None else self.group.members
 
     @property

@@ -37,7 +37,7 @@ def fp8_obstacles(device: torch.device) -> list[str]:
 def round_rows(x: Tensor) -> ScaledRows:
     """Each row scaled so that its largest number is the largest that e4m3 has."""
     if x.is_cuda:
-        from chairlift.kernels.triton_fp8 import round_rows as on_gpu
+        from chairlift.kernels.triton.fp8 import round_rows as on_gpu
 
         return ScaledRows(*on_gpu(x, LARGEST))
     wide = x.float()
@@ -63,6 +63,6 @@ def multiply(x: Tensor, weight: ScaledRows, bias: Tensor | None, *, own_kernel: 
             bias=bias,
             out_dtype=x.dtype,
         )
-    from chairlift.kernels.triton_invariant import invariant_linear
+    from chairlift.kernels.triton.invariant import invariant_linear
 
     return invariant_linear(rows.numbers, weight.numbers, bias, scales=(rows.scales, weight.scales), out_dtype=x.dtype)

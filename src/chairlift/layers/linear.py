@@ -11,7 +11,7 @@ from torch import Tensor
 from chairlift.layers.rows import in_tiles
 
 if TYPE_CHECKING:  # numba takes its time
-    from chairlift.kernels.cpu_int8 import PackedWeight
+    from chairlift.kernels.cpu.int8 import PackedWeight
     from chairlift.layers.fp8 import ScaledRows
 
 # oneDNN chooses the packed layout for an expected number of rows. Decode steps have some tens of rows; a
@@ -58,7 +58,7 @@ class Linear:
 
     def round(self, place: PackedWeight | None = None) -> None:
         """Instead of `finalize`: keep the weight in 8 bits (in `place`), and let go of the plain copy. CPU only."""
-        from chairlift.kernels.cpu_int8 import PackedWeight
+        from chairlift.kernels.cpu.int8 import PackedWeight
 
         assert self.weight is not None
         self._rounded = place or PackedWeight.empty(1, self.out_features, self.in_features).layer(0)
@@ -87,13 +87,13 @@ class Linear:
 
         if isinstance(weight, ScaledRows):
             return multiply(x, weight, self.bias, own_kernel=self.batch_invariant)
-        from chairlift.kernels.cpu_decoder import rounded_linear
+        from chairlift.kernels.cpu.decoder import rounded_linear
 
         return rounded_linear(x, weight, self.bias, self.out_features)
 
     def _multiply_on_gpu(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        from chairlift.kernels.triton_invariant import invariant_linear
-        from chairlift.kernels.triton_products import product
+        from chairlift.kernels.triton.invariant import invariant_linear
+        from chairlift.kernels.triton.products import product
 
         assert self.weight is not None
         if self.batch_invariant:
@@ -115,7 +115,7 @@ class Linear:
             return True
         if x.dtype not in (torch.bfloat16, torch.float16) or self.in_features % 16 != 0:
             return False
-        from chairlift.kernels.triton_products import is_faster
+        from chairlift.kernels.triton.products import is_faster
 
         return is_faster(len(x), self.out_features, self.in_features, gated=False)
 

@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Activation] = {
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up [rows, 2 * size], the gate's columns first -> [rows, size]."""
     if gate_up.is_cuda and activation is F.silu:
-        from chairlift.kernels.triton_layers import silu_mul
+        from chairlift.kernels.triton.layers import silu_mul
 
         return silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -69,7 +69,7 @@ class MixtureOfExperts:
 
     def grouped(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor) -> Tensor:
         """All experts in two products, without the host knowing who goes where. weights, experts [T, k]."""
-        from chairlift.kernels import triton_moe
+        from chairlift.kernels.triton import moe as triton_moe
 
         pairs = experts.numel()
         tiling = triton_moe.tiling_for(pairs, self._num_experts, x.dtype, invariant=self._batch_invariant)

@@ -30,7 +30,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dim() == 2:
-            from chairlift.kernels.triton_layers import rms_norm
+            from chairlift.kernels.triton.layers import rms_norm
 
             return rms_norm(x, self.weight, self.eps)
         rows = x.to(self.weight.dtype)
@@ -39,7 +39,7 @@ class RMSNorm:
     def add_(self, x: Tensor, delta: Tensor) -> Tensor:
         """Adds `delta` to the residual stream `x` [T, size] in place, and returns the norm of the sum."""
         if x.is_cuda:
-            from chairlift.kernels.triton_layers import add_rms_norm_
+            from chairlift.kernels.triton.layers import add_rms_norm_
 
             return add_rms_norm_(x, delta, self.weight, self.eps)
         return self(x.add_(delta))

@@ -42,7 +42,7 @@ class RotaryEmbedding:
 
     def __call__(self, positions: Tensor) -> Rotation:
         if positions.is_cuda:
-            from chairlift.kernels.triton_layers import rotation
+            from chairlift.kernels.triton.layers import rotation
 
             return Rotation(*rotation(positions, self._inv_freq, self._scale, self._dtype))
         angles = (positions.float()[:, None] * self._inv_freq)[:, None, :]

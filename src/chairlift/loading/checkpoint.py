@@ -72,7 +72,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    from chairlift.loading.gguf_checkpoint import GGUFCheckpoint
+    from chairlift.loading.gguf.checkpoint import GGUFCheckpoint
 
     return GGUFCheckpoint(path)
 

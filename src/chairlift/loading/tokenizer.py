@@ -46,8 +46,8 @@ def make_tokenizer(checkpoint: Checkpoint) -> ModelTokenizer:
 
 def load_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles:
     if checkpoint.format == "gguf":
-        from chairlift.loading.gguf_checkpoint import GGUFCheckpoint
-        from chairlift.loading.gguf_tokenizer import gguf_tokenizer
+        from chairlift.loading.gguf.checkpoint import GGUFCheckpoint
+        from chairlift.loading.gguf.tokenizer import gguf_tokenizer
 
         assert isinstance(checkpoint, GGUFCheckpoint)
         return gguf_tokenizer(checkpoint.file)

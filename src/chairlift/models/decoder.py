@@ -295,7 +295,7 @@ class Decoder:
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _embed_with_squares(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        from chairlift.kernels.triton_layers import embed
+        from chairlift.kernels.triton.layers import embed
 
         return embed(tokens, self.embedding, self.embedding_scale)
 
@@ -360,7 +360,7 @@ def _picked(x: Tensor, rows: Tensor | None) -> Tensor:
         return x
     if not x.is_cuda:
         return x.index_select(0, rows)
-    from chairlift.kernels.triton_launch import picked_rows
+    from chairlift.kernels.triton.launch import picked_rows
 
     return picked_rows(x, rows)
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from chairlift.attention.base import KVStorage
 from chairlift.attention.paged_cpu import PagedCPUStep, as_array
-from chairlift.kernels.cpu_decoder import GELU_TANH, SILU, Buffers, Network, Step, decode_step
-from chairlift.kernels.cpu_int8 import PackedWeight
-from chairlift.kernels.cpu_threads import the_team
+from chairlift.kernels.cpu.decoder import GELU_TANH, SILU, Buffers, Network, Step, decode_step
+from chairlift.kernels.cpu.int8 import PackedWeight
+from chairlift.kernels.cpu.threads import the_team
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.rope import Rope, Rotation

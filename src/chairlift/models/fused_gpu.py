@@ -101,7 +101,7 @@ class _Stream:
 
     def product(self, norm: RMSNorm | None, linear: Linear, *, gated: bool = False) -> Tensor:
         """The normed stream times a weight."""
-        from chairlift.kernels.triton_products import is_faster, product
+        from chairlift.kernels.triton.products import is_faster, product
 
         assert norm is not None
         assert linear.weight is not None
@@ -114,7 +114,7 @@ class _Stream:
 
     def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
         """Adds y times a weight."""
-        from chairlift.kernels.triton_products import is_faster, product
+        from chairlift.kernels.triton.products import is_faster, product
 
         assert next_norm is not None
         assert linear.weight is not None

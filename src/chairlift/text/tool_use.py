@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.core.sampling import SamplingParams
+from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import AssistantParser, PlainParser

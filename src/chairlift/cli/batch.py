@@ -1,0 +1,124 @@
+"""`chairlift batch`: answer a file of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from chairlift.errors import ChairliftError
+from chairlift.terminal.console import note
+from chairlift.terminal.options import EngineOptions, refuse_given, with_option_groups
+
+if TYPE_CHECKING:
+    from chairlift.server.batch.run import BatchRun, Watch
+
+_SERVER = "Server"
+
+
+@with_option_groups
+def batch(
+    context: typer.Context,
+    engine: EngineOptions,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="INPUT", help='Lines of {"custom_id": "a", "method": "POST", "url": "/v1/…", "body": {…}}.'
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Where the answers go, one line for each.")],
+    concurrency: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 256,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="What the requests call the model.", show_default="as --model"),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Send the requests to this server.", rich_help_panel=_SERVER, show_default="an own engine"),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="The key for --url.", envvar="CHAIRLIFT_API_KEY", rich_help_panel=_SERVER)
+    ] = None,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format.
+
+    Each is answered as the server would answer it, in any order. A run that
+    was ended, in whatever way, goes on where it was when the same command is
+    given again: no line is lost or answered twice.
+    """
+    from chairlift.server.batch.run import BatchRun
+
+    if url is not None:
+        names = [field.name for field in fields(EngineOptions) if field.name != "quiet"]
+        refuse_given(context, [*names, "served_model_name"], "is for an engine of ours, but --url has its own")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    run = BatchRun(source, target, concurrency=concurrency)
+    if run.done_before:
+        note(f"{run.done_before:,} of {run.total:,} requests have been answered before")
+    try:
+        if not run.is_complete:
+            with _watch(run, enabled=not engine.quiet) as watch:
+                asyncio.run(_answer(run, engine, served_model_name, url, api_key, watch))
+    except ChairliftError:
+        if run.answered or run.failed:
+            note("The same command goes on where this one ended.")
+        raise
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signal.SIGTERM) from None
+    finally:
+        run.output.close()
+    note(f"{run.answered:,} answered, {run.failed:,} failed, {run.output_tokens:,} tokens generated")
+
+
+async def _answer(
+    run: BatchRun, engine: EngineOptions, name: str | None, url: str | None, api_key: str | None, watch: Watch
+) -> None:
+    from chairlift.client.address import Address
+    from chairlift.client.http import HttpClient
+    from chairlift.server.admission import Limits
+    from chairlift.server.batch.send import own_engine, server_elsewhere
+    from chairlift.server.lifecycle import ServerConfig
+
+    # As Ctrl-C does it: by the time the process ends, its engine is gone.
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
+    if url is not None:
+        target = server_elsewhere(HttpClient(Address.parse(url), api_key=api_key))
+    else:
+        limits = Limits(max_waiting=sys.maxsize)  # they are few enough as it is
+        config = ServerConfig(engine.model, name, engine.config(), limits=limits, quiet=engine.quiet)
+        target = own_engine(config)
+    async with target as send:
+        await run.run(send, watch)
+
+
+@contextmanager
+def _watch(run: BatchRun, *, enabled: bool) -> Iterator[Watch]:
+    columns = (
+        TextColumn("answering"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    shown = enabled and sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), disable=not shown, refresh_per_second=2) as progress:
+        task = progress.add_task("answering", total=run.total, completed=run.done_before, state="starting")
+
+        def watch(run: BatchRun) -> None:
+            speed = run.output_tokens / max(progress.tasks[task].elapsed or 0.0, 1e-9)
+            state = f"{speed:,.0f} tokens/s" + (f", {run.failed:,} failed" if run.failed else "")
+            progress.update(task, completed=run.done_before + run.answered + run.failed, state=state)
+
+        yield watch

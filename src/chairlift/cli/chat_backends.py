@@ -1,0 +1,86 @@
+"""Who answers in a chat: a model in this process, or one on a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from chairlift.client.blocking import BlockingClient
+from chairlift.terminal.console import AnswerMeter, StopKey, answer_summary
+from chairlift.terminal.options import SamplingOptions
+
+if TYPE_CHECKING:
+    from chairlift.llm import LLM
+
+Messages = Sequence[Mapping[str, str]]
+# Parameters that every server knows. Others are only sent if they were asked for.
+_STANDARD = ("temperature", "top_p", "max_tokens")
+
+
+class Speaker(Protocol):
+    def answer(self, messages: Messages) -> Generator[str, None, None]:
+        """Pieces of text as they come. Ctrl-C raises KeyboardInterrupt in between and ends the answer for good."""
+        ...
+
+    def summary(self) -> str:
+        """The figures of the latest answer, in a line."""
+        ...
+
+
+class OwnModel:
+    def __init__(self, llm: LLM, sampling: SamplingOptions) -> None:
+        self._llm = llm
+        self._params = sampling.params()
+        self._meter = AnswerMeter()
+        self._stop_key = StopKey()
+        llm.engine.subscribe(self._meter)
+        llm.engine.subscribe(self._stop_key)
+
+    def answer(self, messages: Messages) -> Generator[str, None, None]:
+        with self._stop_key.armed():
+            for piece in self._llm.stream_chat(messages, self._params):
+                yield piece.text
+        self._meter.check()
+
+    def summary(self) -> str:
+        return self._meter.summary()
+
+
+class ServedModel:
+    def __init__(self, client: BlockingClient, model: str, sampling: SamplingOptions) -> None:
+        self._client = client
+        self._fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        self._fields |= _asked_for(sampling)
+        self._sent = 0.0
+        self._times: list[float] = []
+        self._usage: dict[str, Any] = {}
+        self._finish_reason: str | None = None
+
+    def answer(self, messages: Messages) -> Generator[str, None, None]:
+        self._sent, self._times, self._usage, self._finish_reason = time.monotonic(), [], {}, None
+        for event in self._client.stream("/v1/chat/completions", {**self._fields, "messages": list(messages)}):
+            self._usage = event.get("usage") or self._usage
+            for choice in event.get("choices") or ():
+                self._finish_reason = choice.get("finish_reason") or self._finish_reason
+                text = (choice.get("delta") or {}).get("content")
+                if text:
+                    self._times.append(time.monotonic())
+                    yield text
+
+    def summary(self) -> str:
+        details = self._usage.get("prompt_tokens_details") or {}
+        return answer_summary(
+            self._sent,
+            self._times,
+            self._usage.get("completion_tokens") or len(self._times),
+            self._usage.get("prompt_tokens"),
+            details.get("cached_tokens") or 0,
+            cut_off=self._finish_reason == "length",
+        )
+
+
+def _asked_for(sampling: SamplingOptions) -> dict[str, Any]:
+    given, default = asdict(sampling), asdict(SamplingOptions())
+    return {name: value for name, value in given.items() if name in _STANDARD or value != default[name]}

@@ -1,0 +1,41 @@
+"""`chairlift explain`: the visual guide, drawn from real runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chairlift.lab.common.output import watch
+from chairlift.lab.explain.registry import ALL, TOPICS, topics_named
+from chairlift.lab.explain.sheet import require_matplotlib
+from chairlift.loading.store import DEFAULT_MODEL
+from chairlift.terminal.console import show_log
+
+
+def explain(
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help=f"{', '.join(TOPICS)}; or {ALL} for the whole guide.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to.")] = Path("guide"),
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Whose runs to draw: a name, a .gguf file, a folder or a hub id.")
+    ] = DEFAULT_MODEL,
+    formats: Annotated[
+        str, typer.Option(metavar="LIST", help="What to write: png, svg, html, json (the run's data), md.")
+    ] = "png,svg,html,json",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the files.")] = False,
+) -> None:
+    """Draw how serving works, from runs of the engine: pictures, a page that teaches, and the data."""
+    from chairlift.lab.explain.write import make_folder, parse_formats, write_guide
+
+    topics, chosen = topics_named(topic), parse_formats(formats)
+    require_matplotlib()
+    folder = make_folder(out)
+    show_log(quiet=True)
+    from chairlift.lab.explain.stage import Stage
+
+    with watch(enabled=not quiet) as note:
+        note(f"loading {model}")
+        written = write_guide(topics, Stage.load(model, progress=not quiet), folder, chosen, note=note)
+    for path in written:
+        typer.echo(path)

@@ -1,0 +1,119 @@
+"""`chairlift profile`: where the time of a step goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from chairlift.lab.common.output import JsonOptions, parse_numbers, show_table, watch
+from chairlift.lab.common.report import check_writable, machine
+from chairlift.lab.common.shape_options import ShapeOptions, model_settings
+from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given, with_option_groups
+
+if TYPE_CHECKING:
+    from chairlift.lab.common.floor import Ceilings
+    from chairlift.lab.profile.run import Profiled
+    from chairlift.lab.profile.step_profile import BatchProfile, PartTime
+
+
+@with_option_groups
+def profile(
+    context: typer.Context,
+    engine: EngineOptions,
+    shape: ShapeOptions,
+    report: JsonOptions,
+    model_argument: ModelArgument = None,
+    batch: Annotated[str, typer.Option(help="Requests that decode together; several give a table each.")] = "1,8,32",
+    prompt_tokens: Annotated[int, typer.Option(help="Length of their prompts.")] = 128,
+    steps: Annotated[int, typer.Option(help="Decode steps of each batch to look at.")] = 32,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace there, which opens in ui.perfetto.dev.", show_default="none"),
+    ] = None,
+) -> None:
+    """Where the time of a decode step goes.
+
+    On a CPU: products, attention, sampling, the rest of the model, and Python,
+    with the arithmetic and the bytes per second that each reaches beside what
+    this machine can do. On a GPU: kernels by kind, and the time in which the GPU
+    waits: for the host between steps, and for the next kernel within one.
+
+    Requests are random tokens, greedy. Prompts are computed before the
+    steps that count.
+    """
+    from chairlift.engine.startup import load_engine
+    from chairlift.lab.profile.chrome_trace import write_trace
+    from chairlift.lab.profile.run import profile_engine
+    from chairlift.lab.profile.step_profile import ProfileSettings
+
+    settings = ProfileSettings(parse_numbers("batch", batch), prompt_tokens, steps)
+    refuse_given(
+        context, ("speculate", "draft_length"), "a step with guesses is no plain decode step, which is looked at"
+    )
+    report.check()
+    if out is not None:
+        check_writable(out, "out")
+    with (
+        shape.resolve(context, engine, model_argument) as (path, config, name),
+        watch(enabled=not engine.quiet) as note,
+    ):
+        note("loading")
+        started = load_engine(path, settings.with_seats(config), progress=not engine.quiet)
+        found = profile_engine(started, settings, config.prefill_tokens(), note)
+    _show(found, name)
+    asked = {"batch": list(settings.batches), "prompt_tokens": prompt_tokens, "steps": steps}
+    asked |= model_settings(name, started.runner.model, found.ceilings)
+    if out is not None:
+        write_trace(out, found.trace, asked | {"machine": machine()})
+        Console().print(f"Trace written to {out}: open it in ui.perfetto.dev", highlight=False)
+    report.write("profile", asked, [one.row() for one in found.batches])
+
+
+def _show(found: Profiled, name: str) -> None:
+    for one in found.batches:
+        show_table(
+            f"{name}: {one.batch} requests, {one.context:.0f} tokens each: {1e3 * one.step_seconds:.3f} ms per step",
+            ["Part", "ms", "Share", "GFLOP/s", "of ceiling", "GB/s", "of ceiling"],
+            [_cells(part, one, found.ceilings) for part in one.parts],
+            _caption(one, found.ceilings),
+        )
+
+
+def _cells(part: PartTime, whole: BatchProfile, ceilings: Ceilings) -> Sequence[str]:
+    return [
+        part.name,
+        f"{1e3 * part.seconds:.3f}",
+        f"{part.seconds / whole.step_seconds:.1%}",
+        *_rate(part.flops_per_second, ceilings.flops_per_second),
+        *_rate(part.bytes_per_second, ceilings.bytes_per_second),
+    ]
+
+
+def _rate(value: float | None, ceiling: float) -> tuple[str, str]:
+    return ("", "") if value is None else (f"{value / 1e9:,.1f}", f"{value / ceiling:.0%}")
+
+
+def _caption(one: BatchProfile, ceilings: Ceilings) -> str:
+    lines = [
+        f"{one.steps} steps. Ceilings here: {ceilings.flops_per_second / 1e9:,.0f} GFLOP/s, "
+        f"{ceilings.bytes_per_second / 1e9:,.1f} GB/s"
+    ]
+    if "idle_share" in one.more:
+        lines.append(_gpu_line(one.more))
+    return "\n".join(lines)
+
+
+def _gpu_line(more: Any) -> str:
+    return (
+        f"Host gap between the kernels of consecutive steps: {more['host_gap_share']:.2%} of step time, without the "
+        "profiler, by the GPU's clock.\n"
+        f"The GPU is idle for {more['idle_share']:.1%} of a step with the profiler on; without it a step takes "
+        f"{1e3 * more['step_seconds_without_profiler']:.3f} ms, at least "
+        f"{more['idle_share_without_profiler']:.1%} of which are idle. The host works "
+        f"{1e3 * more['host_seconds']:.3f} ms for a step, {1e3 * more['launch_call_seconds']:.3f} ms of it launching "
+        f"{more['kernels_per_step']:.0f} kernels"
+    )

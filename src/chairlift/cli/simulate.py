@@ -1,0 +1,251 @@
+"""`chairlift simulate` and `chairlift plan`: what would happen, without a model."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from chairlift.errors import InvalidParameter
+from chairlift.lab.common.output import ReportOptions, show_comparison, show_table, watch
+from chairlift.lab.simulate.options import MACHINE, MachineOptions, TargetOptions
+from chairlift.terminal.options import refuse_given, with_option_groups
+
+_TRAFFIC = "Traffic"
+
+
+@with_option_groups
+def simulate(
+    context: typer.Context,
+    machine: MachineOptions,
+    targets: TargetOptions,
+    report: ReportOptions,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Step times as `chairlift bench profile` measured them, instead of a prediction.",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None,
+    kv_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the KV cache, instead of what fits.", rich_help_panel=MACHINE)
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Requests per second.", rich_help_panel=_TRAFFIC)] = 4.0,
+    arrivals: Annotated[str, typer.Option(help="poisson, bursty or uniform.", rich_help_panel=_TRAFFIC)] = "poisson",
+    requests: Annotated[int, typer.Option(help="How many.", rich_help_panel=_TRAFFIC)] = 1000,
+    prompt_len: Annotated[
+        str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_TRAFFIC)
+    ] = "16:512",
+    output_len: Annotated[
+        str, typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform.", rich_help_panel=_TRAFFIC)
+    ] = "16:256",
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Recorded traffic instead (CSV or JSON lines, as bench serve).", rich_help_panel=_TRAFFIC),
+    ] = None,
+    trace_speed: Annotated[float, typer.Option(help="Play it so many times faster.", rich_help_panel=_TRAFFIC)] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same traffic.", rich_help_panel=_TRAFFIC)] = 0,
+    replicas: Annotated[int, typer.Option(help="Engines side by side.")] = 1,
+    router: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affine.")] = "least-loaded",
+    policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
+    order: Annotated[str, typer.Option(help="fcfs, priority, shortest or fair.")] = "fcfs",
+    preemption: Annotated[
+        str, typer.Option(help="When memory runs out: recompute, swap (to the host) or auto (what is cheaper).")
+    ] = "recompute",
+    swap_blocks: Annotated[
+        int | None, typer.Option(help="Blocks in host memory.", show_default="as many as on the device")
+    ] = None,
+    max_batch_requests: Annotated[int, typer.Option(help="Seats of an engine.")] = 256,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 8192,
+    prefix_caching: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            help="Share equal beginnings of prompts.",
+            show_default="where a trace tells which are equal",
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare with a real run that `bench profile --record` wrote down."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Run the engine's own scheduler on a virtual clock.
+
+    Every step takes as long as a roofline of the model and the device
+    predicts, or as a profile of a real machine says.
+    """
+    if against is not None:
+        _simulate_again(context, against, report)
+        return
+    from chairlift.core.kv.swap import check_mode
+    from chairlift.lab.common.workload import LengthRange
+    from chairlift.lab.load.arrivals import Arrivals
+    from chairlift.lab.load.traces import load_trace
+    from chairlift.lab.simulate.plot import plot_outcome
+    from chairlift.lab.simulate.run import BLOCK_SIZE, ReplicaSettings, load_profile, random_arrivals, trace_arrivals
+    from chairlift.lab.simulator.figures import figures
+    from chairlift.lab.simulator.roofline import Roofline, StepCost
+    from chairlift.lab.simulator.router import make_router
+    from chairlift.lab.simulator.run import simulate as run
+
+    for name, number in (("replicas", replicas), ("requests", requests)):
+        if number < 1:
+            raise InvalidParameter(name, f"must be at least 1, got {number}")
+    report.check()
+    model, device, memory = machine.resolve()
+    goal = targets.resolve()
+    cost: StepCost = Roofline(model, device) if profile is None else load_profile(profile)
+    check_mode(preemption, swap_blocks)
+    settings = ReplicaSettings(
+        num_blocks=kv_blocks or memory.num_blocks,
+        seats=max_batch_requests,
+        max_batch_tokens=max_batch_tokens,
+        policy=policy,
+        order=order,
+        preemption=preemption,
+        swap_blocks=memory.num_blocks if swap_blocks is None else swap_blocks,
+        block_bytes=BLOCK_SIZE * model.kv_bytes_per_token,
+        host_bytes_per_second=device.host_bytes_per_second,
+    )
+    if trace is not None:
+        entries = [entry.scaled(1.0, trace_speed) for entry in load_trace(trace)[:requests]]
+        coming = trace_arrivals(entries)
+        settings = replace(settings, prefix_caching=any(entry.blocks for entry in entries))
+    else:
+        lengths = (LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len))
+        coming = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests, seed)
+    if prefix_caching is not None:
+        settings = replace(settings, prefix_caching=prefix_caching)
+    engines = [settings.make(cost, index / replicas) for index in range(replicas)]  # not all slow at the same time
+    begun = time.perf_counter()
+    with watch(enabled=not quiet) as note:
+        outcome = run(coming, engines, make_router(router), progress=lambda done: note(f"{done:,} requests"))
+    wall = time.perf_counter() - begun
+    row = figures(outcome, replicas, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
+    _show_figures(row, replicas)
+    asked = {"model": machine.model, "device": device.name, "replicas": replicas, "router": router, "policy": policy}
+    asked |= {
+        "order": order,
+        "preemption": preemption,
+        "rate": rate,
+        "trace": str(trace) if trace else None,
+        "requests": requests,
+        "seed": seed,
+    }
+    report.write("simulate", asked, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
+
+
+def _simulate_again(context: typer.Context, against: Path, report: ReportOptions) -> None:
+    from chairlift.lab.common.report import write_report
+    from chairlift.lab.simulate.recording import RecordedRun, compare
+
+    others = [name for name in context.params if name not in ("against", "json_file", "quiet")]
+    refuse_given(context, others, "does not go with --against: the recording says what is simulated")
+    report.check()
+    rows = compare(RecordedRun.load(against))
+    show_comparison(rows)
+    if report.json_file is not None:
+        write_report(report.json_file, "simulate", {"against": str(against)}, rows)
+
+
+def _show_figures(row: dict[str, Any], replicas: int) -> None:
+    def latency(name: str) -> list[str]:
+        values = (row[f"{name}_p{share}_ms"] for share in (50, 95, 99))
+        return [name.upper(), *("-" if value is None else f"{value:,.1f}" for value in values)]
+
+    show_table("Latency, ms", ["", "p50", "p95", "p99"], [latency(name) for name in ("ttft", "tpot", "itl", "e2e")])
+    show_table(
+        "Service",
+        ["", ""],
+        [
+            ["Requests per second", f"{row['requests_per_s']:.3g}"],
+            ["Output tokens per second", f"{row['output_tokens_per_s']:,.0f}"],
+            ["Within the targets", f"{row['good_share']:.1%}"],
+            [f"Busy, of {replicas} replica{'s' if replicas > 1 else ''}", f"{row['utilisation']:.1%}"],
+            ["Preemptions", f"{row['preemptions']:,}"],
+            ["Virtual time", f"{row['seconds']:,.1f} s in {row['steps']:,} steps"],
+            ["Real time", f"{row['wall_seconds']:.1f} s, {row['steps_per_wall_second']:,.0f} steps per second"],
+        ],
+    )
+
+
+@with_option_groups
+def plan(
+    machine: MachineOptions,
+    targets: TargetOptions,
+    report: ReportOptions,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second to be carried.", rich_help_panel=_TRAFFIC)
+    ] = None,
+    prompt_len: Annotated[
+        str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_TRAFFIC)
+    ] = "128:2048",
+    output_len: Annotated[
+        str, typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform.", rich_help_panel=_TRAFFIC)
+    ] = "64:512",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """What a model needs on a device, what it will do there, and how many devices a load takes.
+
+    No weights are read, and nothing is run but the scheduler.
+    """
+    from chairlift.lab.common.workload import LengthRange
+    from chairlift.lab.simulate.plot import decode_curve, plot_plan
+    from chairlift.lab.simulate.run import ReplicaSettings, highest_rate
+    from chairlift.lab.simulator.roofline import Roofline
+
+    if rate is not None and not rate > 0:
+        raise InvalidParameter("rate", f"must be above 0, got {rate}")
+    report.check()
+    model, device, memory = machine.resolve()
+    goal, cost = targets.resolve(), Roofline(model, device)
+    n_in, n_out = LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len)
+    longest = n_in.high + n_out.high
+    middle = round(math.sqrt(n_in.low * n_in.high) + math.sqrt(n_out.low * n_out.high) / 2)
+    largest = max(1, memory.num_tokens // middle)
+    curve = decode_curve(cost, middle, largest)
+    with watch(enabled=not quiet) as note:
+        note("searching for the highest rate")
+        settings = ReplicaSettings(num_blocks=memory.num_blocks, seats=min(largest, 1024))
+        best = highest_rate(settings, cost, n_in, n_out, goal)
+    fitting = [point for point in curve if goal.tpot is None or point.seconds <= goal.tpot]
+    rows = [
+        ["Weights", f"{model.weight_bytes / 1e9:.2f} GB, {model.num_parameters:,} of them"],
+        ["KV cache per token", f"{model.kv_bytes_per_token:,} bytes"],
+        ["KV cache", f"{memory.kv_bytes / 1e9:.1f} GB = {memory.num_blocks:,} blocks = {memory.num_tokens:,} tokens"],
+        [f"Requests at {middle:,} tokens each", f"{largest:,}"],
+        [f"Requests at {longest:,} tokens each", f"{memory.num_tokens // longest:,}"],
+        ["One request alone", f"{1 / curve[0].seconds:,.0f} tokens/s"],
+        ["All of them, decoding", f"{curve[-1].batch / curve[-1].seconds:,.0f} tokens/s"],
+    ]
+    if goal.tpot is not None:
+        most = fitting[-1].batch if fitting else 0
+        rows.append([f"Requests inside {goal.tpot * 1e3:g} ms per token", f"{most:,}"])
+    rows.append(["Highest rate inside the targets", f"{best:.3g} requests/s" if best else "none: not even one request"])
+    replicas = None
+    if rate is not None:
+        replicas = math.ceil(rate / best) if best else None
+        rows.append([f"Replicas for {rate:g} requests/s", f"{replicas:,}" if replicas else "cannot be reached"])
+    show_table(f"{machine.model} on {device.name}", ["", ""], rows, "Predicted by a roofline; nothing was run")
+    asked: dict[str, Any] = {"model": machine.model, "device": device.name}
+    asked |= {"dtype": machine.dtype, "kv_dtype": machine.kv_dtype}
+    asked |= {"prompt_len": str(n_in), "output_len": str(n_out), "rate": rate}
+    found = {
+        "name": machine.model,
+        "weight_bytes": model.weight_bytes,
+        "kv_bytes_per_token": model.kv_bytes_per_token,
+        "kv_blocks": memory.num_blocks,
+        "largest_batch": largest,
+        "tokens_per_s_alone": 1 / curve[0].seconds,
+        "tokens_per_s_full": curve[-1].batch / curve[-1].seconds,
+        "highest_rate": best,
+        "replicas": replicas,
+    }
+    title = f"{machine.model} on {device.name}"
+    report.write("plan", asked, [found], lambda path, here: plot_plan(path, title, curve, goal.tpot, here))

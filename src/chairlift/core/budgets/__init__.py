@@ -1,0 +1,1 @@
+"""Token budgets: how many tokens a step may compute."""

@@ -1,0 +1,1 @@
+"""KV cache accounting: blocks, sharing, prefix index, eviction, swap."""

@@ -1,0 +1,86 @@
+"""A step's plan while it is being made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from chairlift.core.budgets.base import StepLimits
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.plan import BlockCopy, BlockSwap, Chunk
+from chairlift.core.request import Request
+
+
+class PlanBuilder:
+    """The chunks chosen so far for the coming step, and what is left of its budget."""
+
+    def __init__(self, limits: StepLimits, taken: int = 0) -> None:
+        """`taken`: tokens of the step that are spoken for."""
+        self.chunks: dict[str, Chunk] = {}
+        self.room = limits.tokens - taken
+        self.prefill_room = min(limits.prefill_tokens, self.room)
+        self.seats = limits.seats
+        self.memory_was_short = False
+        self.swap_outs: list[BlockSwap] = []
+        self.swap_ins: list[BlockSwap] = []
+        self.guess_seconds = self.catch_up_seconds = 0.0
+        self.guesses_sleep = False
+        self._restrained: Collection[str] = ()
+        self._restrained_room = 0
+
+    def restrain(self, tenants: Collection[str], prefill_tokens: int) -> None:
+        """The prompts of these tenants together get no more than so many tokens."""
+        self._restrained, self._restrained_room = tenants, prefill_tokens
+
+    def room_for(self, request: Request) -> int:
+        """How many more of its missing tokens `request` may compute in this step."""
+        room = self.room if request.decoding else self.prefill_room
+        if request.tenant in self._restrained and not request.decoding:
+            room = min(room, self._restrained_room)
+        return min(self.num_behind(request), room)
+
+    def num_behind(self, request: Request) -> int:
+        """Its known tokens that will not be computed even after this step."""
+        return request.num_behind - self.count(request)
+
+    def count(self, request: Request) -> int:
+        chunk = self.chunks.get(request.id)
+        return chunk.count if chunk is not None else 0
+
+    def add(self, request: Request, count: int, kv: KVCache, copies: tuple[BlockCopy, ...]) -> None:
+        """`count` tokens for `request`, beyond those it may have in this step already."""
+        self._spend(request, count)
+        before = self.chunks.get(request.id)
+        if before is not None:
+            count, copies = before.count + count, before.copies + copies
+        start = request.num_planned
+        samples = start + count == request.num_expected
+        self.chunks[request.id] = Chunk(request, start, count, kv.table(request), samples, copies, request.generation)
+
+    def add_decode(self, request: Request, table: Sequence[int], copies: tuple[BlockCopy, ...]) -> None:
+        """The token that a decoding `request` is behind. The same as `add`, with what is known of it beforehand: most
+        chunks of most steps are made here."""
+        self.room -= 1
+        self.prefill_room = min(self.prefill_room, self.room)
+        self.chunks[request.id] = Chunk(request, request.num_planned, 1, table, True, copies, request.generation)
+
+    def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
+        """Guesses of the tokens that follow those `request` has in this step already."""
+        chunk = self.chunks[request.id]
+        self._spend(request, len(drafts))
+        self.chunks[request.id] = replace(chunk, count=chunk.count + len(drafts), drafts=tuple(drafts))
+
+    def drop(self, request: Request) -> Chunk | None:
+        """Take a preempted request out again, if it was in, and give its tokens back to the budget."""
+        chunk = self.chunks.pop(request.id, None)
+        if chunk is not None:
+            self._spend(request, -chunk.count)
+        return chunk
+
+    def _spend(self, request: Request, count: int) -> None:
+        self.room -= count
+        if not request.decoding:
+            self.prefill_room -= count
+            if request.tenant in self._restrained:
+                self._restrained_room -= count
+        self.prefill_room = min(self.prefill_room, self.room)

@@ -1,0 +1,1 @@
+"""Batching policies: when waiting requests are admitted."""

@@ -1,0 +1,1 @@
+"""The scheduler: which request computes which tokens in the next step."""

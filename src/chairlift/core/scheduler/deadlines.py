@@ -1,0 +1,72 @@
+"""Requests that must end by some time, and those of them that can no longer make it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.request import Request, Status
+
+FORECAST_EVERY = 0.1  # seconds: looking at everybody in every step would cost more than it saves
+
+
+class Forecast(Protocol):
+    def least_seconds(self, prompt_tokens: int, new_tokens: int) -> float:
+        """The least time in which so many tokens can be computed and then so many generated, with the batch empty."""
+        ...
+
+
+class Deadlines:
+    def __init__(self, find: Callable[[str], Request | None]) -> None:
+        self._find = find
+        self._heap: list[tuple[float, int, str]] = []  # ids only: finished requests need not live on in here
+        self._last_forecast = -math.inf
+
+    def add(self, request: Request) -> None:
+        if request.deadline is not None:
+            heapq.heappush(self._heap, (request.deadline, request.order, request.id))
+
+    def next(self) -> float | None:
+        while self._heap and self._request(self._heap[0]) is None:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def passed(self, now: float) -> list[Request]:
+        """Those whose time is over."""
+        found = []
+        while (deadline := self.next()) is not None and deadline <= now:
+            request = self._request(heapq.heappop(self._heap))
+            assert request is not None
+            found.append(request)
+        return found
+
+    def hopeless(self, now: float, forecast: Forecast, kv: KVCache) -> list[Request]:
+        """Those who would be too late even if nobody else were there: what is spent on them is lost to others.
+
+        What cannot be known counts in their favour: that the text may end with its next token, for one.
+        """
+        if now - self._last_forecast < FORECAST_EVERY:
+            return []
+        self._last_forecast = now
+        open_requests = (self._request(entry) for entry in self._heap)
+        return [request for request in open_requests if request is not None and _too_late(request, now, forecast, kv)]
+
+    def _request(self, entry: tuple[float, int, str]) -> Request | None:
+        request = self._find(entry[2])
+        # Else it is over, and the id perhaps used again.
+        return request if request is not None and request.order == entry[1] and request.ending is None else None
+
+
+def _too_late(request: Request, now: float, forecast: Forecast, kv: KVCache) -> bool:
+    assert request.deadline is not None
+    time_left = request.deadline - now
+    if forecast.least_seconds(request.num_behind, request.least_new_tokens) <= time_left:
+        return False
+    if request.status is not Status.WAITING:
+        return True
+    cached = len(kv.match(request).blocks) * kv.block_size  # looked up only now: a hit may save it
+    prompt_tokens = min(request.num_behind, request.num_known - cached)
+    return forecast.least_seconds(prompt_tokens, request.least_new_tokens) > time_left

@@ -1,0 +1,172 @@
+"""Those without a seat: in which order they board, how often they may be overtaken, and what each waits for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import overload
+
+from chairlift.core.orderings.base import Ordering
+from chairlift.core.request import Request
+
+MAX_OVERTAKES = 16
+
+
+class WaitReason(StrEnum):
+    NEXT_STEP = "it has not been offered a seat yet"
+    SEATS = "all seats are taken (max_batch_requests)"
+    TARGET = "with one more on board, the others' tokens would come later than target_tpot_ms"
+    BUDGET = "the step's token budget is used up (max_batch_tokens, max_prefill_tokens)"
+    MEMORY = "not enough free KV blocks for its tokens"
+    PREEMPTION = "memory ran out in this step; nobody boards until those on board fit"
+    COURTESY = "its tenant is a crowd, and steps are kept short for others who come now and then (order fair)"
+    TURN = "a request that was overtaken too often is next, and does not fit yet"
+    BATCH_FILLING = "the policy waits for more requests to fill a batch (max_delay_ms)"
+    BATCH_RUNNING = "the policy lets nobody board while a batch is on board"
+    SIBLING = "its sibling (n > 1) is still computing the prompt they share"
+    GRAMMAR = "the grammar of its structured output is being compiled"
+    PREFIX = "a request on board is computing the prefix they share"
+
+
+class WaitingQueue(Sequence[Request]):
+    """The queue. Iterates in order of submission; boards in the order of `ordering`.
+
+    Those ahead may be overtaken: by a request with a better claim, or by a smaller one when memory or budget is
+    short. But not for ever: each boarding is counted against the longest-waiting request and against everyone who
+    was passed over in that step. After `max_overtakes` of them a request is *aged*: it goes before all that are not,
+    and as long as it does not fit, nobody boards.
+    """
+
+    def __init__(self, ordering: Ordering, max_overtakes: int = MAX_OVERTAKES) -> None:
+        self.ordering = ordering
+        self.max_overtakes = max_overtakes
+        self._requests: list[Request] = []
+        self._aged: list[Request] = []
+        self._reasons: dict[str, WaitReason] = {}
+        self._reason_of_the_rest = WaitReason.NEXT_STEP
+        self._num_seen = 0  # the number after that of the last request submitted; those below it ...
+        self._num_asked = 0  # ... and this one were there when boarding was last tried
+        self._num_complete = 0  # ... and this one wait for no others to fill a batch
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Request]: ...
+    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+        return self._requests[index]
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @property
+    def oldest(self) -> Request:
+        return self._requests[0]
+
+    def add(self, request: Request) -> None:
+        insort(self._requests, request, key=_order)
+        self._num_seen = max(self._num_seen, request.order + 1)
+        if request.aged:
+            insort(self._aged, request, key=_order)
+
+    def remove(self, request: Request) -> None:
+        self._requests.remove(request)
+        self._reasons.pop(request.id, None)
+        if request.aged:
+            self._aged.remove(request)
+
+    def expect_no_more(self) -> None:
+        self._num_complete = self._num_seen
+
+    @property
+    def waits_for_company(self) -> bool:
+        """Whether others may yet come to fill a batch with those that are here."""
+        return self.oldest.order >= self._num_complete
+
+    @property
+    def num_aged(self) -> int:
+        return len(self._aged)
+
+    def in_boarding_order(self) -> Iterator[Request]:
+        """Those who are ready. Requests may leave the line while it is gone through."""
+        yield from [request for request in self._aged if request.ready]
+        if self.ordering.has_claims:
+            rest = [request for request in self._requests if request.ready and not request.aged]
+            yield from self.ordering.arrange(rest)
+        else:
+            yield from self._by_submission()
+
+    def _by_submission(self) -> Iterator[Request]:
+        """Those who are ready and not aged. Looks no further than asked: the line may be long."""
+        place = 0
+        while place < len(self._requests):
+            request = self._requests[place]
+            if request.ready and not request.aged:
+                yield request
+            if place < len(self._requests) and self._requests[place] is request:  # else it left the line
+                place += 1
+
+    def best_claim(self) -> tuple[bool, float] | None:
+        """The claim of whoever is next, as in `Ordering.rank`; None if nobody is."""
+        if not self.ordering.has_claims and not self._aged:
+            return (True, 0.0) if self._requests else None
+        first = next(self.in_boarding_order(), None)
+        return None if first is None else self.ordering.rank(first)[:2]
+
+    def count_overtaking(self, boarded: Request, passed_over: list[Request]) -> bool:
+        """`boarded` has left the line for a seat, ahead of those in `passed_over` and of whoever is older. True if one
+        of them may not be overtaken any more."""
+        overtaken = {request.id: request for request in passed_over}
+        if self._requests and self.oldest.order < boarded.order:
+            overtaken[self.oldest.id] = self.oldest
+        newly_aged = False
+        for request in overtaken.values():
+            request.overtaken += 1
+            if request.overtaken >= self.max_overtakes and not request.aged:
+                request.aged = newly_aged = True
+                insort(self._aged, request, key=_order)
+        return newly_aged
+
+    # ---- why each of them waits ---------------------------------------------------------------------------------
+
+    def begin_boarding(self) -> None:
+        self._num_asked = self._num_seen
+        self._reasons.clear()
+        self._reason_of_the_rest = WaitReason.NEXT_STEP
+
+    def note(self, request: Request, reason: WaitReason) -> None:
+        self._reasons[request.id] = reason
+
+    def note_rest(self, reason: WaitReason) -> None:
+        """The reason of all that were not asked one by one."""
+        self._reason_of_the_rest = reason
+
+    def reason(self, request: Request) -> WaitReason:
+        found = self.last_reason(request)
+        # Another request was awaited then, but perhaps is no longer.
+        return WaitReason.NEXT_STEP if found in (WaitReason.SIBLING, WaitReason.PREFIX) else found
+
+    def reasons(self) -> Counter[WaitReason]:
+        """How many wait for what, as boarding last found them. Asked in every step, however long the line is: so those
+        who were not asked one by one are not looked at one by one."""
+        asked = bisect_left(self._requests, self._num_asked, key=_order)
+        others = [request for request in self._requests[:asked] if not request.ready] + self._requests[asked:]
+        counts = Counter([*self._reasons.values(), *map(self.last_reason, others)])
+        counts[self._reason_of_the_rest] += len(self._requests) - counts.total()
+        return +counts  # without those that are zero
+
+    def last_reason(self, request: Request) -> WaitReason:
+        """What kept it from boarding in the last step."""
+        if not request.ready:
+            return WaitReason.GRAMMAR
+        if request.order >= self._num_asked:
+            return WaitReason.NEXT_STEP
+        return self._reasons.get(request.id, self._reason_of_the_rest)
+
+
+def _order(request: Request) -> int:
+    return request.order

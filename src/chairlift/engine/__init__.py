@@ -1,0 +1,1 @@
+"""The engine: the loop around scheduler and executor, and how one is started."""

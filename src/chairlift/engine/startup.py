@@ -1,0 +1,260 @@
+"""From a model's name to a running engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from chairlift.attention import AttentionBackend, AttentionLayer, choose_backend
+from chairlift.byte_sizes import format_bytes
+from chairlift.config import EngineConfig
+from chairlift.core.budgets.adaptive import make_budget
+from chairlift.core.cost_model import CostModel
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.swap import SwapCost, SwapSpace
+from chairlift.core.orderings.base import FairOrdering
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.tenant_isolation import TenantIsolation
+from chairlift.core.scheduler.work_forecast import WorkForecast
+from chairlift.engine.engine import Engine
+from chairlift.engine.kv_dtype import check_kv_dtype
+from chairlift.engine.runner_factory import RunnerFactory
+from chairlift.errors import CorruptCheckpoint, InvalidParameter
+from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
+from chairlift.loading.read_ahead import read_ahead
+from chairlift.loading.store import resolve_model
+from chairlift.loading.tokenizer import make_tokenizer
+from chairlift.models import build_model, describe, int8_obstacles
+from chairlift.models.base import CausalLM
+from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
+from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.host_blocks import HostBlocks, num_host_slots
+from chairlift.runner.memory import MemoryPlan
+from chairlift.speculation.control.controller import SpeculationController
+from chairlift.speculation.control.option import drafts_per_request
+from chairlift.speculation.draft_model import load_draft
+from chairlift.speculation.network_proposer import NetworkProposer
+from chairlift.speculation.setup import make_speculation
+from chairlift.structured.grammar import GrammarCompiler
+from chairlift.structured.structured import StructuredOutput
+from chairlift.text.tokenizer import Tokenizer
+
+log = logging.getLogger("chairlift")
+
+SMALLEST_ROUNDED = 20_000_000  # weights of a model that is rounded to 8 bits without being asked for
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Weights and text: what several engines could share."""
+
+    name: str
+    model: CausalLM
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngine:
+    engine: Engine
+    runner: ModelRunner | GPURunner
+    memory: MemoryPlan
+
+
+def load_engine(name: str, config: EngineConfig, *, progress: bool = True) -> StartedEngine:
+    """Fetch `name` if need be, load it, and start an engine on it."""
+    config.seats()  # contradictions show before minutes of loading
+    return start_engine(load_model(name, config, progress=progress), config)
+
+
+def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedModel:
+    begun = time.perf_counter()
+    check_kv_dtype(config.kv_dtype, config.torch_dtype(), config.torch_device())
+    checkpoint, tokenizer = _open(name, config, progress=progress)
+    info = describe(checkpoint.config)
+    _max_model_len(config, info.max_len)
+    if config.load_format != "dummy":
+        _require_plausible_size(checkpoint, info.num_parameters)
+    quantization = _quantization(config, checkpoint, info.num_parameters)
+    with torch.inference_mode():
+        model = build_model(
+            checkpoint.config,
+            read_ahead(checkpoint.tensors()),
+            dtype=config.torch_dtype(),
+            device=config.torch_device(),
+            max_len=config.max_model_len,
+            quantization=quantization,
+            batch_invariant=config.batch_invariant,
+        )
+    dtype = str(model.dtype).removeprefix("torch.") if quantization == "none" else quantization
+    log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
+    return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer))
+
+
+def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> str:
+    """8 bits unless a precision was asked for, where they pay: on a CPU, for models that do not fit into its caches."""
+    if config.quantization not in (None, "auto"):
+        return config.quantization
+    if config.dtype != "auto" or num_parameters < SMALLEST_ROUNDED:
+        return "none"
+    if int8_obstacles(checkpoint.config, config.torch_dtype(), config.torch_device()):
+        return "none"
+    from chairlift.kernels.cpu.simd import PLAIN, find_instruction_set  # numba takes its time
+
+    if find_instruction_set() is PLAIN:
+        log.info("weights stay as they are: this CPU has no instructions for 8-bit products, which make it faster")
+        return "none"
+    return "int8"
+
+
+def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoint, Tokenizer]:
+    if config.load_format == "dummy":
+        return DummyCheckpoint(name, config.torch_device()), dummy_tokenizer()
+    checkpoint = open_checkpoint(resolve_model(name, progress=progress))
+    return checkpoint, make_tokenizer(checkpoint)
+
+
+def start_engine(
+    loaded: LoadedModel, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+) -> StartedEngine:
+    """Size the KV cache and put the parts together. All times of the engine are those of `clock`."""
+    model = loaded.model
+    max_model_len = _max_model_len(config, model.max_len)
+    draft = load_draft(config.speculate, model, loaded.tokenizer, max_model_len) if config.speculate else None
+    layers = (*model.attention_layers, *(draft.layers if draft else ()))
+    attention = _choose_attention(config, model, layers, max_model_len)
+    compiler = GrammarCompiler(loaded.tokenizer, model.vocab_size, loaded.eos_ids)
+    structured = StructuredOutput(compiler, model.vocab_size)
+    making = RunnerFactory(model, attention, config, max_model_len, structured, draft)
+    runner, memory, seats = making.make()
+    cost_model = CostModel()
+    speculation = None
+    if draft is not None:
+        proposer = draft.make_proposer(attention, runner.storage, model, repeatable=config.seed is not None)
+        if isinstance(proposer, NetworkProposer):
+            runner.drafter = proposer
+        most_drafts = runner.max_drafts if isinstance(runner, GPURunner) else None
+        speculation = make_speculation(proposer, config.draft_length, cost_model, structured, most_drafts)
+    runner.warm_up()
+    engine = Engine(
+        _make_scheduler(config, memory, seats, runner, cost_model, speculation),
+        runner,
+        loaded.tokenizer,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_ids=loaded.eos_ids,
+        seed=config.seed,
+        cost_model=cost_model,
+        structured=structured,
+        clock=clock,
+    )
+    step = f"up to {config.batch_tokens()} tokens ({config.prefill_tokens()} of prompts)"
+    for line in (
+        *memory.lines(),
+        f"step       {step} of {seats} requests{_targets(config)}, {attention.name} attention",
+    ):
+        log.info(line)
+    return StartedEngine(engine, runner, memory)
+
+
+def _choose_attention(
+    config: EngineConfig, model: CausalLM, layers: Sequence[AttentionLayer], max_model_len: int
+) -> AttentionBackend:
+    if config.batch_invariant and not getattr(model, "batch_invariant", False):
+        raise InvalidParameter("batch_invariant", "this model was loaded without it")
+    invariant_for = max_model_len if config.batch_invariant else None
+    return choose_backend(config.attention, layers, model.device, model.dtype, invariant_for=invariant_for)
+
+
+def _make_scheduler(
+    config: EngineConfig,
+    memory: MemoryPlan,
+    seats: int,
+    runner: ModelRunner | GPURunner,
+    cost_model: CostModel,
+    speculation: SpeculationController | None,
+) -> Scheduler:
+    prompts = config.prefill_tokens()
+    drafts = drafts_per_request(config.speculate, config.draft_length)
+    forecast = WorkForecast(cost_model, prompts, most_per_step=1 + drafts)
+    ordering = config.make_ordering()
+    return Scheduler(
+        KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
+        make_budget(
+            config.budget,
+            cost_model,
+            max_batch_tokens=config.batch_tokens(),
+            max_prefill_tokens=prompts,
+            target_tpot_ms=config.target_tpot_ms,
+            target_ttft_ms=config.target_ttft_ms,
+        ),
+        config.make_policy(),
+        seats,
+        ordering=ordering,
+        max_overtakes=config.max_overtakes,
+        forecast=forecast,
+        swap=_make_swap_space(runner, config, memory, forecast),
+        speculation=speculation,
+        tenant_isolation=TenantIsolation(ordering, cost_model, prompts) if isinstance(ordering, FairOrdering) else None,
+    )
+
+
+def _targets(config: EngineConfig) -> str:
+    """What else decides over a step, for the start-up log."""
+    targets = {"per output token": config.target_tpot_ms, "to the first token": config.target_ttft_ms}
+    words = [f"{target:g} ms {what}" for what, target in targets.items() if target is not None]
+    if words:
+        return f", at most {' and '.join(words)}"
+    return ", at the throughput knee" if config.budget == "knee" else ""
+
+
+def _make_swap_space(
+    runner: ModelRunner | GPURunner, config: EngineConfig, memory: MemoryPlan, forecast: WorkForecast
+) -> SwapSpace:
+    if config.preemption == "recompute":
+        return SwapSpace()
+    slots = num_host_slots(config.swap_memory, memory)
+    if not slots:
+        raise InvalidParameter("swap_memory", "the host has no free memory for a single block")
+    runner.host = HostBlocks(runner.storage, slots)
+    if config.preemption == "swap":
+        return SwapSpace(slots)
+    speed = runner.host.bytes_per_second()
+    per_block = memory.bytes_per_token * memory.block_size
+    log.info(f"swap       {slots:,} blocks on the host, {format_bytes(speed)}/s")
+    return SwapSpace(slots, SwapCost(per_block, speed, forecast))
+
+
+def _require_plausible_size(checkpoint: Checkpoint, num_parameters: int) -> None:
+    """No quantization stores a weight in less than a bit: do not allocate for weights that cannot be there."""
+    if num_parameters > 8 * checkpoint.num_bytes:
+        raise CorruptCheckpoint(
+            f"{checkpoint.path}: its config describes {num_parameters:,} weights, its files hold "
+            f"{checkpoint.num_bytes:,} bytes: fetch it again"
+        )
+
+
+def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every token that ends a text: those of the generation config, else the model's, and the tokenizer's."""
+    listed = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
+    ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    if not all(isinstance(token, int) for token in ids):
+        raise CorruptCheckpoint(f"{checkpoint.path}: eos_token_id must be a token id or a list, got {listed!r:.100}")
+    found = set(ids)
+    own = tokenizer.token_id(tokenizer.eos_token) if tokenizer.eos_token else None
+    return frozenset(found | ({own} if own is not None else set()))
+
+
+def _max_model_len(config: EngineConfig, limit: int) -> int:
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        problem = f"{config.max_model_len} is more than the {limit} tokens that the model was made for"
+        raise InvalidParameter("max_model_len", problem)
+    return config.max_model_len

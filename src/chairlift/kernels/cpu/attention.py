@@ -1,0 +1,402 @@
+"""Ragged paged attention for a team of threads: scores, softmax and sum in one pass, straight from the blocks.
+
+A few new tokens of a sequence are computed row by row: reading the cache is what costs. Many of them are computed
+in tiles of queries and keys: there the products cost, and a tile of keys that was loaded serves all queries of its
+tile. Both keep a running maximum and sum, so that no matrix of scores is ever stored. Keys and values are used for all
+query heads that share them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from chairlift.kernels.cpu.attention_work import PIECE, QUERIES, Partial, Pieces, Tiles, Work
+from chairlift.kernels.cpu.scalar_math import FAST, compiled, exp, from_sortable, narrow, sortable, widen
+from chairlift.kernels.cpu.simd import F32_COLUMNS, F32_ROWS, LANES, dots, f32_tile, prefetch, transpose_16, widen_row
+from chairlift.kernels.cpu.threads import claim
+
+KEYS = F32_COLUMNS  # positions of a tile
+NOTHING = np.float32(-1e30)
+
+_tile, _tile_4, _tile_3, _tile_2, _tile_1 = (f32_tile(rows) for rows in (F32_ROWS, 4, 3, 2, 1))
+_F32 = np.float32(0.0)
+
+
+class Score(NamedTuple):
+    """How a layer scores."""
+
+    scale: np.float32
+    window: int  # 0: none
+    softcap: np.float32  # 0: none
+
+
+class Cache(NamedTuple):
+    """One layer of the paged cache, and where each sequence's positions are in it."""
+
+    keys: np.ndarray  # [blocks, block_size, kv_heads, head_dim] float32, or bfloat16 as uint16
+    values: np.ndarray
+    tables: np.ndarray  # [S, longest] int32
+
+
+class _Scratch(NamedTuple):
+    """A thread's own memory; all float32. R: rows of a tile of queries, one per token and query head."""
+
+    queries: np.ndarray  # [R, head_dim], scaled
+    sums: np.ndarray  # [R, padded head_dim]
+    peaks: np.ndarray  # [R]
+    totals: np.ndarray  # [R]
+    scores: np.ndarray  # [F32_ROWS, KEYS]
+    keys: np.ndarray  # [head_dim, KEYS]
+    values: np.ndarray  # [KEYS, padded head_dim]
+
+
+@compiled(FAST)
+def store(cache: Cache, slot: int, k: Any, v: Any) -> None:
+    """Put one token's key and value [kv_heads, head_dim] into its slot (block * block_size + offset)."""
+    block, offset = slot // cache.keys.shape[1], slot % cache.keys.shape[1]
+    like = cache.keys[0, 0, 0, 0]
+    for head in range(k.shape[0]):
+        for i in range(k.shape[1]):
+            cache.keys[block, offset, head, i] = narrow(k[head, i], like)
+            cache.values[block, offset, head, i] = narrow(v[head, i], like)
+
+
+@compiled(FAST)
+def attend(shared: Any, members: int, q: Any, cache: Cache, work: Work, how: Score, out: Any) -> None:
+    """q, out [T, heads, head_dim] float32. The team shares the work: call `meet` before and after, and then `merge`
+    for every row."""
+    pieces, tiles = work.pieces, work.tiles
+    kv_heads, head_dim = cache.keys.shape[2], cache.keys.shape[3]
+    group = q.shape[1] // kv_heads
+    padded = (head_dim + F32_COLUMNS - 1) // F32_COLUMNS * F32_COLUMNS
+    queries = QUERIES if tiles.rows.shape[0] > 0 else 1
+    most = max(queries * group, q.shape[1]) + F32_ROWS  # a tile may reach beyond the last row
+    scratch = _Scratch(
+        np.zeros((most, head_dim), dtype=np.float32),
+        np.zeros((most, padded), dtype=np.float32),
+        np.zeros(most, dtype=np.float32),
+        np.zeros(most, dtype=np.float32),
+        np.zeros((F32_ROWS, KEYS), dtype=np.float32),
+        np.zeros((max(head_dim, KEYS), max(padded, KEYS)), dtype=np.float32),
+        np.zeros((KEYS, padded), dtype=np.float32),
+    )
+    num_tiles = tiles.rows.shape[0] * kv_heads
+    num_pieces = pieces.rows.shape[0]
+    while True:
+        item = claim(shared, 1)
+        if item < num_tiles:  # first the large ones, and of them the last first, for they see the most
+            _attend_tile(
+                tiles.rows.shape[0] - 1 - item // kv_heads, item % kv_heads, q, cache, tiles, how, scratch, out
+            )
+        elif item < num_tiles + num_pieces:
+            following = item - num_tiles + members  # what this thread is likely to do next
+            if following < num_pieces:
+                start, end = pieces.starts[following], pieces.lengths[following]
+                _fetch_ahead(cache.keys, cache.values, cache.tables, pieces.sequences[following], start, end)
+            _attend_piece(item - num_tiles, q, cache, pieces, how, work.partial, scratch, out)
+        else:
+            return
+
+
+# In what follows arrays are passed one by one and indexed in full: numba counts references to every slice that it makes
+# and to every member that it takes out of a tuple, which costs more than the arithmetic.
+
+
+@compiled(FAST)
+def _attend_piece(
+    piece: int, q: Any, cache: Cache, pieces: Pieces, how: Score, partial: Partial, scratch: Any, out: Any
+) -> None:
+    """All heads of a piece: their keys and values lie side by side."""
+    heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.keys.shape[2]
+    group, whole = heads // kv_heads, pieces.counts[piece] == 1
+    row, length, start, sequence = (
+        pieces.rows[piece],
+        pieces.lengths[piece],
+        pieces.starts[piece],
+        pieces.sequences[piece],
+    )
+    queries, sums, peaks, totals = scratch.queries, scratch.sums, scratch.peaks, scratch.totals
+    scores, values = scratch.scores, scratch.values
+    end = min(length, start + PIECE)
+    low = max(0, length - how.window) if how.window > 0 else 0
+    _begin_rows(q, row, 1, 0, heads, how.scale, queries, sums, peaks, totals)
+    # Whole tiles only: a row is then summed in the same order whatever the window cuts off.
+    for base in range(max(start, low // KEYS * KEYS), end, KEYS):
+        count = min(KEYS, end - base)
+        _fetch_ahead(cache.keys, cache.values, cache.tables, sequence, base + KEYS, end)
+        for kv_head in range(kv_heads):
+            if head_dim % F32_COLUMNS:
+                _load_rows(cache.values, cache.tables, sequence, base, count, kv_head, values)
+            for first in range(kv_head * group, (kv_head + 1) * group, F32_ROWS):
+                last = min(first + F32_ROWS, (kv_head + 1) * group)
+                _score(queries, first, last, cache.keys, cache.tables, sequence, base, count, kv_head, scores)
+                for line in range(last - first, F32_ROWS):  # a tile adds all its rows: these are nobody's
+                    for j in range(KEYS):
+                        scores[line, j] = np.float32(0.0)
+                for head in range(first, last):
+                    _soften(scores, head - first, peaks, totals, sums, head, max(low - base, 0), count, how.softcap)
+                if head_dim % F32_COLUMNS:
+                    _add_values(sums, first, scores, values, count)
+                else:
+                    _add_stored(sums, first, last, scores, cache.values, cache.tables, sequence, base, count, kv_head)
+    for head in range(heads):
+        if whole:
+            _finish_row(sums, totals, head, out, row, head)
+        else:
+            partial.peaks[piece, head] = peaks[head]
+            partial.totals[piece, head] = totals[head]
+            for i in range(head_dim):
+                partial.sums[piece, head, i] = sums[head, i]
+
+
+@compiled(FAST)
+def _score(
+    queries: Any,
+    first: int,
+    last: int,
+    side: Any,
+    tables: Any,
+    sequence: int,
+    base: int,
+    count: int,
+    kv_head: int,
+    scores: Any,
+) -> None:
+    """Lines of scores: the products of some queries with stored keys."""
+    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
+    whole, stride = head_dim // LANES * LANES, side.shape[2] * head_dim
+    j = 0
+    while j < count:  # by blocks: divisions cost more than products
+        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
+        run = min(block_size - slot, count - j)
+        start = side.ctypes.data + (((block * block_size + slot) * side.shape[2] + kv_head) * head_dim) * size
+        for row in range(first, last):
+            query, line = queries.ctypes.data + row * head_dim * 4, row - first
+            done = 0
+            while run - done >= LANES:
+                target = scores.ctypes.data + (line * KEYS + j + done) * 4
+                dots(target, query, start + done * stride * size, stride, whole, like)
+                done += LANES
+            for at in range(done, run):
+                score = np.float32(0.0)
+                for i in range(whole):
+                    score += queries[row, i] * widen(side[block, slot + at, kv_head, i])
+                scores[line, j + at] = score
+            for at in range(run):
+                for i in range(whole, head_dim):
+                    scores[line, j + at] += queries[row, i] * widen(side[block, slot + at, kv_head, i])
+        j += run
+
+
+@compiled()
+def _fetch_ahead(keys: Any, values: Any, tables: Any, sequence: int, base: int, end: int) -> None:
+    """Ask for the keys and values of the next tile: the machine cannot foresee which blocks they are in."""
+    block_size, row = keys.shape[1], keys.shape[2] * keys.shape[3] * keys.itemsize
+    for first in range(base, min(base + KEYS, end), block_size):
+        start = tables[sequence, first // block_size] * block_size * row
+        for line in range(0, min(block_size, end - first) * row, 64):
+            prefetch(keys.ctypes.data + start + line)
+            prefetch(values.ctypes.data + start + line)
+
+
+@compiled()
+def _add_stored(
+    sums: Any,
+    first: int,
+    last: int,
+    scores: Any,
+    side: Any,
+    tables: Any,
+    sequence: int,
+    base: int,
+    count: int,
+    kv_head: int,
+) -> None:
+    """As `_add_values`, straight from the blocks."""
+    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
+    padded, stride = sums.shape[1], side.shape[2] * head_dim
+    j = 0
+    while j < count:
+        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
+        run = min(block_size - slot, count - j)
+        weights = scores.ctypes.data + j * 4
+        for column in range(0, head_dim, F32_COLUMNS):
+            value = (
+                side.ctypes.data + (((block * block_size + slot) * side.shape[2] + kv_head) * head_dim + column) * size
+            )
+            target = sums.ctypes.data + (first * padded + column) * 4
+            if last - first == 1:
+                _tile_1(target, padded, weights, KEYS, value, stride, run, like)
+            elif last - first == 2:
+                _tile_2(target, padded, weights, KEYS, value, stride, run, like)
+            elif last - first == 3:
+                _tile_3(target, padded, weights, KEYS, value, stride, run, like)
+            elif last - first == 4:
+                _tile_4(target, padded, weights, KEYS, value, stride, run, like)
+            else:
+                _tile(target, padded, weights, KEYS, value, stride, run, like)
+        j += run
+
+
+@compiled(FAST)
+def merge(row: int, work: Work, out: Any) -> None:
+    """If the row came in several pieces, make it one: out [T, heads, head_dim]."""
+    first = work.several[row]
+    if first < 0:
+        return
+    partial, last = work.partial, first + work.pieces.counts[first]
+    for head in range(out.shape[1]):
+        peak = NOTHING
+        for piece in range(first, last):
+            peak = max(peak, partial.peaks[piece, head])
+        total = np.float32(0.0)
+        for piece in range(first, last):
+            total += partial.totals[piece, head] * exp(partial.peaks[piece, head] - peak)
+        target = out[row, head]
+        target[:] = np.float32(0.0)
+        for piece in range(first, last):
+            share = exp(partial.peaks[piece, head] - peak) / total
+            for i in range(target.shape[0]):
+                target[i] += partial.sums[piece, head, i] * share
+
+
+@compiled(FAST)
+def _attend_tile(
+    tile: int, kv_head: int, q: Any, cache: Cache, tiles: Tiles, how: Score, scratch: Any, out: Any
+) -> None:
+    head_dim, group = q.shape[2], q.shape[1] // cache.keys.shape[2]
+    first_row, tokens, position = tiles.rows[tile], tiles.counts[tile], tiles.positions[tile]
+    sequence, rows, window, softcap = tiles.sequences[tile], tokens * group, how.window, how.softcap
+    queries, sums, peaks, totals = scratch.queries, scratch.sums, scratch.peaks, scratch.totals
+    scores, keys, values = scratch.scores, scratch.keys, scratch.values
+    _begin_rows(q, first_row, tokens, kv_head, group, how.scale, queries, sums, peaks, totals)
+    low = max(0, position - window + 1) if window > 0 else 0
+    for base in range(low // KEYS * KEYS, position + tokens, KEYS):
+        count = min(KEYS, position + tokens - base)
+        _load_columns(cache.keys, cache.tables, sequence, base, count, kv_head, keys)
+        _load_rows(cache.values, cache.tables, sequence, base, count, kv_head, values)
+        for first in range(0, rows, F32_ROWS):
+            last = min(first + F32_ROWS, rows)
+            if base > position + (last - 1) // group:
+                continue  # all of it lies in the future of these rows
+            for line in range(F32_ROWS):
+                for j in range(KEYS):
+                    scores[line, j] = np.float32(0.0)
+            left = queries.ctypes.data + first * head_dim * 4
+            _tile(scores.ctypes.data, KEYS, left, head_dim, keys.ctypes.data, keys.shape[1], head_dim, _F32)
+            for row in range(first, last):
+                sees = position + row // group + 1 - base  # so many of these positions, or fewer
+                cut = max(sees - window, 0) if window > 0 else 0
+                _soften(scores, row - first, peaks, totals, sums, row, cut, min(sees, count), softcap)
+            _add_values(sums, first, scores, values, count)
+    for row in range(rows):
+        _finish_row(sums, totals, row, out, first_row + row // group, kv_head * group + row % group)
+
+
+@compiled(FAST)
+def _begin_rows(
+    q: Any,
+    row: int,
+    tokens: int,
+    kv_head: int,
+    group: int,
+    scale: Any,
+    queries: Any,
+    sums: Any,
+    peaks: Any,
+    totals: Any,
+) -> None:
+    for token in range(tokens):
+        for member in range(group):
+            r = token * group + member
+            peaks[r], totals[r] = NOTHING, np.float32(0.0)
+            for i in range(q.shape[2]):
+                queries[r, i] = q[row + token, kv_head * group + member, i] * scale
+            for i in range(sums.shape[1]):
+                sums[r, i] = np.float32(0.0)
+
+
+@compiled(FAST)
+def _soften(
+    scores: Any, line: int, peaks: Any, totals: Any, sums: Any, row: int, low: int, high: int, softcap: Any
+) -> None:
+    """A line of scores, of which only [low, high) count, to weights; what was summed before shrinks with the new
+    maximum."""
+    if softcap > 0:
+        for j in range(KEYS):
+            bent = exp(np.float32(2.0) * scores[line, j] / softcap)
+            scores[line, j] = softcap * (np.float32(1.0) - np.float32(2.0) / (bent + np.float32(1.0)))
+    for j in range(min(low, KEYS)):
+        scores[line, j] = -np.inf
+    for j in range(max(high, 0), KEYS):
+        scores[line, j] = -np.inf
+    highest = sortable(peaks[row])
+    for j in range(KEYS):
+        highest = max(highest, sortable(scores[line, j]))
+    peak = from_sortable(highest)
+    total = np.float32(0.0)
+    for j in range(KEYS):
+        weight = exp(scores[line, j] - peak)
+        scores[line, j] = weight
+        total += weight
+    shrink = exp(peaks[row] - peak)
+    peaks[row] = peak
+    totals[row] = totals[row] * shrink + total
+    if shrink != np.float32(1.0):
+        for i in range(sums.shape[1]):
+            sums[row, i] *= shrink
+
+
+@compiled()
+def _add_values(sums: Any, first: int, scores: Any, values: Any, count: int) -> None:
+    """Add the values, each by its weight, to some rows' sums."""
+    padded = sums.shape[1]
+    for column in range(0, padded, F32_COLUMNS):
+        target, source = sums.ctypes.data + (first * padded + column) * 4, values.ctypes.data + column * 4
+        _tile(target, padded, scores.ctypes.data, KEYS, source, padded, count, _F32)
+
+
+@compiled(FAST)
+def _finish_row(sums: Any, totals: Any, row: int, out: Any, to: int, head: int) -> None:
+    inverse = np.float32(1.0) / totals[row]
+    for i in range(out.shape[2]):
+        out[to, head, i] = sums[row, i] * inverse
+
+
+@compiled(FAST)
+def _load_rows(side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, target: Any) -> None:
+    """target [KEYS, head_dim] = what one side of the cache holds of `count` positions."""
+    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
+    whole = head_dim // 16 * 16
+    j = 0
+    while j < count:
+        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
+        for at in range(slot, min(block_size, slot + count - j)):
+            source = side.ctypes.data + (((block * block_size + at) * side.shape[2] + kv_head) * head_dim) * size
+            widen_row(target.ctypes.data + j * target.shape[1] * 4, source, whole, like)
+            for i in range(whole, head_dim):
+                target[j, i] = widen(side[block, at, kv_head, i])
+            j += 1
+
+
+@compiled(FAST)
+def _load_columns(side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, target: Any) -> None:
+    """The same, transposed: target [head_dim, KEYS]."""
+    like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
+    whole, stride = head_dim // 16 * 16, side.shape[2] * head_dim
+    j = 0
+    while j < count:
+        block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
+        run = min(block_size - slot, count - j)
+        start = side.ctypes.data + (((block * block_size + slot) * side.shape[2] + kv_head) * head_dim) * size
+        squares = run // 16 * 16
+        for at in range(0, squares, 16):
+            for i in range(0, whole, 16):
+                to = target.ctypes.data + (i * target.shape[1] + j + at) * 4
+                transpose_16(to, target.shape[1], start + (at * stride + i) * size, stride, like)
+        for at in range(run):
+            for i in range(whole if at < squares else 0, head_dim):
+                target[i, j + at] = widen(side[block, slot + at, kv_head, i])
+        j += run

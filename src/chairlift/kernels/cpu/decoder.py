@@ -1,0 +1,285 @@
+"""A whole decoder step on a team of threads: from embedded tokens to normed hidden states, without leaving the kernel.
+
+Ten pieces of work per layer, each shared by the team, which meets after every one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chairlift.kernels.cpu.aligned import aligned
+from chairlift.kernels.cpu.attention import Cache, Score, attend, merge, store
+from chairlift.kernels.cpu.attention_work import Work
+from chairlift.kernels.cpu.int8 import PackedWeight, Rows, multiply, round_row
+from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept, exp
+from chairlift.kernels.cpu.threads import claim, meet, the_team
+
+SILU, GELU_TANH = 0, 1
+_HALF, _ONE, _TWO = np.float32(0.5), np.float32(1.0), np.float32(2.0)
+_GELU_A, _GELU_B = np.float32(0.7978845608028654), np.float32(0.044715)
+
+
+class Network(NamedTuple):
+    """The weights of all L layers. An empty last axis: there is no such bias or norm."""
+
+    before_attention: np.ndarray  # [L, hidden] float32
+    qkv: PackedWeight
+    qkv_bias: np.ndarray  # [L, (heads + 2 * kv_heads) * head_dim]
+    q_norm: np.ndarray  # [L, head_dim]
+    k_norm: np.ndarray
+    output: PackedWeight
+    output_bias: np.ndarray
+    before_mlp: np.ndarray  # [L, hidden]
+    gate_up: PackedWeight
+    gate_up_bias: np.ndarray
+    down: PackedWeight
+    down_bias: np.ndarray
+    final_norm: np.ndarray  # [hidden]
+    eps: np.float32
+    activation: int
+    ropes: np.ndarray  # [L] int64: which rotation each layer uses, -1: none
+    scales: np.ndarray  # [L] float32, of scores
+    windows: np.ndarray  # [L] int64, 0: none
+    softcaps: np.ndarray  # [L] float32, 0: none
+    taps: np.ndarray  # [L] int64: which of the step's `tapped` keeps what the layer reads, -1: none
+
+
+class Step(NamedTuple):
+    """What one step reads and changes. T tokens."""
+
+    x: np.ndarray  # [T, hidden] float32: embedded tokens, and what the layers make of them
+    cos: np.ndarray  # [ropes, T, pairs] float32
+    sin: np.ndarray
+    slots: np.ndarray  # [T] int64
+    keys: np.ndarray  # [L, blocks, block_size, kv_heads, head_dim] float32 or uint16 (bfloat16)
+    values: np.ndarray
+    tables: np.ndarray  # [S, longest] int32
+    work: Work
+    tapped: np.ndarray  # [taps, T, hidden] float32: the residual stream before some layers
+    rows: np.ndarray  # [R] int64: those that are read of the last layer, all different
+    out: np.ndarray  # [R, hidden] float32: their normed hidden states; may be `x` itself if these are all, in order
+
+
+class Buffers(NamedTuple):
+    """Room for what the pieces of work hand on, for as many rows as a step may have."""
+
+    qkv: np.ndarray  # [rows, heads + 2 * kv_heads, head_dim] float32
+    attended: np.ndarray  # [rows, heads, head_dim] float32
+    gate_up: np.ndarray  # [rows, 2 * inner] float32
+    hidden_rows: Rows
+    attended_rows: Rows
+    inner_rows: Rows
+
+    @classmethod
+    def empty(cls, rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int) -> Buffers:
+        return cls(
+            aligned((rows, heads + 2 * kv_heads, head_dim), np.float32),
+            aligned((rows, heads, head_dim), np.float32),
+            aligned((rows, 2 * inner), np.float32),
+            Rows.empty(rows, hidden),
+            Rows.empty(rows, heads * head_dim),
+            Rows.empty(rows, inner),
+        )
+
+
+@compiled_and_kept(FAST)
+def decode_step(shared: Any, members: int, net: Network, step: Step, buffers: Buffers) -> None:
+    last = net.scales.shape[0] - 1
+    for layer in range(last + 1):
+        if net.taps[layer] >= 0:
+            _keep(shared, step.x, step.tapped[net.taps[layer]])
+            meet(shared, members)
+        decode_layer(shared, members, net, layer, step, buffers, layer == last)
+    while True:
+        row = claim(shared, 1)
+        if row >= step.out.shape[0]:
+            break
+        norm_row(step.out[row], net.final_norm, net.eps, step.out[row])
+    meet(shared, members)
+
+
+@compiled(FAST)
+def decode_layer(
+    shared: Any, members: int, net: Network, layer: int, step: Step, buffers: Buffers, picks: bool
+) -> None:
+    """`picks`: what follows the attention is computed for the step's `rows` alone, in `out`."""
+    x = step.out if picks else step.x
+    count = x.shape[0]
+    heads = buffers.attended.shape[1]
+    cache = Cache(step.keys[layer], step.values[layer], step.tables)
+    how = Score(net.scales[layer], net.windows[layer], net.softcaps[layer])
+
+    store_layer(shared, members, net, layer, step, buffers)
+    attend(shared, members, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)
+    meet(shared, members)
+    _merge_and_round(shared, step, buffers, picks)
+    meet(shared, members)
+    weight = PackedWeight(net.output.numbers[layer], net.output.scales[layer])
+    multiply(shared, buffers.attended_rows, count, weight, net.output_bias[layer], True, x)
+    meet(shared, members)
+    _norm_and_round(shared, x, net.before_mlp[layer], net.eps, buffers.hidden_rows)
+    meet(shared, members)
+    weight = PackedWeight(net.gate_up.numbers[layer], net.gate_up.scales[layer])
+    multiply(shared, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
+    meet(shared, members)
+    _activate_and_round(shared, count, buffers, net.activation)
+    meet(shared, members)
+    weight = PackedWeight(net.down.numbers[layer], net.down.scales[layer])
+    multiply(shared, buffers.inner_rows, count, weight, net.down_bias[layer], True, x)
+    meet(shared, members)
+
+
+@compiled(FAST)
+def store_layer(shared: Any, members: int, net: Network, layer: int, step: Step, buffers: Buffers) -> None:
+    """The first three of the ten pieces: queries are made, keys and values also stored."""
+    flat = buffers.qkv.reshape(buffers.qkv.shape[0], -1)
+    cache = Cache(step.keys[layer], step.values[layer], step.tables)
+    _norm_and_round(shared, step.x, net.before_attention[layer], net.eps, buffers.hidden_rows)
+    meet(shared, members)
+    weight = PackedWeight(net.qkv.numbers[layer], net.qkv.scales[layer])
+    multiply(shared, buffers.hidden_rows, step.x.shape[0], weight, net.qkv_bias[layer], False, flat)
+    meet(shared, members)
+    _rotate_and_store(shared, step, buffers.qkv, buffers.attended.shape[1], step.keys.shape[3], net, layer, cache)
+    meet(shared, members)
+
+
+def rounded_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_features: int) -> Tensor:
+    """x [..., depth] float32 -> [..., out_features]."""
+    flat = x.reshape(-1, x.shape[-1]).float().contiguous()
+    out = torch.empty(len(flat), out_features)
+    no_bias = np.empty(0, dtype=np.float32)
+    rows = Rows.empty(len(flat), x.shape[-1])
+    the_team().run(linear, flat.numpy(), rows, weight, no_bias if bias is None else bias.float().numpy(), out.numpy())
+    return out.view(*x.shape[:-1], out_features)
+
+
+@compiled_and_kept(FAST)
+def linear(shared: Any, members: int, x: Any, rows: Rows, weight: PackedWeight, bias: Any, out: Any) -> None:
+    """out [T, channels] = x [T, depth] times weight, plus bias."""
+    while True:
+        row = claim(shared, 1)
+        if row >= x.shape[0]:
+            break
+        round_row(x[row], rows, row)
+    meet(shared, members)
+    multiply(shared, rows, x.shape[0], weight, bias, False, out)
+    meet(shared, members)
+
+
+@compiled(FAST)
+def norm_row(values: Any, weight: Any, eps: Any, out: Any) -> None:
+    squares = np.float32(0.0)
+    for i in range(values.shape[0]):
+        squares += values[i] * values[i]
+    factor = _ONE / np.sqrt(squares / np.float32(values.shape[0]) + eps)
+    for i in range(values.shape[0]):
+        out[i] = values[i] * factor * weight[i]
+
+
+@compiled(FAST)
+def _keep(shared: Any, x: Any, kept: Any) -> None:
+    while True:
+        row = claim(shared, 1)
+        if row >= x.shape[0]:
+            return
+        kept[row] = x[row]
+
+
+@compiled(FAST)
+def _norm_and_round(shared: Any, x: Any, weight: Any, eps: Any, rows: Rows) -> None:
+    normed = np.empty(x.shape[1], dtype=np.float32)
+    while True:
+        row = claim(shared, 1)
+        if row >= x.shape[0]:
+            return
+        norm_row(x[row], weight, eps, normed)
+        round_row(normed, rows, row)
+
+
+@compiled(FAST)
+def _rotate_and_store(
+    shared: Any, step: Step, qkv: Any, heads: int, kv_heads: int, net: Network, layer: int, cache: Cache
+) -> None:
+    rope = net.ropes[layer]
+    while True:
+        row = claim(shared, 1)
+        if row >= step.x.shape[0]:
+            return
+        for head in range(heads + kv_heads):
+            values = qkv[row, head]
+            if net.q_norm.shape[1] > 0:
+                norm_row(values, net.q_norm[layer] if head < heads else net.k_norm[layer], net.eps, values)
+            if rope >= 0:
+                _rotate(values, step.cos[rope, row], step.sin[rope, row])
+        store(cache, step.slots[row], qkv[row, heads : heads + kv_heads], qkv[row, heads + kv_heads :])
+
+
+@compiled(FAST)
+def _rotate(values: Any, cos: Any, sin: Any) -> None:
+    """Number i of the first half is paired with i of the second."""
+    pairs = cos.shape[0]
+    first, second = values[:pairs], values[pairs : 2 * pairs]  # indices from zero: others are not vectorised
+    for i in range(pairs):
+        x, y = first[i], second[i]
+        first[i] = x * cos[i] - y * sin[i]
+        second[i] = y * cos[i] + x * sin[i]
+
+
+@compiled(FAST)
+def _merge_and_round(shared: Any, step: Step, buffers: Buffers, picks: bool) -> None:
+    """Rows of the attention's output to integers, after their pieces, where they came in several, are one. Those that
+    are picked move up, and so does what they will be added to."""
+    flat = buffers.attended.reshape(buffers.attended.shape[0], -1)
+    count = step.rows.shape[0] if picks else step.x.shape[0]
+    while True:
+        place = claim(shared, 1)
+        if place >= count:
+            return
+        row = step.rows[place] if picks else place
+        merge(row, step.work, buffers.attended)
+        round_row(flat[row], buffers.attended_rows, place)
+        if picks:
+            step.out[place] = step.x[row]
+
+
+@compiled(FAST)
+def _activate_and_round(shared: Any, count: int, buffers: Buffers, activation: int) -> None:
+    inner = buffers.gate_up.shape[1] // 2
+    while True:
+        row = claim(shared, 1)
+        if row >= count:
+            return
+        gate, up = buffers.gate_up[row, :inner], buffers.gate_up[row, inner:]
+        if activation == SILU:
+            for i in range(inner):
+                gate[i] = gate[i] / (_ONE + exp(-gate[i])) * up[i]
+        else:
+            for i in range(inner):
+                bent = _TWO * _GELU_A * (gate[i] + _GELU_B * gate[i] * gate[i] * gate[i])
+                gate[i] = gate[i] * (_ONE - _ONE / (exp(bent) + _ONE)) * up[i]
+        round_row(gate, buffers.inner_rows, row)
+
+
+@compiled_and_kept(FAST)
+def attend_layer(
+    shared: Any, members: int, q: Any, k: Any, v: Any, slots: Any, cache: Cache, work: Work, how: Score, out: Any
+) -> None:
+    """The attention of one layer by itself: q, out [T, heads, head_dim]; k, v [T, kv_heads, head_dim]."""
+    while True:
+        row = claim(shared, 1)
+        if row >= q.shape[0]:
+            break
+        store(cache, slots[row], k[row], v[row])
+    meet(shared, members)
+    attend(shared, members, q, cache, work, how, out)
+    meet(shared, members)
+    while True:
+        row = claim(shared, 1)
+        if row >= q.shape[0]:
+            break
+        merge(row, work, out)
+    meet(shared, members)

@@ -1,0 +1,142 @@
+"""Numbers: what compiled loops need and numba offers only as slow calls."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+# Sums may be reordered so that they vectorise; NaN and infinity keep their meaning.
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+
+
+def compiled(fastmath: set[str] | bool = False, **more: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Machine code that runs without the interpreter's lock."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        return numba.njit(function, fastmath=fastmath, nogil=True, error_model="numpy", **more)
+
+    return decorate
+
+
+def compiled_and_kept(fastmath: set[str] | bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """The same, kept on disk where a place to write is found: for what is called from Python."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        before = numba.config.CACHE_DIR
+        try:
+            numba.config.CACHE_DIR = str(_cache_folder())
+            return compiled(fastmath, cache=True)(function)
+        except RuntimeError:  # nowhere to keep it, as in a read-only container: compiled again at every start
+            return compiled(fastmath)(function)
+        finally:
+            numba.config.CACHE_DIR = before
+
+    return decorate
+
+
+@cache
+def _cache_folder() -> Path:
+    """One for each version of the kernels: numba itself sees only whether the file of a function has changed, and not
+    those of the functions that it calls."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chairlift" / "kernels" / digest
+
+
+@intrinsic
+def bits(_: Any, number: Any) -> Any:
+    """The 32 bits of a float32, as an integer."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return b.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def from_bits(_: Any, number: Any) -> Any:
+    """The float32 that has these bits."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return b.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def nearest(_: Any, number: Any) -> Any:
+    """The nearest whole number, as a float32."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return b.call(b.module.declare_intrinsic("llvm.rint", [ir.FloatType()]), args)
+
+    return types.float32(types.float32), generate
+
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.693359375)  # few bits, so that its products are exact
+_LN2_LOW = np.float32(-2.12194440e-4)
+_LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
+_C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
+_ONE = np.float32(1.0)
+
+
+@compiled({"contract"})
+def exp(x: Any) -> Any:
+    """e to the x for float32, to within 2 units in the last place; 0 below -87. Loops over it vectorise."""
+    inside = min(max(x, _LOWEST), _HIGHEST)
+    whole = nearest(inside * _LOG2_E)
+    rest = inside - whole * _LN2_HIGH - whole * _LN2_LOW
+    series = _ONE + rest * (_ONE + rest * (_C2 + rest * (_C3 + rest * (_C4 + rest * (_C5 + rest * _C6)))))
+    result = series * from_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+    return result if x >= _LOWEST else (np.float32(0.0) if x < _LOWEST else x)
+
+
+@intrinsic
+def widen(_: Any, number: Any) -> Any:
+    """A float32, whether it is stored as one or as its upper half (bfloat16, which numba sees as uint16)."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        if number == types.float32:
+            return args[0]
+        word = b.shl(b.zext(args[0], ir.IntType(32)), ir.IntType(32)(16))
+        return b.bitcast(word, ir.FloatType())
+
+    return types.float32(number), generate
+
+
+@intrinsic
+def narrow(_: Any, number: Any, like: Any) -> Any:
+    """The opposite of `widen`, rounded to the nearest: as what `like` is stored."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        if like == types.float32:
+            return args[0]
+        i32 = ir.IntType(32)
+        word = b.bitcast(args[0], i32)
+        odd = b.and_(b.lshr(word, i32(16)), i32(1))
+        return b.trunc(b.lshr(b.add(word, b.add(odd, i32(0x7FFF))), i32(16)), ir.IntType(16))
+
+    return like(types.float32, like), generate
+
+
+@compiled()
+def sortable(number: Any) -> Any:
+    """The bits of a float32 as an integer that compares as the float does: the maximum of such vectorises."""
+    word = bits(number)
+    return word ^ ((word >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+@compiled()
+def from_sortable(word: Any) -> Any:
+    return from_bits(word ^ ((word >> np.int32(31)) & np.int32(0x7FFFFFFF)))

@@ -1,0 +1,192 @@
+"""A team of threads that run one kernel together.
+
+A step of a model is hundreds of small pieces of work, each needing what the one before it made. Starting threads for
+every piece would cost more than many of the pieces, so the whole step is one call: every member of the team runs the
+same kernel, takes the next share of a piece whenever it is free (`claim`), and waits for the others at its end
+(`meet`). A member that has waited long lets others have its core.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from chairlift.kernels.cpu.scalar_math import compiled
+
+ARRIVED, ROUND, CLAIMED, BROKEN = 0, 64, 128, 192  # bytes into the shared state, on cache lines of their own
+NOTHING_LEFT = 2**62
+PATIENCE = 100  # looks at the shared state before a waiting thread offers its core to others
+_I64 = ir.IntType(64)
+
+
+@intrinsic
+def _fetch_add(_: Any, address: Any, amount: Any) -> Any:
+    """Add to a shared number, and return what it was."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return b.atomic_rmw("add", b.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), generate
+
+
+@intrinsic
+def _read(_: Any, address: Any) -> Any:
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return b.load_atomic(b.inttoptr(args[0], _I64.as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.intp), generate
+
+
+@intrinsic
+def _write(_: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+        b.store_atomic(args[1], b.inttoptr(args[0], _I64.as_pointer()), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int64), generate
+
+
+@intrinsic
+def _give_way(_: Any) -> Any:
+    """Let another thread have this core, if there is one."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, _args: Sequence[ir.Value]) -> Any:
+        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.IntType(32), []), "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def nanoseconds(_: Any) -> Any:
+    """The time on a clock that only goes forward."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, _args: Sequence[ir.Value]) -> ir.Value:
+        parts = ir.ArrayType(_I64, 2)  # seconds, nanoseconds
+        place = cgutils.alloca_once(b, parts)
+        signature = ir.FunctionType(ir.IntType(32), [ir.IntType(32), parts.as_pointer()])
+        clock = cgutils.get_or_insert_function(b.module, signature, "clock_gettime")
+        b.call(clock, [ir.IntType(32)(time.CLOCK_MONOTONIC), place])
+        both = b.load(place)
+        return b.add(b.mul(b.extract_value(both, 0), _I64(1_000_000_000)), b.extract_value(both, 1))
+
+    return types.int64(), generate
+
+
+@compiled()
+def meet(shared: Any, members: int) -> None:
+    """Return once every member of the team is here; then there is nothing claimed again. If one of them has failed,
+    return at once: nothing more will be claimed, and the caller is told."""
+    address = shared.ctypes.data
+    now = _read(address + ROUND)
+    if _fetch_add(address + ARRIVED, 1) == members - 1:
+        _write(address + ARRIVED, 0)
+        _write(address + CLAIMED, 0)
+        _write(address + ROUND, now + 1)
+        return
+    looks = 0
+    while _read(address + ROUND) == now and _read(address + BROKEN) == 0:
+        looks += 1
+        if looks > PATIENCE:
+            _give_way()
+
+
+@compiled()
+def claim(shared: Any, amount: int) -> Any:
+    """The first of the next `amount` pieces of work that nobody has taken since the team last met."""
+    return _fetch_add(shared.ctypes.data + CLAIMED, amount)
+
+
+class Team:
+    """`size` threads, the caller's among them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._shared = np.zeros(64, dtype=np.int64)
+        self._set_up()
+        # The child of a fork has none of the threads, and a lock that another thread held stays closed there for ever.
+        os.register_at_fork(after_in_child=self._set_up)
+
+    def _set_up(self) -> None:
+        """Alone; the others are called in when there is something to do."""
+        self._lock = threading.Lock()  # one kernel at a time
+        self._kernel: Callable[..., None] | None = None
+        self._arguments: tuple[Any, ...] = ()
+        self._failure: BaseException | None = None
+        self._starts: list[threading.Semaphore] = []
+        self._done = threading.Semaphore(0)
+
+    def _call_in(self) -> None:
+        while len(self._starts) < self.size - 1:
+            start = threading.Semaphore(0)
+            threading.Thread(target=self._work, args=(start,), name="chairlift-kernel", daemon=True).start()
+            self._starts.append(start)
+
+    def run(self, kernel: Callable[..., None], *arguments: Any) -> None:
+        """`kernel(shared, size, *arguments)` on every thread of the team; returns when all are done."""
+        with self._lock:
+            self._call_in()
+            self._kernel, self._arguments, self._failure = kernel, arguments, None
+            self._shared[:] = 0
+            started = 0
+            try:
+                for start in self._starts:
+                    start.release()
+                    started += 1
+                kernel(self._shared, self.size, *arguments)
+            except BaseException:
+                self._give_up()
+                raise
+            finally:
+                for _ in range(started):
+                    self._done.acquire()
+                self._kernel, self._arguments = None, ()
+            if self._failure is not None:
+                raise self._failure
+
+    def _give_up(self) -> None:
+        """Nothing is left to claim, and nobody waits for anybody."""
+        self._shared[CLAIMED // 8] = NOTHING_LEFT
+        self._shared[BROKEN // 8] = 1
+
+    def _work(self, start: threading.Semaphore) -> None:
+        while True:
+            start.acquire()
+            try:
+                assert self._kernel is not None
+                self._kernel(self._shared, self.size, *self._arguments)
+            except BaseException as error:  # the caller is told, and the team goes on
+                self._failure = error
+                self._give_up()
+            finally:
+                self._done.release()
+
+
+_team: Team | None = None
+
+
+def the_team() -> Team:
+    """The one team of this process: as many threads as torch would use."""
+    global _team
+    if _team is None:
+        _team = Team(min(torch.get_num_threads(), _cpu_quota()))
+    return _team
+
+
+def _cpu_quota() -> int:
+    """How many cores a container may use: threads beyond them would only wait for each other."""
+    file = Path("/sys/fs/cgroup/cpu.max")
+    quota, period = file.read_text().split() if file.exists() else ("max", "")
+    return max(1, -(-int(quota) // int(period))) if quota != "max" else sys.maxsize

@@ -1,0 +1,267 @@
+"""Paged attention of chunks of prompts on a GPU, and what all attention kernels share. Single tokens: triton_decode.py.
+
+Keys and values are read where they lie, through the block tables, with a running softmax, so that no score matrix is
+ever written. Queries that share a key head (GQA) are packed into one tile, so each key and value is loaded once for all
+of them. One program per (tile of queries, key head) walks the context from its start to the diagonal.
+
+Everything that changes from step to step is read from device memory, so a captured graph can be replayed for any
+batch that fits its grid: programs without work return at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.kernels.triton.launch import next_power_of_2, overlapping, shared_memory
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def in_type_of(cached, q):
+    """Keys or values as the queries are. Before Hopper there is no way from 8-bit floats to bfloat16 but this."""
+    if cached.dtype == tl.float8e4nv:
+        cached = cached.to(tl.float32)
+    return cached.to(q.dtype)
+
+
+@triton.jit
+def scores_of(q, k, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """q [M, D], k [D, N] -> scores in units of log 2."""
+    return cap_scores(tl.dot(q, k, input_precision=PRECISION) * scale_log2, SOFTCAP)
+
+
+@triton.jit
+def cap_scores(scores, SOFTCAP: tl.constexpr):
+    """With a cap they come divided by it: tanh(x) = 1 - 2 / (exp(2x) + 1)."""
+    if SOFTCAP > 0:
+        scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * (SOFTCAP * 1.4426950408889634)
+    return scores
+
+
+@triton.jit
+def places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE: tl.constexpr):
+    """Where in the cache the keys and values of these positions begin."""
+    block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    return block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
+
+
+@triton.jit
+def _unscaled(q, k, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores, and what is left to multiply them by: that, and to subtract the largest of them, is one operation."""
+    scores = tl.dot(q, tl.trans(in_type_of(k, q)), input_precision=PRECISION)
+    left = scale_log2
+    if SOFTCAP > 0:
+        scores = cap_scores(scores * scale_log2, SOFTCAP)
+        left = 1.0
+    return scores, left
+
+
+@triton.jit
+def _weighed(scores, left, new_best, v, q, best, total, acc, PRECISION: tl.constexpr):
+    """The running softmax with one tile more: its weights [ROWS, N] and values [N, D]."""
+    weights = tl.exp2(scores * left - new_best[:, None])
+    shrink = tl.exp2(best - new_best)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(q.dtype), in_type_of(v, q), acc * shrink[:, None], input_precision=PRECISION)
+    return total, acc
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,  # [T, heads, D]
+    keys_ptr,
+    values_ptr,
+    out_ptr,  # [T, heads, D]
+    tables_ptr,
+    tile_chunk_ptr,  # [tiles] int32: the chunk a tile belongs to, or -1
+    tile_offset_ptr,  # [tiles] int32: its first query, counted from the chunk's first
+    chunk_slot_ptr,  # [chunks] int32
+    chunk_row_ptr,  # [chunks] int32: the batch row of the chunk's first token
+    chunk_start_ptr,  # [chunks] int32: the position of that token
+    chunk_count_ptr,  # [chunks] int32
+    q_stride,
+    out_stride,
+    kv_block_stride,
+    kv_token_stride,
+    table_stride,
+    scale_log2,
+    window,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    # Later tiles of a prompt have more to do: start them first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    head = tl.program_id(0)
+    chunk = tl.load(tile_chunk_ptr + tile)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if chunk < 0:
+        return
+    offset = tl.load(tile_offset_ptr + tile)
+    slot = tl.load(chunk_slot_ptr + chunk).to(tl.int64)
+    row = tl.load(chunk_row_ptr + chunk) + offset
+    start = tl.load(chunk_start_ptr + chunk) + offset
+    count = tl.minimum(tl.load(chunk_count_ptr + chunk) - offset, QUERIES)
+
+    ROWS: tl.constexpr = QUERIES * GROUP_PADDED  # all query heads of token 0, of token 1, ...
+    m = tl.arange(0, ROWS)
+    d = tl.arange(0, D_PADDED)
+    n = tl.arange(0, N)
+    token = m // GROUP_PADDED
+    in_head = d < D
+    keep = ((token < count) & (m % GROUP_PADDED < GROUP))[:, None] & in_head[None, :]
+    q_place = (row + token).to(tl.int64)
+    q_head = head * GROUP + m % GROUP_PADDED
+    q = tl.load(q_ptr + q_place[:, None] * q_stride + q_head[:, None] * D + d[None, :], mask=keep, other=0.0)
+    table = tables_ptr + slot * table_stride
+    seen_by = start + token  # the last position each row may look at
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D_PADDED], tl.float32)
+    head_offset = head * D + d
+    in_row = in_head[None, :]
+    end = start + count
+    begin = tl.maximum(start - window + 1, 0) // N * N
+    # Tiles that every row sees whole, then those on the diagonal. Where a window is shorter than what there is, any
+    # tile may be cut off.
+    whole = tl.where(begin + window < end, begin, tl.maximum((start + 1) // N * N, begin))
+    place = places(table, begin + n, begin + n < whole, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+    for at in range(begin, whole, N):
+        tile_at = place[:, None] + head_offset[None, :]
+        # Where the next tile is, is looked up while this one is computed.
+        place = places(table, at + N + n, at + N + n < whole, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        k = tl.load(keys_ptr + tile_at) if D == D_PADDED else tl.load(keys_ptr + tile_at, mask=in_row, other=0.0)
+        scores, left = _unscaled(q, k, scale_log2, SOFTCAP, PRECISION)
+        new_best = tl.maximum(best, tl.max(scores, 1) * left)
+        v = tl.load(values_ptr + tile_at) if D == D_PADDED else tl.load(values_ptr + tile_at, mask=in_row, other=0.0)
+        total, acc = _weighed(scores, left, new_best, v, q, best, total, acc, PRECISION)
+        best = new_best
+    for at in range(whole, end, N):
+        position = at + n
+        inside = position < end
+        place = places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        mask = inside[:, None] & in_row
+        k = tl.load(keys_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        scores, left = _unscaled(q, k, scale_log2, SOFTCAP, PRECISION)
+        visible = (position[None, :] <= seen_by[:, None]) & (position[None, :] > seen_by[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1) * left)
+        # A row that has seen nothing yet (a window that begins later) has no best: keep NaN out.
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        v = tl.load(values_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        total, acc = _weighed(scores, left, safe, v, q, best, total, acc, PRECISION)
+        best = new_best
+    total = tl.where(total == 0.0, 1.0, total)
+    out_at = out_ptr + q_place[:, None] * out_stride + q_head[:, None] * D + d[None, :]
+    tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens whose queries make one tile of the prefill kernel, all heads of a key head together."""
+    rows = 128 if dtype != torch.float32 and head_dim <= 128 else 32
+    group = next_power_of_2(num_heads // num_kv_heads)
+    return max(16 // group, rows // group, 1)  # a matrix product has at least 16 rows
+
+
+def prefill_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    *,
+    tables: Tensor,
+    tile_chunk: Tensor,
+    tile_offset: Tensor,
+    tile_queries: int,
+    chunk_slot: Tensor,
+    chunk_row: Tensor,
+    chunk_start: Tensor,
+    chunk_count: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    deep: bool = False,
+) -> None:
+    """Chunks of several tokens each, cut into the tiles that `tile_chunk` and `tile_offset` name. `deep`: some follow a
+    long context."""
+    _, num_heads, dim = q.shape
+    _, block_size, kv_heads, _ = keys.shape
+    group = num_heads // kv_heads
+    rows = tile_queries * next_power_of_2(group)
+    tile = _key_tile(rows, next_power_of_2(dim), q.dtype, shared_memory(q.device), deep)
+    _prefill_kernel[(kv_heads, len(tile_chunk))](
+        q,
+        keys,
+        values,
+        out,
+        tables,
+        tile_chunk,
+        tile_offset,
+        chunk_slot,
+        chunk_row,
+        chunk_start,
+        chunk_count,
+        q.stride(0),
+        out.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        tables.stride(0),
+        scale_in_log2(scale, softcap),
+        window or 2**30,
+        GROUP=group,
+        GROUP_PADDED=next_power_of_2(group),
+        QUERIES=tile_queries,
+        D=dim,
+        D_PADDED=max(16, next_power_of_2(dim)),
+        BLOCK_SIZE=block_size,
+        N=tile.keys,
+        SOFTCAP=softcap or 0.0,
+        PRECISION=precision_for(q.dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **overlapping(q.device),
+    )
+
+
+class KeyTile(NamedTuple):
+    """How many keys and values are read at once, by how many warps, and how far ahead."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+DEEP_TILE = KeyTile(128, 8, 3)
+
+
+def _key_tile(rows: int, padded_dim: int, dtype: torch.dtype, shared: int, deep: bool) -> KeyTile:
+    """The fastest on an H200, for tiles of so many rows of queries. Large tiles of keys, of which a multiprocessor
+    holds those of one program, take 7 to 9% off contexts of 64k tokens, and lose where most is on the diagonal."""
+    if dtype == torch.float32:
+        return KeyTile(32, 4, 1)
+    kept = dtype.itemsize * padded_dim * (rows + 2 * DEEP_TILE.stages * DEEP_TILE.keys)  # queries, keys and values
+    return DEEP_TILE if deep and padded_dim == 128 and kept <= shared else KeyTile(32, 4, 3)
+
+
+def scale_in_log2(scale: float, softcap: float | None) -> float:
+    return scale * LOG2_E if softcap is None else scale / softcap
+
+
+def precision_for(dtype: torch.dtype) -> str:
+    """float32 is kept exact; other types have no choice."""
+    return "ieee" if dtype == torch.float32 else "tf32"

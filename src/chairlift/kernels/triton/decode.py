@@ -1,0 +1,154 @@
+"""Paged attention of single new tokens on a GPU: into how many parts contexts are cut, and how many keys a program of
+`triton_decode_kernel.py` reads at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from chairlift.kernels.triton.attention import precision_for, scale_in_log2
+from chairlift.kernels.triton.decode_kernel import decode_kernel
+from chairlift.kernels.triton.launch import last_power_of_2, next_power_of_2, overlapping
+
+PROGRAMS = 512  # about four for each of the 132 multiprocessors of a Hopper chip
+
+
+def decode_splits(rows: int, num_kv_heads: int, *, long: bool = False) -> int:
+    """Into how many parts a context may be cut: small batches would not fill the chip, and with somewhat more programs
+    than it holds the longest contexts would be read alone at the end. In between, where there is about one program for
+    each place, programs that find no work cost more than they save, unless some context is `long`."""
+    programs = rows * num_kv_heads
+    if long and programs > PROGRAMS // 4:
+        return last_power_of_2(min(8, 4 * PROGRAMS // programs))
+    if programs > PROGRAMS:
+        return 2 if programs <= 2 * PROGRAMS else 1
+    return last_power_of_2(min(64, PROGRAMS // 2 // programs))
+
+
+class Scratch:
+    """What the splits of the decode kernel hand to each other.
+
+    Steps of one stream run one after the other, so that all layers of a shape and all batch sizes share it. Contexts
+    are only cut where there are few programs: see `decode_splits`.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+        parts = max(1, 4 * PROGRAMS // num_kv_heads)
+        self.partial = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(2 * PROGRAMS, dtype=torch.int32, device=device)
+
+
+class Fresh(NamedTuple):
+    """What turns a projection into queries, a key and a value: norms [D], and the rotation [rows, ..., pairs]."""
+
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    *,
+    tables: Tensor,
+    row_slot: Tensor,
+    row_start: Tensor,
+    row_count: Tensor,
+    scratch: Scratch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    long: bool = False,
+    splits: int | None = None,
+    fresh: Fresh | None = None,
+    tiling: DecodeTiling | None = None,
+) -> None:
+    """Rows 0 .. len(row_slot) - 1 of `q` [T, heads, D] are single tokens; writes the same rows of `out`.
+
+    With `fresh`, `q` is [T, heads + 2 * kv_heads, D] as the projection made it, and keys and values are not in the
+    cache yet: they are written there.
+    """
+    rows, (_, num_heads, dim) = len(row_slot), out.shape
+    _, block_size, kv_heads, _ = keys.shape
+    splits = splits or decode_splits(rows, kv_heads, long=long)
+    assert splits == 1 or (rows * splits <= len(scratch.partial) and rows * kv_heads <= len(scratch.arrived))
+    group = num_heads // kv_heads
+    tiling = tiling or _decode_tiling(rows, kv_heads, dim, q.dtype)
+    pairs = 0 if fresh is None or fresh.cos is None else fresh.cos.shape[-1]
+    q_norm, k_norm, eps, cos, sin = fresh or Fresh(None, None, 0.0, None, None)
+    # Heads of one row run side by side, since their keys lie side by side.
+    decode_kernel[(kv_heads, rows, splits)](
+        q,
+        keys,
+        values,
+        out,
+        scratch.partial,
+        scratch.lse,
+        scratch.arrived,
+        tables,
+        row_slot,
+        row_start,
+        row_count,
+        q if q_norm is None else q_norm,
+        q if k_norm is None else k_norm,
+        q if cos is None else cos,
+        q if sin is None else sin,
+        eps,
+        q.stride(0),
+        out.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        tables.stride(0),
+        scale_in_log2(scale, softcap),
+        window or 2**30,
+        GROUP=group,
+        M=max(16, next_power_of_2(group)),
+        D=dim,
+        D_PADDED=max(16, next_power_of_2(dim)),
+        BLOCK_SIZE=block_size,
+        N=tiling.keys,
+        SPLITS=splits,
+        MIN_SPLIT=tiling.min_split,
+        FRESH=fresh is not None,
+        PAIRS=pairs,
+        HAS_NORM=q_norm is not None,
+        KV_LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
+        EARLY=tiling.early and fresh is not None and dim * keys.element_size() % 16 == 0,  # what a prefetch wants
+        AHEAD=tiling.ahead,
+        SOFTCAP=softcap or 0.0,
+        PRECISION=precision_for(q.dtype),
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        **overlapping(q.device),
+    )
+
+
+class DecodeTiling(NamedTuple):
+    keys: int  # keys and values loaded at once
+    min_split: int  # the shortest part of a context that is worth a program of its own
+    warps: int
+    stages: int
+    early: bool = False  # the first keys and values are read before the kernel before has ended
+    ahead: bool = False  # a tile's place is looked up while the one before it is computed
+
+
+def _decode_tiling(rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTiling:
+    """The fastest within whole steps on an H200, over contexts as they are under load: few programs want long loads,
+    many want to fit side by side."""
+    if dtype == torch.float32:
+        return DecodeTiling(32, 64, 4, 3)
+    programs = rows * num_kv_heads
+    if head_dim > 128 and programs <= 768:
+        return DecodeTiling(32, 256, 4, 3)  # more does not fit into the shared memory of smaller chips
+    if programs <= 512:
+        return DecodeTiling(64, 64 if programs <= 16 else 512, 4, 3, early=True, ahead=True)
+    if programs <= 1536:
+        return DecodeTiling(32, 512, 1, 3, ahead=not 768 < programs <= 1024)
+    return DecodeTiling(32, 512, 1, 4)

@@ -1,0 +1,334 @@
+"""The kernel of paged attention of single new tokens: one program per (request, key head, split of the context).
+
+Keys and values are read where they lie, through the block tables. The last split of a context to finish adds the
+parts up. In a step of single tokens only, the same kernel also normalises and rotates the new token's queries and
+key, and writes its key and value to the cache: only the program that holds the end of the context needs them.
+
+Everything that changes from step to step is read from device memory, so a captured graph can be replayed for any
+batch that fits its grid: programs without work return at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from chairlift.kernels.triton.attention import cap_scores, in_type_of, places, scores_of
+from chairlift.kernels.triton.launch import prefetch_rows
+
+
+@triton.jit
+def _rotated(
+    rows,  # [R, 1] pointers to heads
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    token,
+    d,
+    keep,
+    eps,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Heads of a token, normalised and rotated, in float32. Each number is loaded with its partner."""
+    x = tl.load(rows + d[None, :], mask=keep, other=0.0).to(tl.float32)
+    if PAIRS > 0:
+        partner = tl.where(d < PAIRS, d + PAIRS, tl.where(d < 2 * PAIRS, d - PAIRS, d))
+        y = tl.load(rows + partner[None, :], mask=keep, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        kind = rows.dtype.element_ty
+        x = (x * scale * tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]).to(kind).to(tl.float32)
+        if PAIRS > 0:
+            weight = tl.load(norm_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
+            y = (y * scale * weight[None, :]).to(kind).to(tl.float32)
+    if PAIRS > 0:
+        turns = d < 2 * PAIRS
+        pair = tl.where(d < PAIRS, d, d - PAIRS)
+        cos = tl.load(cos_ptr + token * PAIRS + pair, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + token * PAIRS + pair, mask=turns, other=0.0).to(tl.float32)
+        x = x * cos[None, :] + y * tl.where(d < PAIRS, -sin, sin)[None, :]
+    return x
+
+
+@triton.jit
+def _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head):
+    mask = inside[:, None] & in_head[None, :]
+    k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+    v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """One tile more of keys and values in the running softmax."""
+    scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
+    scores = tl.where(inside[None, :], scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # a first token has nothing cached: keep NaN out
+    weights = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(best - safe)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), in_type_of(v, q), input_precision=PRECISION)
+    return new_best, total, acc
+
+
+@triton.jit
+def _take_in_all(
+    q,
+    keys_ptr,
+    values_ptr,
+    table,
+    begin,
+    end,
+    n,
+    kv_block_stride,
+    kv_token_stride,
+    head_offset,
+    in_head,
+    best,
+    total,
+    acc,
+    scale_log2,
+    BLOCK_SIZE: tl.constexpr,
+    N: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """All tiles from `begin` to `end`."""
+    if AHEAD:
+        inside = begin + n < end
+        offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        for at in range(begin, end, N):
+            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
+            then_inside = at + N + n < end
+            offset = places(table, at + N + n, then_inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+            best, total, acc = _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
+            inside = then_inside
+    else:
+        for at in range(begin, end, N):
+            inside = at + n < end
+            offset = places(table, at + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
+            best, total, acc = _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
+    return best, total, acc
+
+
+@triton.jit
+def _take_in_new(
+    q,
+    new_k,
+    new_v,
+    key_at,
+    value_at,
+    one,
+    best,
+    total,
+    acc,
+    scale_log2,
+    KV_LIMIT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """The new token: its key and value go to the cache, and count as the cache holds them."""
+    new_k = new_k.to(q.dtype).to(tl.float32)
+    if KV_LIMIT > 0:  # what is not a number stays so: it must not be taken for one later
+        new_k = tl.clamp(new_k, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        new_v = tl.clamp(new_v, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    kept_k, kept_v = new_k.to(key_at.dtype.element_ty), new_v.to(value_at.dtype.element_ty)
+    tl.store(key_at, kept_k, mask=one)
+    tl.store(value_at, kept_v, mask=one)
+    score = cap_scores(tl.sum(q.to(tl.float32) * kept_k.to(tl.float32), 1) * scale_log2, SOFTCAP)
+    new_best = tl.maximum(best, score)
+    weight = tl.exp2(score - new_best)
+    shrink = tl.exp2(best - new_best)
+    total = total * shrink + weight
+    acc = acc * shrink[:, None] + weight[:, None] * kept_v.to(tl.float32)
+    return new_best, total, acc
+
+
+@triton.jit
+def _joined_splits(
+    partial_ptr,
+    lse_ptr,
+    place,
+    num_splits,
+    m,
+    d,
+    in_group,
+    keep,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+):
+    """What the splits of a context have found, added up. From the L2 cache, where others' numbers are."""
+    best = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D_PADDED], tl.float32)
+    for other in tl.range(num_splits, loop_unroll_factor=4):  # loads of several parts are under way at once
+        at = (place + other) * GROUP + m
+        lse = tl.load(lse_ptr + at, mask=in_group, other=0.0, cache_modifier=".cg")
+        part = tl.load(partial_ptr + at[:, None] * D + d[None, :], mask=keep, other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, lse)
+        shrink = tl.exp2(best - new_best)
+        weight = tl.exp2(lse - new_best)
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        total = total * shrink + weight
+        best = new_best
+    return acc / total[:, None]
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr,  # [rows, heads, D]; FRESH: [rows, heads + 2 * kv_heads, D], as the projection made them
+    keys_ptr,  # [blocks, block_size, kv_heads, D]
+    values_ptr,
+    out_ptr,  # [rows, heads, D]
+    partial_ptr,  # [rows, kv_heads, splits, GROUP, D] float32
+    lse_ptr,  # [rows, kv_heads, splits, GROUP] float32, in log 2
+    arrived_ptr,  # [rows, kv_heads] int32, all zero between steps
+    tables_ptr,  # [slots, table_stride] int32
+    row_slot_ptr,  # [rows] int32: each row's place in the tables
+    row_start_ptr,  # [rows] int32: position of the row's token
+    row_count_ptr,  # [rows] int32: 1, or 0 for a row without work
+    q_norm_ptr,  # [D]; this and the next four with FRESH only
+    k_norm_ptr,
+    cos_ptr,  # [rows, PAIRS]
+    sin_ptr,
+    eps,
+    q_stride,
+    out_stride,
+    kv_block_stride,
+    kv_token_stride,
+    table_stride,
+    scale_log2,
+    window,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    FRESH: tl.constexpr,  # the new token's key and value are not in the cache yet
+    PAIRS: tl.constexpr,  # numbers of a head that are rotated, halved
+    HAS_NORM: tl.constexpr,
+    KV_LIMIT: tl.constexpr,  # the largest number that the cache can hold, 0 where nothing is larger
+    EARLY: tl.constexpr,  # the first tile is read, and the second asked for, before the kernel before has ended
+    AHEAD: tl.constexpr,  # the place of a tile is looked up while the one before it is computed
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    # All three are under way at once: each waits for memory as long as a tile of keys does.
+    count = tl.load(row_count_ptr + row)
+    slot = tl.load(row_slot_ptr + row).to(tl.int64)
+    length = tl.load(row_start_ptr + row) + 1
+    first = tl.maximum(length - window, 0)
+    cached = length - 1 if FRESH else length
+    # Splits are whole tiles, and no smaller than is worth a program.
+    span = tl.maximum(tl.cdiv(tl.cdiv(cached - first, SPLITS), N) * N, MIN_SPLIT)
+    num_splits = tl.maximum(tl.cdiv(cached - first, span), 1)
+    begin = first + split * span
+    end = tl.minimum(begin + span, cached)
+    m = tl.arange(0, M)
+    d = tl.arange(0, D_PADDED)
+    n = tl.arange(0, N)
+    in_head = d < D
+    num_heads = tl.num_programs(0)
+    table = tables_ptr + slot * table_stride
+    head_offset = head * D + d
+    has_work = (count == 1) & (split < num_splits)
+    if EARLY:  # what was cached in earlier steps is older than the kernel before
+        inside = (begin + n < end) & has_work
+        offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
+        first_k, first_v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
+        if OVERLAP:
+            after = begin + N + n
+            more = (after < end) & has_work
+            offset = places(table, after, more, kv_block_stride, kv_token_stride, BLOCK_SIZE) + head * D
+            size = tl.where(more, D * (keys_ptr.dtype.element_ty.primitive_bitwidth // 8), 0)
+            prefetch_rows(keys_ptr + offset, size)
+            prefetch_rows(values_ptr + offset, size)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if has_work == 0:
+        return
+
+    in_group = m < GROUP
+    q_heads = head * GROUP + m
+    keep = in_group[:, None] & in_head[None, :]
+    q_at = q_ptr + row.to(tl.int64) * q_stride
+    if FRESH:
+        k_at = q_at + (num_heads * GROUP + head + tl.arange(0, 1))[:, None] * D
+        one = in_head[None, :]
+        if EARLY:  # else registers are scarce
+            new_v = tl.load(k_at + num_heads * D + d[None, :], mask=one, other=0.0).to(tl.float32)
+            new_k = _rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
+        q = _rotated(q_at + q_heads[:, None] * D, q_norm_ptr, cos_ptr, sin_ptr, row, d, keep, eps, D, PAIRS, HAS_NORM)
+        q = q.to(q_ptr.dtype.element_ty)
+    else:
+        q = tl.load(q_at + q_heads[:, None] * D + d[None, :], mask=keep, other=0.0)
+    best = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D_PADDED], tl.float32)
+    if EARLY:
+        best, total, acc = _take_in(q, first_k, first_v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
+        begin += N
+    best, total, acc = _take_in_all(
+        q,
+        keys_ptr,
+        values_ptr,
+        table,
+        begin,
+        end,
+        n,
+        kv_block_stride,
+        kv_token_stride,
+        head_offset,
+        in_head,
+        best,
+        total,
+        acc,
+        scale_log2,
+        BLOCK_SIZE,
+        N,
+        AHEAD,
+        SOFTCAP,
+        PRECISION,
+    )
+
+    if FRESH and split == num_splits - 1:
+        if not EARLY:
+            new_v = tl.load(k_at + num_heads * D + d[None, :], mask=one, other=0.0).to(tl.float32)
+            new_k = _rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
+        block = tl.load(table + cached // BLOCK_SIZE).to(tl.int64)
+        place = block * kv_block_stride + (cached % BLOCK_SIZE) * kv_token_stride + head_offset[None, :]
+        best, total, acc = _take_in_new(
+            q, new_k, new_v, keys_ptr + place, values_ptr + place, one, best, total, acc, scale_log2, KV_LIMIT, SOFTCAP
+        )
+
+    out_at = out_ptr + row.to(tl.int64) * out_stride + q_heads[:, None] * D + d[None, :]
+    if num_splits == 1:
+        tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=keep)
+        return
+    if SPLITS > 1:
+        place = (row * num_heads + head) * SPLITS
+        tl.store(partial_ptr + ((place + split) * GROUP + m[:, None]) * D + d[None, :], acc / total[:, None], mask=keep)
+        tl.store(lse_ptr + (place + split) * GROUP + m, best + tl.log2(total), mask=in_group)
+        tl.debug_barrier()
+        counter = arrived_ptr + row * num_heads + head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+            tl.debug_barrier()
+            joined = _joined_splits(
+                partial_ptr, lse_ptr, place, num_splits, m, d, in_group, keep, GROUP, M, D, D_PADDED
+            )
+            tl.store(out_at, joined.to(out_ptr.dtype.element_ty), mask=keep)
+            tl.store(counter, 0)

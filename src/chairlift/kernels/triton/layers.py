@@ -1,0 +1,378 @@
+"""The small operations between the matrix products, each fused into one pass over its data."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
+
+
+@triton.jit
+def _add_norm_kernel(
+    x_ptr,  # [T, size]: the residual stream, changed in place if there is a delta
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    size,
+    eps,
+    HAS_DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        x += tl.load(delta_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + row * size + column, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    tl.store(out_ptr + row * size + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, size], scaled to unit mean square and by the weight."""
+    out = empty_rows(*x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, None, weight, out, eps)
+    return out
+
+
+def add_rms_norm_(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds `delta` to the residual stream `x` in place, and returns the norm of the sum."""
+    out = empty_rows(*x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, delta, weight, out, eps)
+    return out
+
+
+def _launch_norm(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+    size = x.shape[1]
+    block = next_power_of_2(size)
+    _add_norm_kernel[(len(x),)](
+        x,
+        x if delta is None else delta,
+        weight,
+        out,
+        size,
+        eps,
+        HAS_DELTA=delta is not None,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+        **overlapping(x.device),
+    )
+
+
+@triton.jit
+def _rotation_kernel(
+    positions_ptr,
+    inv_freq_ptr,
+    cos_ptr,
+    sin_ptr,
+    scale,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    inside = pair < PAIRS
+    inv_freq = tl.load(inv_freq_ptr + pair, mask=inside, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    angle = tl.load(positions_ptr + row).to(tl.float32) * inv_freq
+    at = row.to(tl.int64) * PAIRS + pair
+    tl.store(cos_ptr + at, (tl.cos(angle) * scale).to(cos_ptr.dtype.element_ty), mask=inside)
+    tl.store(sin_ptr + at, (tl.sin(angle) * scale).to(sin_ptr.dtype.element_ty), mask=inside)
+
+
+def rotation(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * inv_freq, both [T, 1, pairs] in `dtype`."""
+    pairs = len(inv_freq)
+    cos = torch.empty(len(positions), 1, pairs, dtype=dtype, device=positions.device)
+    sin = torch.empty_like(cos)
+    _rotation_kernel[(len(positions),)](
+        positions,
+        inv_freq,
+        cos,
+        sin,
+        scale,
+        PAIRS=pairs,
+        BLOCK=next_power_of_2(pairs),
+        num_warps=1,
+        **overlapping(positions.device),
+    )
+    return cos, sin
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_updates"])  # they change all the time
+def begin_step_kernel(
+    tokens_ptr,  # [T] int32: a token, or -1: the last one sampled in the row's slot
+    slots_ptr,  # [T] int32
+    last_token_ptr,  # [slots] int32
+    resolved_ptr,  # [T] int32: the result
+    cells_ptr,  # [updates] int32
+    blocks_ptr,  # [updates] int32
+    tables_ptr,  # int32: cells are places in it
+    num_tokens,
+    num_updates,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_tokens
+    token = tl.load(tokens_ptr + at, mask=inside, other=0)
+    last = tl.load(last_token_ptr + tl.load(slots_ptr + at, mask=inside, other=0), mask=inside, other=0)
+    # After bad logits there is no last token; the request is over, and what its row computes is nobody's.
+    tl.store(resolved_ptr + at, tl.where(token < 0, tl.maximum(last, 0), token), mask=inside)
+    changed = at < num_updates
+    cell = tl.load(cells_ptr + at, mask=changed, other=0)
+    tl.store(tables_ptr + cell, tl.load(blocks_ptr + at, mask=changed, other=0), mask=changed)
+
+
+def begin_step(
+    tokens: Tensor, slots: Tensor, last_token: Tensor, cells: Tensor, blocks: Tensor, tables: Tensor
+) -> Tensor:
+    """Brings the block tables up to date, and returns the step's tokens with those that only the device knows."""
+    resolved = torch.empty_like(tokens)
+    count = max(len(tokens), len(cells))
+    begin_step_kernel[(cdiv(count, 128),)](
+        tokens, slots, last_token, resolved, cells, blocks, tables, len(tokens), len(cells), BLOCK=128, num_warps=4
+    )
+    return resolved
+
+
+@triton.jit
+def _embed_kernel(
+    tokens_ptr,  # [T] int32
+    table_ptr,  # [vocab, size]
+    out_ptr,  # [T, size]
+    squares_ptr,  # [T] float32
+    scale,
+    size,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.load(tokens_ptr + row).to(tl.int64)
+    x = tl.load(table_ptr + token * size + column, mask=inside, other=0.0).to(tl.float32) * scale
+    rounded = x.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + column, rounded, mask=inside)
+    x = rounded.to(tl.float32)
+    tl.store(squares_ptr + row, tl.sum(x * x, 0))
+
+
+def embed(tokens: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The rows [T, size] of the table, and their sums of squares [T, 1]."""
+    count, size = len(tokens), table.shape[1]
+    out = empty_rows(count, size, dtype=table.dtype, device=table.device)
+    squares = torch.empty(count, 1, dtype=torch.float32, device=table.device)
+    block = next_power_of_2(size)
+    _embed_kernel[(count,)](
+        tokens,
+        table,
+        out,
+        squares,
+        scale,
+        size,
+        BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
+        **overlapping(table.device),
+    )
+    return out, squares
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(gate_up_ptr + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + (row * 2 + 1) * size + column, mask=inside, other=0.0).to(tl.float32)
+    # The gate is rounded before the product, as everywhere else.
+    gate = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (gate * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 * size], the gate's columns first -> silu(gate) * up [T, size]."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(next_power_of_2(size), 1024)
+    _silu_mul_kernel[(rows, cdiv(size, block))](gate_up, out, size, BLOCK=block, **overlapping(gate_up.device))
+    return out
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv_ptr,  # [T, (heads + 2 * kv_heads) * D]: queries are rotated in place
+    keys_ptr,  # [blocks, block_size, kv_heads, D]
+    values_ptr,
+    q_norm_ptr,  # [D]
+    k_norm_ptr,
+    cos_ptr,  # [T, pairs]
+    sin_ptr,
+    slots_ptr,  # [T] int32
+    positions_ptr,  # [T] int32, -1 for rows that belong to nobody
+    tables_ptr,  # [slots, table_stride] int32
+    eps,
+    table_stride,
+    kv_block_stride,
+    kv_token_stride,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,  # half of D, rounded up to a power of two
+    BLOCK_SIZE: tl.constexpr,
+    H_TILE: tl.constexpr,
+    KV_LIMIT: tl.constexpr,  # the largest number that the cache can hold, 0 where nothing is larger
+    HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    # What says where the row goes is asked for first: it takes two trips to memory.
+    position = tl.load(positions_ptr + row)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if position < 0:
+        return
+    block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
+    head = tl.program_id(1) * H_TILE + tl.arange(0, H_TILE)
+    i = tl.arange(0, HALF)
+    # A head is read as two halves, which a rotation pairs number by number.
+    half: tl.constexpr = PAIRS if HAS_ROPE else D // 2
+    rest: tl.constexpr = D - 2 * half
+    row_at = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D + head[:, None] * D
+    exists = (head < HEADS + 2 * KV_HEADS)[:, None]
+    in_half = exists & (i < half)[None, :]
+    first = tl.load(row_at + i[None, :], mask=in_half, other=0.0).to(tl.float32)
+    second = tl.load(row_at + half + i[None, :], mask=in_half, other=0.0).to(tl.float32)
+    in_rest = exists & (i < rest)[None, :]
+    if rest > 0:
+        third = tl.load(row_at + 2 * half + i[None, :], mask=in_rest, other=0.0).to(tl.float32)
+    is_value = (head >= HEADS + KV_HEADS)[:, None]
+    is_query = (head < HEADS)[:, None]
+    if HAS_NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if rest > 0:
+            squares += tl.sum(third * third, 1)
+        scale = tl.where(is_value, 1.0, tl.rsqrt(squares / D + eps)[:, None])
+        kind = qkv_ptr.dtype.element_ty
+        first *= scale * _norm_weight(q_norm_ptr, k_norm_ptr, i, half, is_query, is_value)
+        first = first.to(kind).to(tl.float32)
+        second *= scale * _norm_weight(q_norm_ptr + half, k_norm_ptr + half, i, half, is_query, is_value)
+        second = second.to(kind).to(tl.float32)
+        if rest > 0:
+            third *= scale * _norm_weight(q_norm_ptr + 2 * half, k_norm_ptr + 2 * half, i, rest, is_query, is_value)
+    if HAS_ROPE:
+        cos = tl.load(cos_ptr + row * PAIRS + i, mask=i < PAIRS, other=1.0).to(tl.float32)[None, :]
+        sin = tl.load(sin_ptr + row * PAIRS + i, mask=i < PAIRS, other=0.0).to(tl.float32)[None, :]
+        rotated = first * cos - second * sin
+        second = tl.where(is_value, second, second * cos + first * sin)
+        first = tl.where(is_value, first, rotated)
+
+    out = qkv_ptr.dtype.element_ty
+    to_query = in_half & is_query
+    tl.store(row_at + i[None, :], first.to(out), mask=to_query)
+    tl.store(row_at + half + i[None, :], second.to(out), mask=to_query)
+    if rest > 0:
+        tl.store(row_at + 2 * half + i[None, :], third.to(out), mask=in_rest & is_query)
+    if KV_LIMIT > 0:  # what is not a number stays so: it must not be taken for one later
+        first = tl.clamp(first, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        second = tl.clamp(second, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        if rest > 0:
+            third = tl.clamp(third, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    place = block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
+    kv_type = keys_ptr.dtype.element_ty
+    key_at = keys_ptr + place + (head - HEADS)[:, None] * D
+    value_at = values_ptr + place + (head - HEADS - KV_HEADS)[:, None] * D
+    to_key = in_half & (is_query == 0) & (is_value == 0)
+    tl.store(key_at + i[None, :], first.to(kv_type), mask=to_key)
+    tl.store(key_at + half + i[None, :], second.to(kv_type), mask=to_key)
+    tl.store(value_at + i[None, :], first.to(kv_type), mask=in_half & is_value)
+    tl.store(value_at + half + i[None, :], second.to(kv_type), mask=in_half & is_value)
+    if rest > 0:
+        tl.store(key_at + 2 * half + i[None, :], third.to(kv_type), mask=in_rest & (is_query == 0) & (is_value == 0))
+        tl.store(value_at + 2 * half + i[None, :], third.to(kv_type), mask=in_rest & is_value)
+
+
+@triton.jit
+def _norm_weight(q_norm_ptr, k_norm_ptr, i, limit: tl.constexpr, is_query, is_value):
+    q_weight = tl.load(q_norm_ptr + i, mask=i < limit, other=0.0).to(tl.float32)[None, :]
+    k_weight = tl.load(k_norm_ptr + i, mask=i < limit, other=0.0).to(tl.float32)[None, :]
+    return tl.where(is_value, 1.0, tl.where(is_query, q_weight, k_weight))
+
+
+def rotate_and_store_(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    slots: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+) -> None:
+    """Normalise and rotate queries and keys; queries stay in `qkv`, keys and values go to their place in the cache.
+
+    qkv [T, (heads + 2 * kv_heads) * D]; keys, values [blocks, block_size, kv_heads, D]; cos, sin [T, pairs];
+    slots, positions [T] int32 (a position of -1: the row is nobody's); tables [slots, blocks] int32.
+    """
+    _, block_size, kv_heads, dim = keys.shape
+    pairs = 0 if cos is None else cos.shape[-1]
+    half = pairs if cos is not None else dim // 2
+    total = num_heads + 2 * kv_heads
+    h_tile = min(next_power_of_2(total), 8)
+    assert dim % 2 == 0 or cos is not None
+    _rotate_and_store_kernel[(len(qkv), cdiv(total, h_tile))](
+        qkv,
+        keys,
+        values,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        qkv if cos is None else cos,
+        qkv if sin is None else sin,
+        slots,
+        positions,
+        tables,
+        eps,
+        tables.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        PAIRS=pairs,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        D=dim,
+        HALF=next_power_of_2(max(half, dim - 2 * half)),
+        BLOCK_SIZE=block_size,
+        H_TILE=h_tile,
+        KV_LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
+        HAS_NORM=q_norm is not None,
+        HAS_ROPE=cos is not None,
+        num_warps=2,
+        **overlapping(qkv.device),
+    )

@@ -1,0 +1,234 @@
+"""Mixtures of experts on a GPU: all experts in one kernel, and nothing that the host would have to wait for.
+
+Pairs of a token and one of its experts are sorted by expert. Each expert's run of pairs is cut into tiles of rows, and
+one grid computes the tiles of all experts. How many tiles there will be is known to the device alone, so that the grid
+is as large as the worst case; programs without a tile return at once.
+
+    pairs        t0e2 t0e5 t1e2 t1e0          expert of each pair, as routed
+    order        3 | 0 2 | 1                  the pairs of expert 0, of 2, of 5
+    slots        e0 | _ | e2 | _ | _ | e5     expert e's tiles begin at slot start[e] // ROWS + e
+
+Slots counted that way never overlap, though no expert knows how many tiles the others need: a run of c pairs needs at
+most c // ROWS + 1 of them, and at least as many lie before the next expert's first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chairlift.kernels.triton.launch import Tiling, cdiv, next_power_of_2, overlapping
+
+NOBODY = tl.constexpr(-1)  # where an expert is named: none
+BEYOND = tl.constexpr(2**30)  # above every expert's number: neither counted nor taken by any
+
+
+@triton.jit
+def _sort_kernel(
+    experts_ptr,  # [pairs] int64 or int32: the expert of each pair
+    positions_ptr,  # [tokens] int32, -1 for rows that are nobody's: their pairs are left out
+    order_ptr,  # [pairs] int32: the pairs, sorted by expert
+    tile_expert_ptr,  # [slots] int32, NOBODY for slots without a tile
+    tile_begin_ptr,  # [slots] int32: its first place in `order`
+    tile_end_ptr,  # [slots] int32
+    num_pairs,
+    TOP_K: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per expert: it finds its own pairs, in their order, and cuts its own tiles."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    me = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    smaller = tl.zeros([BLOCK], tl.int32)
+    mine = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, num_pairs, BLOCK):
+        expert = _expert_of(at + lane, experts_ptr, positions_ptr, num_pairs, TOP_K, HAS_POSITIONS)
+        smaller += (expert < me).to(tl.int32)
+        mine += (expert == me).to(tl.int32)
+    start = tl.sum(smaller, 0)
+    end = start + tl.sum(mine, 0)
+    found = start
+    for at in range(0, num_pairs, BLOCK):
+        expert = _expert_of(at + lane, experts_ptr, positions_ptr, num_pairs, TOP_K, HAS_POSITIONS)
+        is_mine = (expert == me).to(tl.int32)
+        tl.store(order_ptr + found + tl.cumsum(is_mine, 0) - 1, at + lane, mask=is_mine == 1)
+        found += tl.sum(is_mine, 0)
+    first_slot = start // ROWS + me
+    # Whatever pairs of nobody leave unused lies behind the last expert's, who clears it.
+    is_last = me == tl.num_programs(0) - 1
+    num_slots = tl.where(is_last, num_pairs, end) // ROWS + me + 1 - first_slot
+    for at in range(0, num_slots, BLOCK):
+        slot = at + lane
+        begin = start + slot * ROWS
+        inside = slot < num_slots
+        tl.store(tile_expert_ptr + first_slot + slot, tl.where(begin < end, me, NOBODY), mask=inside)
+        tl.store(tile_begin_ptr + first_slot + slot, begin, mask=inside)
+        tl.store(tile_end_ptr + first_slot + slot, tl.minimum(begin + ROWS, end), mask=inside)
+
+
+@triton.jit
+def _expert_of(pair, experts_ptr, positions_ptr, num_pairs, TOP_K: tl.constexpr, HAS_POSITIONS: tl.constexpr):
+    """The expert of each pair, BEYOND for those that are nobody's."""
+    exists = pair < num_pairs
+    expert = tl.load(experts_ptr + pair, mask=exists, other=BEYOND)
+    if HAS_POSITIONS:
+        position = tl.load(positions_ptr + pair // TOP_K, mask=exists, other=-1)
+        expert = tl.where(position < 0, BEYOND, expert)
+    return expert
+
+
+@triton.jit
+def _grouped_kernel(
+    x_ptr,  # [tokens, K], or with SCATTER [pairs, K] in sorted order
+    weight_ptr,  # [experts, N, K]
+    out_ptr,  # [pairs, N] in sorted order, or with SCATTER in the order of the pairs
+    order_ptr,
+    tile_expert_ptr,
+    tile_begin_ptr,
+    tile_end_ptr,
+    share_ptr,  # [pairs]: with SCATTER the routing weight that multiplies each row
+    N,
+    K,
+    TOP_K: tl.constexpr,
+    SCATTER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.program_id(1)
+    expert = tl.load(tile_expert_ptr + slot).to(tl.int64)
+    if expert == NOBODY:
+        return
+    place = tl.load(tile_begin_ptr + slot) + tl.arange(0, ROWS)
+    is_row = place < tl.load(tile_end_ptr + slot)
+    pair = tl.load(order_ptr + place, mask=is_row, other=0)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    source = place if SCATTER else pair // TOP_K
+    x_at = x_ptr + source.to(tl.int64)[:, None] * K
+    w_at = weight_ptr + (expert * N + n)[:, None] * K
+    acc = tl.zeros([ROWS, BN], tl.float32)
+    for at in range(0, K, BK):
+        kk = at + k
+        inside = (kk < K)[None, :]
+        w = tl.load(w_at + kk[None, :], mask=(n < N)[:, None] & inside, other=0.0)
+        x = tl.load(x_at + kk[None, :], mask=is_row[:, None] & inside, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+    if SCATTER:
+        acc *= tl.load(share_ptr + pair, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    target = pair if SCATTER else place
+    out_at = out_ptr + target.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _add_up_kernel(pairs_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """out [T, size] = the sum of each token's TOP_K rows of pairs [T * TOP_K, size], always in the same order."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(TOP_K):
+        total += tl.load(pairs_ptr + (token * TOP_K + i) * size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * size + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def tiling_for(pairs: int, num_experts: int, dtype: torch.dtype, *, invariant: bool) -> Tiling:
+    """Few pairs per expert want few rows, since a tile is never shared by two experts. Invariant products must not see
+    how many there are."""
+    if dtype == torch.float32:
+        return Tiling(16, 32, 32, 2)
+    if invariant or pairs > 64 * num_experts:
+        return Tiling(64, 128, 64, 4)
+    return Tiling(16, 64, 128, 4) if pairs <= 16 * num_experts else Tiling(32, 128, 64, 4)
+
+
+class Grouping(NamedTuple):
+    """Pairs sorted by expert, and the tiles of each. All int32, on the device."""
+
+    order: Tensor  # [pairs]
+    tile_expert: Tensor  # [slots]
+    tile_begin: Tensor  # [slots]
+    tile_end: Tensor  # [slots]
+
+
+def group_by_expert(experts: Tensor, num_experts: int, rows: int, positions: Tensor | None = None) -> Grouping:
+    """experts [T, k]: the experts of each token -> its T * k pairs, cut into tiles of `rows`.
+
+    Tokens whose position [T] is below 0 are nobody's, and in no tile. What `order` holds behind the others is
+    undefined.
+    """
+    pairs, top_k = experts.numel(), experts.shape[1]
+    order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
+    tiles = torch.empty(3, pairs // rows + num_experts, dtype=torch.int32, device=experts.device)
+    _sort_kernel[(num_experts,)](
+        experts.contiguous(),
+        order if positions is None else positions,
+        order,
+        *tiles,
+        pairs,
+        TOP_K=top_k,
+        HAS_POSITIONS=positions is not None,
+        ROWS=rows,
+        BLOCK=1024,
+        num_warps=4,
+        **overlapping(experts.device),
+    )
+    return Grouping(order, *tiles)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, grouping: Grouping, tiling: Tiling, top_k: int, share: Tensor | None = None
+) -> Tensor:
+    """Every pair's row times its own expert's weight [experts, N, K] transposed -> [pairs, N].
+
+    x [T, K]: the result is in sorted order. With `share` [pairs], x [pairs, K] is in sorted order, and the result, each
+    row times its share, in the order of the pairs.
+    """
+    pairs, (_, columns, depth) = len(grouping.order), weight.shape
+    out = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
+    _grouped_kernel[(cdiv(columns, tiling.columns), len(grouping.tile_expert))](
+        x,
+        weight,
+        out,
+        *grouping,
+        x if share is None else share,
+        columns,
+        depth,
+        TOP_K=top_k,
+        SCATTER=share is not None,
+        ROWS=tiling.rows,
+        BN=tiling.columns,
+        BK=tiling.depth,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=tiling.stages,
+        **overlapping(x.device),
+    )
+    return out
+
+
+def add_up(pairs: Tensor, top_k: int) -> Tensor:
+    """[T * k, size] -> [T, size]: the sum of each token's k rows."""
+    tokens, size = len(pairs) // top_k, pairs.shape[1]
+    out = torch.empty(tokens, size, dtype=pairs.dtype, device=pairs.device)
+    block = min(next_power_of_2(size), 1024)
+    _add_up_kernel[(tokens, cdiv(size, block))](pairs, out, size, TOP_K=top_k, BLOCK=block, **overlapping(pairs.device))
+    return out

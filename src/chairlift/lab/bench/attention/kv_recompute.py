@@ -1,0 +1,81 @@
+"""What the KV cache is for: generating with it, and computing the whole sequence anew for every token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from chairlift.attention import choose_backend
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.errors import InvalidParameter
+from chairlift.lab.common.random_model import random_llama
+from chairlift.lab.common.timing import Note
+from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.memory import allocate_storage, plan_memory
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputePoint:
+    """The cost of generating `tokens` tokens."""
+
+    tokens: int
+    cached_seconds: float
+    recompute_seconds: float
+    cached_tokens: int  # that went through the model
+    recompute_tokens: int
+
+
+def compare_recompute(
+    device: torch.device, dtype: torch.dtype, *, sizes: Sequence[int], note: Note = lambda text: None
+) -> list[RecomputePoint]:
+    """One long generation each way; every point is where it stood after so many tokens."""
+    if not sizes or min(sizes) < 1:
+        raise InvalidParameter("cache_sizes", f"must be numbers of tokens of at least 1, got {list(sizes)}")
+    longest = max(sizes)
+    runner = _runner(device, dtype, longest)
+    note(f"{longest} tokens with a KV cache")
+    cached = list(accumulate(_seconds_per_step(runner, [(i, 1) for i in range(longest)])))
+    note(f"{longest} tokens without a KV cache")
+    anew = list(accumulate(_seconds_per_step(runner, [(0, i + 1) for i in range(longest)])))
+    return [RecomputePoint(n, cached[n - 1], anew[n - 1], n, n * (n + 1) // 2) for n in sorted(sizes)]
+
+
+def _runner(device: torch.device, dtype: torch.dtype, longest: int) -> ModelRunner:
+    model = random_llama(device, dtype)
+    layers = model.attention_layers
+    memory = plan_memory(
+        layers,
+        weight_bytes=0,
+        kv_memory=None,
+        dtype=dtype,
+        device=device,
+        block_size=BLOCK_SIZE,
+        max_model_len=longest,
+        max_batch_requests=1,
+    )
+    attention = choose_backend("auto", layers, device, dtype)
+    runner = ModelRunner(model, attention, allocate_storage(layers, memory, dtype, device))
+    runner.warm_up()
+    return runner
+
+
+def _seconds_per_step(runner: ModelRunner, spans: Sequence[tuple[int, int]]) -> list[float]:
+    """Each step computes (start, count) tokens of one sequence and samples a token, as generating does."""
+    longest = max(start + count for start, count in spans)
+    table = range(-(-longest // BLOCK_SIZE))
+    request = Request("only", [0] * longest, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
+    seconds = []
+    for step, (start, count) in enumerate(spans):
+        begun = time.perf_counter()
+        runner.run(StepPlan(step, (Chunk(request, start, count, table, samples=True),)))
+        seconds.append(time.perf_counter() - begun)
+    runner.forget(request.id)
+    return seconds

@@ -1,0 +1,141 @@
+"""The attention of one layer in every mode: a call per request, one padded call, one ragged call."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chairlift.attention import BACKENDS, AttentionBackend, AttentionLayer, KVStorage, choose_backend
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.errors import InvalidParameter
+from chairlift.lab.common.lengths import SpreadLengths
+from chairlift.lab.common.timing import Note, best_seconds
+from chairlift.models.input_batch import build_batch
+
+BLOCK_SIZE = 16
+LONGEST = 8  # times the mean: where lengths are cut off
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One attention layer and where it runs."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def layer(self) -> AttentionLayer:
+        return AttentionLayer(0, self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
+
+    def modes(self) -> list[str]:
+        """The backends that can run it."""
+        return [name for name in BACKENDS if not self._refuses(name)]
+
+    def _refuses(self, name: str) -> bool:
+        try:
+            self.backend(name)
+        except InvalidParameter:
+            return True
+        return False
+
+    def backend(self, name: str) -> AttentionBackend:
+        return choose_backend(name, [self.layer], self.device, self.dtype)
+
+    def random(self, *sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=self.device, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ModesPoint:
+    """One batch, computed in every mode."""
+
+    kind: str  # decode: a token of each request; mixed: that, and one of them computes a prompt
+    batch: int
+    variation: float  # of the context lengths
+    tokens: int  # that requests asked for
+    padding: int  # further ones that the padded mode computes
+    context: int  # positions that the requests' caches hold together
+    padded_context: int  # positions that the padded mode looks at
+    seconds: dict[str, float]  # of one layer's attention, by mode
+
+
+def compare_modes(
+    shape: Shape,
+    *,
+    batches: Sequence[int],
+    variations: Sequence[float],
+    context: int,
+    prompt: int,
+    seed: int = 0,
+    note: Note = lambda text: None,
+) -> list[ModesPoint]:
+    """Decoding batches, and mixed ones in which the last request computes a prompt of `prompt` tokens."""
+    points = []
+    for kind in ("decode", "mixed"):
+        for variation in variations:
+            for batch in batches:
+                note(f"{kind}, {batch} requests, length variation {variation:g}")
+                lengths = SpreadLengths(context, variation, LONGEST * context)
+                source = random.Random(f"{seed} {batch} {variation}")
+                spans = [(length - 1, 1) for length in (lengths.draw(source) for _ in range(batch))]
+                if kind == "mixed":
+                    spans[-1] = (0, prompt)
+                points.append(_point(shape, kind, variation, spans))
+    return points
+
+
+def _point(shape: Shape, kind: str, variation: float, spans: Sequence[tuple[int, int]]) -> ModesPoint:
+    ends = [start + count for start, count in spans]
+    tokens = sum(count for _, count in spans)
+    return ModesPoint(
+        kind=kind,
+        batch=len(spans),
+        variation=variation,
+        tokens=tokens,
+        padding=len(spans) * max(count for _, count in spans) - tokens,
+        context=sum(ends),
+        padded_context=len(spans) * max(ends),
+        seconds=time_modes(shape, spans),
+    )
+
+
+def time_modes(shape: Shape, spans: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Seconds per mode for a batch of (start, count): a request with `start` cached tokens that computes `count`."""
+    plan, num_blocks = plan_of(spans)
+    storage = random_storage(shape, num_blocks)
+    return {name: _time_backend(shape, name, plan, storage) for name in shape.modes()}
+
+
+def plan_of(spans: Sequence[tuple[int, int]]) -> tuple[StepPlan, int]:
+    """A step that computes `count` tokens after `start` cached ones for each request, and the blocks it takes."""
+    chunks, used = [], 0
+    for index, (start, count) in enumerate(spans):
+        needed = -(-(start + count) // BLOCK_SIZE)
+        request = Request(f"{index}", [0] * (start + count), SamplingParams(), max_new_tokens=1, arrival=0.0)
+        chunks.append(Chunk(request, start, count, range(used, used + needed), samples=True))
+        used += needed
+    return StepPlan(0, tuple(chunks)), used
+
+
+def random_storage(shape: Shape, num_blocks: int) -> KVStorage:
+    size = (num_blocks + 1, BLOCK_SIZE, shape.kv_heads, shape.head_dim)
+    return KVStorage([shape.random(*size)], [shape.random(*size)])
+
+
+def _time_backend(shape: Shape, name: str, plan: StepPlan, storage: KVStorage) -> float:
+    backend = shape.backend(name)
+    batch = build_batch(plan, storage, shape.device, rectangular=backend.rectangular)
+    # Planned once for all layers of a model, so planning is no part of what a layer costs.
+    attend = backend.plan(batch.layout, storage)
+    rows = len(batch.tokens)
+    q = shape.random(rows, shape.heads, shape.head_dim)
+    k, v = (shape.random(rows, shape.kv_heads, shape.head_dim) for _ in range(2))
+    return best_seconds(lambda: attend(shape.layer, q, k, v), shape.device)

@@ -1,0 +1,37 @@
+"""`chairlift bench claims` as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chairlift.lab.bench.attention.plot import attention_panels
+from chairlift.lab.bench.claims.about_chunking import chunking_panel
+from chairlift.lab.bench.claims.batch_sizes import SeatsPoint
+from chairlift.lab.bench.claims.run import ClaimsResults
+from chairlift.lab.bench.policies.plot import policy_panels
+from chairlift.lab.common.plots import Draw, save_panels
+
+
+def plot_claims(path: Path, results: ClaimsResults, footnote: str) -> None:
+    panels: list[Draw] = []
+    if results.seats:
+        panels.append(lambda axes: _seats(axes, results.seats))
+    if results.policies:
+        panels += policy_panels(results.policies)
+    if results.stalls:
+        panels.append(chunking_panel(results.stalls, results.settings.chunked_prompt))
+    panels += attention_panels(results.attention)
+    if panels:
+        save_panels(path, "The field's claims, measured", footnote, panels, columns=3)
+
+
+def _seats(axes: Any, points: Sequence[SeatsPoint]) -> None:
+    axes.set_title("Requests at a time")
+    axes.plot([point.seats for point in points], [point.tokens_per_s for point in points], marker="o")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([point.seats for point in points], [f"{point.seats}" for point in points])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("requests")
+    axes.set_ylabel("output tokens/s")

@@ -1,0 +1,169 @@
+"""`chairlift bench claims`: measure what every claim is about, with the functions of the other benches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.attention.run import AttentionResults, AttentionSettings, run_attention
+from chairlift.lab.bench.claims import about_batching as batching
+from chairlift.lab.bench.claims import about_memory as memory
+from chairlift.lab.bench.claims.about_chunking import judge_chunking
+from chairlift.lab.bench.claims.batch_sizes import SeatsPoint, compare_seats, measure_compute_share
+from chairlift.lab.bench.claims.claim import Outcome
+from chairlift.lab.bench.claims.kv_accounting import measure_joining_padding, measure_kv_waste, measure_shared_prefix
+from chairlift.lab.bench.claims.prompt_stall import StallPoint, measure_stalls, random_maker
+from chairlift.lab.bench.policies.run import PoliciesSettings, PolicyPoint, Strategy, compare_policies
+from chairlift.lab.common.engines import EngineMaker
+from chairlift.lab.common.timing import Note
+
+POLICIES = PoliciesSettings(
+    strategies=tuple(Strategy.parse(text) for text in ("continuous", "dynamic", "static", "static/padded")),
+)
+ATTENTION = AttentionSettings(batches=(4, 16, 64), variations=(0.0, 1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimsSettings:
+    """The defaults take about ten minutes on two cores with the default model."""
+
+    seats: Sequence[int] = (1, 4, 16, 64)
+    policies: PoliciesSettings = POLICIES
+    attention: AttentionSettings = ATTENTION
+    chunks: Sequence[int] = (128, 256, 512, 1024, 2048, 4096)
+    chunked_prompt: int = 10_000
+    joining_prompt: int = 100
+    joining_batch: int = 8
+    waste_requests: int = 32
+    shared_prefix: int = 1000
+
+
+@dataclass(slots=True)
+class ClaimsResults:
+    """The verdicts, and what of their figures can be drawn."""
+
+    settings: ClaimsSettings
+    outcomes: list[Outcome] = field(default_factory=list)
+    seats: list[SeatsPoint] = field(default_factory=list)
+    policies: list[PolicyPoint] = field(default_factory=list)
+    stalls: list[StallPoint] = field(default_factory=list)
+    attention: AttentionResults = field(default_factory=AttentionResults)
+
+
+class _Claims:
+    """One method for each group of claims that share a measurement."""
+
+    def __init__(self, maker: EngineMaker, settings: ClaimsSettings, note: Note) -> None:
+        self._maker = maker
+        self._settings = settings
+        self._note = note
+        self.results = ClaimsResults(settings)
+
+    def compute(self) -> list[Outcome]:
+        return [batching.judge_compute_share(measure_compute_share(self._maker, note=self._note))]
+
+    def batching(self) -> list[Outcome]:
+        self.results.seats = compare_seats(self._maker, seats=self._settings.seats, note=self._note)
+        return [batching.judge_batching(self.results.seats)]
+
+    def policies(self) -> list[Outcome]:
+        points = self.results.policies = compare_policies(self._maker, self._settings.policies, note=self._note)
+        judges = (
+            batching.judge_continuous_vs_dynamic,
+            batching.judge_continuous_vs_static,
+            batching.judge_useful_tokens,
+        )
+        return [judge(points) for judge in judges]
+
+    def padding(self) -> list[Outcome]:
+        self._note("a prompt that joins a batch")
+        prompt, batch = self._settings.joining_prompt, self._settings.joining_batch
+        found = {
+            mode: measure_joining_padding(self._small(), mode, prompt=prompt, batch=batch)
+            for mode in ("padded", "ragged", "bursted")
+        }
+        return [batching.judge_joining_padding(found, prompt, batch)]
+
+    def chunking(self) -> list[Outcome]:
+        prompt = self._settings.chunked_prompt
+        points = self.results.stalls = measure_stalls(
+            self._small(), prompt_len=prompt, chunks=self._settings.chunks, note=self._note
+        )
+        return [judge_chunking(points, prompt)]
+
+    def prefix(self) -> list[Outcome]:
+        self._note("a prefix that requests share")
+        return [memory.judge_shared_prefix(measure_shared_prefix(self._small(), prefix=self._settings.shared_prefix))]
+
+    def waste(self) -> list[Outcome]:
+        self._note("KV memory that holds nothing")
+        return [memory.judge_kv_waste(measure_kv_waste(self._small(), requests=self._settings.waste_requests))]
+
+    def heads(self) -> list[Outcome]:
+        self.results.attention.sharing = self._attention("sharing").sharing
+        return [memory.judge_head_sharing(self.results.attention.sharing)]
+
+    def tiling(self) -> list[Outcome]:
+        self.results.attention.tiling = self._attention("tiling").tiling
+        return memory.judge_tiling(self.results.attention.tiling)
+
+    def modes(self) -> list[Outcome]:
+        self.results.attention.modes = self._attention("modes").modes
+        return [memory.judge_modes(self.results.attention.modes)]
+
+    def cache(self) -> list[Outcome]:
+        self.results.attention.cache = self._attention("cache").cache
+        return [memory.judge_cache(self.results.attention.cache)]
+
+    def _attention(self, experiment: str) -> AttentionResults:
+        config = self._maker.config()
+        return run_attention(
+            self._settings.attention,
+            config.torch_device(),
+            config.torch_dtype(),
+            experiments=[experiment],
+            note=self._note,
+        )
+
+    def _small(self) -> EngineMaker:
+        """For what is counted and not timed, a model that takes no time."""
+        config = self._maker.config()
+        return random_maker(config.device, config.dtype)
+
+
+GROUPS: dict[str, Callable[[_Claims], list[Outcome]]] = {
+    "compute": _Claims.compute,
+    "batching": _Claims.batching,
+    "policies": _Claims.policies,
+    "padding": _Claims.padding,
+    "chunking": _Claims.chunking,
+    "prefix": _Claims.prefix,
+    "heads": _Claims.heads,
+    "waste": _Claims.waste,
+    "tiling": _Claims.tiling,
+    "modes": _Claims.modes,
+    "cache": _Claims.cache,
+}
+
+
+def run_claims(
+    maker: EngineMaker,
+    settings: ClaimsSettings,
+    *,
+    groups: Sequence[str] = tuple(GROUPS),
+    note: Note = lambda text: None,
+) -> ClaimsResults:
+    claims = _Claims(maker, settings, note)
+    for name in groups:
+        claims.results.outcomes += GROUPS[name](claims)
+    return claims.results
+
+
+def parse_groups(text: str) -> list[str]:
+    """ "tiling, cache" -> those, each known and named once."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in GROUPS or names.count(name) > 1:
+            raise InvalidParameter("claims", f"{name!r} is no choice here; name {', '.join(GROUPS)} once each")
+    return names

@@ -1,0 +1,291 @@
+"""How fast the kernels of a model run by themselves, at its shapes: products, attention, norms, sampling.
+
+Each is called for one layer after the other, as a step does, so that weights and cached keys come from memory and not
+from a cache. On a GPU the calls are captured and replayed, so that the time is the GPU's and not that of Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chairlift.attention import Attend, AttentionBackend, AttentionLayer, FusedAttend, choose_backend
+from chairlift.attention.paged_gpu import PagedGPUStep
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.attention.modes import BLOCK_SIZE, plan_of
+from chairlift.lab.common.floor import Ceilings
+from chairlift.lab.common.step_work import Work, attention_work, linear_work
+from chairlift.lab.common.timing import Note, Run, best_seconds
+from chairlift.layers.linear import Linear
+from chairlift.layers.mlp import GatedMLP
+from chairlift.models.decoder import Decoder
+from chairlift.models.input_batch import build_batch
+from chairlift.runner.memory import MemoryPlan, allocate_storage, bytes_per_token
+from chairlift.sampling.sampler import Sampler
+
+KINDS = ("products", "attention", "norms", "sampling")
+MOST_CACHE_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}  # for keys and values: so many layers are made, at least one
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSettings:
+    kinds: Sequence[str] = KINDS
+    rows: Sequence[int] = (1, 8, 32, 128, 512)
+    batches: Sequence[int] = (1, 8, 32)
+    contexts: Sequence[int] = (128, 1024, 4096)
+    backend: str = "auto"  # of attention
+
+    def __post_init__(self) -> None:
+        for kind in self.kinds:
+            if kind not in KINDS or list(self.kinds).count(kind) > 1:
+                raise InvalidParameter("kernels", f"{kind!r} is no choice here; name {', '.join(KINDS)} once each")
+        for parameter, values in (("rows", self.rows), ("batch", self.batches), ("contexts", self.contexts)):
+            if not values or min(values) < 1:
+                raise InvalidParameter(parameter, f"needs numbers of at least 1, got {list(values)}")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPoint:
+    kind: str
+    name: str
+    size: str  # of the batch
+    seconds: float  # of one call
+    work: Work
+    floor_seconds: float  # for reading or computing, whichever takes longer
+
+    @property
+    def share_of_floor(self) -> float:
+        return self.floor_seconds / self.seconds
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "name": f"{self.name}, {self.size}",
+            "kind": self.kind,
+            "seconds": self.seconds,
+            **asdict(self.work),
+            "floor_seconds": self.floor_seconds,
+            "share_of_floor": self.share_of_floor,
+            "bytes_per_second": self.work.bytes / self.seconds,
+            "flops_per_second": self.work.flops / self.seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """`run` makes `calls` calls of a kernel that does `work` each time."""
+
+    name: str
+    size: str
+    run: Run
+    calls: int
+    work: Work
+
+
+@torch.inference_mode()
+def measure_kernels(
+    model: Decoder,
+    kv_dtype: torch.dtype,
+    ceilings: Ceilings,
+    settings: KernelSettings,
+    note: Note = lambda text: None,
+) -> list[KernelPoint]:
+    cases: dict[str, Callable[[], Iterator[KernelCase]]] = {
+        "products": lambda: _products(model, settings.rows),
+        "attention": lambda: _attention(model, kv_dtype, settings),
+        "norms": lambda: _norms(model, settings.rows),
+        "sampling": lambda: _sampling(model, settings.batches),
+    }
+    points = []
+    for kind in settings.kinds:
+        for case in cases[kind]():
+            note(f"{case.name}, {case.size}")
+            seconds = device_seconds(case.run, model.device) / case.calls
+            floor = max(
+                case.work.bytes / ceilings.bytes_per_second,
+                case.work.flops / ceilings.flops_per_second,
+            )
+            points.append(KernelPoint(kind, case.name, case.size, seconds, case.work, floor))
+    return points
+
+
+def device_seconds(run: Run, device: torch.device) -> float:
+    """The time that the device takes, without what it costs to launch kernels one by one."""
+    if device.type != "cuda":
+        return best_seconds(run, device)
+    run()  # compiles what is not compiled
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return best_seconds(graph.replay, device)
+
+
+def _products(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
+    attentions = [layer.attention for layer in model.layers]
+    linears = {
+        "qkv": [attention.qkv for attention in attentions],
+        "output": [attention.output for attention in attentions],
+    }
+    mlps = [layer.mlp for layer in model.layers if isinstance(layer.mlp, GatedMLP)]
+    if mlps:  # experts are no plain products
+        linears |= {"gate, up": [mlp.gate_up for mlp in mlps], "down": [mlp.down for mlp in mlps]}
+    linears["head"] = [model.head]
+    for name, layers in linears.items():
+        first = layers[0]
+        for count in rows:
+            x = torch.randn(count, first.in_features, device=model.device).to(model.dtype)
+            moved = (first.in_features + first.out_features) * count * model.dtype.itemsize
+            yield KernelCase(
+                f"{name} {first.in_features}→{first.out_features}",
+                f"{count} rows",
+                _each(layers, x),
+                len(layers),
+                linear_work(first, count) + Work(bytes=moved),
+            )
+
+
+def _each(layers: Sequence[Linear], x: Tensor) -> Run:
+    def run() -> None:
+        for layer in layers:
+            layer(x)
+
+    return run
+
+
+def _attention(model: Decoder, kv_dtype: torch.dtype, settings: KernelSettings) -> Iterator[KernelCase]:
+    layers = [layer for layer in model.attention_layers if layer.window == model.attention_layers[0].window]
+    alike = [layer for layer in layers if layer.head_dim == layers[0].head_dim]
+    backend = choose_backend(settings.backend, alike, model.device, model.dtype)
+    for context in settings.contexts:
+        for batch in settings.batches:
+            spans = [(context - 1, 1)] * batch
+            yield attention_case(model, alike, kv_dtype, backend, spans, "decode", f"{batch} of {context:,} tokens")
+        yield attention_case(model, alike, kv_dtype, backend, [(0, context)], "prompt", f"{context:,} tokens")
+
+
+def attention_case(
+    model: Decoder,
+    layers: Sequence[AttentionLayer],
+    kv_dtype: torch.dtype,
+    backend: AttentionBackend,
+    spans: Sequence[tuple[int, int]],
+    name: str,
+    size: str,
+) -> KernelCase:
+    plan, num_blocks = plan_of(spans)
+    first, device = layers[0], model.device
+    shape = (num_blocks + 1, BLOCK_SIZE, first.num_kv_heads, first.head_dim)
+    side = torch.Size(shape).numel() * kv_dtype.itemsize
+    count = max(1, min(len(layers), MOST_CACHE_BYTES[device.type] // (2 * side)))
+
+    def random(*sizes: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*sizes, device=device, dtype=torch.float32).to(dtype)
+
+    memory = MemoryPlan(0, bytes_per_token(layers, kv_dtype), BLOCK_SIZE, num_blocks, num_blocks * BLOCK_SIZE, name)
+    storage = allocate_storage([first] * count, memory, kv_dtype, device)
+    for layer_side in (*storage.keys, *storage.values):
+        layer_side.copy_(random(*shape, dtype=kv_dtype))
+    batch = build_batch(plan, storage, device, rectangular=backend.rectangular)
+    attend = _with_tiles_of_a_step(backend.plan(batch.layout, storage), first, model.dtype)
+    rows, heads = len(batch.tokens), first.num_heads + 2 * first.num_kv_heads
+    qkv = random(rows, heads * first.head_dim, dtype=model.dtype)
+    q, k, v = qkv.view(rows, heads, -1).split((first.num_heads, first.num_kv_heads, first.num_kv_heads), dim=1)
+    which = [replace(first, index=index) for index in range(count)]
+
+    def run() -> None:
+        for layer in which:
+            if isinstance(attend, FusedAttend):  # as it is called in a step
+                attend.from_projection(layer, qkv, q_norm=None, k_norm=None, eps=0.0, cos=None, sin=None)
+            else:
+                attend(layer, q, k, v)
+
+    work = attention_work(first, spans, kv_dtype.itemsize)
+    return KernelCase(f"attention, {name}", size, run, count, work + Work(bytes=2.0 * q.nbytes))
+
+
+def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dtype) -> Attend:
+    """The GPU's runner cuts prompts into tiles that suit the layers, and knows that no request has two rows: the
+    backend by itself knows neither."""
+    if not isinstance(attend, PagedGPUStep):
+        return attend
+    batch, queries = attend.batch, attend.backend.tile_queries([layer], dtype)
+    counts = enumerate(batch.chunk_count.tolist())
+    tiles = [(chunk, at) for chunk, count in counts if chunk >= batch.num_single for at in range(0, count, queries)]
+    chunks, offsets = (
+        torch.tensor([tile[side] for tile in tiles], dtype=torch.int32, device=batch.slots.device) for side in (0, 1)
+    )
+    return replace(
+        attend, batch=replace(batch, tile_chunk=chunks, tile_offset=offsets, tile_queries=queries, one_per_request=True)
+    )
+
+
+def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
+    """With the addition to the residual stream. A decoder whose layers are one kernel has none of its own."""
+    norms = [layer.before_mlp for layer in model.layers if layer.before_mlp is not None]
+    if model.brings_threads or not norms:
+        return
+    size = len(norms[0].weight)
+    for count in rows:
+        x, delta = (torch.randn(count, size, device=model.device).to(model.dtype) for _ in range(2))
+
+        def run(x: Tensor = x, delta: Tensor = delta) -> None:
+            for norm in norms:
+                norm.add_(x, delta)
+
+        # The stream is read and written, what is added is read, and the norm is written.
+        yield KernelCase("add and norm", f"{count} rows", run, len(norms), Work(4.0 * x.numel(), 4.0 * x.nbytes))
+
+
+def _sampling(model: Decoder, batches: Sequence[int]) -> Iterator[KernelCase]:
+    for name, params in (
+        ("greedy", SamplingParams(temperature=0.0)),
+        ("top-p", SamplingParams(temperature=0.8, top_p=0.95)),
+    ):
+        for batch in batches:
+            logits = torch.randn(batch, model.vocab_size, device=model.device)
+            if model.device.type == "cuda":
+                run = _device_sampler(logits.to(model.dtype), params)
+            else:
+                run = _host_sampler(logits, params)
+            moved = logits.numel() * (model.dtype.itemsize if model.device.type == "cuda" else 4)
+            yield KernelCase(f"sampling, {name}", f"{batch} rows", run, 1, Work(bytes=moved))
+
+
+def _device_sampler(logits: Tensor, params: SamplingParams) -> Run:
+    from chairlift.kernels.triton.sampling import sample
+
+    rows, device = len(logits), logits.device
+    numbers = {
+        name: torch.full((rows,), value, dtype=torch.float32, device=device)
+        for name, value in (
+            ("temperature", params.temperature),
+            ("top_p", params.top_p),
+            ("min_p", params.min_p),
+            ("uniforms", 0.5),
+        )
+    }
+    tokens, last, top_k = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(3))
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+
+    def run() -> None:
+        sample(logits, tokens=tokens, last_token=last, slots=slots, top_k=top_k, **numbers)
+
+    return run
+
+
+def _host_sampler(logits: Tensor, params: SamplingParams) -> Run:
+    sampler = Sampler(logits.shape[1], logits.device)
+    ids = [f"{row}" for row in range(len(logits))]
+    for one in ids:
+        sampler.add(one, params, [0], seed=0, eos_ids=[])
+
+    def run() -> None:
+        # Filters change the logits in place.
+        sampler.sample(logits if params.temperature == 0 else logits.clone(), ids, [0] * len(ids))
+
+    return run

@@ -1,0 +1,143 @@
+"""What lossy options cost: perplexity, and how often the likeliest token stays the same, against float32."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chairlift.config import EngineConfig
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.startup import load_model, start_engine
+from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.quality.texts import TEXTS
+from chairlift.models.input_batch import build_batch
+from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.gpu.runner import GPURunner
+
+Note = Callable[[str], None]
+
+EXACT = {"dtype": "float32", "quantization": "none", "kv_dtype": "float32"}
+MODES: Mapping[str, Mapping[str, str]] = {
+    "float32": EXACT,
+    "float32, KV bfloat16": EXACT | {"kv_dtype": "bfloat16"},
+    "int8, KV float32": {"quantization": "int8", "kv_dtype": "float32"},
+    "int8, KV bfloat16": {"quantization": "int8", "kv_dtype": "bfloat16"},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+GPU_MODES: Mapping[str, Mapping[str, str]] = {
+    "float32": EXACT,
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16, KV fp8": {"dtype": "bfloat16", "kv_dtype": "fp8"},
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
+    "fp8, KV fp8": {"dtype": "bfloat16", "quantization": "fp8", "kv_dtype": "fp8"},
+}
+LARGEST_LOSS = 0.02  # in perplexity: what an option may cost and still be the default
+ROWS = 64  # tokens whose logits are held at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of every token of all texts but their first."""
+
+    losses: Tensor  # [N] minus the logarithm of the probability of the token that came
+    likeliest: Tensor  # [N] the token that greedy decoding would take
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(float(self.losses.double().mean()))
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    mode: str
+    perplexity: float
+    change: float  # of the perplexity against float32, as a share
+    agreement: float  # share of the tokens after which the same one is likeliest
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "name": self.mode,
+            "perplexity": self.perplexity,
+            "perplexity_change": self.change,
+            "greedy_agreement": self.agreement,
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+        }
+
+
+def modes_on(device: str) -> Mapping[str, Mapping[str, str]]:
+    return MODES if EngineConfig(device=device).torch_device().type == "cpu" else GPU_MODES
+
+
+def measure_quality(
+    model: str, modes: Sequence[str], note: Note, *, texts: Sequence[str] = TEXTS, device: str = "cpu"
+) -> list[Quality]:
+    """Every mode on the same texts; float32, to which all are compared, is always the first."""
+    found: list[Quality] = []
+    exact: Scores | None = None
+    for mode in ["float32", *(mode for mode in modes if mode != "float32")]:
+        note(f"{mode}: loading")
+        options: dict[str, Any] = {"device": device, "kv_memory": "256MiB", "max_batch_requests": 1}
+        config = EngineConfig(**(options | dict(modes_on(device)[mode])))
+        loaded = load_model(model, config, progress=False)
+        started = start_engine(loaded, config)
+        parts = []
+        for index, text in enumerate(texts):
+            note(f"{mode}: text {index + 1} of {len(texts)}")
+            parts.append(score(started.runner, loaded.tokenizer.encode(text), started.memory.block_size))
+        scores = Scores(torch.cat([part.losses for part in parts]), torch.cat([part.likeliest for part in parts]))
+        exact = exact or scores
+        found.append(
+            Quality(
+                mode=mode,
+                perplexity=scores.perplexity,
+                change=scores.perplexity / exact.perplexity - 1,
+                agreement=float((scores.likeliest == exact.likeliest).double().mean()),
+                weight_bytes=started.memory.weight_bytes,
+                kv_bytes_per_token=started.memory.bytes_per_token,
+            )
+        )
+        del loaded, started
+        gc.collect()
+    return found
+
+
+@torch.inference_mode()
+def score(runner: ModelRunner | GPURunner, tokens: Sequence[int], block_size: int) -> Scores:
+    """One text as one chunk, through the same code that serves requests."""
+    if len(tokens) < 2:
+        raise InvalidParameter("texts", "a text must have at least two tokens")
+    request = Request("quality", list(tokens), SamplingParams(), max_new_tokens=1, arrival=0.0)
+    table = list(range(-(-len(tokens) // block_size)))
+    plan = StepPlan(step=0, chunks=(Chunk(request, start=0, count=len(tokens), table=table, samples=False),))
+    batch = build_batch(plan, runner.storage, runner.model.device, rectangular=runner.attention.rectangular)
+    attend = runner.attention.plan(batch.layout, runner.storage)
+    hidden = runner.model.hidden_states(batch.tokens, batch.positions, attend)
+    losses, likeliest = [], []
+    following = torch.tensor(tokens[1:], device=hidden.device)
+    for first in range(0, len(following), ROWS):
+        logits = runner.model.logits(hidden[first : min(first + ROWS, len(following))]).float()
+        losses.append(torch.nn.functional.cross_entropy(logits, following[first : first + ROWS], reduction="none"))
+        likeliest.append(logits.argmax(dim=-1))
+    return Scores(torch.cat(losses).cpu(), torch.cat(likeliest).cpu())
+
+
+def parse_modes(text: str, device: str = "cpu") -> list[str]:
+    """ "float32; int8, KV bfloat16" -> both: modes have commas of their own."""
+    names, choices = [name.strip() for name in text.split(";") if name.strip()], modes_on(device)
+    for name in names:
+        if name not in choices:
+            raise InvalidParameter("modes", f"there is no {name!r}; choose from {'; '.join(choices)}")
+    if not names:
+        raise InvalidParameter("modes", "names none")
+    return names

@@ -1,0 +1,166 @@
+"""`chairlift bench serve`: a load on a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import typer
+
+from chairlift.client.address import Address
+from chairlift.client.blocking import BlockingClient
+from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.serve.run import OwnServer, Plan, Target, local_model_facts, measure_server
+from chairlift.lab.common.measure import add_speedups
+from chairlift.lab.common.output import ReportOptions
+from chairlift.lab.common.workload import LengthRange
+from chairlift.lab.load.client import WORDS
+from chairlift.lab.load.figures import load_row
+from chairlift.lab.load.options import JudgeOptions, LoadOptions, ServerOptions, WorkloadOptions
+from chairlift.lab.load.plot import draw_load
+from chairlift.lab.load.report import show_rows, watch_load
+from chairlift.lab.load.run import ClosedLoop, LoadRun
+from chairlift.lab.load.traces import TraceEntry
+from chairlift.terminal.console import note
+from chairlift.terminal.options import EngineOptions, given, refuse_given, with_option_groups
+
+
+@with_option_groups
+def bench_serve(
+    context: typer.Context,
+    engine: EngineOptions,
+    load: LoadOptions,
+    work: WorkloadOptions,
+    server: ServerOptions,
+    judge: JudgeOptions,
+    report: ReportOptions,
+) -> None:
+    """Measure a server under load, as its clients see it: throughput, latencies, and good answers per second.
+
+    Without --url, a server is started on a free port for the run. Requests are
+    sent in a closed loop (--concurrency), in an open one (--rate), or as a
+    --trace recorded them.
+    """
+    limits = judge.limits
+    for options in (load, work, report):
+        options.check()
+    _check_together(context, load, work, server, judge)
+    bench = _Bench(context, engine, load, work, server)
+    runs = bench.run(judge)
+    rows = [load_row(name, found, limits) for name, found in runs.items()]
+    add_speedups(rows)
+    show_rows(rows, bench.title, limits)
+    report.write(
+        "serve",
+        bench.settings() | asdict(judge),
+        rows,
+        lambda file, here: draw_load(file, bench.title, here, runs, limits),
+    )
+
+
+def _check_together(
+    context: typer.Context, load: LoadOptions, work: WorkloadOptions, server: ServerOptions, judge: JudgeOptions
+) -> None:
+    """Refuse options that would change nothing beside others."""
+    server.wording("")
+    if server.url is None:
+        refuse_given(context, ("token_ids", "api_key"), "only goes with --url")
+    else:
+        names = [field.name for field in fields(EngineOptions) if field.name not in ("model", "quiet")]
+        refuse_given(context, names, "is for an engine of ours, but --url has its own")
+        refuse_given(context, ("repeat",), "starts a new server each time, so it does not go with --url")
+    if work.workload is not None or work.trace is not None:
+        names = ["prompt_len", "output_len", "shared_prefix", "prefix_groups"]
+        refuse_given(context, names, "the requests come from a file; give only one of them")
+    if work.workload is not None and server.api == "chat":
+        raise InvalidParameter("workload", "has token ids, which a chat cannot send; use --api completions")
+    if judge.compare_offline:
+        plain = server.api == "completions" and server.ignore_eos and not server.temperature
+        if server.url is not None or load.duration is not None or not plain or server.extra_body != "{}":
+            problem = "needs a server of ours, a number of requests, and requests as they are by default: completions"
+            raise InvalidParameter("compare_offline", f"{problem} that ignore the end token, without extra parameters")
+
+
+class _Bench:
+    """The pieces that the options describe, put together."""
+
+    def __init__(
+        self,
+        context: typer.Context,
+        engine: EngineOptions,
+        load: LoadOptions,
+        work: WorkloadOptions,
+        server: ServerOptions,
+    ) -> None:
+        self._engine, self._load, self._work, self._server = engine, load, work, server
+        self._address = None if server.url is None else Address.parse(server.url)
+        self._model, vocabulary, limit = self._facts(given(context, "model"))
+        if limit is not None and work.longest() > limit:
+            problem = f"requests may have {work.longest()} tokens, prompt and output, but the model takes {limit}"
+            raise InvalidParameter("prompt_len" if work.workload is None else "workload", problem)
+        recorded = _fitting(work.recorded(), limit)
+        self._count = load.count(work.available(recorded))
+        requests = work.requests(vocabulary, recorded, self._count)
+        pace = load.pace(work.seed, recorded)
+        self._plan = Plan(requests, pace, load.duration, load.warmup, server.request_timeout)
+
+    @property
+    def title(self) -> str:
+        return f"{self._model}: {self._load.describe(self._plan.pace)}"
+
+    def run(self, judge: JudgeOptions) -> dict[str, list[LoadRun]]:
+        def watch(name: str) -> Any:
+            return watch_load(name, self._count, enabled=not self._engine.quiet)
+
+        wording = self._server.wording(self._model)
+        if self._address is not None:
+            with watch("server") as advance:
+                target = Target(self._address, wording, self._server.api_key)
+                return {"server": [measure_server(target, self._plan, advance)]}
+        own = OwnServer(self._engine.model, wording, self._engine.config())
+        if judge.compare_offline:
+            return own.compare(self._plan, judge.repeat, watch)
+        return {"server": [own.run(self._plan, watch) for _ in range(judge.repeat)]}
+
+    def settings(self) -> dict[str, Any]:
+        """All that the figures depend on, for the report."""
+        closed = isinstance(self._plan.pace, ClosedLoop)
+        settings: dict[str, Any] = {"model": self._model, "loop": "closed" if closed else "open"}
+        for options in (self._load, self._work, self._server):
+            settings |= asdict(options)
+        del settings["api_key"]
+        for name in ("workload", "trace"):
+            settings[name] = settings[name] and settings[name].name
+        settings["concurrency"] = self._plan.pace.concurrency if isinstance(self._plan.pace, ClosedLoop) else None
+        settings["num_requests"] = self._count
+        settings["engine"] = self._engine.config() if self._address is None else None
+        return settings
+
+    def _facts(self, model_given: bool) -> tuple[str, Sequence[int], int | None]:
+        """The model's name, the token ids of prompts, and the most tokens of a request where that is known."""
+        words = range(len(WORDS)) if self._server.api == "chat" else None
+        if self._address is None:
+            options, progress = self._engine.config(), not self._engine.quiet
+            vocabulary, limit = local_model_facts(self._engine.model, options, progress=progress)
+            return self._engine.model, words or vocabulary, limit
+        ids = LengthRange.parse("token_ids", self._server.token_ids)
+        drawn_from = words or range(ids.low, ids.high + 1)
+        if model_given:
+            return self._engine.model, drawn_from, None
+        found = BlockingClient(self._address, api_key=self._server.api_key).served_model()
+        told = found.get("max_model_len")
+        return str(found["id"]), drawn_from, told if isinstance(told, int) else None
+
+
+def _fitting(recorded: list[TraceEntry] | None, limit: int | None) -> list[TraceEntry] | None:
+    """Real services had longer contexts than most models here."""
+    if recorded is None or limit is None:
+        return recorded
+    fitting = [entry for entry in recorded if entry.n_in + entry.n_out <= limit]
+    if not fitting:
+        raise InvalidParameter("trace_scale", f"no request of the trace fits into the model's {limit} tokens")
+    if len(fitting) < len(recorded):
+        missing = f"{len(recorded) - len(fitting):,} of {len(recorded):,} requests of the trace are left out"
+        note(f"{missing}: they exceed the model's {limit:,} tokens (--trace-scale shortens them)")
+    return fitting

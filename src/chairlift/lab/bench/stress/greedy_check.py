@@ -1,0 +1,52 @@
+"""Whether tokens are those that greedy decoding gives, by one pass over whole sequences without the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from chairlift.attention import KVStorage
+from chairlift.attention.bursted import BurstedAttention
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.models.base import CausalLM
+from chairlift.models.input_batch import build_batch
+
+BLOCK_SIZE = 16
+
+
+@torch.inference_mode()
+def greedy_gaps(model: CausalLM, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+    """For each token of the outputs of (prompt, output): by how much the likeliest one's score is higher, given the
+    tokens before it. Zeros where greedy decoding chooses the same. Attention is the plain formula, one sequence at a
+    time, over a cache of its own."""
+    chunks: list[Chunk] = []
+    rows: list[int] = []  # after which a token of an output follows
+    used = row = 0
+    for index, (prompt, output) in enumerate(sequences):
+        tokens = [*prompt, *output[:-1]]
+        blocks = -(-len(tokens) // BLOCK_SIZE)
+        request = Request(f"{index}", tokens, SamplingParams(), max_new_tokens=1, arrival=0.0)
+        chunks.append(Chunk(request, 0, len(tokens), range(used, used + blocks), samples=False))
+        rows += range(row + len(prompt) - 1, row + len(tokens))
+        used, row = used + blocks, row + len(tokens)
+    storage = _storage(model, used + 1)
+    batch = build_batch(StepPlan(0, tuple(chunks)), storage, model.device)
+    attend = BurstedAttention().plan(batch.layout, storage)
+    hidden = model.hidden_states(batch.tokens, batch.positions, attend)
+    scores = model.logits(hidden[torch.tensor(rows, device=model.device)]).double()
+    chosen = torch.tensor([token for _, output in sequences for token in output], device=model.device)
+    return (scores.max(dim=-1).values - scores.gather(-1, chosen[:, None])[:, 0]).cpu()
+
+
+def _storage(model: CausalLM, blocks: int) -> KVStorage:
+    def side() -> list[Tensor]:
+        return [
+            torch.zeros(blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, dtype=model.dtype, device=model.device)
+            for layer in model.attention_layers
+        ]
+
+    return KVStorage(side(), side())

@@ -1,0 +1,252 @@
+"""Random traffic in a cache that is too small, with every invariant checked at every step and every greedy token after.
+
+Requests of every kind come and go, are cancelled, run out of time, share prefixes and lose their memory. Nothing may be
+lost or counted wrong, every request ends exactly once, and every token of greedy requests is the one that the model
+gives to the sequence by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from chairlift.config import EngineConfig
+from chairlift.core.events import (
+    DraftsVerified,
+    Event,
+    RequestBoarded,
+    RequestFinished,
+    RequestPreempted,
+    TokenProduced,
+)
+from chairlift.core.integrity import check_accounting, check_plan, check_quiescent, check_shared_prefixes
+from chairlift.core.plan import StepPlan
+from chairlift.core.request import FinishReason, completion_ids
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.engine.startup import LoadedModel, start_engine
+from chairlift.errors import ChairliftError
+from chairlift.lab.bench.stress.greedy_check import greedy_gaps
+from chairlift.lab.bench.stress.model import END
+from chairlift.lab.bench.stress.traffic import LONGEST_OUTPUT, LONGEST_PROMPT, PATTERN, Asked, Traffic
+from chairlift.lab.common.timing import Note
+from chairlift.runner.memory import bytes_per_token
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, SEATS = 4, 64, 32, 12  # of the cache, of the host's memory, and requests per step
+MOST_OPEN = 30
+# Scores that differ by less may change places by the order in which sums are added, and where they are rounded.
+TIES = {torch.float32: 1e-4, torch.float16: 0.06, torch.bfloat16: 0.5}
+CHECKED_AT_ONCE = 64
+
+
+class StressFailed(ChairliftError):
+    """The engine did something wrong."""
+
+
+@dataclass(slots=True)
+class StressFigures:
+    """What a round has seen; all of it went well."""
+
+    name: str
+    seconds: float = 0.0
+    steps: int = 0
+    requests: int = 0
+    tokens: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    endings: Counter[str] = field(default_factory=Counter)
+    preempted: int = 0
+    swapped: int = 0  # of those, to host memory
+    cached_tokens: int = 0  # that a prefix brought
+    drafts: int = 0
+    accepted: int = 0
+    checked: int = 0  # tokens of greedy requests, each found right
+    ties: int = 0  # of those, not the likeliest but equal to it within rounding
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self) | {"kinds": dict(self.kinds), "endings": dict(self.endings)}
+
+
+def stress_config(loaded: LoadedModel, preemption: str, **options: Any) -> EngineConfig:
+    per_block = BLOCK_SIZE * bytes_per_token(loaded.model.attention_layers, loaded.model.dtype)
+    return EngineConfig(
+        device=str(loaded.model.device),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        quantization="none",
+        block_size=BLOCK_SIZE,
+        kv_memory=NUM_BLOCKS * per_block,
+        max_model_len=LONGEST_PROMPT + LONGEST_OUTPUT,
+        max_batch_requests=SEATS,
+        max_batch_tokens=64,
+        preemption=preemption,
+        swap_memory=None if preemption == "recompute" else NUM_SLOTS * per_block,
+        **options,
+    )
+
+
+def stress(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    *,
+    seconds: float = math.inf,
+    steps: float = math.inf,
+    seed: int = 0,
+    note: Note = lambda text: None,
+) -> StressFigures:
+    """Traffic for so long or so many steps, whichever is over first, and then until all of it has ended."""
+    if not __debug__:
+        raise StressFailed("run python without -O: the checks are assertions")
+    run = _Stress(loaded, config, seed)
+    try:
+        run.to_end(seconds, steps, note)
+    except (AssertionError, ChairliftError) as error:
+        where = f"{config.preemption}, seed {seed}, after {run.figures.steps} steps"
+        raise StressFailed(f"stress failed ({where}): {error}") from error
+    return run.figures
+
+
+@dataclass(slots=True)
+class _Open:
+    asked: Asked
+    tokens: list[int]
+    told: bool  # of its tokens; of beams and completions that were not chosen only the end is
+
+
+class _Stress:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, seed: int) -> None:
+        self.figures = StressFigures(config.preemption)
+        self._model = loaded.model
+        self._tie = TIES[loaded.model.dtype]
+        self._tokenizer = loaded.tokenizer
+        self._engine = start_engine(loaded, config).engine
+        check_every_plan(self._engine.scheduler)
+        self._traffic = Traffic(seed, num_tokens=END)
+        self._rng = self._traffic.rng
+        self._open: dict[str, _Open] = {}
+        self._unchecked: list[tuple[list[int], list[int]]] = []
+        self._rate = 0.0  # arrivals per step
+        self._rate_until = 0  # which step
+
+    def to_end(self, seconds: float, steps: float, note: Note) -> None:
+        begun = time.perf_counter()
+        while self.figures.steps < steps and time.perf_counter() - begun < seconds:
+            self._arrive()
+            self._abort()
+            self._step()
+            if self.figures.steps % 100 == 0:
+                note(f"{self.figures.name}: {self.figures.steps:,} steps, {self.figures.requests:,} requests")
+        self._engine.expect_no_more()
+        while self._engine.has_work:
+            self._step()
+        assert not self._open, f"requests without an ending: {list(self._open)[:5]}"
+        check_quiescent(self._engine.scheduler)
+        self._check_tokens()
+        self._engine.shut_down()
+        self.figures.seconds = time.perf_counter() - begun
+
+    def _arrive(self) -> None:
+        """Now and then nobody, now and then many at once."""
+        if self.figures.steps >= self._rate_until:
+            self._rate = self._rng.choice((0.0, 0.2, 0.7, 4.0))
+            self._rate_until = self.figures.steps + self._rng.randint(20, 200)
+        count = int(self._rate + self._rng.random())
+        for _ in range(min(count, MOST_OPEN - len(self._open))):
+            asked = self._traffic.request()
+            self.figures.requests += 1
+            self.figures.kinds[asked.kind] += 1
+            told = self._engine.submit(asked.prompt, asked.params, **asked.options)
+            for request_id in completion_ids(told[0], asked.params.num_sequences):
+                assert request_id not in self._open, f"{request_id} was handed out twice"
+                self._open[request_id] = _Open(asked, [], told=request_id in told)
+
+    def _abort(self) -> None:
+        if self._open and self._rng.random() < 0.03:
+            self._engine.cancel(self._rng.choice(list(self._open)))
+
+    def _step(self) -> None:
+        events = self._engine.step()
+        self._engine.check_alive()
+        self.figures.steps += 1
+        check_accounting(self._engine.scheduler)
+        check_shared_prefixes(self._engine.scheduler)
+        for event in events:
+            self._take_in(event)
+        if len(self._unchecked) >= CHECKED_AT_ONCE:
+            self._check_tokens()
+
+    def _take_in(self, event: Event) -> None:
+        figures = self.figures
+        match event:
+            case TokenProduced():
+                assert event.request_id in self._open, f"{event.request_id} got a token after its end"
+                one = self._open[event.request_id]
+                assert one.told, f"{event.request_id} got a token, but was not chosen"
+                one.tokens.append(event.token)
+                figures.tokens += 1
+            case RequestFinished():
+                assert event.request_id in self._open, f"{event.request_id} ended twice"
+                self._end(self._open.pop(event.request_id), event)
+            case RequestPreempted():
+                figures.preempted += 1
+                figures.swapped += event.swapped
+            case RequestBoarded():
+                figures.cached_tokens += event.cached_tokens
+            case DraftsVerified():
+                figures.drafts += event.proposed
+                figures.accepted += event.accepted
+            case _:
+                pass
+
+    def _end(self, one: _Open, event: RequestFinished) -> None:
+        reason, asked, tokens = event.ending.reason, one.asked, one.tokens
+        assert reason is not FinishReason.ERROR, f"{event.request_id} ({asked.kind}): {event.ending.detail}"
+        self.figures.endings[reason.value] += 1
+        if not one.told:
+            return
+        if reason is FinishReason.LENGTH:
+            assert len(tokens) == asked.params.max_tokens, f"{event.request_id} has {len(tokens)} tokens"
+        if asked.kind == "structured" and reason is FinishReason.STOP:
+            text = self._tokenizer.decode(tokens)
+            assert re.fullmatch(PATTERN, text), f"{event.request_id} breaks its grammar: {text!r}"
+        if asked.is_greedy and tokens:
+            self._unchecked.append((asked.prompt, tokens))
+        self._traffic.remember([*asked.prompt, *tokens])
+
+    def _check_tokens(self) -> None:
+        """Also of those that were cancelled: what they had got was right."""
+        if not self._unchecked:
+            return
+        gaps = greedy_gaps(self._model, self._unchecked)
+        worst = float(gaps.max())
+        assert worst <= self._tie, f"a token whose score is {worst:.3g} below the best: {self._with_gap(gaps.tolist())}"
+        self.figures.checked += len(gaps)
+        self.figures.ties += int((gaps > 0).sum())
+        self._unchecked.clear()
+
+    def _with_gap(self, gaps: Sequence[float]) -> str:
+        at = 0
+        for prompt, output in self._unchecked:
+            for place, gap in enumerate(gaps[at : at + len(output)]):
+                if gap > self._tie:
+                    return f"the {place + 1}. of {output} after {prompt}"
+            at += len(output)
+        raise AssertionError("no gap is too large")
+
+
+def check_every_plan(scheduler: Scheduler) -> None:
+    """From now on, look at each plan before it is run."""
+    schedule = scheduler.schedule
+
+    def checked(now: float) -> StepPlan:
+        plan = schedule(now)
+        check_accounting(scheduler)
+        if plan:
+            check_plan(scheduler, plan)
+        return plan
+
+    scheduler.schedule = checked  # type: ignore[method-assign]

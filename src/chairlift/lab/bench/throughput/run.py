@@ -1,0 +1,156 @@
+"""Output tokens per second: this engine, itself without batching, and transformers, one after the other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+from chairlift.lab.common.measure import Advance, Measurement, add_speedups
+from chairlift.lab.common.workload import Workload, text_like_ids
+
+ENGINES = ("chairlift", "one-at-a-time", "transformers")
+OWN_ENGINES = ("chairlift", "chairlift-fp32")
+ALL_ENGINES = tuple(dict.fromkeys(ENGINES + OWN_ENGINES))
+
+Watch = Callable[[str], AbstractContextManager[Advance]]
+"""Shows the progress of the engine of that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Which model to run, on which engines, and how. `options` are those of `EngineConfig`.
+
+    All requests are submitted at once, or with `closed_loop` no more of them than there are seats: the next comes when
+    one has ended. That is for our own engines.
+    """
+
+    model: str
+    engines: Sequence[str] = ENGINES
+    options: Mapping[str, Any] = field(default_factory=dict)
+    progress: bool = True  # of fetching the model
+    closed_loop: bool = False
+
+    def run(self, workload: Workload, watch: Watch) -> list[dict[str, Any]]:
+        """One row per engine. Each is loaded, warmed up, measured and let go before the next."""
+        import torch
+
+        runs = {
+            "chairlift": self._run_batched,
+            "chairlift-fp32": self._run_fp32,
+            "one-at-a-time": self._run_one_at_a_time,
+            "transformers": self._run_transformers,
+        }
+        self._require_accelerate()
+        threads = torch.get_num_threads()
+        rows = []
+        for name in self.engines:
+            torch.set_num_threads(threads)  # whatever the one before made of it
+            with watch(name) as advance:
+                rows.append(runs[name](workload, advance).row(name))
+            gc.collect()
+        add_speedups(rows)
+        return rows
+
+    def seats(self) -> int:
+        """The most requests in a step."""
+        seats: int = self._config().seats()
+        return seats
+
+    def settings(self) -> dict[str, Any]:
+        """The choices that were left open, as they were made here."""
+        import torch
+
+        config = self._config()
+        return {
+            "model": self.model,
+            "engines": list(self.engines),
+            "threads": torch.get_num_threads(),
+            "device": str(config.torch_device()),
+            "dtype": str(config.torch_dtype()).removeprefix("torch."),
+            "quantization": config.quantization,
+            "concurrency": config.seats(),
+            "max_model_len": config.max_model_len,
+            "max_batch_tokens": config.batch_tokens(),
+            "max_prefill_tokens": config.max_prefill_tokens or config.batch_tokens(),
+            "block_size": config.block_size,
+            "kv_memory": config.kv_memory,
+            "prefix_caching": config.prefix_caching,
+            "attention": config.attention,
+            "transformers_max_batch_tokens": self._transformers_batch_tokens(),
+        }
+
+    def vocabulary(self) -> list[int]:
+        """The token ids that prompts can be made of."""
+        from chairlift.loading.checkpoint import open_checkpoint
+        from chairlift.loading.store import resolve_model
+        from chairlift.loading.tokenizer import load_tokenizer
+
+        checkpoint = open_checkpoint(resolve_model(self.model, progress=self.progress))
+        return text_like_ids(load_tokenizer(checkpoint).tokenizer)
+
+    def _require_accelerate(self) -> None:
+        """Raise now if transformers could not load the model after the other engines were measured for minutes."""
+        from chairlift.loading.store import resolve_model
+
+        if "transformers" not in self.engines or find_spec("accelerate") is not None:
+            return
+        if resolve_model(self.model, progress=self.progress).suffix == ".gguf":
+            problem = (
+                "transformers needs the package accelerate to read GGUF files; install it or leave transformers out"
+            )
+            raise InvalidParameter("engines", problem)
+
+    def _config(self, **changes: Any) -> Any:
+        from chairlift.config import EngineConfig
+
+        return EngineConfig(**(dict(self.options) | changes))
+
+    def _run_batched(self, workload: Workload, advance: Advance, **changes: Any) -> Measurement:
+        from chairlift.engine.startup import load_engine
+        from chairlift.lab.common.engine_run import measure_engine
+
+        config = self._config(**changes)
+        loaded = load_engine(self.model, config, progress=self.progress)
+        return measure_engine(loaded.engine, workload, advance, in_flight=config.seats() if self.closed_loop else None)
+
+    def _run_fp32(self, workload: Workload, advance: Advance) -> Measurement:
+        return self._run_batched(workload, advance, quantization="none", dtype="float32")
+
+    def _run_one_at_a_time(self, workload: Workload, advance: Advance) -> Measurement:
+        """The same engine with a single seat."""
+        return self._run_batched(workload, advance, max_batch_requests=1, prefix_caching=False)
+
+    def _run_transformers(self, workload: Workload, advance: Advance) -> Measurement:
+        from chairlift.lab.peers.transformers_run import TransformersSetup, measure_transformers
+        from chairlift.loading.store import resolve_model
+
+        config = self._config()
+        setup = TransformersSetup(
+            checkpoint=resolve_model(self.model, progress=self.progress),
+            dtype=config.torch_dtype(),
+            device=config.torch_device(),
+            max_batch_tokens=self._transformers_batch_tokens(),
+            max_batch_requests=config.seats(),
+        )
+        return measure_transformers(setup, workload, advance)
+
+    def _transformers_batch_tokens(self) -> int:
+        from chairlift.lab.peers.transformers_run import MAX_BATCH_TOKENS
+
+        return self.options.get("max_batch_tokens") or MAX_BATCH_TOKENS
+
+
+def parse_engines(text: str, known: Sequence[str] = ALL_ENGINES) -> list[str]:
+    """ "chairlift,transformers" -> both, in this order."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise InvalidParameter("engines", f"there is no {name!r}; choose from {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise InvalidParameter("engines", f"{text!r} names one twice")
+    return names

@@ -1,0 +1,84 @@
+"""One model, and as many engines around it as a bench compares."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chairlift.attention import KVStorage
+from chairlift.config import EngineConfig
+from chairlift.engine.kv_dtype import kv_dtype
+from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
+from chairlift.runner.memory import bytes_per_token
+
+if TYPE_CHECKING:
+    from chairlift.engine.engine import Engine
+
+
+def touch_cache(storage: KVStorage, num_blocks: int | None = None) -> None:
+    """Write to its first blocks. A system hands out memory when that happens first: here, so that it does not count for
+    whoever comes first."""
+    for side in (*storage.keys, *storage.values):
+        side[:num_blocks].view(torch.uint8).zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMaker:
+    """`options` are those of `EngineConfig`; each engine may change some."""
+
+    loaded: LoadedModel
+    options: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, model: str, options: Mapping[str, Any], *, progress: bool = False) -> EngineMaker:
+        return cls(load_model(model, EngineConfig(**options), progress=progress), options)
+
+    def start(self, *, clock: Callable[[], float] = time.monotonic, **changes: Any) -> StartedEngine:
+        return start_engine(self.loaded, self.config(**changes), clock=clock)
+
+    def engine(self, *, clock: Callable[[], float] = time.monotonic, **changes: Any) -> Engine:
+        return self.start(clock=clock, **changes).engine
+
+    def config(self, **changes: Any) -> EngineConfig:
+        return EngineConfig(**(dict(self.options) | changes))
+
+    def kv_memory(self, num_blocks: int) -> int:
+        """The bytes of so many blocks."""
+        model, config = self.loaded.model, self.config()
+        return num_blocks * config.block_size * bytes_per_token(model.attention_layers, kv_dtype(config, model))
+
+    def vocabulary(self) -> list[int]:
+        """The token ids that prompts can be made of."""
+        special = self.loaded.tokenizer.special_ids
+        return [token for token in range(self.loaded.model.vocab_size) if token not in special]
+
+    def num_parameters(self) -> int:
+        from chairlift.loading.checkpoint import open_checkpoint
+        from chairlift.loading.store import resolve_model
+        from chairlift.models import describe
+        from chairlift.models.dummy import DummyCheckpoint
+
+        config = self.config()
+        if config.load_format == "dummy":
+            return describe(DummyCheckpoint(self.loaded.name, config.torch_device()).config).num_parameters
+        return describe(open_checkpoint(resolve_model(self.loaded.name)).config).num_parameters
+
+    def settings(self) -> dict[str, Any]:
+        """What all of its engines have in common, for a report."""
+        import torch
+
+        config = self.config()
+        return {
+            "model": self.loaded.name,
+            "device": str(config.torch_device()),
+            "dtype": str(config.torch_dtype()).removeprefix("torch."),
+            "quantization": getattr(self.loaded.model, "quantization", "none"),
+            "kv_dtype": str(kv_dtype(config, self.loaded.model)).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "block_size": config.block_size,
+            "max_batch_tokens": config.batch_tokens(),
+        }

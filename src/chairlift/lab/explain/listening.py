@@ -1,0 +1,103 @@
+"""Looking over the shoulder of one attention layer while the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.base import Attend, AttentionBackend, AttentionLayer, KVStorage, RaggedLayout
+from chairlift.runner.cpu import ModelRunner
+
+if TYPE_CHECKING:
+    from chairlift.engine.startup import StartedEngine
+
+PUSH = 1e6  # so much is added to a value: whoever gives it any weight shows it
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer was given in one step, and what it made of it."""
+
+    layer: AttentionLayer
+    q: Tensor  # [T, heads, head_dim]
+    k: Tensor  # [T, kv_heads, head_dim]
+    v: Tensor
+    output: Tensor  # [T, heads, head_dim]
+    layout: RaggedLayout
+    storage: KVStorage
+    attend: Attend
+
+
+Listener = Callable[[AttentionCall], None]
+
+
+class _Listening:
+    """A backend that tells of its calls."""
+
+    def __init__(self, inner: AttentionBackend, listener: Listener) -> None:
+        self.inner = inner
+        self.listener = listener
+        self.name = inner.name
+        self.rectangular = inner.rectangular
+
+    @classmethod
+    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
+        return []
+
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+        attend = self.inner.plan(layout, storage)
+
+        def listening(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            output = attend(layer, q, k, v)
+            self.listener(AttentionCall(layer, q, k, v, output, layout, storage, attend))
+            return output
+
+        return listening
+
+
+@contextmanager
+def listening(started: StartedEngine, listener: Listener) -> Iterator[None]:
+    """Have `listener` called whenever a layer has attended, before the engine goes on."""
+    runner: Any = started.runner
+    assert isinstance(runner, ModelRunner)
+    before = runner.attention
+    runner.attention = _Listening(before, listener)
+    try:
+        yield
+    finally:
+        runner.attention = before
+
+
+def who_sees_whom(call: AttentionCall) -> list[list[bool]]:
+    """[T rows][all positions of the first sequence, then of the next, ...]: whether the row looks at the position.
+
+    Nothing is assumed about masks. Every value in the cache is changed in turn, and the rows whose output changes are
+    those that look at it.
+    """
+    ends = call.layout.ends
+    columns = [_who_sees(call, sequence, place) for sequence, end in enumerate(ends) for place in range(end)]
+    return torch.stack(columns, dim=1).tolist()
+
+
+def _who_sees(call: AttentionCall, sequence: int, position: int) -> Tensor:
+    """[T] bool: the rows whose output depends on the value of that position of that sequence."""
+    layout, storage, index = call.layout, call.storage, call.layer.index
+    start = layout.starts[sequence]
+    if position >= start:  # it is computed in this step
+        v = call.v.clone()
+        v[layout.offsets[sequence] + position - start] += PUSH
+        changed = call.attend(call.layer, call.q, call.k, v)
+        storage.write(index, layout.slots, call.k, call.v)
+    else:
+        block = int(layout.tables[sequence, position // storage.block_size])
+        value = storage.values[index][block, position % storage.block_size]
+        before = value.clone()
+        value += PUSH
+        changed = call.attend(call.layer, call.q, call.k, call.v)
+        value.copy_(before)
+    return (changed - call.output).abs().amax(dim=(1, 2)) > 0

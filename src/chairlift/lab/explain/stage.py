@@ -1,0 +1,108 @@
+"""What a topic needs to run the engine: one loaded model, engines around it, and something to say to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from chairlift.errors import InvalidParameter
+from chairlift.lab.explain.recording import Rider, Run, record
+
+if TYPE_CHECKING:
+    from chairlift.engine.startup import LoadedModel, StartedEngine
+
+Clock = Callable[[], float]
+# Where a picture shows times: those of the processor, so that other programs do not disturb it. As there is one thread
+# (see `one_thread`), it is the time that a quiet machine would take.
+QUIET_CLOCK: Clock = time.process_time
+
+TEXT = (
+    "A chairlift never stops for boarding. Skiers who reach the top step off, others get on at the bottom, and every "
+    "chair that passes can carry somebody. A cable car is different: it waits until it is full, it leaves with all of "
+    "them together, and nobody gets on or off before the end of the ride. Most of the time most of its places are "
+    "empty. A server for language models can work in either of these two ways. It may collect questions until it has "
+    "enough of them and answer them together, so that a short answer waits for the longest one. Or it may look at "
+    "every single step who is done and who is new. The second way keeps the machine busy and lets nobody wait for a "
+    "stranger. The price is book-keeping: whose tokens are these, where are their keys and values, and who may look "
+    "at whom? All pictures of this guide are about that book-keeping, and every one of them is drawn from a run."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Engines run on the CPU in float32, so that the pictures are the same on every machine."""
+
+    loaded: LoadedModel
+
+    @classmethod
+    def load(cls, model: str, *, progress: bool = False) -> Stage:
+        from chairlift.config import EngineConfig
+        from chairlift.engine.startup import load_model
+
+        return cls(load_model(model, EngineConfig(device="cpu", dtype="float32"), progress=progress))
+
+    @property
+    def model_name(self) -> str:
+        return self.loaded.name.rstrip("/").rsplit("/", 1)[-1]
+
+    def start(
+        self, *, num_blocks: int = 64, block_size: int = 16, clock: Clock = time.monotonic, **options: Any
+    ) -> StartedEngine:
+        """An engine with a KV cache of so many blocks; `options` are those of EngineConfig."""
+        from chairlift.config import EngineConfig
+        from chairlift.engine.startup import start_engine
+        from chairlift.runner.memory import bytes_per_token
+
+        model = self.loaded.model
+        per_block = block_size * bytes_per_token(model.attention_layers, model.dtype)
+        config = EngineConfig(
+            device="cpu",
+            dtype="float32",
+            block_size=block_size,
+            kv_memory=num_blocks * per_block,
+            max_model_len=min(model.max_len, num_blocks * block_size),
+            **options,
+        )
+        return start_engine(self.loaded, config, clock=clock)
+
+    def play(self, riders: Sequence[Rider], **options: Any) -> Run:
+        """What a new engine makes of these requests."""
+        return record(self.start(**options).engine, riders)
+
+    def prompt(self, num_tokens: int, skip: int = 0) -> tuple[int, ...]:
+        """The first tokens of the text after `skip` of its words."""
+        words = TEXT.split()
+        tokens = self.loaded.tokenizer.encode(" ".join(words[skip:]), add_special_tokens=False)
+        if len(tokens) < num_tokens:
+            raise InvalidParameter("num_tokens", f"the text has {len(tokens)} tokens, not {num_tokens}")
+        return tuple(tokens[:num_tokens])
+
+    def words(self, tokens: Sequence[int]) -> list[str]:
+        """Each token as a short piece of text for a label."""
+        return [readable(self.loaded.tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """What is computed for a picture is so little that threads would only wait for each other."""
+    import numba
+    import torch
+
+    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(torch_threads)
+        numba.set_num_threads(numba_threads)
+
+
+def readable(text: str) -> str:
+    """Without characters that a label cannot show, and without the space that most words begin with."""
+    spelled = text.replace("\n", "⏎").replace("\t", "⇥").replace("\ufffd", "·")
+    shown = "".join(character if character.isprintable() else "·" for character in spelled)
+    return shown.strip().replace("$", r"\$") or "␣"  # a dollar would start a formula

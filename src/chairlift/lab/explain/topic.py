@@ -1,0 +1,55 @@
+"""What a topic of the guide consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from chairlift.lab.explain.palette import Theme
+from chairlift.lab.explain.sheet import Sheet
+from chairlift.lab.explain.stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """`draw` takes a run's data and a theme; `says` is what it shows, for those who cannot see it."""
+
+    name: str
+    draw: Callable[[Any, Theme], Sheet]
+    says: Callable[[Any], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A subject: what is run, how it is drawn, and the words that teach it.
+
+    `teach` returns Markdown in which a line `[[name]]` stands for the picture of that name.
+    """
+
+    name: str
+    title: str
+    question: str  # what a reader will be able to answer
+    run: Callable[[Stage], Any]
+    pictures: tuple[Picture, ...]
+    teach: Callable[[Any], str]
+    code: tuple[str, ...]  # where this lives, for those who want to read on
+
+    @property
+    def command(self) -> str:
+        return f"chairlift explain {self.name} --out guide"
+
+
+def as_json(value: Any) -> Any:
+    """Data of a run as what JSON knows; values with a type of their own say which one."""
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+        return {"type": type(value).__name__} | own
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): as_json(entry) for key, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [as_json(entry) for entry in value]
+    return value

@@ -1,0 +1,1 @@
+"""Load on a server: arrivals, traces, client and figures."""

@@ -1,0 +1,163 @@
+"""One request of a load: how it is worded for a server, and how its stream is read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from chairlift.client.address import Address
+from chairlift.client.events import EventLines
+from chairlift.client.http import BadResponse, HttpClient
+from chairlift.errors import InvalidParameter
+from chairlift.lab.common.workload import BenchRequest
+from chairlift.lab.load.run import RequestRecord
+
+APIS = ("completions", "chat")
+
+# What the prompts of a chat are made of: for most tokenizers, each word with the space before it is one token.
+# fmt: off
+WORDS = (
+    "the", "of", "and", "to", "in", "is", "that", "it", "for", "was", "on", "are", "with", "as", "be", "this", "by",
+    "have", "from", "or", "one", "had", "not", "but", "what", "all", "were", "when", "we", "can", "an", "your",
+    "which", "their", "if", "do", "will", "each", "about", "how", "up", "out", "them", "then", "many", "some", "so",
+    "these", "would", "other", "into", "has", "more", "two", "like", "see", "time", "could", "no", "make", "than",
+    "first", "been", "its", "who", "now", "people", "my", "made", "over", "did", "down", "only", "way",
+)
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How requests are put. `extra` goes into every body and wins over what is there."""
+
+    model: str
+    api: str = "completions"
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.api not in APIS:
+            raise InvalidParameter("api", f"there is no {self.api!r}; choose from {', '.join(APIS)}")
+
+    @property
+    def path(self) -> str:
+        return "/v1/completions" if self.api == "completions" else "/v1/chat/completions"
+
+    def body(self, request: BenchRequest) -> bytes:
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": request.n_out,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignore_eos:  # most engines know it; OpenAI itself refuses it
+            fields["ignore_eos"] = True
+        if self.api == "completions":
+            fields["prompt"] = request.prompt_ids
+        else:
+            text = " ".join(WORDS[token % len(WORDS)] for token in request.prompt_ids)
+            fields["messages"] = [{"role": "user", "content": text}]
+        return json.dumps(fields | dict(self.extra), separators=(",", ":")).encode()
+
+
+class LoadClient:
+    """Sends requests and reads their streams. Whatever goes wrong ends up in the record, never in the caller."""
+
+    def __init__(self, http: HttpClient, wording: Wording, *, timeout: float) -> None:
+        self.num_pieces = 0  # that arrived so far, of all requests
+        self._http = http
+        self._wording = wording
+        self._timeout = timeout
+
+    @property
+    def address(self) -> Address:
+        return self._http.address
+
+    async def send(self, request: BenchRequest, record: RequestRecord, now: Callable[[], float]) -> None:
+        answer = _Answer(self, record, now)
+        try:
+            async with asyncio.timeout(self._timeout):
+                response = await self._http.post(self._wording.path, self._wording.body(request), answer.feed)
+            record.error = answer.problem(response.status)
+        except TimeoutError:
+            record.error = "timeout"
+        except BadResponse as error:
+            record.error = f"bad response: {error}"
+        except OSError as error:
+            record.error = f"connection: {error.strerror or error}"
+        record.end = now()
+        record.input_tokens = record.input_tokens or len(request.prompt_ids)
+        record.output_tokens = record.output_tokens or len(record.times)
+
+
+class _Answer:
+    """The stream of one answer. Which pieces it came in and when is all that is kept of it."""
+
+    def __init__(self, client: LoadClient, record: RequestRecord, now: Callable[[], float]) -> None:
+        self._client = client
+        self._record = record
+        self._now = now
+        self._lines = EventLines()
+        self._start = b""  # of the body, where an error that is no stream would be
+        self._finished = False
+        self._problem: str | None = None
+
+    def feed(self, data: bytes) -> None:
+        now = self._now()
+        if len(self._start) < 2000:
+            self._start += data[:2000]
+        for event in self._lines.feed(data):
+            if event == b"[DONE]":
+                continue
+            try:
+                self._take_in(json.loads(event), now)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                self._problem = "bad stream: an event that is not what OpenAI has"
+
+    def _take_in(self, chunk: dict[str, Any], now: float) -> None:
+        if chunk.get("error"):
+            self._problem = f"stream: {_error_name(chunk)}"
+        for choice in chunk.get("choices") or ():
+            if choice.get("finish_reason") is not None:
+                self._finished = True
+            if _says_something(choice):
+                self._record.times.append(now)
+                self._client.num_pieces += 1
+        usage = chunk.get("usage")
+        if usage:
+            self._record.input_tokens = usage["prompt_tokens"]
+            self._record.output_tokens = usage["completion_tokens"]
+            self._record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def problem(self, status: int) -> str | None:
+        """What is wrong with the answer, now that it is over."""
+        if status != 200:
+            return f"HTTP {status} {self._refusal()}".strip()
+        if self._problem is None and not self._finished:
+            return "stream: ended too early"
+        return self._problem
+
+    def _refusal(self) -> str:
+        try:
+            return _error_name(json.loads(self._start))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return ""
+
+
+def _says_something(choice: dict[str, Any]) -> bool:
+    """Whether a piece brings tokens; the first and the last one of some servers only tell the role or the end."""
+    delta = choice.get("delta")
+    if delta is None:
+        # A token may have no text of its own yet: half a character.
+        return bool(choice.get("text")) or choice.get("finish_reason") is None
+    return any(delta.get(part) for part in ("content", "reasoning_content", "reasoning", "tool_calls"))
+
+
+def _error_name(body: dict[str, Any]) -> str:
+    error = body["error"]
+    return str(error if isinstance(error, str) else error.get("code") or error.get("type") or "error")[:60]

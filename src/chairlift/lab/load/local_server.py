@@ -1,0 +1,110 @@
+"""Our own server on a free port, for as long as it is measured."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from typing import IO, Any
+
+from chairlift.errors import EngineDead
+from chairlift.lab.common.cpu_time import children, cpu_seconds
+
+START_SECONDS = 600
+STOP_SECONDS = 30
+MODEL_NAME = "bench"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalServer:
+    process: subprocess.Popen[bytes]
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Of the front end and of the engine, so far; empty where the system does not tell."""
+        found = {"front_end": cpu_seconds(self.process.pid)}
+        for child in children(self.process.pid):
+            found["engine"] = cpu_seconds(child)
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+@contextmanager
+def local_server(model: str, options: Mapping[str, Any], *, max_waiting: int) -> Iterator[LocalServer]:
+    """Start a server, wait until it is ready, and stop it in the end, whatever happens meanwhile.
+
+    `options` are those of `EngineConfig`.
+    """
+    port = _free_port()
+    command = [sys.executable, "-m", "chairlift", "serve", model, "--served-model-name", MODEL_NAME, "--quiet"]
+    command += ["--port", str(port), "--max-waiting", str(max_waiting), *engine_arguments(options)]
+    with tempfile.TemporaryFile() as log:
+        environment = {name: value for name, value in os.environ.items() if name != "CHAIRLIFT_API_KEY"}
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            server = LocalServer(process, port)
+            _wait_until_ready(server, log)
+            yield server
+        finally:
+            _stop(process)
+
+
+def engine_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options of `EngineConfig` as they are typed."""
+    arguments = []
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            arguments += [f"--{option}", str(value)]
+    return arguments
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_until_ready(server: LocalServer, log: IO[bytes]) -> None:
+    end = time.monotonic() + START_SECONDS
+    while not _is_ready(server.port):
+        if server.process.poll() is not None:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            raise EngineDead(f"the server did not start: {lines[-1] if lines else 'it said nothing'}")
+        if time.monotonic() > end:
+            raise EngineDead(f"the server was not ready after {START_SECONDS} s")
+        time.sleep(0.1)
+
+
+def _is_ready(port: int) -> bool:
+    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,283 @@
+"""The options of `chairlift bench serve` that say what is sent and how fast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chairlift.errors import InvalidParameter
+from chairlift.lab.common.workload import BenchRequest, LengthRange, SharedPrefixes, draw_requests, load_workload
+from chairlift.lab.load.arrivals import ARRIVALS, Arrivals
+from chairlift.lab.load.client import APIS, Wording
+from chairlift.lab.load.figures import LatencyLimits
+from chairlift.lab.load.run import ClosedLoop, OpenLoop, Pace
+from chairlift.lab.load.traces import TraceEntry, load_trace, trace_requests
+
+_LOAD, _WORKLOAD, _SERVER, _GOOD = "Load", "Workload", "Server", "What counts as good"
+CONCURRENCY = 16
+PER_SEAT = 5  # requests for each one in flight, so that most of them meet a busy server
+OPEN_SECONDS = 60
+
+Requests = Callable[[], Iterator[BenchRequest]]
+"""The requests of a workload, the same ones at every call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How fast requests are sent, and for how long."""
+
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            help="Closed loop: so many requests at a time, the next one when one ends.",
+            rich_help_panel=_LOAD,
+            show_default=f"{CONCURRENCY}, unless there is a rate or a trace",
+        ),
+    ] = None
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Open loop: so many requests per second, however busy the server is.", rich_help_panel=_LOAD),
+    ] = None
+    arrivals: Annotated[str, typer.Option(help=f"Of an open loop: {', '.join(ARRIVALS)}.", rich_help_panel=_LOAD)] = (
+        "poisson"
+    )
+    burstiness: Annotated[
+        float | None,
+        typer.Option(
+            help="Of bursty arrivals: the shape of the gamma distribution of gaps; 1 is Poisson, less is burstier.",
+            rich_help_panel=_LOAD,
+            show_default="0.25",
+        ),
+    ] = None
+    num_requests: Annotated[
+        int | None,
+        typer.Option(
+            "--num-requests",
+            "-n",
+            help="How many requests.",
+            rich_help_panel=_LOAD,
+            show_default=f"{PER_SEAT} for each of --concurrency, {OPEN_SECONDS} s of --rate, or all there are",
+        ),
+    ] = None
+    duration: Annotated[
+        float | None,
+        typer.Option(help="Send for so many seconds; then wait for what is open.", rich_help_panel=_LOAD),
+    ] = None
+    warmup: Annotated[int, typer.Option(help="Short requests before, not counted.", rich_help_panel=_LOAD)] = 4
+
+    def check(self) -> None:
+        if self.concurrency is not None and self.rate is not None:
+            raise InvalidParameter("rate", "makes an open loop and --concurrency a closed one; give only one of them")
+        if self.rate is None and (self.burstiness is not None or self.arrivals != "poisson"):
+            raise InvalidParameter("arrivals", "needs a --rate")
+        for name, least in (("concurrency", 1), ("num_requests", 1), ("warmup", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidParameter(name, f"must be at least {least}, got {value}")
+        if self.rate is not None:
+            Arrivals.parse(self.rate, self.arrivals, self.burstiness)
+        if self.duration is not None and not 0 < self.duration < float("inf"):
+            raise InvalidParameter("duration", f"must be a number of seconds above 0, got {self.duration}")
+
+    def pace(self, seed: int, recorded: Sequence[TraceEntry] | None) -> Pace:
+        """As asked for; a trace keeps its own time unless something else was."""
+        if self.rate is not None:
+            arrivals = Arrivals.parse(self.rate, self.arrivals, self.burstiness)
+            return OpenLoop(lambda: arrivals.times(seed))
+        if recorded is not None and self.concurrency is None:
+            return OpenLoop(lambda: iter([entry.at for entry in recorded]))
+        return ClosedLoop(self.concurrency or CONCURRENCY)
+
+    def describe(self, pace: Pace) -> str:
+        if isinstance(pace, ClosedLoop):
+            return f"closed loop, {pace.concurrency} at a time"
+        if self.rate is None:
+            return "open loop, as recorded"
+        return f"open loop, {self.rate:g} requests/s, {self.arrivals}"
+
+    def count(self, available: int | None) -> int | None:
+        """How many requests to take of those that there are (None: any number); None if time alone ends the run."""
+        if self.num_requests is not None or available is not None:
+            return min(count for count in (self.num_requests, available) if count is not None)
+        if self.duration is not None:
+            return None
+        if self.rate is not None:
+            return max(1, round(self.rate * OPEN_SECONDS))
+        return PER_SEAT * (self.concurrency or CONCURRENCY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions:
+    """What the requests are."""
+
+    prompt_len: Annotated[
+        str,
+        typer.Option(
+            metavar="LOW:HIGH", help="Prompt tokens, spread log-uniformly, or one number.", rich_help_panel=_WORKLOAD
+        ),
+    ] = "16:512"
+    output_len: Annotated[
+        str,
+        typer.Option(
+            metavar="LOW:HIGH", help="Output tokens, spread log-uniformly, or one number.", rich_help_panel=_WORKLOAD
+        ),
+    ] = "16:256"
+    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_WORKLOAD)] = 0
+    shared_prefix: Annotated[
+        float, typer.Option(help="Share of every prompt that others begin with too.", rich_help_panel=_WORKLOAD)
+    ] = 0.0
+    prefix_groups: Annotated[
+        int, typer.Option(help="How many different beginnings there are.", rich_help_panel=_WORKLOAD)
+    ] = 1
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            help='Take the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.',
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take times and lengths from recorded traffic: an Azure CSV or a Mooncake JSONL file.",
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = None
+    trace_speed: Annotated[
+        float, typer.Option(help="Replay a trace so many times as fast.", rich_help_panel=_WORKLOAD)
+    ] = 1.0
+    trace_scale: Annotated[
+        float, typer.Option(help="Multiply the lengths in a trace by this.", rich_help_panel=_WORKLOAD)
+    ] = 1.0
+
+    def check(self) -> None:
+        if self.workload is not None and self.trace is not None:
+            raise InvalidParameter("trace", "requests come from a workload file or from a trace; give only one of them")
+        for name in ("trace_speed", "trace_scale"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InvalidParameter(name, f"must be a number above 0, got {getattr(self, name)}")
+            if getattr(self, name) != 1 and self.trace is None:
+                raise InvalidParameter(name, "only goes with a --trace")
+        self._drawn([1])
+
+    def recorded(self) -> list[TraceEntry] | None:
+        if self.trace is None:
+            return None
+        return [entry.scaled(self.trace_scale, self.trace_speed) for entry in load_trace(self.trace)]
+
+    def available(self, recorded: Sequence[TraceEntry] | None) -> int | None:
+        """How many requests there are at most."""
+        if self.workload is not None:
+            return len(load_workload(self.workload).requests)
+        return None if recorded is None else len(recorded)
+
+    def longest(self) -> int:
+        """The most tokens, prompt and output, that a request may come to have; 0 if only a trace can tell."""
+        if self.workload is not None:
+            return load_workload(self.workload).longest
+        if self.trace is not None:
+            return 0
+        lengths = (("prompt_len", self.prompt_len), ("output_len", self.output_len))
+        return sum(LengthRange.parse(name, text).high for name, text in lengths)
+
+    def requests(self, vocabulary: Sequence[int], recorded: Sequence[TraceEntry] | None, count: int | None) -> Requests:
+        if self.workload is not None:
+            read = load_workload(self.workload).requests[:count]
+            return lambda: iter(read)
+        if recorded is not None:
+            entries = recorded[:count]
+            return lambda: trace_requests(vocabulary, entries, seed=self.seed, lengths=self.trace_scale)
+        draw = self._drawn(vocabulary)
+        return lambda: islice(draw(), count)
+
+    def _drawn(self, vocabulary: Sequence[int]) -> Requests:
+        prompt_len = LengthRange.parse("prompt_len", self.prompt_len)
+        output_len = LengthRange.parse("output_len", self.output_len)
+        shared = SharedPrefixes(self.shared_prefix, self.prefix_groups)
+        return lambda: draw_requests(
+            vocabulary, prompt_len=prompt_len, output_len=output_len, seed=self.seed, shared=shared
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Which server, and how requests are put to it."""
+
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="An OpenAI-compatible server.",
+            rich_help_panel=_SERVER,
+            show_default="one of ours, started for the run",
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None, typer.Option(help="The key for --url.", envvar="CHAIRLIFT_API_KEY", rich_help_panel=_SERVER)
+    ] = None
+    api: Annotated[
+        str,
+        typer.Option(
+            help=f"{' or '.join(APIS)}: prompts of token ids with exact lengths, or messages of common words.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "completions"
+    token_ids: Annotated[
+        str,
+        typer.Option(metavar="LOW:HIGH", help="With --url: the ids that prompts are made of.", rich_help_panel=_SERVER),
+    ] = "1000:10000"
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos",
+            help="Ask for answers of exactly the given length. Not every server knows how.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = True
+    temperature: Annotated[float, typer.Option(help="Of every request.", rich_help_panel=_SERVER)] = 0.0
+    extra_body: Annotated[
+        str, typer.Option(metavar="JSON", help="More parameters for every request.", rich_help_panel=_SERVER)
+    ] = "{}"
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a request is given up.", min=0.001, rich_help_panel=_SERVER)
+    ] = 600.0
+
+    def wording(self, model: str) -> Wording:
+        try:
+            extra = json.loads(self.extra_body)
+        except ValueError:
+            extra = None
+        if not isinstance(extra, dict):
+            raise InvalidParameter(
+                "extra_body", f'must be a JSON object such as {{"top_k": 5}}, got {self.extra_body!r}'
+            )
+        return Wording(model, self.api, self.temperature, self.ignore_eos, extra)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeOptions:
+    """What counts as good, and what a server is compared with."""
+
+    max_ttft_ms: Annotated[
+        float | None, typer.Option(help="Longest time to the first token of a good answer.", rich_help_panel=_GOOD)
+    ] = None
+    max_tpot_ms: Annotated[
+        float | None, typer.Option(help="Its longest mean time for each token after that.", rich_help_panel=_GOOD)
+    ] = None
+    max_e2e_ms: Annotated[
+        float | None, typer.Option(help="Its longest time from start to end.", rich_help_panel=_GOOD)
+    ] = None
+    compare_offline: Annotated[
+        bool,
+        typer.Option("--compare-offline", help="Run the same load on the engine without a server too, in turns."),
+    ] = False
+    repeat: Annotated[int, typer.Option(help="How often, each time on a server just started.", min=1)] = 1
+
+    @property
+    def limits(self) -> LatencyLimits:
+        return LatencyLimits(self.max_ttft_ms, self.max_tpot_ms, self.max_e2e_ms)

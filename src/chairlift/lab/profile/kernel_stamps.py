@@ -1,0 +1,116 @@
+"""Where the time inside the fused CPU decoder goes: its one kernel, compiled again with a clock at every meeting.
+
+The kernel that is measured is made from the very code of `decode_step`; only the function that its threads meet in is
+exchanged for one that also writes down the time. So nothing is there to be paid for when nobody measures, and nothing
+is measured that is not run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from chairlift.kernels.cpu import decoder as cpu_decoder
+from chairlift.kernels.cpu.scalar_math import FAST, compiled
+from chairlift.kernels.cpu.threads import ROUND, meet
+from chairlift.models import fused_cpu
+
+# What the team does in a layer, meeting after each.
+LAYER_PIECES = (
+    "norm before attention",
+    "product qkv",
+    "rotate and store",
+    "attention",
+    "merge and round",
+    "product output",
+    "norm before MLP",
+    "product gate, up",
+    "activation",
+    "product down",
+)
+LAST_PIECE = "final norm"
+MOST_STAMPS = 1 << 16  # a meeting too many would write where it must not
+_I64 = ir.IntType(64)
+_CLOCK = time.CLOCK_MONOTONIC
+
+
+class KernelStamps:
+    """When the team met in the last call of the decoder's kernel."""
+
+    def __init__(self) -> None:
+        # The first is when the call began; number n, when they met for the n-th time. Monotonic clock, nanoseconds.
+        self._times = np.zeros(MOST_STAMPS, dtype=np.int64)
+        self._kernel = _with_clock(self._times.ctypes.data)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Have every step of a fused decoder timed."""
+        with patch.object(fused_cpu, "decode_step", self._timed):
+            yield
+
+    def _timed(self, shared: Any, members: int, *arguments: Any) -> None:
+        """What each thread of the team runs."""
+        self._times[0] = self._times[0] or time.monotonic_ns()
+        self._kernel(shared, members, *arguments)
+
+    def take(self, layers: int) -> list[tuple[str, float, float]]:
+        """What was done from when to when, in seconds, in the call since this was asked last."""
+        names = [*LAYER_PIECES * layers, LAST_PIECE]
+        times = self._times[: len(names) + 1] * 1e-9
+        if not times[-1] or self._times[len(times)]:
+            raise RuntimeError("decode_step does not meet after the pieces of work that are listed here")
+        self._times[: len(times)] = 0
+        return list(zip(names, times[:-1].tolist(), times[1:].tolist(), strict=True))
+
+
+@intrinsic
+def _nanoseconds(_: Any) -> Any:
+    """The time on the monotonic clock."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, _args: Sequence[ir.Value]) -> ir.Value:
+        place = cgutils.alloca_once(b, ir.ArrayType(_I64, 2))
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), _I64.as_pointer()])
+        read = cgutils.get_or_insert_function(b.module, kind, "clock_gettime")
+        seconds = b.bitcast(place, _I64.as_pointer())
+        b.call(read, [ir.Constant(ir.IntType(32), _CLOCK), seconds])
+        nanoseconds = b.load(b.gep(seconds, [ir.Constant(_I64, 1)]))
+        return b.add(b.mul(b.load(seconds), ir.Constant(_I64, 10**9)), nanoseconds)
+
+    return types.int64(), generate
+
+
+@intrinsic
+def _write_at(_: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
+        b.store_atomic(args[1], b.inttoptr(args[0], _I64.as_pointer()), "monotonic", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int64), generate
+
+
+def _with_clock(address: int) -> Any:
+    """The decoder's kernel, whose threads write the time of their n-th meeting to the n-th number at `address`."""
+
+    @compiled()
+    def meet_and_stamp(shared: Any, members: int) -> None:
+        meet(shared, members)
+        # Stays as it is until this thread, too, comes to the next meeting.
+        number = shared[ROUND // 8]
+        if number < MOST_STAMPS:
+            _write_at(address + 8 * number, _nanoseconds())
+
+    def timed(kernel: FunctionType, **others: Any) -> Any:
+        names = kernel.__globals__ | {"meet": meet_and_stamp} | others
+        return compiled(FAST)(FunctionType(kernel.__code__, names, kernel.__name__))
+
+    return timed(cpu_decoder.decode_step.py_func, decode_layer=timed(cpu_decoder.decode_layer.py_func))

@@ -1,0 +1,36 @@
+"""`chairlift profile`: the profile of every batch size, the ceilings of the machine, and the trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from chairlift.engine.startup import StartedEngine
+from chairlift.lab.common.floor import Ceilings, ceilings_for
+from chairlift.lab.common.timing import Note
+from chairlift.lab.profile.step_profile import BatchProfile, ProfileSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    batches: list[BatchProfile]
+    ceilings: Ceilings
+    trace: list[dict[str, Any]]
+
+
+def profile_engine(
+    started: StartedEngine, settings: ProfileSettings, prefill_tokens: int, note: Note = lambda text: None
+) -> Profiled:
+    """`prefill_tokens`: of prompts that a step computes at most."""
+    settings.check(started.engine, prefill_tokens)
+    note("measuring what the machine can do")
+    ceilings = ceilings_for(started.runner.model)
+    if started.runner.model.device.type == "cuda":
+        from chairlift.lab.profile.gpu import profile_on_gpu
+
+        batches, trace = profile_on_gpu(started, settings, note)
+    else:
+        from chairlift.lab.profile.cpu import profile_on_cpu
+
+        batches, trace = profile_on_cpu(started, settings, note)
+    return Profiled(batches, ceilings, trace)

@@ -1,0 +1,1 @@
+"""The commands `simulate` and `plan`."""

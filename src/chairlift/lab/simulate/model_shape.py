@@ -1,0 +1,55 @@
+"""A model's costs from its config alone: no weights are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+from chairlift.lab.simulator.roofline import ModelShape
+from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.loading.store import resolve_model
+from chairlift.models import describe
+from chairlift.models.base import ModelInfo
+
+BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5}
+
+
+def read_config(name: str) -> Mapping[str, Any]:
+    """Of a config.json, a folder that has one, a GGUF file, a known model, or a shape that `bench shapes` knows."""
+    from chairlift.lab.bench.shapes.run import SHAPES
+
+    if name in SHAPES:
+        return SHAPES[name]
+    path = Path(name).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix == ".json" and file.is_file():
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidParameter("model", f"cannot read {str(file)!r} ({error})") from None
+        if not isinstance(config, dict):
+            raise InvalidParameter("model", f"{str(file)!r} must hold a JSON object")
+        return config
+    return open_checkpoint(resolve_model(name)).config
+
+
+def model_shape(config: Mapping[str, Any], weights: str, kv_bytes: float) -> tuple[ModelShape, ModelInfo]:
+    """`weights`: the type they are kept in. `kv_bytes`: of one number in the cache."""
+    if weights not in BYTES_PER_WEIGHT:
+        choices = ", ".join(BYTES_PER_WEIGHT)
+        raise InvalidParameter("dtype", f"unknown type {weights!r}; choose from {choices}")
+    info = describe(config)
+    layers = info.attention_layers
+    shape = ModelShape(
+        num_parameters=info.num_parameters,
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        kv_bytes_per_token=round(sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * kv_bytes),
+        attention_flops_per_kv=sum(4 * layer.num_heads * layer.head_dim for layer in layers),
+        bytes_per_weight=BYTES_PER_WEIGHT[weights],
+        tied_head=bool(config.get("tie_word_embeddings", False)),
+    )
+    return shape, info

@@ -1,0 +1,173 @@
+"""A real run, written down with what the simulator needs to repeat it: is it right?"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chairlift.errors import InvalidParameter
+from chairlift.lab.common.workload import BenchRequest, LengthRange
+from chairlift.lab.load.arrivals import Arrivals
+from chairlift.lab.simulate.run import ReplicaSettings
+from chairlift.lab.simulator.figures import Targets, figures
+from chairlift.lab.simulator.measured import MeasuredCost
+from chairlift.lab.simulator.records import Arrival, Gaps, Outcome, Record
+from chairlift.lab.simulator.replica import Replica
+from chairlift.lab.simulator.router import make_router
+from chairlift.lab.simulator.run import simulate
+
+if TYPE_CHECKING:
+    from chairlift.engine.engine import Engine
+    from chairlift.lab.common.measure import Measurement
+
+_LATENCIES = tuple(f"{name}_p{share}_ms" for name in ("ttft", "tpot", "e2e") for share in (50, 95))
+PART = 40  # requests: many times as long as one of them takes, and short beside changes of the machine's pace
+WALKS = 8  # for each part, begun at as many places of the pace
+COMPARED = ("requests_per_s", "output_tokens_per_s", *_LATENCIES)
+
+Part = tuple[tuple[float, int, int], ...]
+"""Requests: (when it comes, prompt tokens, output tokens)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """The traffic of the recorded run."""
+
+    prompt_len: LengthRange
+    output_len: LengthRange
+    requests: int = 100
+    load: float = 0.7  # requests per second, as a share of what the machine gets done when all come at once
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "load"):
+            if not getattr(self, name) > 0:
+                raise InvalidParameter(name, f"must be above 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """In parts, between which the profile was measured: the pace of a machine changes with time, and so both saw the
+    same. Each part begins and ends with nobody on board."""
+
+    replica: ReplicaSettings
+    cost: MeasuredCost
+    parts: tuple[Part, ...]
+    measured: dict[str, Any]  # the figures that `simulate.figures` gives
+
+    def simulated(self) -> dict[str, Any]:
+        """The figures of the same traffic on the virtual clock. Every part meets slow and fast stretches of the
+        machine's pace: which of them the real one met is luck."""
+        outcome = Outcome()
+        for index, part in enumerate(self.parts):
+            for walk in range(WALKS):
+                begin = (index / len(self.parts) + walk / WALKS) % 1.0
+                outcome.add(_simulated(part, self.replica.make(self.cost, begin)))
+        return figures(outcome, 1, Targets())
+
+    def to_json(self) -> dict[str, Any]:
+        parts = [[[round(at, 6), n_in, n_out] for at, n_in, n_out in part] for part in self.parts]
+        return {"replica": asdict(self.replica), "parts": parts, "measured": self.measured}
+
+    @classmethod
+    def load(cls, path: Path) -> RecordedRun:
+        """What `chairlift bench profile --record` wrote."""
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            run = saved["run"]
+            parts = tuple(
+                tuple((float(at), int(n_in), int(n_out)) for at, n_in, n_out in part) for part in run["parts"]
+            )
+            cost = MeasuredCost.from_json(saved["prices"])
+            return cls(ReplicaSettings(**run["replica"]), cost, parts, run["measured"])
+        except (OSError, ValueError, KeyError, TypeError, InvalidParameter) as error:
+            problem = f"cannot read {str(path)!r} ({error!r}); bench profile --record writes such a file"
+            raise InvalidParameter("against", problem) from None
+
+
+def compare(run: RecordedRun) -> list[dict[str, Any]]:
+    """One row for each figure: as it was measured, as it is simulated, and how far off that is."""
+    simulated = run.simulated()
+    return [
+        {
+            "name": name,
+            "measured": run.measured[name],
+            "simulated": simulated[name],
+            "error": simulated[name] / run.measured[name] - 1,
+        }
+        for name in COMPARED
+        if run.measured[name] is not None and simulated[name] is not None
+    ]
+
+
+class Recorder:
+    """Lets requests come one by one, and writes down what became of them. `replica` plans as `engine` does."""
+
+    def __init__(self, engine: Engine, replica: ReplicaSettings, cost: MeasuredCost, settings: RunSettings) -> None:
+        """`cost` tells what the machine gets done at once, of which the load is a share."""
+        self._engine = engine
+        self._replica = replica
+        self._rng = random.Random(f"recording {settings.seed}")
+        self._parts = _draw(settings, replica, cost, self._rng)
+        self._num_run = 0
+        self._outcome = Outcome()
+
+    def keep_up(self, share: float) -> None:
+        """Run as many parts as make up this share of all."""
+        while self._num_run < round(share * len(self._parts)):
+            self._run(self._parts[self._num_run])
+            self._num_run += 1
+
+    def _run(self, part: Part) -> None:
+        from chairlift.lab.bench.profile.run import watch_steps
+        from chairlift.lab.common.engine_run import Session, run_sessions
+
+        engine, rng = self._engine, self._rng
+        sessions = [
+            Session((BenchRequest(tuple(rng.randrange(engine.vocab_size) for _ in range(n_in)), n_out),))
+            for _, n_in, n_out in part
+        ]
+        watched = watch_steps(engine)
+        measured = run_sessions(engine, sessions, arrivals=[at for at, *_ in part])
+        self._outcome.add(_outcome(measured, part, sum(seconds for _, seconds in watched.steps)))
+
+    def recorded(self, cost: MeasuredCost) -> RecordedRun:
+        """All of it, beside the prices of a profile."""
+        self.keep_up(1.0)
+        return RecordedRun(self._replica, cost, self._parts, figures(self._outcome, 1, Targets()))
+
+
+def _draw(settings: RunSettings, replica: ReplicaSettings, cost: MeasuredCost, rng: random.Random) -> tuple[Part, ...]:
+    """The traffic, in parts of about the same number of requests, the first of which comes at 0."""
+    count = settings.requests
+    lengths = [(settings.prompt_len.draw(rng), settings.output_len.draw(rng)) for _ in range(count)]
+    at_once = _simulated([(0.0, *pair) for pair in lengths], replica.make(cost))
+    rate = settings.load * count / at_once.seconds
+    times = list(islice(Arrivals(rate, 1.0).times(settings.seed), count))
+    num_parts = max(1, count // PART)
+    starts = [index * count // num_parts for index in range(num_parts + 1)]
+    return tuple(
+        tuple((times[index] - times[start], *lengths[index]) for index in range(start, end))
+        for start, end in pairwise(starts)
+    )
+
+
+def _simulated(part: Sequence[tuple[float, int, int]], replica: Replica) -> Outcome:
+    arrivals = [Arrival(at, [index] * n_in, n_out) for index, (at, n_in, n_out) in enumerate(part)]
+    return simulate(arrivals, [replica], make_router("round-robin"))
+
+
+def _outcome(measured: Measurement, part: Part, busy: float) -> Outcome:
+    """As of a simulation, so that the same code makes figures of it."""
+    assert measured.inside is not None
+    records = [
+        Record(at, n_in, n_out, 0, times[0], times[-1])
+        for (at, n_in, n_out), times in zip(part, measured.token_times, strict=True)
+    ]
+    gaps = Gaps((later - earlier, 1) for times in measured.token_times for earlier, later in pairwise(times))
+    return Outcome(records, measured.seconds, measured.inside.steps, busy, measured.inside.preemptions, gaps)

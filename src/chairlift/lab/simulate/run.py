@@ -1,0 +1,188 @@
+"""`chairlift simulate` and `chairlift plan`: traffic, replicas, and the search for the most that they carry."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.cost_model import StepShape, chunk_kv
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
+from chairlift.core.orderings.base import FairOrdering, make_ordering
+from chairlift.core.policies.base import make_policy
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.tenant_isolation import TenantIsolation
+from chairlift.errors import InvalidParameter
+from chairlift.lab.common.workload import LengthRange
+from chairlift.lab.load.arrivals import Arrivals
+from chairlift.lab.load.traces import HASHED_TOKENS, TraceEntry
+from chairlift.lab.simulator.devices import Device
+from chairlift.lab.simulator.figures import Targets, percentile
+from chairlift.lab.simulator.measured import MeasuredCost
+from chairlift.lab.simulator.pace import Walk
+from chairlift.lab.simulator.records import Arrival
+from chairlift.lab.simulator.replica import Replica
+from chairlift.lab.simulator.rider import quick_digest
+from chairlift.lab.simulator.roofline import ModelShape, StepCost
+from chairlift.lab.simulator.router import make_router
+from chairlift.lab.simulator.run import simulate
+
+SHARE_OF_MEMORY = 0.9  # what is left free is for the step's own tensors
+HIGHEST_RATE = 1e5
+BLOCK_SIZE = 16
+OWN_TOKENS = 2**31  # from here on, tokens that no other request has
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    num_blocks: int
+    block_size: int = BLOCK_SIZE
+    seats: int = 256
+    max_batch_tokens: int = 8192
+    max_prefill_tokens: int | None = None
+    policy: str = "continuous"
+    order: str = "fcfs"
+    prefix_caching: bool = False
+    preemption: str = "recompute"
+    swap_blocks: int = 0  # in host memory
+    block_bytes: int = 0  # with swapping: what it takes to copy a block, and how fast
+    host_bytes_per_second: float = 25e9
+
+    def make(self, cost: StepCost, begin: float = 0.0) -> Replica:
+        """`begin`: at which share of a measured pace it starts, if the cost has one."""
+        ordering = make_ordering(self.order)
+        most = min(self.max_prefill_tokens or self.max_batch_tokens, self.max_batch_tokens)
+        scheduler = Scheduler(
+            KVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching, digest=quick_digest),
+            FixedBudget(self.max_batch_tokens, self.max_prefill_tokens),
+            make_policy(self.policy),
+            self.seats,
+            ordering=ordering,
+            tenant_isolation=TenantIsolation(ordering, cost, most) if isinstance(ordering, FairOrdering) else None,
+            swap=self._swap_space(cost, most),
+        )
+        pace = cost.pace if isinstance(cost, MeasuredCost) else None
+        return Replica(
+            scheduler,
+            cost,
+            seconds_per_swap=self.block_bytes / self.host_bytes_per_second,
+            walk=Walk(pace, begin) if pace else None,
+        )
+
+    def _swap_space(self, cost: StepCost, chunk: int) -> SwapSpace:
+        check_mode(self.preemption, None)
+        if self.preemption == "recompute":
+            return SwapSpace()
+        if self.preemption == "swap":
+            return SwapSpace(self.swap_blocks)
+        price = SwapCost(self.block_bytes, self.host_bytes_per_second, _Recompute(cost, chunk))
+        return SwapSpace(self.swap_blocks, price)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recompute:
+    """What it adds to steps that run anyway to compute a victim's tokens again, in chunks."""
+
+    cost: StepCost
+    chunk: int
+
+    def recompute_seconds(self, tokens: int) -> float:
+        empty = self.cost.predict(StepShape())
+        seconds = 0.0
+        for done in range(0, tokens, self.chunk):
+            count = min(self.chunk, tokens - done)
+            shape = StepShape(prefill_tokens=count, prefill_kv=chunk_kv(done, count), requests=1)
+            seconds += self.cost.predict(shape) - empty
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Where a device's memory goes."""
+
+    weight_bytes: float
+    kv_bytes: float
+    num_blocks: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, model: ModelShape, device: Device, block_size: int = BLOCK_SIZE) -> MemoryBudget:
+        left = device.memory_bytes * SHARE_OF_MEMORY - model.weight_bytes
+        blocks = int(left // (model.kv_bytes_per_token * block_size))
+        if blocks < 1:
+            problem = f"{device.memory_bytes / 1e9:.0f} GB leave no room beside {model.weight_bytes / 1e9:.1f} GB"
+            raise InvalidParameter("device", f"{problem} of weights; choose a larger one, or a smaller type of weights")
+        return cls(model.weight_bytes, left, blocks, blocks * block_size)
+
+
+def load_profile(path: Path) -> MeasuredCost:
+    """The prices that `chairlift bench profile` saved."""
+    try:
+        return MeasuredCost.from_json(json.loads(path.read_text(encoding="utf-8"))["prices"])
+    except (OSError, ValueError, KeyError, TypeError, InvalidParameter) as error:
+        raise InvalidParameter("profile", f"cannot read {str(path)!r} ({error})") from None
+
+
+def random_arrivals(
+    arrivals: Arrivals, n_in: LengthRange, n_out: LengthRange, count: int, seed: int
+) -> Iterator[Arrival]:
+    rng = random.Random(f"simulation {seed}")
+    for index, at in enumerate(islice(arrivals.times(seed), count)):
+        length = n_in.draw(rng)
+        yield Arrival(at, [index] * length, n_out.draw(rng))
+
+
+def trace_arrivals(entries: list[TraceEntry]) -> Iterator[Arrival]:
+    """Prompts whose equal blocks are equal tokens."""
+    for index, entry in enumerate(entries):
+        prompt: list[int] = []
+        for block in entry.blocks:
+            prompt.extend([block] * HASHED_TOKENS)
+        prompt.extend([OWN_TOKENS + index] * (entry.n_in - len(prompt)))
+        yield Arrival(entry.at, prompt[: entry.n_in], entry.n_out)
+
+
+def highest_rate(
+    settings: ReplicaSettings,
+    cost: StepCost,
+    n_in: LengthRange,
+    n_out: LengthRange,
+    targets: Targets,
+    *,
+    count: int = 400,
+    seed: int = 0,
+) -> float:
+    """Requests per second that one replica carries while 95% of requests keep each target; 0 if not even alone."""
+
+    def keeps(rate: float) -> bool:
+        coming = random_arrivals(Arrivals(rate, 1.0), n_in, n_out, count, seed)
+        outcome = simulate(coming, [settings.make(cost)], make_router("round-robin"))
+        for limit, values in (
+            (targets.ttft, [record.ttft for record in outcome.records]),
+            (targets.tpot, [record.tpot for record in outcome.records if record.tpot is not None]),
+            (targets.e2e, [record.e2e for record in outcome.records]),
+        ):
+            if limit is not None and values and percentile(values, 95) > limit:
+                return False
+        return outcome.seconds < 1.5 * count / rate + max(record.e2e for record in outcome.records[: count // 4])
+
+    low, high = 0.0, 1 / max(1e-6, _alone(settings, cost, n_in, n_out))
+    if not keeps(high * 1e-3):
+        return 0.0
+    while keeps(high) and high < HIGHEST_RATE:
+        low, high = high, 2 * high
+    for _ in range(7):
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low
+
+
+def _alone(settings: ReplicaSettings, cost: StepCost, n_in: LengthRange, n_out: LengthRange) -> float:
+    """Seconds that a typical request takes by itself."""
+    arrival = next(random_arrivals(Arrivals(1.0, 1.0), n_in, n_out, 1, 0))
+    return simulate([arrival], [settings.make(cost)], make_router("round-robin")).seconds

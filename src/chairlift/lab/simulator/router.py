@@ -1,0 +1,90 @@
+"""Which replica a request goes to."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from chairlift.errors import InvalidParameter
+from chairlift.lab.simulator.records import Arrival
+
+AFFINE_TOKENS = 256  # requests that begin with so many equal tokens belong together
+TOO_BUSY = 1.5  # a replica with so many times the mean load is passed over
+
+
+class Loads:
+    """Tokens that the open requests of each replica may still compute. Finds the least without going through all."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.total = 0
+        self._loads = [0] * num_replicas
+        self._heap = [(0, index) for index in range(num_replicas)]  # with entries that are out of date
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __getitem__(self, index: int) -> int:
+        return self._loads[index]
+
+    def change(self, index: int, tokens: int) -> None:
+        self.total += tokens
+        self._loads[index] += tokens
+        heappush(self._heap, (self._loads[index], index))
+        if len(self._heap) > 64 + 4 * len(self._loads):
+            self._heap = [(load, index) for index, load in enumerate(self._loads)]
+            heapify(self._heap)
+
+    def least(self) -> int:
+        """The replica with the least load, the first of them if there are several."""
+        heap = self._heap
+        while self._loads[heap[0][1]] != heap[0][0]:
+            heappop(heap)
+        return heap[0][1]
+
+
+class Router(Protocol):
+    def choose(self, arrival: Arrival, loads: Loads) -> int: ...
+
+
+class RoundRobin:
+    def __init__(self) -> None:
+        self._next = -1
+
+    def choose(self, arrival: Arrival, loads: Loads) -> int:
+        self._next = (self._next + 1) % len(loads)
+        return self._next
+
+
+class LeastLoaded:
+    """The one with the fewest tokens still to compute."""
+
+    def choose(self, arrival: Arrival, loads: Loads) -> int:
+        return loads.least()
+
+
+class PrefixAffine:
+    """The one that has seen a prompt with the same beginning, unless it has far more to do than the others."""
+
+    def __init__(self) -> None:
+        self._home: dict[int, int] = {}  # by the hash of the beginning: there may be millions of them
+
+    def choose(self, arrival: Arrival, loads: Loads) -> int:
+        key = hash(tuple(arrival.prompt[:AFFINE_TOKENS]))
+        home = self._home.get(key)
+        own = len(arrival.prompt) + arrival.n_out
+        if home is None or loads[home] > TOO_BUSY * loads.total / len(loads) + own:
+            home = self._home[key] = loads.least()
+        return home
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "prefix-affine": PrefixAffine,
+}
+
+
+def make_router(name: str) -> Router:
+    if name not in ROUTERS:
+        raise InvalidParameter("router", f"unknown router {name!r}; choose from {', '.join(ROUTERS)}")
+    return ROUTERS[name]()

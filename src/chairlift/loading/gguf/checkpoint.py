@@ -1,0 +1,36 @@
+"""A GGUF file seen as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chairlift.loading.gguf.config import hf_config, hf_generation_config
+from chairlift.loading.gguf.file import GGUFFile
+from chairlift.loading.gguf.names import sources
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GGUFCheckpoint:
+    format = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = GGUFFile(path)
+        self.config = hf_config(self.file)
+        self.generation_config = hf_generation_config(self.file)
+        self.num_bytes = sum(tensor.num_bytes for tensor in self.file.tensors.values())
+        self._sources = sources(self.file, self.config)
+
+    def names(self) -> list[str]:
+        return list(self._sources)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor dequantised to float32 when it is its turn, and not kept."""
+        import torch  # reading the config and the tokenizer does not need it
+
+        for name, source in self._sources.items():
+            yield name, torch.from_numpy(source.read(self.file))

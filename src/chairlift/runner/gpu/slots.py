@@ -1,0 +1,91 @@
+"""What the device remembers of each request from step to step, and what it must still be told."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from chairlift.core.plan import Chunk
+from chairlift.core.request import Request
+from chairlift.core.sampling_params import SamplingParams
+
+COLDEST = 1e-5  # below this a temperature means the arg max, as in the host's sampler
+
+
+def needs_host(params: SamplingParams) -> bool:
+    """Whether a request's tokens are chosen by the host's sampler."""
+    plain = not params.has_penalties and params.logit_bias is None and params.logprobs is None
+    return not plain or params.min_tokens > 0 or params.structure is not None
+
+
+@dataclass(slots=True)
+class Slot:
+    index: int
+    generation: int = -1  # the request's when its table was sent
+    blocks_sent: int = 0
+
+
+class Slots:
+    """Hands out rows of the device's tables.
+
+    There are more than twice as many as seats: the least recently used is then in neither of the last two steps, so
+    nothing that is under way can refer to it when it changes hands.
+    """
+
+    def __init__(self, seats: int, table_width: int, block_size: int) -> None:
+        self.count = 2 * seats + 2
+        self.table_width = table_width
+        self.block_size = block_size
+        self.nobody = self.count  # one more row, for what no request is to remember
+        self.idle_cell = self.nobody * table_width
+        self._free = list(range(self.count))
+        self._held: OrderedDict[str, Slot] = OrderedDict()
+        self.temperature = np.zeros(self.count, np.float32)
+        self.top_k = np.zeros(self.count, np.int32)
+        self.top_p = np.ones(self.count, np.float32)
+        self.min_p = np.zeros(self.count, np.float32)
+        self.seed = np.zeros(self.count, np.uint64)
+        self.num_prompt = np.zeros(self.count, np.int32)
+        self.by_host = np.zeros(self.count, np.bool_)
+
+    def of(self, chunk: Chunk) -> Slot:
+        request = chunk.request
+        slot = self._held.get(request.id)
+        if slot is None:
+            slot = Slot(self._free.pop() if self._free else self._held.popitem(last=False)[1].index)
+            self._held[request.id] = slot
+            self._note_sampling(slot.index, request)
+        else:
+            self._held.move_to_end(request.id)
+        return slot
+
+    def release(self, request_id: str) -> None:
+        slot = self._held.pop(request_id, None)
+        if slot is not None:
+            self._free.append(slot.index)
+
+    def _note_sampling(self, index: int, request: Request) -> None:
+        params = request.params
+        self.temperature[index] = 0.0 if params.temperature < COLDEST else params.temperature
+        self.top_k[index] = params.top_k
+        self.top_p[index] = params.top_p
+        self.min_p[index] = params.min_p
+        self.seed[index] = request.seed
+        self.num_prompt[index] = request.num_prompt
+        self.by_host[index] = needs_host(params)
+
+    def table_changes(self, slot: Slot, chunk: Chunk, cells: list[int], blocks: list[int]) -> None:
+        """Append the entries of `chunk`'s block table that the device does not know yet."""
+        table = chunk.table
+        if slot.generation != chunk.generation or chunk.copies:
+            slot.generation, slot.blocks_sent = chunk.generation, 0
+        sent, count = slot.blocks_sent, len(table)
+        if sent < count:
+            first = slot.index * self.table_width
+            cells.extend(range(first + sent, first + count))
+            blocks.extend(table[sent:count])
+            slot.blocks_sent = count
+        if chunk.drafts:  # if they are wrong, blocks that only they needed are given back, and are others next time
+            slot.blocks_sent = min(count, -(-chunk.known_end // self.block_size))

@@ -1,0 +1,1 @@
+"""Batch files: requests in, responses out, resumable."""

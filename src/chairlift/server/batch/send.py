@@ -1,0 +1,118 @@
+"""Where the requests of a batch go: to the server's application in this process, or to a server elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.types import Message
+
+from chairlift.client.http import BadResponse, HttpClient
+from chairlift.errors import ChairliftError, EngineDead
+from chairlift.server.batch.run import Answer, Send
+from chairlift.server.http.app import make_app
+from chairlift.server.lifecycle import ServerConfig, make_service
+from chairlift.server.process.engine_client import EngineClient, EngineState
+
+PATIENCE_SECONDS = 60.0  # with a server that cannot be reached
+PAUSE_SECONDS = 1.0
+
+
+@asynccontextmanager
+async def own_engine(config: ServerConfig) -> AsyncIterator[Send]:
+    """Start an engine and answer with it exactly as the server would, without a network in between."""
+    service = make_service(config)
+    app = make_app(service)
+    try:
+        async with app.router.lifespan_context(app):
+            await _require_ready(service.engine)
+
+            async def send(path: str, body: bytes) -> Answer:
+                await _require_ready(service.engine)
+                return await call(app, path, body)
+
+            yield send
+    finally:
+        await service.engine.stop()
+
+
+async def _require_ready(engine: EngineClient) -> None:
+    """Wait while the engine is being started, for the first time or again."""
+    if await engine.wait_until_settled() is not EngineState.READY:
+        raise EngineDead(f"the engine failed: {engine.problem}")
+
+
+async def call(app: FastAPI, path: str, body: bytes) -> Answer:
+    """One POST to an ASGI application, by a client that never goes away."""
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+    }
+    unread, sent = [body], list[Message]()
+
+    async def receive() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        await asyncio.get_running_loop().create_future()  # never: whoever waits here is cancelled
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    start, *parts = sent
+    request_id = dict(start["headers"]).get(b"x-request-id", b"").decode()
+    return Answer(start["status"], request_id, b"".join(part.get("body", b"") for part in parts))
+
+
+@asynccontextmanager
+async def server_elsewhere(http: HttpClient) -> AsyncIterator[Send]:
+    """Send to a running server. One that is away for a moment is waited for; one that stays away ends the run."""
+
+    async def send(path: str, body: bytes) -> Answer:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            parts: list[bytes] = []
+            try:
+                response = await http.post(path, body, parts.append)
+                if response.status != 503:
+                    return Answer(
+                        response.status, response.headers.get("x-request-id", ""), _in_one_line(b"".join(parts))
+                    )
+                problem = "it answers with status 503"
+            except (OSError, BadResponse) as error:
+                problem = str(error)
+            if time.monotonic() > end:
+                raise ChairliftError(f"the server at {http.address} is not available: {problem}")
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    try:
+        yield send
+    finally:
+        http.close()
+
+
+def _in_one_line(body: bytes) -> bytes:
+    """A body as JSON in one line, which is what an output file is made of. Other servers may send it in several, and
+    proxies on the way answer with pages for people: those become an error that quotes them."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        fields = {"error": {"message": body[:1000].decode(errors="replace"), "type": "not_json"}}
+    elif b"\n" not in body and b"\r" not in body:
+        return body
+    return json.dumps(fields).encode()

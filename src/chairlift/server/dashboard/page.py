@@ -1,0 +1,69 @@
+"""The page as one file: markup, style and scripts put together, so that it also works where there is no server.
+
+The scripts under `web/` are ordinary modules. They are joined into one here: a module's imports must stand at its
+beginning, one per line, and all of them share one space of names, so no two may declare the same one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from importlib.resources import files
+
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) )", re.MULTILINE)
+_SCRIPT = re.compile(r'<script type="module">(.*?)</script>', re.DOTALL)
+
+
+def dashboard_page(recording: bytes | None = None) -> str:
+    """The whole page. With the bytes of a recording in it, it needs no server: it opens with that."""
+    page = _page_without_recording()
+    if recording is None:
+        return page
+    data = base64.b64encode(recording).decode()
+    return page.replace('id="recording">', f'id="recording">{data}', 1)
+
+
+@cache
+def _page_without_recording() -> str:
+    page = _read("index.html").replace("/* style */", _read("style.css"), 1)
+    return page.replace("/* script */", joined_modules("main"), 1)
+
+
+def joined_modules(entry: str) -> str:
+    """`entry` and all it imports, each once and after those it needs."""
+    parts: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name not in parts:
+            source = _read(f"{name}.js")
+            for needed in _IMPORT.findall(source):
+                add(needed)
+            parts[name] = _EXPORT.sub("", _IMPORT.sub("", source))
+
+    add(entry)
+    return "\n".join(f"// ---- {name}.js\n{source}" for name, source in parts.items())
+
+
+def content_policy(page: str) -> str:
+    """The header that keeps the page to itself: no script but its own, no address but its server's."""
+    script = _SCRIPT.search(page)
+    assert script is not None
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    rules = {
+        "default-src": "'none'",
+        "script-src": f"'sha256-{digest}'",
+        "style-src": "'unsafe-inline'",
+        "img-src": "data: blob:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _read(name: str) -> str:
+    return (files("chairlift.server.dashboard") / "web" / name).read_text(encoding="utf-8")

@@ -1,0 +1,56 @@
+"""Recorded runs as files: the frames that the page was sent, one per line of JSON, compressed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from chairlift.errors import InvalidParameter
+from chairlift.server.dashboard.page import dashboard_page
+
+SUFFIXES = (".lift", ".html")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    steps: int
+    requests: int
+    seconds: float
+    lost: int  # frames, because whoever recorded was too slow for them
+    has_keyframe: bool  # else there is nothing to see
+
+    @classmethod
+    def of(cls, lines: Iterable[bytes]) -> RunSummary:
+        steps, lost, has_keyframe, requests, times = 0, 0, False, set[str](), list[float]()
+        for line in lines:
+            frame = json.loads(line)
+            steps += len(frame.get("steps", ()))
+            requests.update(given[1] for given in (*frame.get("new", ()), *frame.get("requests", ())))
+            has_keyframe |= frame["t"] == "key"
+            if "now" in frame:
+                times.append(frame["now"])
+            if frame["t"] == "lost":
+                lost = frame["frames"]
+        return cls(steps, len(requests), times[-1] - times[0] if times else 0.0, lost, has_keyframe)
+
+
+def check_suffix(path: Path) -> None:
+    if path.suffix not in SUFFIXES:
+        raise InvalidParameter("out", f"must end in {' or '.join(SUFFIXES)}, got {path.name!r}")
+
+
+def write_run(path: Path, lines: Sequence[bytes]) -> None:
+    """`.lift` is for the page's "Open"; `.html` is the page itself with the run inside, which needs no server."""
+    check_suffix(path)
+    data = compressed(lines)
+    if path.suffix == ".html":
+        path.write_text(dashboard_page(data), encoding="utf-8")
+    else:
+        path.write_bytes(data)
+
+
+def compressed(lines: Sequence[bytes]) -> bytes:
+    return gzip.compress(b"".join(line + b"\n" for line in lines), mtime=0)

@@ -1,0 +1,59 @@
+"""The dashboard's routes. The page itself holds nothing worth a key; all that it shows needs one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.requests import Request
+
+from chairlift.core.policies.base import make_policy
+from chairlift.server.dashboard.page import content_policy, dashboard_page
+from chairlift.server.http.errors import APIError, unavailable
+from chairlift.server.http.sse import EventStream
+from chairlift.server.openai.strict import Strict
+from chairlift.server.process.messages import SwitchPolicy
+from chairlift.server.service import Service
+
+PATH = "/dashboard"
+
+
+class PolicyRequest(Strict):
+    policy: str
+    max_delay_ms: float | None = None  # how long a static or dynamic batch waits to be filled
+
+
+def add_dashboard(app: FastAPI, service: Service) -> None:
+    viewers = service.viewers
+    page = dashboard_page()
+    headers = {"Content-Security-Policy": content_policy(page), "Cache-Control": "no-cache"}
+
+    @app.get(PATH, include_in_schema=False)
+    async def dashboard() -> Response:
+        return HTMLResponse(page, headers=headers)
+
+    @app.get(f"{PATH}/", include_in_schema=False)
+    async def dashboard_with_slash() -> Response:
+        return RedirectResponse(PATH)
+
+    @app.get(f"{PATH}/stream", include_in_schema=False)
+    async def stream(http: Request) -> Response:
+        viewer = viewers.admit(http.state.key, http.state.tenant)
+        return EventStream(viewers.stream(viewer), on_end=lambda: viewers.dismiss(viewer))
+
+    @app.get(f"{PATH}/requests/{{request_id}}", include_in_schema=False)
+    async def texts(request_id: str, http: Request) -> dict[str, Any]:
+        found = viewers.texts.find(request_id, http.state.key)
+        if found is None:
+            raise APIError(404, "no text of that request is kept, or it was sent with another key", code="not_found")
+        return found
+
+    @app.post(f"{PATH}/policy", include_in_schema=False)
+    async def switch_policy(body: PolicyRequest) -> Response:
+        if not service.policy_switch:
+            raise APIError(403, "this server was not started with --policy-switch", code="not_allowed")
+        make_policy(body.policy, body.max_delay_ms)  # raises what is wrong with it
+        if not service.engine.tell(SwitchPolicy(body.policy, body.max_delay_ms)):
+            raise unavailable(f"the engine is {service.engine.state.value}")
+        return JSONResponse({"policy": body.policy})

@@ -1,0 +1,1 @@
+"""HTTP: routes, guards, bodies, errors and streams."""

@@ -1,0 +1,191 @@
+"""What stands before every route: a request id, the API key or the name of the host, and limits on headers and body.
+
+All of it is plain ASGI, so that streams pass through untouched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+import traceback
+import uuid
+from collections.abc import Iterable, Iterator
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chairlift.server.admission import Limits, too_busy
+from chairlift.server.http.errors import APIError, as_api_error
+from chairlift.server.http.host_names import HostNames
+from chairlift.server.http.json_size import ValueCounter
+from chairlift.server.metrics import Metrics
+
+log = logging.getLogger("chairlift.server")
+
+OPEN_PATHS = frozenset({"/health", "/dashboard"})  # without a key, where there are some
+PROBED_PATHS = frozenset({"/health", "/ready"})  # under any name, where there are no keys: they tell nothing of worth
+
+
+class Outermost:
+    """Every reply has a request id, every GET route also answers HEAD, and whatever was not foreseen is a 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _given_id(dict(scope["headers"])) or f"req-{uuid.uuid4().hex}"
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        # uvicorn itself leaves out the body where the client said HEAD.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        try:
+            await self._app(inner, receive, send_with_id)
+        except Exception as error:
+            # Where it happened, and not what the error says: that may quote a prompt.
+            place = "".join(traceback.format_tb(error.__traceback__))
+            log.error("%s in the request %s\n%s", type(error).__name__, request_id, place)
+            if not started:  # else an answer that stops in the middle must do: uvicorn closes the connection
+                await as_api_error(error).response()(scope, receive, send_with_id)
+
+
+class Guards:
+    def __init__(
+        self, app: ASGIApp, *, api_keys: Iterable[str], hosts: HostNames, limits: Limits, metrics: Metrics
+    ) -> None:
+        self._app = app
+        self._tenants = dict(_named(api_keys))
+        self._hosts = hosts
+        self._limits = limits
+        self._held = _Held(limits.max_held_bytes, metrics)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["arrived"] = time.monotonic()
+        state["key"] = self._key(scope)
+        state["tenant"] = self._tenants.get(state["key"])
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
+            return
+        body = _Body(receive, self._limits, self._held, state)
+        try:
+            await self._app(scope, body, send)
+        finally:
+            body.release()
+
+    def _key(self, scope: Scope) -> bytes | None:
+        """The digest of the API key that the client has shown, if it is a good one."""
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        # Every key is compared, in constant time, whatever the first of them says.
+        matches = [hmac.compare_digest(digest, known) for known in self._tenants]
+        return digest if scheme.lower() == b"bearer" and any(matches) else None
+
+    def _refusal(self, scope: Scope) -> APIError | None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > self._limits.max_headers or size > self._limits.max_header_bytes:
+            problem = f"more than {self._limits.max_headers} headers or {self._limits.max_header_bytes} bytes of them"
+            return APIError(431, problem, code="headers_too_large")
+        if self._tenants and scope["state"]["key"] is None and scope["path"] not in OPEN_PATHS:
+            problem = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
+            return APIError(401, problem, type_="authentication_error", code="invalid_api_key")
+        if not self._tenants and scope["path"] not in PROBED_PATHS:
+            host = dict(headers).get(b"host", b"").decode("latin-1")
+            if not self._hosts.include(host):
+                problem = f"this server has no API keys and does not answer to the name {host[:300]!r}"
+                way_out = "start it with --allowed-host NAME, or with keys, or call it by its address"
+                return APIError(403, f"{problem}; {way_out}", code="host_not_allowed")
+        length = dict(headers).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._limits.max_body_bytes:
+            return _too_large(self._limits.max_body_bytes)
+        return None
+
+
+def _named(api_keys: Iterable[str]) -> Iterator[tuple[bytes, str]]:
+    """The digest of each key, and what its owner is called: "alice KEY" gives the name; else it is the n-th key."""
+    for number, text in enumerate(api_keys, start=1):
+        name, _, key = text.strip().rpartition(" ")
+        yield hashlib.sha256(key.encode()).digest(), name.strip() or f"key-{number}"
+
+
+class _Held:
+    """Bytes of the bodies of all requests under way. Each is bounded by itself; this bounds many at once."""
+
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self.size = 0
+        self._limit = limit
+        self._metrics = metrics
+
+    def check(self) -> None:
+        if self.size > self._limit:
+            self._metrics.refused.labels("429").inc()
+            raise too_busy("the server holds too many large requests; try again in a moment")
+
+
+class _Body:
+    """A request's body as it arrives: it must be neither too large, whatever its length was said to be, nor too
+    full, nor too slow. The request counts as arrived when all of it is there."""
+
+    def __init__(self, receive: Receive, limits: Limits, held: _Held, state: dict[str, object]) -> None:
+        self._receive = receive
+        self._limits = limits
+        self._held = held
+        self._state = state
+        self._size = 0
+        self._values = ValueCounter()
+        self._complete = False
+        self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
+
+    async def __call__(self) -> Message:
+        if self._complete:  # from now on, this waits for the client to go away
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            problem = f"the body did not arrive within {self._limits.body_seconds:g} seconds"
+            raise APIError(408, problem, type_="timeout_error", code="timeout") from None
+        piece: bytes = message.get("body", b"")
+        if b"\0" in piece:  # UTF-16 or -32, which would also be read, but cannot be looked over on the way
+            raise APIError(400, "the body must be text in UTF-8", code="invalid_json")
+        self._size += len(piece)
+        self._held.size += len(piece)
+        if self._size > self._limits.max_body_bytes:
+            raise _too_large(self._limits.max_body_bytes)
+        self._held.check()
+        self._values.take_in(piece)
+        if self._values.count > self._limits.max_body_values:
+            raise APIError(400, f"the body has more than {self._limits.max_body_values} values", code="too_many_values")
+        if not message.get("more_body", False):
+            self._complete = True
+            self._state["arrived"] = time.monotonic()
+        return message
+
+    def release(self) -> None:
+        self._held.size -= self._size
+
+
+def _too_large(limit: int) -> APIError:
+    return APIError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+
+
+def _given_id(headers: dict[bytes, bytes]) -> str | None:
+    given = headers.get(b"x-request-id", b"").decode("ascii", "ignore")
+    return given if 0 < len(given) <= 128 and given.isprintable() else None

@@ -1,0 +1,195 @@
+"""Running the server: signals, draining, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import resource
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from chairlift.errors import InvalidParameter
+from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.loading.store import resolve_model
+from chairlift.loading.tokenizer import make_tokenizer
+from chairlift.server.admission import Limits
+from chairlift.server.gc_tuning import leave_what_is_loaded_alone
+from chairlift.server.http.app import make_app
+from chairlift.server.http.host_names import HostNames
+from chairlift.server.http.protocol import GuardedProtocol
+from chairlift.server.metrics import Metrics
+from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
+from chairlift.server.service import Service
+
+log = logging.getLogger("chairlift.server")
+
+MANY_FILES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    model: str
+    served_name: str | None = None
+    engine: dict[str, Any] = field(default_factory=dict)  # options of EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: Sequence[str] = ()
+    isolate_keys: bool = False  # requests with different keys never share cached prefixes
+    cors_origins: Sequence[str] = ()  # web pages of these may call the server from a browser
+    allowed_hosts: Sequence[str] = ()  # names besides its own by which it may be called if it has no keys
+    drain_timeout: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+    supervision: Supervision = field(default_factory=Supervision)
+    tool_format: str | None = None  # how the model writes tool calls; None: as its chat template shows
+    dashboard: bool = True  # the live page at /dashboard
+    policy_switch: bool | None = None  # the page may change the policy; None: if only this machine can reach it
+    quiet: bool = False
+
+    def may_switch_policy(self) -> bool:
+        if self.policy_switch is not None:
+            return self.policy_switch
+        return not self.api_keys and (self.host == "localhost" or self.host == "::1" or self.host.startswith("127."))
+
+
+def _tell_nobody(service: Service, port: int) -> None:
+    pass
+
+
+async def serve_forever(config: ServerConfig, on_ready: Callable[[Service, int], None] = _tell_nobody) -> int:
+    """Serve until told to stop. Returns the exit status: 0 after an orderly end, 1 if the engine failed for good,
+    128 and the signal's number if a second signal cut the end short. `on_ready` learns the port."""
+    _allow_many_connections()
+    resolve_model(config.model, progress=not config.quiet)  # whatever is wrong with it is said first
+    hosts = HostNames(config.host, config.allowed_hosts)
+    listener = _listen(config.host, config.port)
+    service = make_service(config)
+    app = make_app(service, config.api_keys, config.cors_origins, dashboard=config.dashboard, hosts=hosts)
+    server = _Server(uvicorn_config(app, config.limits))
+    leave_what_is_loaded_alone()
+    signals = _Signals()
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        address = listener.getsockname()
+        return await _run(config, service, server, serving, signals, lambda: on_ready(service, address[1]))
+    finally:
+        # First: requests that are not finished by now end with an error of their own.
+        await service.engine.stop(timeout=0.0 if signals.second else 5.0)
+        server.should_exit = True
+        await serving
+
+
+def make_service(config: ServerConfig) -> Service:
+    """All of the front end but HTTP. The engine is started with the application that serves it."""
+    # The front end only needs the tokenizer; fetching the model here, once, shows its progress bar.
+    path = resolve_model(config.model, progress=not config.quiet)
+    tokenizer = make_tokenizer(open_checkpoint(path))
+    metrics = Metrics()
+    engine = EngineClient(
+        str(path), config.engine, metrics.take_in, metrics.note_restart, config.supervision, quiet=config.quiet
+    )
+    name = config.served_name or config.model
+    return Service(
+        name,
+        tokenizer,
+        engine,
+        metrics,
+        config.limits,
+        config.tool_format,
+        isolate_keys=config.isolate_keys,
+        policy_switch=config.may_switch_policy(),
+    )
+
+
+def uvicorn_config(app: FastAPI, limits: Limits) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=math.ceil(limits.keep_alive_seconds),
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Before the engine is started: a port that is taken should not cost the time of loading a model."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        problem = f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
+        raise InvalidParameter("port", problem) from None
+
+
+async def _run(
+    config: ServerConfig,
+    service: Service,
+    server: _Server,
+    serving: asyncio.Task[None],
+    signals: _Signals,
+    on_ready: Callable[[], None],
+) -> int:
+    told = asyncio.create_task(signals.first.wait())
+    settled = asyncio.create_task(service.engine.wait_until_settled())
+    await asyncio.wait({told, settled, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        return 1
+    if settled.done() and settled.result() is EngineState.READY:
+        on_ready()
+    while not told.done() and not serving.done():
+        if service.engine.state is EngineState.FAILED:
+            log.error("the engine failed: %s", service.engine.problem)
+            return 1
+        await asyncio.wait({told, serving}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+    await _drain(service, server, config.drain_timeout, signals)
+    return 128 + signals.second if signals.second else 0
+
+
+async def _drain(service: Service, server: _Server, timeout: float, signals: _Signals) -> None:
+    """Take no more requests, and let those that run finish and their clients read the answers."""
+    service.admission.draining = True
+    service.viewers.close()
+    deadline = asyncio.get_running_loop().time() + timeout
+    while server.server_state.tasks and not signals.second and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
+
+
+class _Signals:
+    """The first SIGTERM or Ctrl-C asks for an orderly end, the second one for a quick one."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = 0  # its number
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+
+    def _take(self, number: int) -> None:
+        if self.first.is_set():
+            self.second = number
+        self.first.set()
+
+
+def _allow_many_connections() -> None:
+    """Each takes a file descriptor, and many systems grant 1,024 of them unless asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class _Server(uvicorn.Server):
+    def capture_signals(self) -> Any:
+        """Signals are ours: uvicorn would stop at once instead of draining."""
+        return nullcontext()

@@ -1,0 +1,126 @@
+"""Prometheus metrics, fed from the engine's reports and from what clients saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from chairlift.core.scheduler.waiting_queue import WaitReason
+from chairlift.server.process.messages import StepReport
+
+_LATENCIES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"chairlift_{name}", text, labels, registry=registry)
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"chairlift_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"chairlift_{name}_seconds", text, buckets=_LATENCIES, registry=registry)
+
+        self._waited_for: set[str] = set()  # reasons that anybody had at the last report
+        self.running = gauge("requests_running", "Requests in the last step")
+        self.open = gauge("requests_open", "Sequences that the front end has taken in and not yet answered")
+        self.waiting = gauge("requests_waiting", "Requests in the engine's queue")
+        self.wait_reasons = gauge("requests_waiting_for", "The same by what they wait for", ("reason",))
+        for reason in WaitReason:
+            self.wait_reasons.labels(reason.name.lower()).set(0)
+        self.kv_used = gauge("kv_blocks_used", "KV blocks held by requests")
+        self.kv_total = gauge("kv_blocks_total", "KV blocks there are")
+        self.engine_up = gauge("engine_up", "1 while the engine takes requests")
+        self.steps = counter("steps", "Steps the engine has run")
+        self.step_seconds = counter("step_seconds", "Time the engine spent in steps")
+        self.step_tokens = counter("step_tokens", "Tokens computed, by kind", ("kind",))
+        self.part_seconds = counter("step_part_seconds", "Time the engine spent in parts of steps", ("part",))
+        self.step_requests = Histogram(
+            "chairlift_step_requests", "Requests that a step carried", buckets=_SIZES, registry=registry
+        )
+        self.prediction_error = Histogram(
+            "chairlift_step_prediction_error_ratio",
+            "|measured - predicted| / measured, of the time of a step",
+            buckets=_RATIOS,
+            registry=registry,
+        )
+        self.prefill_limit = gauge("step_prefill_limit_tokens", "Prompt tokens that the budget lets a step carry")
+        self.decisions = counter("budget_decisions", "Times the budget changed its mind, by reason", ("reason",))
+        self.proposed = counter("drafts_proposed", "Guesses that were verified, by their place", ("place",))
+        self.accepted = counter("drafts_accepted", "Those of them that were right, by their place", ("place",))
+        self.verifications = counter("draft_verifications", "Times that a request's guesses were verified")
+        self.speedup = gauge("speculation_speedup_ratio", "Speed against that without guesses, by an estimate")
+        self.preemptions = counter("preemptions", "Requests sent back to the queue for lack of memory")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of the requests taken in")
+        self.cached_tokens = counter("prompt_tokens_cached", "Those of them found in the prefix cache")
+        self.lookups = counter("prefix_lookups", "Searches for a cached prefix, by what ended them", ("result",))
+        self.output_tokens = counter("output_tokens", "Tokens generated")
+        self.requests = counter("requests", "Completions, by how they ended", ("reason",))
+        self.refused = counter("requests_refused", "Requests turned away for now, by status", ("status",))
+        self.restarts = counter("engine_restarts", "Times the engine process was started again")
+        self.recorder_faults = counter("dashboard_faults", "Times that recording steps for the dashboard failed")
+        self.first_token = histogram("time_to_first_token", "From the request to its first token")
+        self.inter_token = histogram("inter_token", "Between consecutive tokens of a completion")
+        self.end_to_end = histogram("end_to_end", "From the request to its end")
+
+    def take_in(self, report: StepReport) -> None:
+        self.running.set(report.requests)
+        self.waiting.set(report.waiting)
+        self._show_wait_reasons(report.wait_reasons)
+        for result, count in report.lookups.items():
+            self.lookups.labels(result).inc(count)
+        self.preemptions.inc(report.preemptions)
+        self.kv_used.set(report.used_blocks)
+        self.kv_total.set(report.total_blocks)
+        if report.requests:
+            self.steps.inc()
+            self.step_requests.observe(report.requests)
+            self.step_seconds.inc(report.seconds)
+            for part, seconds in report.part_seconds.items():
+                self.part_seconds.labels(part).inc(seconds)
+            self.step_tokens.labels("decode").inc(report.decode_tokens)
+            self.step_tokens.labels("prefill").inc(report.prefill_tokens)
+            if report.predicted_seconds is not None and report.seconds > 0:
+                self.prediction_error.observe(abs(report.seconds - report.predicted_seconds) / report.seconds)
+        if report.verifications:
+            self.verifications.inc(report.verifications)
+            for place, (proposed, accepted) in enumerate(zip(report.proposed_at, report.accepted_at, strict=True), 1):
+                self.proposed.labels(str(place)).inc(proposed)
+                self.accepted.labels(str(place)).inc(accepted)
+        if report.speedup is not None:
+            self.speedup.set(report.speedup)
+        if report.prefill_limit is not None:
+            self.prefill_limit.set(report.prefill_limit)
+            self.decisions.labels(report.limit_reason).inc()
+
+    def note_restart(self) -> None:
+        """What the old engine held is gone, and it can no longer say so."""
+        self.restarts.inc()
+        for gauge in (self.running, self.waiting, self.kv_used):
+            gauge.set(0)
+        self._show_wait_reasons({})
+
+    def _show_wait_reasons(self, counts: Mapping[str, int]) -> None:
+        for reason in self._waited_for - counts.keys():
+            self.wait_reasons.labels(reason).set(0)
+        for reason, count in counts.items():
+            self.wait_reasons.labels(reason).set(count)
+        self._waited_for = set(counts)
+
+    def values(self) -> dict[str, float]:
+        """The same numbers as a map, without zeros and the buckets of histograms: "requests_total stop" -> 3."""
+        found = {}
+        for family in self._registry.collect():
+            for sample in family.samples:
+                if sample.value and not sample.name.endswith(("_bucket", "_created")):
+                    found[" ".join((sample.name.removeprefix("chairlift_"), *sample.labels.values()))] = sample.value
+        return found
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)

@@ -1,0 +1,76 @@
+"""How clients say what shape an answer must have: OpenAI's `response_format`, and the words that vLLM has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from chairlift.core.structure import MAX_STRUCTURE_LENGTH, Structure
+from chairlift.errors import InvalidParameter
+from chairlift.server.openai.strict import Strict
+
+Schema = dict[str, Any] | bool
+Choices = Annotated[list[str], Field(fail_fast=True)]
+
+
+class JSONSchema(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    schema_: Annotated[Schema, Field(alias="schema")]
+    # For people; the model sees what is in the messages.
+    description: Annotated[str | None, Field(max_length=MAX_STRUCTURE_LENGTH)] = None
+    strict: bool | None = None  # the schema is enforced in any case
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+    def structure(self) -> Structure | None:
+        return None
+
+
+class JSONObjectFormat(Strict):
+    type: Literal["json_object"]
+
+    def structure(self) -> Structure | None:
+        return Structure.json_object("response_format")
+
+
+class JSONSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JSONSchema
+
+    def structure(self) -> Structure | None:
+        return Structure.json(self.json_schema.schema_, "response_format")
+
+
+ResponseFormat = Annotated[TextFormat | JSONObjectFormat | JSONSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's: exactly one of these."""
+
+    json_: Annotated[str | Schema | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def structure(self) -> Structure:
+        name = "structured_outputs"
+        found = [
+            *as_structure(Structure.json, self.json_, name),
+            *as_structure(Structure.regex, self.regex, name),
+            *as_structure(Structure.choice, self.choice, name),
+            *as_structure(Structure.grammar, self.grammar, name),
+            *([Structure.json_object(name)] if self.json_object else []),
+        ]
+        if len(found) != 1:
+            raise InvalidParameter(name, "give exactly one of json, regex, choice, grammar and json_object")
+        return found[0]
+
+
+def as_structure(make: Callable[[Any, str], Structure], value: Any, parameter: str) -> list[Structure]:
+    """What a client asked for under the name `parameter`; nothing if it did not."""
+    return [] if value is None else [make(value, parameter)]

@@ -1,0 +1,231 @@
+"""The bodies of requests. An explicit null means absent; what is not known here is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.structure import Structure
+from chairlift.errors import InvalidParameter
+from chairlift.server.openai.strict import Strict, at_most
+from chairlift.server.openai.structure_types import Choices, ResponseFormat, Schema, StructuredOutputs, as_structure
+
+MAX_PROMPTS = 256
+MAX_MESSAGES = 2048
+
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as wide as a message to the engine can say
+TokenIds = Annotated[list[Integer], Field(fail_fast=True)]  # of a million bad ids, one error is enough
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(Strict):
+    """What every endpoint that generates shares. Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens,
+    ignore_eos, stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt,
+    priority (lower is sooner), and what shape the answer must have: guided_json, guided_regex, guided_choice,
+    guided_grammar, structured_outputs."""
+
+    model: str
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Integer | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=1024), at_most(1024)] = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[Integer] | None, Field(max_length=256)] = None
+    min_tokens: Integer | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    timeout: float | None = None
+    cache_salt: Annotated[str | None, Field(max_length=256)] = None
+    priority: Integer | None = None
+    # The caller's own label; it changes nothing about the answer, but tenants may be served in fair shares.
+    user: Annotated[str | None, Field(max_length=256)] = None
+    guided_json: str | Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def structure(self) -> Structure | None:
+        """What shape the answer must have, in whichever way that was said."""
+        found = self.structures()
+        if len(found) > 1:
+            first, second = (structure.parameter for structure in found[:2])
+            raise InvalidParameter(second, f"was given together with {first}; give one")
+        for structure in found:
+            _check_unicode(structure.parameter, [structure.text])
+        return found[0] if found else None
+
+    def structures(self) -> list[Structure]:
+        return [
+            *as_structure(Structure.json, self.guided_json, "guided_json"),
+            *as_structure(Structure.regex, self.guided_regex, "guided_regex"),
+            *as_structure(Structure.choice, self.guided_choice, "guided_choice"),
+            *as_structure(Structure.grammar, self.guided_grammar, "guided_grammar"),
+            *([self.structured_outputs.structure()] if self.structured_outputs else []),
+        ]
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """As the engine takes them; what was not given keeps the engine's default."""
+        given = {
+            name: getattr(self, name)
+            for name in (
+                *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+                *("frequency_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+                *("include_stop_str_in_output", "skip_special_tokens"),
+            )
+            if getattr(self, name) is not None
+        }
+        _check_unicode("user", [self.user or ""])
+        _check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
+        return SamplingParams(**given, logit_bias=_bias(self.logit_bias), structure=self.structure(), **more)
+
+
+class Completing(Sampling):
+    """What chat and text completions share beyond that. Not OpenAI's: beam search (use_beam_search or beam_width,
+    length_penalty, early_stopping)."""
+
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    best_of: Integer | None = None
+    use_beam_search: bool | None = None
+    beam_width: Integer | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+
+    def structures(self) -> list[Structure]:
+        asked = self.response_format.structure() if self.response_format else None
+        return [*([asked] if asked else []), *super().structures()]
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(self, name) is not None:
+                more[name] = getattr(self, name)
+        n = 1 if self.n is None else self.n
+        params = super().sampling_params(n=n, **self._selection(n), **more)
+        if self.stream and (params.beam_width or params.best_of):
+            problem = "cannot be true with best_of or beam search: which completions are best shows only in the end"
+            raise InvalidParameter("stream", problem)
+        return params
+
+    def _selection(self, n: int) -> dict[str, Any]:
+        """How many completions are generated to get `n`, and how; with beam search, best_of is the width."""
+        if self.use_beam_search is False and self.beam_width is not None:
+            raise InvalidParameter("use_beam_search", "is false, but beam_width was given")
+        if not self.use_beam_search and self.beam_width is None:
+            return {"best_of": self.best_of}
+        if self.best_of is not None and self.beam_width is not None:
+            raise InvalidParameter("best_of", "was given together with beam_width; give one")
+        width = self.beam_width or self.best_of or n
+        if width < 2:
+            raise InvalidParameter("beam_width", "must be at least 2: say how many beams the search has")
+        return {"beam_width": width}
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check_stream_options(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParameter("stream_options", "only goes with stream: true")
+
+
+class CompletionRequest(Completing):
+    prompt: (
+        str
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: Integer | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    def params(self) -> SamplingParams:
+        self.check_stream_options()
+        if self.suffix is not None:
+            raise InvalidParameter("suffix", "is not supported: the model only continues text")
+        if self.echo and self.logprobs is not None:
+            raise InvalidParameter("echo", "is not supported with logprobs: prompt tokens are not scored")
+        return self.sampling_params(
+            max_tokens=16 if self.max_tokens is None else self.max_tokens, logprobs=self.logprobs
+        )
+
+    def prompts(self) -> list[str | list[int]]:
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
+class ChatRequest(Completing):
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Integer | None = None
+    max_completion_tokens: Integer | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+
+    def params(self) -> SamplingParams:
+        self.check_stream_options()
+        for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+            if getattr(self, old) is not None:
+                raise InvalidParameter(old, f"is not supported: it has given way to {new}")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise InvalidParameter("max_tokens", "was given together with max_completion_tokens; give one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidParameter("top_logprobs", "needs logprobs: true")
+        limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return self.sampling_params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+class TokenizeRequest(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_MESSAGES)] = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: TokenIds
+
+
+def _check_unicode(parameter: str, texts: Iterable[str]) -> None:
+    """JSON can say half a character (a lone surrogate); no message to the engine can."""
+    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+        raise InvalidParameter(parameter, "must be valid Unicode")
+
+
+def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    if given is None:
+        return None
+    for token in given:
+        if not token.isascii() or not token.isdigit() or len(token) > 10:
+            raise InvalidParameter("logit_bias", f"keys must be token ids, got {token[:40]!r}")
+    return {int(token): value for token, value in given.items()}

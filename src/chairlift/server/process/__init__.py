@@ -1,0 +1,1 @@
+"""The engine process and the front end side of its socket."""

@@ -1,0 +1,56 @@
+"""One life of the engine process, as the front end holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+
+@dataclass(slots=True)
+class EngineLife:
+    """It has sockets of its own, so that no message outlives it."""
+
+    process: asyncio.subprocess.Process
+    commands: zmq.asyncio.Socket
+    reports: zmq.asyncio.Socket
+    close: Callable[[], None]  # the sockets, and the folder they are in
+    last_sign: float = field(default_factory=time.monotonic)
+    turn_seconds: float = 0.0  # as its last heartbeat said
+    ready_at: float | None = None
+
+
+async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any], *, quiet: bool) -> EngineLife:
+    with ExitStack() as opened:  # closed again if the process cannot be started, or is stopped meanwhile
+        folder = Path(tempfile.mkdtemp(prefix="chairlift-"))  # only this user may enter it
+        opened.callback(shutil.rmtree, folder, ignore_errors=True)
+        commands, reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        for socket, name in ((commands, "commands"), (reports, "reports")):
+            opened.callback(socket.close, linger=0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.bind(f"ipc://{folder / name}")
+        settings = {
+            "model": model,
+            "engine": options,
+            "quiet": quiet,
+            "parent": os.getpid(),
+            "commands": f"ipc://{folder / 'commands'}",
+            "reports": f"ipc://{folder / 'reports'}",
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "chairlift.server.process.engine_process", json.dumps(settings)
+        )
+        return EngineLife(process, commands, reports, opened.pop_all().close)

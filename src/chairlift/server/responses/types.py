@@ -1,0 +1,141 @@
+"""The body of a request to /v1/responses: what is taken, what is refused and why, and the chat it stands for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from chairlift.errors import InvalidParameter
+from chairlift.server.openai.strict import Strict, at_most
+from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Sampling, Tools
+
+MAX_METADATA = 16
+LOGPROBS = "message.output_text.logprobs"
+
+_NOTHING_IS_KEPT = "nothing is kept between requests; send all earlier items in input"
+_REFUSED = {
+    "previous_response_id": _NOTHING_IS_KEPT,
+    "conversation": _NOTHING_IS_KEPT,
+    "prompt": "prompts are not kept here; send the text as instructions and input",
+    "max_tool_calls": "only limits tools that run in the server, and there are none",
+    "context_management": "is not supported; send the input that the model should see",
+}
+_MESSAGES_TO_COME: list[dict[str, Any]] = [{"role": "user", "content": ""}]
+
+
+class TextOptions(Strict):
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None  # the only one that asks for nothing
+
+
+class Reasoning(Strict):
+    """Only as far as it asks for none: whether a model thinks aloud is up to its chat template."""
+
+    effort: Literal["none"] | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class ResponseStreamOptions(Strict):
+    include_obfuscation: Literal[False] | None = None
+
+
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+Label = Annotated[str | None, Field(max_length=512)]
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+
+
+class ResponsesRequest(Sampling):
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
+    top_logprobs: int | None = None
+    text: TextOptions | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # What can only be as it is here: an answer is made at once, of all the input, and then forgotten.
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    # Labels of the caller's, told back. Prefixes are shared by content, so prompt_cache_key has nothing to decide.
+    metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA), at_most(MAX_METADATA)] = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+    # Known and refused with a reason, instead of as unknown.
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    max_tool_calls: Any = None
+    context_management: Any = None
+
+    @property
+    def with_logprobs(self) -> bool:
+        return self.top_logprobs is not None or LOGPROBS in (self.include or [])
+
+    @property
+    def text_format(self) -> dict[str, Any]:
+        return {"type": "text"} if self.text is None or self.text.format is None else self.text.format
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured here, or not together."""
+        for name, reason in _REFUSED.items():
+            if getattr(self, name) is not None:
+                raise InvalidParameter(name, reason)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParameter("stream_options", "only goes with stream: true")
+
+    def as_chat(self) -> ChatRequest:
+        """The same request to /v1/chat/completions: a response is that answer in other words. The messages are made
+        later, when the request has been let in."""
+        shared = {name: getattr(self, name) for name in Sampling.model_fields}
+        try:
+            return ChatRequest(
+                **shared,
+                messages=_MESSAGES_TO_COME,
+                max_completion_tokens=self.max_output_tokens,
+                logprobs=self.with_logprobs or None,
+                top_logprobs=self.top_logprobs,
+                chat_template_kwargs=self.chat_template_kwargs,
+                response_format=_response_format(self.text_format),
+                tools=[_chat_tool(i, tool) for i, tool in enumerate(self.tools or [])] or None,
+                tool_choice=_chat_tool_choice(self.tool_choice, bool(self.tools)),
+                parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
+            )
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise InvalidParameter(str(first["loc"][0]), str(first["msg"])) from error
+
+
+def _response_format(given: dict[str, Any]) -> Any:
+    """{type, name, schema, strict} here is {type, json_schema: {name, schema, strict}} there."""
+    if given == {"type": "text"}:
+        return None
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def _chat_tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
+    """{type, name, parameters} here is {type, function: {name, parameters}} there."""
+    kind = tool.get("type")
+    if kind != "function":
+        problem = f"only function tools are supported: this server runs no tools itself, got {str(kind)[:40]!r}"
+        raise InvalidParameter(f"tools[{index}].type", problem)
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _chat_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> Any:
+    if not isinstance(choice, dict):
+        return None if choice == "auto" and not has_tools else choice  # some clients always say auto
+    kind = choice.get("type")
+    if kind != "function":
+        problem = f"must be none, auto, required or one function, got {str(kind)[:40]!r}"
+        raise InvalidParameter("tool_choice.type", problem)
+    return {"type": "function", "function": {name: value for name, value in choice.items() if name != "type"}}

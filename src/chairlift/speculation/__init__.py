@@ -1,0 +1,1 @@
+"""Speculative decoding: proposers of draft tokens and the controller that decides how many to verify."""

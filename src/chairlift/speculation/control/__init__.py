@@ -1,0 +1,1 @@
+"""How many draft tokens to verify, from acceptance, cost and measured speedup. Imports no torch."""

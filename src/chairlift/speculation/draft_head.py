@@ -1,0 +1,198 @@
+"""A draft head: one layer that continues the target's own hidden states.
+
+The target's layers know far more about what comes next than a small model could find out by itself. So the head reads,
+for each token, the token's embedding and the target's hidden states of the token before it (what the last layer puts
+out, and what some layers in the middle read, joined to the size of one), and makes a state of its own, which the
+target's own head turns into a guess. From the second guess on it reads its own states instead. Its keys and values live
+in the target's KV storage, as those of one more layer.
+
+    target      h0      h1      h2                       read once the target has computed them
+    tokens      x1      x2      x3      g4      g5
+    head        s1      s2      s3  ->  s4  ->  s5       each from its token and the state to its left
+    guesses                     g4      g5      g6       x3 was sampled from h2, and is certain
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.attention.base import Attend, AttentionLayer, KVStorage
+from chairlift.attention.paged_cpu import PagedCPUStep
+from chairlift.errors import CorruptCheckpoint, InvalidParameter
+from chairlift.layers.linear import Linear
+from chairlift.layers.mlp import GatedMLP
+from chairlift.layers.moe import MixtureOfExperts
+from chairlift.layers.norm import RMSNorm
+from chairlift.layers.rope import RotaryEmbedding
+from chairlift.models.config import DecoderConfig
+from chairlift.models.decoder import Decoder, DecoderLayer
+from chairlift.models.weights import fill
+from chairlift.speculation.head_config import EPS, HeadConfig
+
+if TYPE_CHECKING:  # numba takes its time
+    from chairlift.models.fused_cpu import FusedCPUDecoder
+    from chairlift.speculation.fused_head import Asked, FusedHead
+
+
+class Guesses(NamedTuple):
+    tokens: list[int]
+    levels: list[int]  # how sure the head is of each
+
+
+class DraftHead:
+    def __init__(self, config: HeadConfig, target: Decoder, tensors: Iterable[tuple[str, Tensor]], index: int) -> None:
+        """`index`: which layer of the KV storage is the head's."""
+        if (config.hidden_size, config.target_vocab_size) != (target.config.hidden_size, target.vocab_size):
+            trained = f"hidden size {config.hidden_size} and {config.target_vocab_size} tokens"
+            problem = f"was trained for another model, with {trained}; this one has {target.config.hidden_size}"
+            raise InvalidParameter("speculate", f"{problem} and {target.vocab_size}")
+        dtype, device, decoder = target.dtype, target.device, config.decoder()
+        layer = replace(decoder.layers[0], attention=replace(decoder.layers[0].attention, index=index))
+        if not all(0 <= tap < len(target.layers) for tap in config.taps):
+            raise CorruptCheckpoint(f"the draft head reads layers {config.taps} of a model of {len(target.layers)}")
+        self.target = target
+        target.taps = tuple(sorted({*target.taps, *config.taps}))  # another head may read others
+        self._taps = config.taps
+        self.hidden_size = config.hidden_size
+        self.feature_size = config.feature_size
+        self.attention_layers: tuple[AttentionLayer, ...] = (layer.attention,)
+        self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, bias=False, dtype=dtype, device=device)
+        self.joint: Linear | None = None  # one of several hidden states of the target
+        if config.taps:
+            size = (config.feature_size, config.hidden_size)
+            self.joint = Linear.empty(*size, bias=False, dtype=dtype, device=device)
+        self.layer = DecoderLayer(decoder, layer, dtype, device)
+        assert layer.rope is not None
+        self._rope = layer.rope
+        self.rotary = RotaryEmbedding(layer.rope, dtype=dtype, device=device)
+        self.norm = RMSNorm(config.hidden_size, EPS, unit_offset=False, dtype=dtype, device=device)
+        self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: what its guesses stand for
+        self._listed_ids: list[int] = self.token_ids.tolist()
+        self.head = Linear(head_rows(target, self.token_ids))
+        self._fused: FusedCPUDecoder | None = None
+        self._guesser: FusedHead | None = None
+        if target.quantization == "int8":
+            self._round(decoder)
+        for part in self._parts():
+            part.finalize()
+
+    def _parts(self) -> Iterator[Linear | RMSNorm | GatedMLP | MixtureOfExperts]:
+        yield from (self.mix, *self.layer.parts(), self.norm, self.head)
+        if self.joint is not None:
+            yield self.joint
+
+    def _fill(self, tensors: Iterable[tuple[str, Tensor]], config: HeadConfig) -> Tensor:
+        assert self.mix.weight is not None
+        weights = dict(tensors)
+        token_ids = weights.pop("token_ids", torch.empty(0)).long()
+        targets = {"mix.weight": self.mix.weight, "norm.weight": self.norm.weight}
+        if self.joint is not None:
+            assert self.joint.weight is not None
+            targets["joint.weight"] = self.joint.weight
+        targets |= {f"layers.0.{name}": target for name, target in self.layer.targets()}
+        fill(targets, weights.items(), text_part_only=False, tied=False)
+        if token_ids.shape != (config.draft_vocab_size,):
+            raise CorruptCheckpoint(f"the draft head should have {config.draft_vocab_size} token_ids")
+        if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < config.target_vocab_size:
+            raise CorruptCheckpoint("token_ids of the draft head are not in the model's vocabulary")
+        return token_ids
+
+    def _round(self, decoder: DecoderConfig) -> None:
+        """As the target is. A pass is so short that what it calls counts: all guesses are one call, if they can be."""
+        from chairlift.kernels.cpu.int8 import PackedWeight
+        from chairlift.models.fused_cpu import FusedCPUDecoder, LayerWeights, can_fuse
+        from chairlift.speculation.fused_head import FusedHead
+
+        def rounded(linear: Linear) -> PackedWeight:
+            place = PackedWeight.empty(1, linear.out_features, linear.in_features).layer(0)
+            linear.round(place)
+            return place
+
+        mix, head = rounded(self.mix), rounded(self.head)
+        joint = None if self.joint is None else rounded(self.joint)
+        first = self.target.attention_layers[0]
+        own = self.layer.attention.layer
+        stored_alike = (own.num_kv_heads, own.head_dim) == (first.num_kv_heads, first.head_dim)
+        if not (self.target.brings_threads and stored_alike and can_fuse(decoder)):
+            for linear in self.layer.linears():
+                linear.round()
+            return
+        weights = LayerWeights(decoder)
+        weights.take(0, self.layer)
+        self._fused = FusedCPUDecoder(decoder, [self.layer], self.norm, weights)
+        embedded = unit(self.target.embed(self.token_ids))
+        self._guesser = FusedHead(self._fused, own, self._rope, joint, mix, head, embedded)
+
+    @property
+    def guesses_in_one_call(self) -> bool:
+        return self._guesser is not None
+
+    def guess(
+        self, asked: Sequence[Asked], tokens: Sequence[int], features: Tensor, storage: KVStorage
+    ) -> tuple[list[Guesses], float | None]:
+        """If it does so in one call: the likeliest tokens behind those of the requests, of whom the one that wants most
+        comes first. tokens [T], features [T, ...]: of all of them that are certain. And what one guess more took."""
+        assert self._guesser is not None
+        embedded = self.target.embed(torch.tensor(tokens)).numpy()
+        choices = self._guesser.guess(asked, embedded, features.numpy(), storage)
+        found = zip(choices.tokens.tolist(), choices.levels.tolist(), choices.kept.tolist(), strict=True)
+        ids = self._listed_ids
+        guesses = [Guesses([ids[token] for token in some[:kept]], levels[:kept]) for some, levels, kept in found]
+        return guesses, choices.pass_seconds
+
+    def remember(self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, storage: KVStorage) -> None:
+        """If it guesses in one call: take in tokens [T] that nothing is to be guessed behind."""
+        assert self._guesser is not None
+        embedded = self.target.embed(tokens).numpy()
+        self._guesser.remember(embedded, features.numpy(), positions.numpy(), slots.numpy(), storage)
+
+    def num_weight_bytes(self) -> int:
+        return sum(part.num_bytes for part in self._parts())
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """What the target has just computed [T, hidden] -> what the head reads of it [T, features], in memory of its
+        own: the next step may overwrite the target's."""
+        if not self._taps:
+            return hidden.clone()
+        tapped = self.target.tapped
+        assert tapped is not None
+        return torch.cat([*(tapped[self.target.taps.index(tap)] for tap in self._taps), hidden], dim=-1)
+
+    def join(self, features: Tensor) -> Tensor:
+        """[T, features] -> [T, hidden]."""
+        if self.joint is None:
+            return features
+        return self.joint(unit(features.unflatten(-1, (-1, self.hidden_size))).flatten(-2))
+
+    def states(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions [T], previous [T, hidden]: the states of the tokens before -> [T, hidden]."""
+        x = self.mix(torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1))
+        rotation = self.rotary(positions)
+        if self._fused is not None and isinstance(attend, PagedCPUStep):
+            return self._fused(x, {self._rope: rotation}, attend)[0]
+        delta = self.layer(x, None, positions, rotation, attend)
+        return self.norm(x if delta is None else x + delta)
+
+    def scores(self, states: Tensor) -> Tensor:
+        """[S, hidden] -> [S, draft vocab], of the tokens that `token_ids` lists."""
+        return self.head(states)
+
+
+def head_rows(target: Decoder, token_ids: Tensor) -> Tensor:
+    """What the target's own head multiplies a state with to score these tokens [tokens, hidden]."""
+    if target.config.tied_head:
+        return target.embed(token_ids) / target.embedding_scale
+    # However the head is stored, it is a linear map: it tells its weights if it is asked for one number at a time.
+    numbers = torch.eye(target.config.hidden_size, dtype=target.dtype, device=target.device)
+    return torch.cat([target.head(some)[:, token_ids] for some in numbers.split(64)]).T.contiguous()
+
+
+def unit(x: Tensor) -> Tensor:
+    """Scaled to a mean square of one."""
+    return F.rms_norm(x, x.shape[-1:], eps=EPS)

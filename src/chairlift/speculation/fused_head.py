@@ -1,0 +1,165 @@
+"""A draft head with 8-bit weights on the CPU, all guesses of a step one call of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chairlift.attention.base import AttentionLayer, KVStorage
+from chairlift.kernels.cpu.attention_work import Work, work_by_rows
+from chairlift.kernels.cpu.decoder import Buffers, Step
+from chairlift.kernels.cpu.draft import Certain, Choices, Guessed, HeadWeights, Room, guess, remember
+from chairlift.kernels.cpu.int8 import PackedWeight
+from chairlift.kernels.cpu.threads import the_team
+from chairlift.layers.rope import Rope
+from chairlift.models.fused_cpu import FusedCPUDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that wants guesses: its tokens [start, end) are certain, and not computed by the head yet."""
+
+    start: int
+    end: int
+    table: Sequence[int]
+    length: int  # so many at most
+    least: float  # the chance that a guess and all before it are right must be as much as that for it to be kept
+    least_to_go_on: float  # and for another one to be made
+    chances: Sequence[float]  # how often a guess is right, from one that the head is not sure of to one that it is
+
+
+class FusedHead:
+    def __init__(
+        self,
+        decoder: FusedCPUDecoder,
+        layer: AttentionLayer,
+        rope: Rope,
+        joint: PackedWeight | None,
+        mix: PackedWeight,
+        head: PackedWeight,
+        embedded: Tensor,
+    ) -> None:
+        """`embedded` [draft vocab, hidden]: the tokens that can be guessed, each of mean square one."""
+        self._decoder = decoder
+        self._layer = layer
+        self._inv_freq = np.array(rope.inv_freq, dtype=np.float32)
+        self._rope_scale = np.float32(rope.scale)
+        self._cos = self._sin = np.empty((0, len(rope.inv_freq)), dtype=np.float32)  # of the first positions
+        none = PackedWeight.empty(1, 0, 1).layer(0)
+        rows = embedded.bfloat16().contiguous().view(torch.uint16).numpy()
+        self._weights = HeadWeights(decoder.network, none if joint is None else joint, mix, head, rows)
+        self._room: Room | None = None
+
+    def guess(self, asked: Sequence[Asked], embedded: np.ndarray, features: np.ndarray, storage: KVStorage) -> Choices:
+        """Who wants most comes first. embedded [T, hidden], features [T, ...]: of all their tokens."""
+        tables = np.zeros((len(asked), max(len(one.table) for one in asked)), dtype=np.int32)
+        for row, one in zip(tables, asked, strict=True):
+            row[: len(one.table)] = one.table
+        certain = self._certain(asked, embedded, features, tables, storage)
+        guessed = self._guessed(asked, tables, storage.block_size, embedded.shape[1])
+        least = np.array([[one.least for one in asked], [one.least_to_go_on for one in asked]], dtype=np.float32)
+        chances = np.array([one.chances for one in asked], dtype=np.float32)
+        choices = Choices.none_yet(asked[0].length, least, chances)
+        room = self._room_for(len(embedded), len(asked), features.shape[1])
+        the_team().run(guess, self._weights, certain, guessed, self._buffers(embedded), room, choices)
+        return choices
+
+    def remember(
+        self,
+        embedded: np.ndarray,
+        features: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        storage: KVStorage,
+    ) -> None:
+        """Keep the keys and values of tokens [T] in these slots, for guesses behind later ones."""
+        nobody = np.zeros((1, 1), dtype=np.int32)
+        work = self._work(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))
+        step = self._step(embedded, positions, slots, nobody, work, storage)
+        certain = Certain(step, embedded, features, np.empty(0, dtype=np.int64))
+        room = self._room_for(len(embedded), 1, features.shape[1])
+        the_team().run(remember, self._weights, certain, self._buffers(embedded), room)
+
+    def _certain(
+        self,
+        asked: Sequence[Asked],
+        embedded: np.ndarray,
+        features: np.ndarray,
+        tables: np.ndarray,
+        storage: KVStorage,
+    ) -> Certain:
+        rows = [(index, position) for index, one in enumerate(asked) for position in range(one.start, one.end)]
+        sequences, positions = np.array(rows).T
+        slots = _slots(tables, sequences, positions, storage.block_size)
+        step = self._step(embedded, positions, slots, tables, self._work(sequences, positions + 1), storage)
+        return Certain(step, embedded, features, np.cumsum([one.end - one.start for one in asked]) - 1)
+
+    def _step(
+        self,
+        embedded: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        tables: np.ndarray,
+        work: Work,
+        storage: KVStorage,
+    ) -> Step:
+        cos, sin = self._angles(positions[None])
+        keys, values = self._decoder.stored(storage)
+        nothing = np.empty((0, *embedded.shape), dtype=np.float32)
+        x = np.empty_like(embedded)
+        return Step(x, cos, sin, slots, keys, values, tables, work, nothing, np.arange(len(x)), x)
+
+    def _guessed(self, asked: Sequence[Asked], tables: np.ndarray, block_size: int, hidden: int) -> Guessed:
+        """Place p holds the token behind `end` + p others. Of the last guess, none is computed."""
+        ends, lengths = np.array([(one.end, one.length) for one in asked]).T
+        places = np.arange(lengths[0] - 1)[:, None]
+        wanted = places < lengths - 1  # [P, R]
+        positions = np.where(wanted, ends + places, 0)
+        every = np.arange(len(asked))
+        cos, sin = self._angles(positions)
+        work = self._work(every, ends + np.maximum(lengths - 1, 1))
+        rows, requests = work.pieces.rows, wanted.sum(axis=1)
+        return Guessed(
+            x=np.empty((len(asked), hidden), dtype=np.float32),
+            cos=cos,
+            sin=sin,
+            slots=_slots(tables, every, positions, block_size),
+            tables=tables,
+            work=work,
+            lengths=ends[rows] + places + 1,
+            pieces=np.searchsorted(rows, requests),
+            requests=requests,
+        )
+
+    def _work(self, sequences: np.ndarray, lengths: np.ndarray) -> Work:
+        return work_by_rows(sequences.tolist(), lengths.tolist(), self._layer.num_heads, self._layer.head_dim)
+
+    def _angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[P, R] -> cos, sin [P, R, pairs]."""
+        longest = int(positions.max(initial=0)) + 1
+        if longest > len(self._cos):  # by far the most of them are looked up
+            angles = np.arange(2 * longest, dtype=np.float32)[:, None] * self._inv_freq
+            self._cos, self._sin = np.cos(angles) * self._rope_scale, np.sin(angles) * self._rope_scale
+        return self._cos[positions], self._sin[positions]
+
+    def _buffers(self, embedded: np.ndarray) -> Buffers:
+        return self._decoder.room_for(*embedded.shape)
+
+    def _room_for(self, tokens: int, requests: int, features: int) -> Room:
+        had = self._room
+        if had is None or len(had.joined) < tokens or len(had.states) < requests:
+            if had is not None:
+                tokens, requests = max(tokens, len(had.joined)), max(requests, len(had.states))
+            vocab, hidden = self._weights.embedded.shape
+            self._room = had = Room.empty(tokens, requests, hidden, features, vocab)
+        return had
+
+
+def _slots(tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    blocks = tables[sequences, positions // block_size].astype(np.int64)
+    slots: np.ndarray = blocks * block_size + positions % block_size
+    return slots

@@ -1,1 +1,0 @@
-"""Networks that guess what a model will say."""

@@ -1,0 +1,1 @@
+"""Structured output: grammars and the token masks that enforce them."""

@@ -1,0 +1,154 @@
+"""Compiling structures to matchers, off the engine's loop and within limits."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from chairlift.core.structure import Structure, StructureKind
+from chairlift.errors import InvalidParameter
+from chairlift.structured.grammar_source import BadStructure, grammar_of
+from chairlift.structured.grammar_trial import Trial, Vocabulary, make_matcher
+from chairlift.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """How much a structure may cost before it is in use. How long and how deep it may be is said where it is read."""
+
+    seconds: float = 3.0  # to compile
+    cached: int = 128  # compiled grammars kept
+    cached_characters: int = 4 << 20  # of their sources
+    workers: int = 2  # compiling at the same time
+
+
+def mask_words(vocab_size: int) -> int:
+    """How many words of 32 bits a mask has: one bit for each token, and at least one more."""
+    return vocab_size // 32 + 1
+
+
+class GrammarCompiler:
+    """Structures in, matchers out, in threads of its own. Only one thread may call it.
+
+    Compiled grammars are kept, as are the refusals of bad ones, and those used least recently are forgotten.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        limits: GrammarLimits = GrammarLimits(),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(token for token in eos_ids if token < vocab_size)
+        self._limits = limits
+        self._cache: OrderedDict[Structure, Future[LLMatcher]] = OrderedDict()
+        self._workers = ThreadPoolExecutor(limits.workers, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._trials: dict[int, Trial] = {}  # by thread
+
+    def compile(self, structure: Structure) -> Future[LLMatcher]:
+        """A matcher at the start of the grammar, to be copied, or BadStructure."""
+        if self._obstacle is not None:
+            raise InvalidParameter(structure.parameter, self._obstacle)
+        future = self._cache.get(structure)
+        if future is None or _failed_by_accident(future):
+            future = self._cache[structure] = self._workers.submit(self._compile, structure)
+            self._evict()
+        self._cache.move_to_end(structure)
+        return future
+
+    def give_up(self, structure: Structure) -> None:
+        """Nobody waits for this one any more: do not begin to compile it."""
+        future = self._cache.get(structure)
+        if future is not None and future.cancel():
+            del self._cache[structure]
+
+    def shut_down(self) -> None:
+        """Stop compiling, without waiting for what is under way."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for trial in self._trials.values():
+                trial.close()
+
+    @cached_property
+    def _obstacle(self) -> str | None:
+        """Why there is no structured output with this model on this machine."""
+        if find_spec("llguidance") is None:
+            return "structured output needs the llguidance package, which is not installed"
+        if not self._tokenizer.has_token_bytes:
+            return "this model's tokenizer joins tokens in ways that no grammar can follow"
+        return None
+
+    def _evict(self) -> None:
+        characters = sum(len(structure.text) for structure in self._cache)
+        while len(self._cache) > self._limits.cached or characters > self._limits.cached_characters:
+            structure, _ = self._cache.popitem(last=False)
+            characters -= len(structure.text)
+
+    # ---- in the worker threads -----------------------------------------------------------------------------------
+
+    def _compile(self, structure: Structure) -> LLMatcher:
+        grammar = grammar_of(structure)
+        problem = self._trial().problem(grammar)
+        if problem is not None:
+            raise BadStructure(_readable(problem, structure))
+        with self._lock:
+            tokenizer = self._ll_tokenizer
+        matcher = make_matcher(tokenizer, grammar)
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise BadStructure(_readable(matcher.get_error(), structure))
+        if not int.from_bytes(mask, "little") & ((1 << self._vocab_size) - 1):
+            raise BadStructure("allows no text that this model's tokens can spell")
+        return matcher
+
+    def _trial(self) -> Trial:
+        """Each thread has a process of its own, so that a slow grammar does not hold up all others."""
+        with self._lock:
+            thread = threading.get_ident()
+            if thread not in self._trials:
+                self._trials[thread] = Trial(self._vocabulary, self._limits.seconds)
+            return self._trials[thread]
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        tokens = [self._tokenizer.token_bytes(token) for token in range(self._vocab_size)]
+        padding = [b""] * (32 * mask_words(self._vocab_size) - len(tokens))  # an id without text is never allowed
+        marks = sorted(token for token in self._tokenizer.mark_ids if token < self._vocab_size)
+        # A model without a token that ends a text is given one that it cannot choose.
+        return Vocabulary(tokens + padding, marks, self._eos_ids or [self._vocab_size])
+
+    @cached_property
+    def _ll_tokenizer(self) -> LLTokenizer:
+        return self._vocabulary.tokenizer()
+
+
+def _failed_by_accident(future: Future[LLMatcher]) -> bool:
+    """Whether it is worth another try: the structure was not to blame."""
+    return future.done() and future.exception() is not None and not isinstance(future.exception(), BadStructure)
+
+
+def _readable(error: str, structure: Structure) -> str:
+    """The message without what llguidance adds to it: the whole text, and places in text that we wrote."""
+    lines = error.replace("<non-verbose/>", "").strip().splitlines() or ["cannot be compiled"]
+    place = re.match(r"(?:at )?(\d+)\((\d+)\): ", lines[0])
+    message = lines[0][place.end() if place else 0 :].removeprefix("failed to compile JSON schema: ").strip()
+    cause = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    if cause is not None:  # the first line quoted the whole regular expression
+        message = f"a regular expression is not valid: {cause}"
+    if place and structure.kind is StructureKind.GRAMMAR:
+        message = f"line {place[1]}, column {place[2]}: {message}"
+    return message[:300]

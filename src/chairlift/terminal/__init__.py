@@ -1,0 +1,1 @@
+"""Console output and option groups shared by all commands."""

@@ -1,0 +1,227 @@
+"""Beam searches among other requests on a small lift: whatever happens to them, blocks are conserved, nobody writes
+what another holds, and every search that is not cancelled finds what it would have found alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift.core.events import RequestPreempted
+from chairlift.core.integrity import check_accounting, check_plan, check_quiescent, check_shared_prefixes
+from chairlift.core.kv.swap import SwapSpace
+from chairlift.core.plan import StepPlan
+from chairlift.core.request import Ending, FinishReason, Request
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.errors import InvalidParameter
+from tests.beam.pretending import run_plan, submit_beams
+from tests.core.driving import make_request, make_scheduler
+from tests.core.memory_model import MemoryModel
+
+Found = list[tuple[list[int], FinishReason]]
+
+
+def endings(members: list[Request]) -> Found:
+    return [(list(member.output), member.ending.reason) for member in members if member.ending is not None]
+
+
+def found_alone(prompt: list[int], width: int, new: int) -> Found:
+    scheduler = make_scheduler(num_blocks=400, max_batch_requests=width, prefix_caching=False)
+    members = submit_beams(scheduler, "alone", prompt, width, new)
+    for _ in range(100):
+        if not scheduler.has_work:
+            break
+        scheduler.apply(run_plan(scheduler.schedule(0.0)), 0.0)
+    return endings(members)
+
+
+class Driver:
+    """Plans and applies steps, the latter `depth` behind, and checks every invariant at each."""
+
+    def __init__(self, scheduler: Scheduler, depth: int = 0) -> None:
+        self.scheduler = scheduler
+        self.memory = MemoryModel(scheduler.kv.block_size)
+        self.depth = depth
+        self.under_way: deque[StepPlan] = deque()
+        self.now = 0.0
+
+    def step(self) -> None:
+        self.now += 1.0
+        plan = self.scheduler.schedule(self.now)
+        check_accounting(self.scheduler)
+        if plan:
+            check_plan(self.scheduler, plan)
+            self.under_way.append(plan)
+        if self.under_way and (len(self.under_way) > self.depth or not plan):
+            done = self.under_way.popleft()
+            if not self.depth:
+                self.memory.run(done)
+            self.scheduler.apply(run_plan(done), self.now)
+        self.check()
+
+    def interrupt(self) -> None:
+        plan = self.scheduler.schedule(self.now)
+        for lost in (*self.under_way, plan):
+            self.scheduler.abandon(lost, self.now)
+        self.under_way.clear()
+        self.check()
+
+    def check(self) -> None:
+        check_accounting(self.scheduler)
+        check_shared_prefixes(self.scheduler)
+
+    def run_to_end(self) -> None:
+        for _ in range(5000):
+            if not self.scheduler.has_work and not self.under_way:
+                return
+            self.step()
+        raise AssertionError("the workload does not come to an end")
+
+
+JOB = st.tuples(
+    st.sampled_from(["beams", "beams", "plain", "step", "step", "step", "cancel", "interrupt"]),
+    st.integers(1, 20),  # length of the prompt
+    st.integers(1, 9),  # new tokens
+    st.integers(2, 4),  # width
+    st.integers(0, 1),  # family: prompts of one share prefixes
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "num_blocks": st.integers(16, 40),
+            "block_size": st.sampled_from([1, 2, 4]),
+            "max_batch_tokens": st.integers(3, 30),
+            "max_batch_requests": st.integers(4, 9),
+            "prefix_caching": st.booleans(),
+            "policy": st.sampled_from(["continuous", "continuous", "static"]),
+            "order": st.sampled_from(["fcfs", "shortest", "fair"]),
+        }
+    ),
+    st.sampled_from([0, 0, 1]),
+    st.sampled_from([0, 20]),
+    st.lists(JOB, min_size=4, max_size=25),
+)
+def test_random_workloads(options: dict[str, Any], depth: int, slots: int, jobs: list[tuple[Any, ...]]) -> None:
+    scheduler = make_scheduler(
+        **options, max_delay=0.0 if options["policy"] == "static" else None, swap=SwapSpace(slots)
+    )
+    driver = Driver(scheduler, depth)
+    searches: list[tuple[list[Request], list[int], int, int]] = []
+    for number, (kind, length, new, width, family) in enumerate(jobs):
+        prompt = [(family * 7 + i // 3) % 16 for i in range(length)]
+        try:
+            if kind == "beams":
+                members = submit_beams(scheduler, f"b{number}", prompt, width, new, driver.now, tenant="ab"[family])
+                searches.append((members, prompt, width, new))
+            elif kind == "plain":
+                scheduler.submit(make_request(f"p{number}", prompt, new, tenant="ab"[family]), driver.now)
+        except InvalidParameter:
+            continue  # too large for so few blocks
+        if kind == "cancel" and searches:
+            victim = searches[number % len(searches)][0]
+            scheduler.finish(victim[-1].id, Ending(FinishReason.CANCELLED), driver.now)
+        elif kind == "interrupt":
+            driver.interrupt()
+        elif kind == "step":
+            driver.step()
+    driver.run_to_end()
+    check_quiescent(scheduler)
+    for members, prompt, width, new in searches:
+        found = endings(members)
+        assert len(found) == width
+        if found[0][1] is not FinishReason.CANCELLED:
+            assert found == found_alone(prompt, width, new)
+
+
+def test_a_search_that_is_preempted_again_and_again_finds_the_same() -> None:
+    prompt, preemptions = list(range(10)), 0
+    scheduler = make_scheduler(num_blocks=21, block_size=2, max_batch_requests=8, prefix_caching=False)
+    driver = Driver(scheduler)
+    scheduler.submit(make_request("first", 8, 30), 0.0)
+    members = submit_beams(scheduler, "search", prompt, 4, 9)
+    while scheduler.has_work:
+        driver.step()
+        preempted = [event for event in scheduler.drain_events() if isinstance(event, RequestPreempted)]
+        preemptions += len(preempted)
+        for event in preempted:
+            assert event.request_id in {member.id for member in members}
+            assert not any(scheduler.kv.table(member) for member in members)
+    assert preemptions
+    assert endings(members) == found_alone(prompt, 4, 9)
+
+
+def test_all_beams_are_in_one_batch_with_others_and_share_the_prompt() -> None:
+    scheduler = make_scheduler(num_blocks=200, max_batch_requests=8)
+    driver = Driver(scheduler)
+    one = submit_beams(scheduler, "one", range(12), 3)
+    other = submit_beams(scheduler, "other", range(20, 31), 3)
+    scheduler.submit(make_request("plain", 5), 0.0)
+    driver.step()
+    plan = scheduler.schedule(2.0)
+    ids = {chunk.request.id for chunk in plan.chunks}
+    assert ids == {member.id for member in (*one, *other)} | {"plain"}
+    tables = [scheduler.kv.table(member) for member in one]
+    assert [table[:3] for table in tables] == [tables[0][:3]] * 3  # 12 prompt tokens in blocks of 4
+    assert len({table[3] for table in tables}) == 3
+    assert len(plan.copies) == 2  # of the prompt's last block, partly filled, for all but one of the other three
+
+
+def test_pruned_beams_give_back_their_blocks_in_the_same_step() -> None:
+    scheduler = make_scheduler(num_blocks=200, block_size=1, max_batch_requests=8, prefix_caching=False)
+    driver = Driver(scheduler)
+    members = submit_beams(scheduler, "search", range(5), 4, 12)
+    pruned = 0
+    while scheduler.has_work:
+        driver.step()
+        if scheduler.has_work:
+            prefixes = {tuple(member.tokens[:end]) for member in members for end in range(1, member.num_computed + 1)}
+            assert scheduler.kv.pool.num_used == len(prefixes)  # with blocks of one token: one for each that is alive
+            pruned += len(prefixes) < 5 + 4 * (members[0].num_known - 6)
+    assert pruned
+
+
+@pytest.mark.parametrize("member", [0, 2])
+def test_cancelling_one_completion_ends_the_search_at_once(member: int) -> None:
+    scheduler = make_scheduler(max_batch_requests=8)
+    driver = Driver(scheduler)
+    members = submit_beams(scheduler, "search", range(9), 4)
+    driver.step()
+    driver.step()
+    assert scheduler.finish(members[member].id, Ending(FinishReason.CANCELLED), 3.0)
+    driver.step()
+    assert not scheduler.has_work
+    assert all(one.ending == Ending(FinishReason.CANCELLED) for one in members)
+    check_quiescent(scheduler)
+
+
+def test_a_wide_search_waits_for_its_seats_and_is_not_overtaken_for_ever() -> None:
+    scheduler = make_scheduler(num_blocks=400, max_batch_requests=4, max_overtakes=3)
+    driver = Driver(scheduler)
+    for number in range(3):
+        scheduler.submit(make_request(f"early{number}", 4, 6 + number), 0.0)
+    members = submit_beams(scheduler, "search", range(6), 4)
+    for number in range(40):
+        scheduler.submit(make_request(f"late{number}", 4, 5), 0.0)
+    for _ in range(60):
+        driver.step()
+    assert members[0].ending is not None
+    driver.run_to_end()
+    check_quiescent(scheduler)
+
+
+def test_what_cannot_fit_is_refused() -> None:
+    scheduler = make_scheduler(num_blocks=10, block_size=4, max_batch_requests=4)
+    with pytest.raises(InvalidParameter, match="5 beams need a seat each, but there are 4") as seats:
+        submit_beams(scheduler, "wide", range(4), 5, 2)
+    assert seats.value.parameter == "beam_width"
+    with pytest.raises(InvalidParameter, match="4 beams of up to 20 new tokens exceed the KV cache") as memory:
+        submit_beams(scheduler, "long", range(8), 4, 20)
+    assert memory.value.parameter == "beam_width"
+    submit_beams(scheduler, "fits", range(8), 4, 9)  # 2 shared blocks, and 2 for each beam
+    Driver(scheduler).run_to_end()

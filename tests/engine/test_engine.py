@@ -1,0 +1,182 @@
+"""The engine around a pretend executor: ids, interruptions and failures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chairlift.core.events import Event, RequestFinished, RequestPreempted, TextProduced, TokenProduced
+from chairlift.core.integrity import check_accounting, check_quiescent
+from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.request import FinishReason
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.engine import Engine
+from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.text.tokenizer import Tokenizer
+from tests.core.driving import deterministic_token, make_scheduler, run_plan
+from tests.text import backends
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+class PretendExecutor:
+    """Samples a token that depends on the request's own tokens alone; `before` may interfere with a step."""
+
+    def __init__(self) -> None:
+        self.before: Callable[[StepPlan], None] = lambda plan: None
+        self.forgotten: list[str] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.before(plan)
+        return run_plan(plan, lambda request: 3 + deterministic_token(request) % 300)
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+
+
+def make_engine(num_blocks: int = 40) -> tuple[Engine, PretendExecutor]:
+    executor = PretendExecutor()
+    tokenizer = Tokenizer(backends.byte_level())
+    return Engine(make_scheduler(num_blocks), executor, tokenizer, vocab_size=400, max_model_len=100), executor
+
+
+def run_to_end(engine: Engine) -> list[Event]:
+    events: list[Event] = []
+    while engine.has_work:
+        events += engine.step()
+        check_accounting(engine.scheduler)
+    return events
+
+
+def tokens_of(events: list[Event]) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for event in events:
+        if isinstance(event, TokenProduced):
+            tokens.setdefault(event.request_id, []).append(event.token)
+    return tokens
+
+
+def interrupt(plan: StepPlan) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("interrupted_step", range(5))
+def test_an_interrupted_step_is_computed_again(interrupted_step: int) -> None:
+    """Whatever it got done (perhaps not even the copies of shared blocks), no block and no token is lost."""
+    prompts = [list(range(10, 20)), list(range(30, 60))]
+    outputs = []
+    for disturbed in (False, True):
+        engine, executor = make_engine()
+        for prompt in prompts:
+            engine.submit(prompt, PARAMS.clone(n=3))
+        events: list[Event] = []
+        for _ in range(interrupted_step):
+            events += engine.step()
+        if disturbed:
+            executor.before = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+            check_accounting(engine.scheduler)
+            assert not engine.scheduler.running
+            executor.before = lambda plan: None
+        events += run_to_end(engine)
+        check_quiescent(engine.scheduler)
+        outputs.append(tokens_of(events))
+        assert any(isinstance(event, RequestPreempted) for event in events) == disturbed
+    assert outputs[0] == outputs[1]
+    assert all(len(tokens) == 6 for tokens in outputs[1].values())
+
+
+def test_interrupted_again_and_again_it_keeps_all_its_memory() -> None:
+    engine, executor = make_engine(num_blocks=10)
+    for _ in range(20):
+        executor.before = interrupt
+        (request_id,) = engine.submit(list(range(10, 40)), PARAMS)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        engine.cancel(request_id)
+        check_quiescent(engine.scheduler)
+    executor.before = lambda plan: None
+    engine.submit(list(range(10, 40)), PARAMS)
+    assert len(tokens_of(run_to_end(engine))) == 1
+
+
+def test_an_id_is_in_use_until_its_ending_is_reported() -> None:
+    engine, _ = make_engine()
+    engine.submit([10, 11], PARAMS, request_id="x")
+    engine.step()
+    engine.cancel("x")
+    with pytest.raises(InvalidParameter, match="already in use"):
+        engine.submit([10, 11], PARAMS, request_id="x")
+    engine.step()
+    engine.submit([10, 11], PARAMS, request_id="x")
+    events = run_to_end(engine)
+    text = "".join(event.text for event in events if isinstance(event, TextProduced))
+    assert text == engine.tokenizer.decode(tokens_of(events)["x"])
+    assert sum(isinstance(event, RequestFinished) for event in events) == 1
+
+
+def test_a_failure_while_taking_in_a_step_ends_every_request_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, executor = make_engine()
+    ids = [engine.submit([10 + i], PARAMS)[0] for i in range(3)]
+
+    def too_few(plan: StepPlan) -> StepResult:
+        return StepResult(plan, [5], [None])
+
+    monkeypatch.setattr(executor, "run", too_few)
+    events = engine.step()
+    endings = {event.request_id: event.ending.reason for event in events if isinstance(event, RequestFinished)}
+    assert endings == dict.fromkeys(ids, FinishReason.ERROR)
+    with pytest.raises(EngineDead):
+        engine.submit([10], PARAMS)
+
+
+def test_min_tokens_counts_the_room_that_memory_leaves() -> None:
+    engine, _ = make_engine(num_blocks=5)  # 20 tokens
+    with pytest.raises(InvalidParameter) as refusal:
+        engine.submit([10] * 10, PARAMS.clone(max_tokens=None, min_tokens=12))
+    assert refusal.value.parameter == "min_tokens"
+    engine.submit([10] * 10, PARAMS.clone(max_tokens=None, min_tokens=11))
+    assert [len(tokens) for tokens in tokens_of(run_to_end(engine)).values()] == [11]
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "5"])
+def test_a_bad_timeout_is_named(timeout: float) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidParameter) as refusal:
+        engine.submit([10], PARAMS, timeout=timeout)
+    assert refusal.value.parameter == "timeout"
+
+
+def test_a_salt_that_is_not_valid_unicode_disturbs_nobody() -> None:
+    engine, _ = make_engine()
+    engine.submit(list(range(10, 30)), PARAMS)
+    engine.submit(list(range(10, 30)), PARAMS, cache_salt="\ud800")
+    assert len(tokens_of(run_to_end(engine))) == 2
+
+
+class Named(IntEnum):
+    """As good an integer as any."""
+
+    TOKEN = 7
+
+
+@pytest.mark.parametrize("bad", [-1, 400, 2**32, 2**32 + 5, -(2**70), True, 3.0, "3", None, np.int64(3)])
+@pytest.mark.parametrize("place", [0, 5, 9])
+def test_what_is_no_token_is_refused_by_name(bad: Any, place: int) -> None:
+    engine, _ = make_engine()
+    prompt = [3, 399, 0, Named.TOKEN, 5, 6, 7, 8, 9]
+    engine.check(prompt, PARAMS)
+    prompt.insert(place, bad)
+    with pytest.raises(InvalidParameter, match=re.escape(repr(bad))) as refusal:
+        engine.check(prompt, PARAMS)
+    assert refusal.value.parameter == "prompt"
+    if isinstance(bad, int) and not isinstance(bad, bool):
+        with pytest.raises(InvalidParameter, match=str(bad)) as refusal:
+            engine.check([3], PARAMS.clone(stop_token_ids=[3, bad]))
+        assert refusal.value.parameter == "stop_token_ids"

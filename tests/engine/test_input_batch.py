@@ -1,0 +1,65 @@
+"""A plan as tensors: ragged, with idle seats, and as a rectangle."""
+
+from __future__ import annotations
+
+import torch
+
+from chairlift.attention import KVStorage
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.models.input_batch import InputBatch, build_batch
+
+CPU = torch.device("cpu")
+STORAGE = KVStorage([torch.zeros(10, 4, 1, 1)], [torch.zeros(10, 4, 1, 1)])  # nine blocks of 4, and the scratch block
+SCRATCH = 9 * 4
+
+
+def chunk(prompt: range, start: int, count: int, table: list[int]) -> Chunk:
+    request = Request(f"{prompt}", list(prompt), SamplingParams(), max_new_tokens=4, arrival=0.0)
+    return Chunk(request, start, count, table, samples=start + count == len(prompt))
+
+
+PREFILL = chunk(range(100, 107), 4, 3, [5, 2])
+DECODE = chunk(range(200, 206), 5, 1, [7, 0])
+PART = chunk(range(300, 320), 0, 2, [1])  # does not reach the last token, so it samples nothing
+
+
+def build(idle_rows: int = 0, rectangular: bool = False) -> InputBatch:
+    plan = StepPlan(0, (PREFILL, DECODE, PART), idle_rows)
+    return build_batch(plan, STORAGE, CPU, rectangular=rectangular)
+
+
+def test_a_ragged_batch_has_no_padding() -> None:
+    batch = build()
+    assert batch.tokens.tolist() == [104, 105, 106, 205, 300, 301]
+    assert batch.positions.tolist() == [4, 5, 6, 5, 0, 1]
+    assert batch.sampled_rows.tolist() == [2, 3]
+    assert batch.layout.offsets == [0, 3, 4, 6]
+    assert batch.layout.starts == [4, 5, 0]
+    assert batch.layout.ends == [7, 6, 2]
+    assert batch.layout.slots.tolist() == [8, 9, 10, 1, 4, 5]
+    assert batch.num_padding == 0
+
+
+def test_an_idle_seat_is_one_token_of_nobody() -> None:
+    batch = build(idle_rows=2)
+    assert batch.tokens.tolist() == [104, 105, 106, 205, 300, 301, 0, 0]
+    assert batch.positions.tolist() == [4, 5, 6, 5, 0, 1, 0, 0]
+    assert batch.sampled_rows.tolist() == [2, 3, 6, 7]
+    assert batch.layout.ends == [7, 6, 2, 1, 1]
+    assert batch.layout.slots.tolist() == [8, 9, 10, 1, 4, 5, SCRATCH, SCRATCH]
+    assert batch.layout.tables[3:, 0].tolist() == [9, 9]
+    assert batch.num_padding == 2
+
+
+def test_a_rectangle_is_as_wide_as_the_longest_chunk() -> None:
+    batch = build(idle_rows=1, rectangular=True)
+    assert batch.tokens.view(4, 3).tolist() == [[104, 105, 106], [205, 0, 0], [300, 301, 0], [0, 0, 0]]
+    assert batch.positions.view(4, 3).tolist() == [[4, 5, 6], [5, 0, 0], [0, 1, 0], [0, 0, 0]]
+    assert batch.sampled_rows.tolist() == [2, 3, 9]
+    assert batch.layout.offsets == [0, 3, 6, 9, 12]
+    assert batch.layout.ends == [7, 6, 2, 1]
+    own, fill = [[8, 9, 10], [1], [4, 5], []], [SCRATCH] * 3
+    assert batch.layout.slots.view(4, 3).tolist() == [(slots + fill)[:3] for slots in own]
+    assert batch.num_padding == 12 - 6

@@ -1,0 +1,394 @@
+"""Structured output in the batch, on a tiny random model: it writes nonsense, but only nonsense that is allowed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chairlift.config import EngineConfig
+from chairlift.core.events import Event, RequestFinished, RequestPreempted, TextProduced, TokenProduced
+from chairlift.core.integrity import check_accounting, check_quiescent
+from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.request import Ending, FinishReason
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.scheduler.scheduler import WaitReason
+from chairlift.core.structure import Structure
+from chairlift.engine.engine import Engine
+from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
+from chairlift.errors import InvalidParameter
+from chairlift.sampling import edits as sampler_edits
+from chairlift.structured.structured import OUTGROWN
+from tests.tiny import write_tiny_checkpoint
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 3},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", None]}, "maxItems": 2},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+}
+COLOURS = ["red", "dark green", "é👍"]
+
+
+def is_thing(text: str) -> bool:
+    value = json.loads(text)
+    assert list(value) == ["name", "size", "tags"]
+    assert len(value["name"]) <= 3
+    assert 0 <= value["size"] <= 99
+    return set(value["tags"]) <= {"red", None}
+
+
+CASES: dict[str, tuple[Structure, Callable[[str], Any]]] = {
+    "schema": (Structure.json(SCHEMA), is_thing),
+    "regex": (Structure.regex(r"[0-9]{3}-[a-f]{2,4}"), re.compile(r"[0-9]{3}-[a-f]{2,4}").fullmatch),
+    "choice": (Structure.choice(COLOURS), COLOURS.__contains__),
+    "grammar": (Structure.grammar('start: "a" item+\nitem: "x" | "yy"'), re.compile("a(x|yy)+").fullmatch),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("structured") / "tiny")
+    return load_model(str(folder), EngineConfig(device="cpu"), progress=False)
+
+
+def start(loaded: LoadedModel, **options: Any) -> StartedEngine:
+    options = {"device": "cpu", "kv_memory": "1MiB", "block_size": 4} | options
+    return start_engine(loaded, EngineConfig(**options))
+
+
+@pytest.fixture(scope="module")
+def started(loaded: LoadedModel) -> StartedEngine:
+    return start(loaded)
+
+
+@pytest.fixture
+def engine(started: StartedEngine) -> Engine:
+    check_quiescent(started.engine.scheduler)
+    return started.engine
+
+
+@dataclass
+class Outcome:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    ending: Ending | None = None
+
+
+def take_in(outcomes: dict[str, Outcome], events: Sequence[Event]) -> None:
+    for event in events:
+        match event:
+            case TokenProduced():
+                outcomes[event.request_id].tokens.append(event.token)
+            case TextProduced():
+                outcomes[event.request_id].text += event.text
+            case RequestFinished():
+                assert outcomes[event.request_id].ending is None, "one ending each"
+                outcomes[event.request_id].ending = event.ending
+            case _:
+                pass
+
+
+def run(engine: Engine, batch: Sequence[SamplingParams], prompt: Sequence[int] = (70, 71, 72)) -> list[Outcome]:
+    """All of them at once; one outcome for each completion, in order."""
+    ids = [request_id for params in batch for request_id in engine.submit(prompt, params)]
+    outcomes = {request_id: Outcome() for request_id in ids}
+    while engine.has_work:
+        take_in(outcomes, engine.step())
+        check_accounting(engine.scheduler)
+    assert engine.fatal is None
+    assert all(outcome.ending for outcome in outcomes.values())
+    check_quiescent(engine.scheduler)
+    return list(outcomes.values())
+
+
+def params(name: str, **more: Any) -> SamplingParams:
+    defaults: dict[str, Any] = {"max_tokens": 200, "temperature": 1.5, "structure": CASES[name][0]}
+    return SamplingParams(**defaults | more)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("name", CASES)
+def test_only_what_is_allowed_is_written(engine: Engine, name: str, temperature: float) -> None:
+    batch = [params(name, temperature=temperature, seed=seed) for seed in range(4 if temperature else 1)]
+    outcomes = run(engine, batch)
+    for outcome in outcomes:
+        assert outcome.ending == Ending(FinishReason.STOP), outcome
+        assert CASES[name][1](outcome.text), outcome
+    assert len({outcome.text for outcome in outcomes}) > 1 or not temperature or name == "choice"
+
+
+def test_any_json_object(engine: Engine) -> None:
+    batch = [
+        SamplingParams(max_tokens=100, temperature=1.0, seed=i, structure=Structure.json_object()) for i in range(8)
+    ]
+    finished = [outcome.text for outcome in run(engine, batch) if outcome.ending == Ending(FinishReason.STOP)]
+    assert finished
+    assert all(isinstance(json.loads(text), dict) for text in finished)
+
+
+def test_structured_neighbours_change_nothing_for_the_others(engine: Engine) -> None:
+    plain = [
+        SamplingParams(max_tokens=30, temperature=temperature, seed=seed, ignore_eos=True, **more)
+        for seed, (temperature, more) in enumerate(
+            [(0.0, {}), (1.0, {}), (1.5, {"top_p": 0.9}), (0.0, {"repetition_penalty": 1.3}), (1.0, {"min_tokens": 20})]
+        )
+    ]
+    alone = run(engine, plain)
+    mixed = [
+        one for pair in zip(plain, [params(name, seed=7) for name in (*CASES, "regex")], strict=True) for one in pair
+    ]
+    together = run(engine, mixed)
+    assert [outcome.tokens for outcome in together[::2]] == [outcome.tokens for outcome in alone]
+    assert all(outcome.ending == Ending(FinishReason.STOP) for outcome in together[1::2])
+
+
+def test_a_seeded_request_writes_the_same_alone_in_a_batch_and_cached(engine: Engine) -> None:
+    batch = [params(name, seed=5) for name in CASES]
+    alone = [run(engine, [one])[0].tokens for one in batch]
+    assert [outcome.tokens for outcome in run(engine, batch)] == alone
+    assert [outcome.tokens for outcome in run(engine, batch[::-1])] == alone[::-1]
+
+
+def test_siblings_have_places_of_their_own(engine: Engine) -> None:
+    outcomes = run(engine, [params("schema", n=4, seed=3)])
+    assert len(outcomes) == 4
+    assert all(is_thing(outcome.text) for outcome in outcomes)
+    assert len({outcome.text for outcome in outcomes}) > 1
+
+
+def test_preemption_loses_nobodys_place(loaded: LoadedModel, engine: Engine) -> None:
+    batch = [params("schema", seed=seed) for seed in range(6)]
+    roomy = run(engine, batch)
+    blocks = 16 * 4 * 2 * 2 * 16 * 2  # of 4 tokens: two layers, keys and values, two heads of 16 floats
+    tight = start(loaded, kv_memory=30 * blocks // 4, max_model_len=100, max_batch_requests=6).engine
+    preemptions = 0
+
+    def count(events: Sequence[Event]) -> None:
+        nonlocal preemptions
+        preemptions += sum(isinstance(event, RequestPreempted) for event in events)
+
+    tight.subscribe(count)
+    batch = [one.clone(max_tokens=90) for one in batch]
+    outcomes = run(tight, batch)
+    assert preemptions > 0
+    for outcome, undisturbed in zip(outcomes, roomy, strict=True):
+        assert outcome.tokens == undisturbed.tokens[:90]
+
+
+def test_an_interrupted_step_loses_nobodys_place(started: StartedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, runner = started.engine, started.runner
+    batch = [params("schema", seed=seed) for seed in range(3)]
+    expected = [outcome.tokens for outcome in run(engine, batch)]
+    ids = [engine.submit([70, 71, 72], one)[0] for one in batch]
+    outcomes = {request_id: Outcome() for request_id in ids}
+    while not any(outcome.tokens for outcome in outcomes.values()):
+        take_in(outcomes, engine.step())
+
+    def interrupted(*_: Any) -> torch.Tensor:
+        raise KeyboardInterrupt  # while the masks are being computed
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.model, "hidden_states", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        for _ in range(4):
+            take_in(outcomes, engine.step())
+    while engine.has_work:
+        take_in(outcomes, engine.step())
+    assert [outcome.tokens for outcome in outcomes.values()] == expected
+
+
+def test_masks_are_under_way_while_the_model_computes(started: StartedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    structured, model = started.runner.structured, started.runner.model
+    assert structured is not None
+    begin, forward, fill = structured.begin_masks, model.hidden_states, structured._fill
+    monkeypatch.setattr(structured, "begin_masks", lambda *args: (order.append("begin"), begin(*args))[1])
+    monkeypatch.setattr(structured, "_fill", lambda *args: (order.append("fill"), fill(*args))[1])
+
+    def hidden_states(*args: Any) -> torch.Tensor:
+        order.append("forward")
+        hidden: torch.Tensor = forward(*args)
+        order.append("forwarded")
+        return hidden
+
+    monkeypatch.setattr(model, "hidden_states", hidden_states)
+    run(started.engine, [params("choice")])
+    assert order[0] == "begin"
+    assert order.index("forward") < order.index("forwarded")
+    assert order.count("fill") == order.count("begin")
+    run(started.engine, [SamplingParams(max_tokens=3)])
+    assert order.count("fill") == order.count("begin") - 3, "a batch without structures computes no masks"
+
+
+# ---- how it ends -----------------------------------------------------------------------------------------------------
+
+
+def test_max_tokens_cuts_it(engine: Engine) -> None:
+    (outcome,) = run(engine, [params("schema", max_tokens=5, temperature=0)])
+    assert outcome.ending == Ending(FinishReason.LENGTH)
+    assert len(outcome.tokens) == 5
+    assert outcome.text.startswith("{")
+
+
+def test_a_text_that_is_complete_with_its_last_token_is_complete(engine: Engine) -> None:
+    structure = Structure.regex("[0-9]{4}")
+    (outcome,) = run(engine, [SamplingParams(max_tokens=4, structure=structure)])
+    assert outcome.ending == Ending(FinishReason.STOP)
+    assert len(outcome.tokens) == 4
+
+
+@pytest.mark.parametrize("structure", [Structure.regex("a{2,9}"), Structure.regex("(ab)?"), Structure.regex("a|b{3}")])
+@pytest.mark.parametrize("wish", [{"ignore_eos": True}, {"min_tokens": 30}, {"min_tokens": 30, "stop_token_ids": [75]}])
+def test_the_grammar_ends_a_text_that_should_go_on(engine: Engine, structure: Structure, wish: dict[str, Any]) -> None:
+    batch = [SamplingParams(max_tokens=40, seed=seed, structure=structure, **wish) for seed in range(4)]
+    for outcome in run(engine, batch):
+        assert outcome.ending is not None
+        assert outcome.ending.reason is FinishReason.STOP
+        assert re.fullmatch(structure.text, outcome.text)
+        if structure.text == "a{2,9}":
+            assert outcome.text == "a" * 9, "it goes on for as long as the grammar lets it"
+
+
+def test_without_such_wishes_the_model_may_end_wherever_the_grammar_may(engine: Engine) -> None:
+    batch = [
+        SamplingParams(max_tokens=60, seed=s, temperature=2.0, structure=Structure.regex("[a-z]{2,50}"))
+        for s in range(8)
+    ]
+    assert len({len(outcome.text) for outcome in run(engine, batch)}) > 1
+
+
+def test_stop_strings_still_stop(engine: Engine) -> None:
+    (outcome,) = run(engine, [params("regex", stop=["-"])])
+    assert outcome.ending == Ending(FinishReason.STOP, "-")
+    assert re.fullmatch("[0-9]{3}", outcome.text)
+
+
+def test_the_other_sampling_parameters_cannot_break_it(engine: Engine) -> None:
+    bias = dict.fromkeys(range(3, 320), -100.0) | {90: 100.0, 91: 100.0}
+    wishes: list[dict[str, Any]] = [
+        {"logit_bias": bias},
+        {"repetition_penalty": 2.0, "frequency_penalty": 2.0},
+        {"top_k": 1},
+        {"top_p": 0.1, "min_p": 0.5},
+        {"temperature": 100.0},
+        {"logprobs": 3},
+    ]
+    for outcome in run(engine, [params("schema", **wish) for wish in wishes]):
+        assert outcome.ending == Ending(FinishReason.STOP)
+        assert is_thing(outcome.text)
+
+
+def test_special_tokens_named_in_a_grammar(engine: Engine) -> None:
+    structure = Structure.grammar('start: <|im_start|> "a" <|im_start|>')
+    shown, hidden = run(
+        engine, [SamplingParams(structure=structure, skip_special_tokens=skip) for skip in (False, True)]
+    )
+    assert shown.text == "<|im_start|>a<|im_start|>"
+    assert hidden.text == "a"
+    assert shown.tokens[0] == 1
+
+
+def test_a_model_without_an_end_token_ends_with_the_grammar(loaded: LoadedModel) -> None:
+    endless = LoadedModel(loaded.name, loaded.model, loaded.tokenizer, frozenset())
+    engine = start(endless).engine
+    outcomes = run(engine, [params(name) for name in ("schema", "regex", "choice")])
+    assert all(outcome.ending == Ending(FinishReason.STOP) for outcome in outcomes)
+    with pytest.raises(InvalidParameter):
+        engine.compile(Structure.regex(""))  # all it could say is the end
+
+
+def test_a_matcher_that_fails_ends_one_request_with_an_error(
+    started: StartedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a grammar turns out to be too complex on the way."""
+    engine, runner = started.engine, started.runner
+    good = params("schema", seed=1)
+    expected = run(engine, [good])[0].tokens
+    ids = [engine.submit([70, 71, 72], one)[0] for one in (good, params("schema", seed=2))]
+    outcomes = {request_id: Outcome() for request_id in ids}
+    while not outcomes[ids[0]].tokens:
+        take_in(outcomes, engine.step())
+    assert runner.structured is not None
+    runner.structured._places[ids[1]].matcher.consume_token(3)  # no such token can come next
+    while engine.has_work:
+        take_in(outcomes, engine.step())
+    assert outcomes[ids[0]].tokens == expected
+    parameter = params("schema").structure.parameter  # type: ignore[union-attr]
+    assert outcomes[ids[1]].ending == Ending(FinishReason.ERROR, OUTGROWN, parameter)
+    check_quiescent(engine.scheduler)
+
+
+# ---- while it is being compiled --------------------------------------------------------------------------------------
+
+SLOW = Structure.regex("(a|b*)" * 20_000)  # more than the compiler's three seconds
+
+
+def test_others_pass_while_a_grammar_is_compiled(loaded: LoadedModel) -> None:
+    engine = start(loaded, max_batch_requests=1).engine
+    slow = engine.submit([70, 71], SamplingParams(structure=Structure.regex(SLOW.text, "guided_regex"), n=2))
+    assert engine.scheduler.why_waiting(slow[0]) is WaitReason.GRAMMAR
+    (plain,) = engine.submit([70, 71], SamplingParams(max_tokens=5, ignore_eos=True))
+    (cancelled,) = engine.submit([70, 71], SamplingParams(structure=SLOW))
+    (late,) = engine.submit([70, 71], SamplingParams(structure=SLOW), timeout=0.05)
+    outcomes = {request_id: Outcome() for request_id in (*slow, plain, cancelled, late)}
+    while outcomes[plain].ending is None or outcomes[late].ending is None:
+        take_in(outcomes, engine.step())
+    assert outcomes[plain].ending == Ending(FinishReason.LENGTH)
+    assert outcomes[late].ending == Ending(FinishReason.DEADLINE)
+    assert outcomes[slow[0]].ending is None
+    assert engine.cancel(cancelled)
+    while engine.has_work:
+        take_in(outcomes, engine.step())
+        check_accounting(engine.scheduler)
+    assert outcomes[cancelled].ending == Ending(FinishReason.CANCELLED)
+    for request_id in slow:
+        ending = outcomes[request_id].ending
+        assert ending is not None
+        assert (ending.reason, ending.parameter) == (FinishReason.ERROR, "guided_regex")
+        assert "takes more than 3 s" in str(ending.detail)
+        assert not outcomes[request_id].tokens
+    with pytest.raises(InvalidParameter) as refusal:  # by now it is known
+        engine.submit([70, 71], SamplingParams(structure=SLOW))
+    assert refusal.value.parameter == "structure"
+    check_quiescent(engine.scheduler)
+
+
+def test_a_failed_step_ends_those_that_wait_for_a_grammar_too(loaded: LoadedModel) -> None:
+    started = start(loaded)
+    engine = started.engine
+    waiting, running = engine.submit([70], SamplingParams(structure=SLOW)), engine.submit([70], SamplingParams())
+
+    def broken(plan: StepPlan) -> StepResult:
+        raise RuntimeError("out of memory")
+
+    started.runner.run = broken  # type: ignore[method-assign]
+    outcomes = {request_id: Outcome() for request_id in (*waiting, *running)}
+    take_in(outcomes, engine.step())
+    assert {outcome.ending.reason for outcome in outcomes.values() if outcome.ending} == {FinishReason.ERROR}
+    assert all(outcome.ending for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("restrict", [sampler_edits.allow_only, sampler_edits._allow_only_batched])
+def test_masks_leave_what_they_allow_and_the_other_rows_alone(restrict: Callable[..., None]) -> None:
+    """Both ways to do it: by row, for the CPU, and batched, for a GPU. Bits beyond the vocabulary mean nothing."""
+    allowed = np.random.default_rng(0).integers(0, 2**32, (2, 10), dtype=np.uint32)
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    expected = logits.clone()
+    bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, :300].astype(bool)
+    for row, allows in zip((3, 1), bits, strict=True):
+        expected[row][torch.from_numpy(~allows)] = -torch.inf
+    restrict(logits, sampler_edits.TokenMasks([3, 1], allowed))
+    assert torch.equal(logits, expected)

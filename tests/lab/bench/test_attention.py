@@ -1,0 +1,140 @@
+"""`bench attention`: what it counts is exact, what it times is there, and every key it writes is explained."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+from chairlift.cli.main import app
+from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.attention.kernels import KV_MEMORY, materialised
+from chairlift.lab.bench.attention.run import AttentionSettings, parse_experiments, run_attention
+from chairlift.lab.common.lengths import SpreadLengths
+from chairlift.lab.common.timing import growth, peak_bytes
+
+CPU = torch.device("cpu")
+DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
+SMALL = AttentionSettings(
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    batches=(1, 3),
+    variations=(0.0, 1.0),
+    context=20,
+    prompt=9,
+    tiling_sizes=(32, 64),
+    sharing_batch=2,
+    cache_sizes=(2, 4),
+)
+
+
+@pytest.fixture(autouse=True)
+def _measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.lab.common.timing.best_seconds.__kwdefaults__", {"least": 0.0, "repeats": 1})
+
+
+def test_everything_is_measured_and_counted() -> None:
+    notes: list[str] = []
+    results = run_attention(SMALL, CPU, torch.float32, note=notes.append)
+    assert len(results.modes) == 2 * 2 * 2
+    for point in results.modes:
+        assert {"ragged", "bursted", "padded"} <= set(point.seconds)
+        assert all(seconds > 0 for seconds in point.seconds.values())
+        prompt = 9 if point.kind == "mixed" else 1
+        assert point.tokens == point.batch - 1 + prompt
+        assert point.padding == (prompt - 1) * (point.batch - 1)
+        assert point.padded_context >= point.context
+    assert [(point.tokens, point.full_seconds is not None) for point in results.tiling] == [(32, True), (64, True)]
+    mha, gqa, mqa = results.sharing
+    assert (mha.kv_heads, gqa.kv_heads, mqa.kv_heads) == (32, 8, 1)
+    assert mha.bytes_per_token == 2 * 32 * 16 * 4 == 4 * gqa.bytes_per_token == 32 * mqa.bytes_per_token
+    assert mha.largest_batch == KV_MEMORY // (mha.bytes_per_token * 32)  # 20 tokens take two blocks of 16
+    assert gqa.largest_batch == 4 * mha.largest_batch
+    assert [(point.cached_tokens, point.recompute_tokens) for point in results.cache] == [(2, 3), (4, 10)]
+    assert results.cache[0].recompute_seconds < results.cache[1].recompute_seconds
+    assert len(notes) == 8 + 2 + 3 + 2
+
+
+def test_every_key_is_documented() -> None:
+    documented = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
+    results = run_attention(SMALL, CPU, torch.float32)
+    assert {key for row in results.rows() for key in row} <= documented
+    assert set(AttentionSettings.__dataclass_fields__) <= documented
+
+
+def test_the_whole_score_matrix_gives_what_tiles_give() -> None:
+    q, k, v = (torch.randn(1, 2, 33, 16) for _ in range(3))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(materialised(q, k, v), expected)
+
+
+def test_peak_memory_counts_what_is_gone_again() -> None:
+    def hold_briefly() -> None:
+        torch.ones(64, 2**20, dtype=torch.uint8)
+
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the system does not tell")
+    assert peak_bytes(lambda: None, CPU) in range(8 * 2**20)
+    assert peak_bytes(hold_briefly, CPU) in range(60 * 2**20, 80 * 2**20)
+
+
+def test_growth() -> None:
+    assert growth([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
+    assert growth([10, 100, 1000], [7, 7, 7]) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("variation", [0.0, 0.3, 1.0])
+def test_lengths_vary_as_asked(variation: float) -> None:
+    source = random.Random(0)
+    lengths = [SpreadLengths(1000, variation, 20_000).draw(source) for _ in range(4000)]
+    mean = statistics.mean(lengths)
+    assert mean == pytest.approx(1000, rel=0.05)
+    assert statistics.stdev(lengths) / mean == pytest.approx(variation, rel=0.05, abs=1e-9)
+    assert min(lengths) >= 1
+    assert max(SpreadLengths(10, 3.0, 25).draw(source) for _ in range(500)) == 25
+
+
+def test_settings_that_make_no_sense_are_named() -> None:
+    for name, value in [("kv_heads", 2), ("heads", 0), ("batches", ()), ("variations", (-1.0,)), ("cache_sizes", (0,))]:
+        with pytest.raises(InvalidParameter) as refusal:
+            AttentionSettings(**{name: value})  # type: ignore[arg-type]
+        assert refusal.value.parameter == name
+    for text in ("", "magic", "cache,cache"):
+        with pytest.raises(InvalidParameter, match="experiments"):
+            parse_experiments(text)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    figures, picture = tmp_path / "a.json", tmp_path / "a.png"
+    small = ["--batches", "1,2", "--context", "20", "--sizes", "32,64", "--cache-sizes", "2,4", "--device", "cpu"]
+    made = CliRunner().invoke(
+        app,
+        ["bench", "attention", *small, "--json", str(figures), "--plot", str(picture)],
+        env={"COLUMNS": "120"},
+    )
+    assert made.exit_code == 0, made.output
+    for title in ("Modes", "Tiling", "Sharing", "Cache", "torch"):
+        assert title in made.output
+    report = json.loads(figures.read_text())
+    assert report["bench"] == "attention"
+    assert report["settings"]["context"] == 20
+    assert {row["experiment"] for row in report["rows"]} == {"modes", "tiling", "sharing", "cache"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [(["--sizes", "1k"], "sizes"), (["--plot", "picture.bmp"], "plot"), (["--plot", "nowhere/a.png"], "plot")],
+)
+def test_bad_options_are_refused_at_once(arguments: list[str], problem: str) -> None:
+    refused = CliRunner().invoke(app, ["bench", "attention", *arguments])
+    assert refused.exit_code == 2
+    assert f"--{problem}" in refused.output

@@ -1,0 +1,91 @@
+"""Latency and the speed of kernels: the arithmetic of the floors, and runs on tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from chairlift.cli.main import app
+from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.kernels.run import KernelSettings
+from chairlift.lab.bench.latency.run import LatencySettings
+from chairlift.lab.common.cpu_time import process_age
+from tests.kernels.tiny_config import CONFIG
+
+
+def run(tmp_path: Path, command: str) -> dict[str, Any]:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    result = tmp_path / "result.json"
+    command = f"{command} --model-config {tmp_path} --device cpu --quantization none --json {result}"
+    outcome = CliRunner().invoke(app, command.split())
+    assert outcome.exit_code == 0, outcome.output
+    report: dict[str, Any] = json.loads(result.read_text())
+    return report
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_latency_of_a_tiny_model(tmp_path: Path) -> None:
+    lengths = "--batch 1,3 --prompt-tokens 8 --output-tokens 5 --repeat 2 --kv-memory 4MiB"
+    report = run(tmp_path, f"bench latency {lengths}")
+    rows = report["rows"]
+    assert [(row["prompt_tokens"], row["batch"]) for row in rows] == [(8, 1), (8, 3)]
+    for row in rows:
+        assert 0 < row["ttft_floor_ms"] < row["last_ttft_ms"]
+        assert row["ttft_ms"] <= row["last_ttft_ms"] < row["e2e_ms"]
+        assert row["tpot_share_of_floor"] == pytest.approx(row["tpot_floor_ms"] / row["tpot_ms"])
+    settings = report["settings"]
+    # The weights of a step: qkv, output, gate and up, down, and the head, in float32; then keys and values of two
+    # heads for the 8 + (1 + 2 + 3 + 4) / 4 tokens that a token sees on average.
+    weights = 4 * (32 * 128 + 64 * 32 + 3 * 32 * 48 + 32 * 300)
+    expected = (weights + 4 * 2 * 2 * 16 * (8 + 10 / 4)) / settings["bytes_per_second"]
+    assert rows[0]["tpot_floor_ms"] == pytest.approx(1e3 * expected)
+    assert settings["first_token_seconds"] > 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_kernels_of_a_tiny_model(tmp_path: Path) -> None:
+    report = run(tmp_path, "bench kernels --rows 4 --batch 2 --contexts 33")
+    rows = {row["name"]: row for row in report["rows"]}
+    assert {row["kind"] for row in report["rows"]} == {"products", "attention", "norms", "sampling"}
+    assert len(rows) == 5 + 2 + 1 + 2
+    product = rows["gate, up 32→96, 4 rows"]
+    assert product["flops"] == 2 * 4 * 32 * 96
+    assert product["bytes"] == 4 * (32 * 96 + 4 * (32 + 96))
+    decode, prompt = rows["attention, decode, 2 of 33 tokens"], rows["attention, prompt, 33 tokens"]
+    assert decode["flops"] == 2 * 33 * 4 * 4 * 16
+    assert prompt["flops"] == 33 * 34 // 2 * 4 * 4 * 16
+    for row in report["rows"]:
+        assert row["share_of_floor"] == pytest.approx(row["floor_seconds"] / row["seconds"])
+        assert row["floor_seconds"] >= row["bytes"] / report["settings"]["bytes_per_second"]
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="kernels"):
+        KernelSettings(kinds=["products", "magic"])
+    with pytest.raises(InvalidParameter, match="rows"):
+        KernelSettings(rows=[0])
+    with pytest.raises(InvalidParameter, match="output_tokens"):
+        LatencySettings(output_tokens=1)
+    outcome = CliRunner().invoke(app, ["bench", "latency", "--model-config", "nowhere.json", "--device", "cpu"])
+    assert outcome.exit_code == 2
+    assert "--model-config" in outcome.output
+    for command in (
+        "kernels --policy static",
+        "kernels --max-model-len 64",
+        "latency --speculate ngram",
+        "latency --draft-length 2",
+    ):
+        outcome = CliRunner().invoke(app, f"bench {command} --device cpu".split())
+        assert outcome.exit_code == 2
+        assert command.split()[1] in outcome.output
+
+
+def test_the_age_of_this_process_grows() -> None:
+    first, second = process_age(), process_age()
+    assert first is not None
+    assert second is not None
+    assert 0 < first <= second

@@ -1,0 +1,102 @@
+"""`bench policies` on a tiny model: every strategy does all of the work, and pays for the padding it is known for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from chairlift.cli.main import app
+from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.policies.run import AT_ONCE, POISSON, PoliciesSettings, PolicyPoint, Strategy, compare_policies
+from chairlift.lab.common.engines import EngineMaker
+from tests.tiny import write_tiny_checkpoint
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
+STRATEGIES = [Strategy.parse(text) for text in ("continuous", "dynamic", "static", "static/padded")]
+SMALL = PoliciesSettings(
+    strategies=STRATEGIES, variations=(0.0, 1.0), requests=9, prompt=5, output=6, seats=3, max_delay_ms=5.0
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def maker(folder: str) -> EngineMaker:
+    return EngineMaker.load(folder, {"device": "cpu", "kv_memory": "8MiB"})
+
+
+@pytest.fixture(scope="module")
+def points(maker: EngineMaker) -> list[PolicyPoint]:
+    return compare_policies(maker, SMALL)
+
+
+def test_every_strategy_serves_the_same_requests(points: list[PolicyPoint]) -> None:
+    combinations = [(p.variation, p.arrivals, p.strategy) for p in points]
+    assert combinations == [(v, a, s) for v in (0.0, 1.0) for a in (AT_ONCE, POISSON) for s in STRATEGIES]
+    for variation in (0.0, 1.0):
+        counts = {tuple(map(len, p.measured.token_times)) for p in points if p.variation == variation}
+        assert len(counts) == 1
+    rates = {(p.variation, p.rate) for p in points if p.arrivals == POISSON}
+    assert len(rates) == 2
+    assert all(rate for _, rate in rates)
+    for point in points:
+        row = point.row()
+        assert 0 < row["latency_p50_ms"] <= row["latency_p99_ms"]
+        assert row["peak_batch_requests"] <= 3
+
+
+def test_padding_is_where_it_belongs(points: list[PolicyPoint]) -> None:
+    share = {(str(p.strategy), p.arrivals, p.variation): p.row()["useful_token_share"] for p in points}
+    assert {value for (strategy, _, _), value in share.items() if strategy == "continuous"} == {1.0}
+    assert share["static", AT_ONCE, 0.0] == 1.0  # all end together: nobody keeps a seat for nothing
+    assert share["static/padded", AT_ONCE, 0.0] < 1.0  # the prompts differ in length
+    assert share["static", AT_ONCE, 1.0] < 0.9
+    assert share["static", AT_ONCE, 1.0] == share["dynamic", AT_ONCE, 1.0]  # the queue is never short of requests
+    assert share["static/padded", AT_ONCE, 1.0] < share["static", AT_ONCE, 1.0]
+
+
+def test_every_key_is_documented(points: list[PolicyPoint]) -> None:
+    documented = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
+    assert set(points[0].row()) | set(PoliciesSettings.__dataclass_fields__) <= documented
+
+
+def test_only_the_answers_differ_between_variations() -> None:
+    low, same, high = (SMALL.workload(range(10, 50), variation) for variation in (0.2, 0.2, 1.0))
+    assert low == same
+    assert [one.prompt_ids for one in low.requests] == [one.prompt_ids for one in high.requests]
+    assert [one.n_out for one in low.requests] != [one.n_out for one in high.requests]
+    times = SMALL.poisson(2.0)
+    assert times == sorted(times)
+    assert (len(times), times[0]) == (9, 0.0)
+
+
+def test_settings_that_make_no_sense_are_named() -> None:
+    for name, value in [("load", 0.0), ("variations", (-1.0,)), ("arrivals", ("magic",)), ("strategies", ())]:
+        with pytest.raises(InvalidParameter) as refusal:
+            PoliciesSettings(**{name: value})  # type: ignore[arg-type]
+        assert refusal.value.parameter == name
+    for text in ("magic", "static/magic", ""):
+        with pytest.raises(InvalidParameter, match="strategies"):
+            Strategy.parse(text)
+
+
+def test_the_command(folder: str, tmp_path: Path) -> None:
+    figures, picture = tmp_path / "a.json", tmp_path / "a.png"
+    options = ["--requests=4", "--prompt=5", "--output=4", "--concurrency=2", "--variations=0.5,1", "--max-delay-ms=5"]
+    outputs = ["--json", str(figures), "--plot", str(picture)]
+    made = CliRunner().invoke(app, ["bench", "policies", "--model", folder, "--device", "cpu", *options, *outputs])
+    assert made.exit_code == 0, made.output
+    report = json.loads(figures.read_text())
+    assert report["settings"]["strategies"] == ["continuous", "dynamic", "static"]
+    assert len(report["rows"]) == 2 * 2 * 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for option in ("--policy=static", "--attention=padded", "--max-batch-requests=4", "--no-prefix-caching"):
+        refused = CliRunner().invoke(app, ["bench", "policies", option])
+        assert refused.exit_code == 2

@@ -1,0 +1,44 @@
+"""The default workload of `bench policies`, on a virtual clock: it must show what the strategies differ in."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+
+from chairlift.lab.bench.policies.run import PoliciesSettings
+from chairlift.lab.simulate.run import ReplicaSettings
+from chairlift.lab.simulator.measured import MeasuredCost
+from chairlift.lab.simulator.records import Arrival, Outcome
+from chairlift.lab.simulator.router import make_router
+from chairlift.lab.simulator.run import simulate
+
+CPU_LIKE = MeasuredCost(step=0.012, request=0.0, prefill_kv=0.0, decode_kv=1e-6, tokens=((0, 0.0015),))
+
+
+def run(settings: PoliciesSettings, policy: str, variation: float, rate: float | None) -> Outcome:
+    requests = settings.workload(range(1000), variation).requests
+    times = [0.0] * len(requests) if rate is None else settings.poisson(rate)
+    coming = [Arrival(at, request.prompt_ids, request.n_out) for at, request in zip(times, requests, strict=True)]
+    engine = ReplicaSettings(num_blocks=4000, seats=settings.seats, max_batch_tokens=256, policy=policy)
+    return simulate(coming, [engine.make(CPU_LIKE)], make_router("round-robin"))
+
+
+def gains(seed: int, variation: float) -> tuple[float, ...]:
+    """How much sooner all is done, and how much shorter the longest latency is: continuous to dynamic to static."""
+    settings = PoliciesSettings(seed=seed)
+    rate = settings.load * settings.requests / run(settings, "continuous", variation, None).seconds
+    found = [run(settings, policy, variation, rate) for policy in ("continuous", "dynamic", "static")]
+    seconds = [outcome.seconds for outcome in found]
+    longest = [max(record.e2e for record in outcome.records) for outcome in found]
+    return seconds[1] / seconds[0], seconds[2] / seconds[1], longest[1] / longest[0], longest[2] / longest[1]
+
+
+@pytest.mark.parametrize("seeds", [3, pytest.param(16, marks=pytest.mark.slow)])
+def test_continuous_beats_dynamic_beats_static(seeds: int) -> None:
+    for variation, least in zip(PoliciesSettings().variations, (1.05, 1.2, 1.4), strict=True):
+        found = [gains(seed, variation) for seed in range(seeds)]
+        assert min(value for row in found for value in row) > 1
+        continuous_to_dynamic, dynamic_to_static, *_ = (median(column) for column in zip(*found, strict=True))
+        assert continuous_to_dynamic > least
+        assert dynamic_to_static > 1.1

@@ -1,0 +1,60 @@
+"""What rounding costs, measured on a tiny model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from chairlift.config import EngineConfig
+from chairlift.engine.startup import load_model, start_engine
+from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.quality.run import MODES, Scores, measure_quality, parse_modes, score
+from chairlift.runner.cpu import ModelRunner
+from tests.tiny import SENTENCES, write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("quality") / "tiny"))
+
+
+def test_scores_are_those_of_transformers(tiny: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = EngineConfig(device="cpu", kv_memory="1MiB")
+    loaded = load_model(tiny, config, progress=False)
+    runner = start_engine(loaded, config).runner
+    assert isinstance(runner, ModelRunner)
+    tokens = loaded.tokenizer.encode(" ".join(SENTENCES))
+    found = score(runner, tokens, config.block_size)
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(tiny)(torch.tensor([tokens])).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
+    assert torch.allclose(found.losses, expected, atol=1e-3)
+    assert torch.equal(found.likeliest, logits.argmax(-1))
+
+
+def test_modes_are_compared_with_float32(tiny: str) -> None:
+    modes = ["int8, KV float32", "int8, KV bfloat16", "float32, KV bfloat16"]
+    exact, *lossy = measure_quality(tiny, modes, lambda _: None, texts=SENTENCES)
+    assert (exact.mode, exact.change, exact.agreement) == ("float32", 0.0, 1.0)
+    assert [quality.mode for quality in lossy] == modes
+    for quality in lossy:
+        assert quality.change != 0.0
+        assert math.isclose(quality.change, quality.perplexity / exact.perplexity - 1, rel_tol=1e-9)
+        assert 0.5 < quality.agreement <= 1.0
+    assert lossy[0].weight_bytes < exact.weight_bytes
+    assert 2 * lossy[1].kv_bytes_per_token == exact.kv_bytes_per_token
+
+
+def test_perplexity_is_what_it_says() -> None:
+    assert math.isclose(Scores(torch.full((7,), math.log(5.0)), torch.zeros(7)).perplexity, 5.0, rel_tol=1e-6)
+
+
+def test_modes_have_names() -> None:
+    assert parse_modes("float32; int8, KV bfloat16") == ["float32", "int8, KV bfloat16"]
+    with pytest.raises(InvalidParameter, match="there is no 'int4'"):
+        parse_modes("int4")
+    assert set(parse_modes(";".join(MODES))) == set(MODES)

@@ -1,0 +1,100 @@
+"""Speed of a shape: the floor's arithmetic, and a run on a tiny one."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from chairlift.cli.main import app
+from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.shapes.run import VOCABULARY, make_cases, warm_up_of
+from chairlift.lab.common import cpu_ceilings, floor
+from chairlift.lab.common.floor import Ceilings, ModelCost, ceilings_for, floor_seconds
+from tests.kernels.tiny_config import CONFIG
+
+
+def test_floor_counts_weights_cache_and_prompts() -> None:
+    cost = ModelCost(step_bytes=1000, token_flops=50, kv_bytes=10)
+    ceilings = Ceilings(bytes_per_second=100.0, flops_per_second=25.0)
+    # Three steps; the second token sees 5 tokens and the third 6, themselves included; 4 prompt tokens are computed.
+    expected = (3 * 1000 + (5 + 6) * 10) / 100 + 4 * 50 / 25
+    assert floor_seconds([4], [3], cost, ceilings) == pytest.approx(expected)
+
+
+def test_ceilings_are_those_of_the_models_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cpu_ceilings, "cpu_ceilings", lambda *how: asked.append(how))
+    monkeypatch.setattr(Ceilings, "measure", lambda *how: asked.append(how))
+    rounded = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, quantization="int8")
+    ceilings_for(rounded)
+    assert asked.pop() == (torch.float32, "int8")
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, quantization="fp8")
+    ceilings_for(on_gpu)
+    assert asked.pop() == (on_gpu.device, torch.bfloat16, "fp8")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # no numba
+    plain = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    ceilings_for(plain)
+    assert asked.pop() == (plain.device, torch.float32, "none")
+
+
+def test_ceilings_of_8_bit_floats_are_of_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[torch.dtype] = []
+    monkeypatch.setattr(floor, "best_seconds", lambda run, device: 1.0 if run() is None else 0.5)
+    monkeypatch.setattr(floor, "multiply", lambda a, weight, bias, own_kernel: kinds.append(weight.numbers.dtype) or a)
+    assert Ceilings.measure(torch.device("cpu"), torch.bfloat16, "fp8").flops_per_second == 2 * 1024**3 / 0.5
+    assert kinds == [torch.float8_e4m3fn]
+
+
+def test_cases_have_the_lengths_that_their_names_say() -> None:
+    decode, load, prefill = make_cases(["decode-3", "load-5", "prefill-2"], vocab=50)
+    assert [len(prompt) for prompt in decode.prompts] == [128] * 3
+    assert decode.outputs == [256] * 3
+    assert all(100 <= len(prompt) <= 1024 for prompt in load.prompts)
+    assert (len(prefill.prompts[1]), prefill.outputs) == (2048, [1, 1])
+    assert make_cases(["load-5"], vocab=50) == [load]
+    assert make_cases(["load-5-0"], vocab=50)[0].prompts == load.prompts
+    assert make_cases(["load-5-1"], vocab=50)[0].prompts != load.prompts
+    names = ["decode-1", "decode-3", "load-5", "load-5-1", "prefill-1", "prefill-3"]
+    starts = [tuple(prompt[:16]) for case in make_cases(names, vocab=10_000) for prompt in case.prompts]
+    assert len(set(starts)) == len(starts)  # nothing of a case is cached when it comes
+    for unknown in ("decode", "load-0", "load-5-", "load-5-1-2", "decode-5-1", "prefill-5-1", "chat-5"):
+        with pytest.raises(InvalidParameter, match="cases"):
+            make_cases([unknown], vocab=50)
+
+
+def test_loads_are_those_of_the_public_workload() -> None:
+    source = random.Random(3)
+    prompts = [[source.randint(0, 10_000) for _ in range(source.randint(100, 1024))] for _ in range(20)]
+    outputs = [source.randint(100, 1024) for _ in range(20)]
+    (case,) = make_cases(["load-20-3"], vocab=VOCABULARY)
+    assert (case.prompts, case.outputs) == (prompts, outputs)
+
+
+def test_a_warm_up_is_as_long_as_its_case_and_shares_nothing_with_it() -> None:
+    (case,) = make_cases(["load-300"], vocab=VOCABULARY)
+    warm_up = warm_up_of(case)
+    assert [len(prompt) for prompt in warm_up.prompts] == [len(prompt) for prompt in case.prompts[:256]]
+    assert all(one[:16] != other[:16] for one, other in zip(warm_up.prompts, case.prompts, strict=False))
+    assert set(warm_up.outputs) == {6}
+
+
+def test_a_tiny_shape_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    result = tmp_path / "result.json"
+    plot = tmp_path / "plot.png"
+    command = (
+        f"bench shapes {tmp_path} --device cpu --cases decode-2,prefill-1 --scale 32 --json {result} --plot {plot}"
+    )
+    outcome = CliRunner().invoke(app, command.split())
+    assert outcome.exit_code == 0, outcome.output
+    rows = {row["name"]: row for row in json.loads(result.read_text())["rows"]}
+    assert rows["decode-2"]["output_tokens"] == 2 * 256 // 32
+    assert rows["prefill-1"]["prompt_tokens"] == 2048 // 32
+    assert 0 < rows["decode-2"]["share_of_floor"] < 1
+    assert plot.stat().st_size > 1000

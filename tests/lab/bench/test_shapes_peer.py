@@ -1,0 +1,223 @@
+"""`bench shapes` beside another engine: both in processes of their own, the other's package made up."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from chairlift.cli.main import app
+from chairlift.config import EngineConfig
+from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.lab.bench.shapes import peer as shapes_peer
+from chairlift.lab.bench.shapes.peer import ShapePeer, _finished, _only_this, _run_own
+from chairlift.lab.bench.shapes.run import CaseResult, ShapeRun, make_cases
+from chairlift.lab.common.floor import Ceilings
+from chairlift.lab.peers.process import PROGRAMS, PeerProcess
+from tests.kernels.tiny_config import CONFIG
+
+OWN = ShapeRun([CaseResult("decode-2", 2, 8, 16, 1.0, 0.5, 9, 0.7, 0.2)] * 2, Ceilings(1e9, 1e12), 3.0, 300)
+
+
+@pytest.fixture
+def shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model, in a world where this Python has vLLM 1.2.3."""
+    packages = tmp_path / "packages"
+    (packages / "vllm-1.2.3.dist-info").mkdir(parents=True)
+    (packages / "vllm-1.2.3.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 1.2.3\n")
+    (packages / "vllm.py").write_text((Path(__file__).parent / "fake_vllm.py").read_text())
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("COLUMNS", "150")
+    file = tmp_path / "tiny.json"
+    file.write_text(json.dumps(CONFIG))
+    return file
+
+
+def bench(shape: Path, *options: str) -> Result:
+    command = ["bench", "shapes", str(shape), "--device", "cpu", "--cases", "decode-2,prefill-1", "--scale", "32"]
+    return CliRunner().invoke(app, [*command, *options])
+
+
+def test_the_other_engine_gets_the_same_cases(shape: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    result = bench(shape, "--peer", "vllm", "--json", str(report), "--plot", str(tmp_path / "plot.png"))
+    assert result.exit_code == 0, result.output
+    assert "vLLM 1.2.3" in result.output
+    assert "vLLM tokens/s" in result.output
+
+    told = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert told[0][1] | {"model": ""} == {
+        "model": "",
+        "config": CONFIG,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 128,
+        "enable_prefix_caching": True,
+    }
+    assert told[1] == ["gpus", ""]
+    first, warm_up, decode, _, prefill = (content for kind, content in told[2:] if kind == "asked")
+    assert len(first) == 1
+    assert [prompt[::-1] for prompt, _ in warm_up] == [prompt for prompt, _ in decode]
+    for case, asked in zip(make_cases(["decode-2", "prefill-1"], 300, 32), (decode, prefill), strict=True):
+        assert [prompt for prompt, _ in asked] == case.prompts
+        assert [how["max_tokens"] for _, how in asked] == case.outputs
+        assert all((how["temperature"], how["ignore_eos"]) == (0.0, True) for _, how in asked)
+
+    written = json.loads(report.read_text())
+    settings, rows = written["settings"], written["rows"]
+    assert settings["start_seconds"] > settings["ready_seconds"] > 0
+    assert settings["peer"].pop("start_seconds") > 0
+    assert settings["peer"] == {"name": "vllm", "version": "1.2.3", "failure": None}
+    assert [row["name"] for row in rows] == ["decode-2", "prefill-1"]
+    for row in rows:
+        assert row["times_peer"] == pytest.approx(row["tokens_per_second"] / row["peer_tokens_per_second"])
+        assert f"{row['times_peer']:.2f}x" in result.output
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "expected"),
+    [("dies", "RuntimeError: the engine did not start"), ("is short", "10 tokens in 2 answers, but 12 in 2 asked")],
+)
+def test_ours_is_kept_when_the_other_fails(
+    behaviour: str, expected: str, shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", behaviour)
+    monkeypatch.setattr(shapes_peer, "_run_own", lambda *how, **more: (OWN, 5.0))
+    report = tmp_path / "report.json"
+    result = bench(shape, "--peer", "vllm", "--json", str(report))
+    assert result.exit_code == 2
+    assert "vLLM ended with status 1: " in result.output
+    assert expected in " ".join(result.output.split())
+    # What it is about may stand far above the last line.
+    assert ("no room for 3 blocks" in result.output) == (behaviour == "dies")
+    assert "decode-2" in result.output
+    written = json.loads(report.read_text())
+    assert expected in written["settings"]["peer"]["failure"]
+    assert written["rows"] == [result.row() for result in OWN.results]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        ({"start_seconds": 3.0, "seconds": [1.0]}, [1.0]),
+        ({"start_seconds": 3.0}, []),
+        ({"seconds": [1.0]}, None),
+        ({"start_seconds": 3.0, "seconds": [0.0]}, None),
+        ({"start_seconds": 3.0, "seconds": [1.0] * 3}, None),
+    ],
+)
+def test_half_an_answer_is_kept_if_it_makes_sense(answer: dict[str, Any], kept: list[float] | None) -> None:
+    found = _finished(answer, num_cases=2)
+    assert (found and found.seconds) == kept
+
+
+def test_ours_is_kept_when_nobody_waits_for_the_other(
+    shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*how: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shapes_peer, "_run_own", lambda *how, **more: (OWN, 5.0))
+    monkeypatch.setattr(ShapePeer, "_run", interrupted)
+    report = tmp_path / "report.json"
+    result = bench(shape, "--peer", "vllm", "--json", str(report))
+    assert result.exit_code == 130
+    assert "decode-2" in result.output
+    written = json.loads(report.read_text())
+    assert written["rows"] == [result.row() for result in OWN.results]
+    assert written["settings"]["peer"]["start_seconds"] is None
+
+
+def test_what_it_finished_before_it_failed_is_kept(
+    shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM", "dies of prompts")
+    own = replace(OWN, results=[OWN.results[0], replace(OWN.results[0], name="prefill-1")])
+    monkeypatch.setattr(shapes_peer, "_run_own", lambda *how, **more: (own, 5.0))
+    report = tmp_path / "report.json"
+    result = bench(shape, "--peer", "vllm", "--json", str(report), "--plot", str(tmp_path / "plot.png"))
+    assert result.exit_code == 2
+    assert "too long a prompt" in result.output
+    written = json.loads(report.read_text())
+    assert "too long a prompt" in written["settings"]["peer"]["failure"]
+    decode, prefill = written["rows"]
+    assert decode["times_peer"] == decode["peer_seconds"] > 0
+    assert f"{decode['times_peer']:.2f}x" in result.output
+    assert "times_peer" not in prefill
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--peer", "sglang"], "--peer: there is no 'sglang'; choose from vllm"),
+        (["--peer", "vllm", "--peer-python", "nowhere/python"], "--peer-python: there is no "),
+        (["--peer", "vllm", "--peer-python", "/bin/false"], "--peer-python: /bin/false: ended with status 1"),
+        (["--peer", "vllm", "--peer-timeout", "0"], "--peer-timeout: must be above 0"),
+        (["--peer", "vllm", "--quantization", "int8"], "--quantization: cannot be compared"),
+        (["--peer", "vllm", "--kv-dtype", "bfloat16"], "--kv-dtype: cannot be compared"),
+        (["--peer-python", sys.executable], "--peer-python: means nothing without --peer"),
+        (["--peer-timeout", "9"], "--peer-timeout: means nothing without --peer"),
+    ],
+)
+def test_bad_options(options: list[str], expected: str, shape: Path) -> None:
+    result = bench(shape, *options)
+    assert result.exit_code == 2
+    assert expected in result.output
+
+
+def test_a_python_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    bare = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    if not bare.exists() or bare == Path(sys.executable):
+        pytest.skip("no Python besides this one")
+    monkeypatch.setenv("PYTHONNOUSERSITE", "1")
+    with pytest.raises(InvalidParameter, match=r"peer_python: .* has no package vllm"):
+        ShapePeer("vllm", bare).version()
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "message"),
+    [
+        ("nowhere", InvalidParameter, "^shape: 'nowhere' is no file"),
+        ("empty", ChairliftError, "^empty: no config.json there"),
+    ],
+)
+def test_what_our_process_refuses_is_refused_here(
+    shape: str, kind: type, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(PROGRAMS))
+    import run_chairlift_shapes
+
+    def ask(process: PeerProcess, job: dict[str, Any], *others: Any) -> dict[str, Any]:
+        """In this process, which has imported everything."""
+        lines: list[dict[str, Any]] = []
+        run_chairlift_shapes.run(job | {"started": 0.0}, lambda **content: lines.append(content))
+        return lines[-1]
+
+    monkeypatch.setattr(shapes_peer, "_ask", ask)
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    config = EngineConfig(device="cpu", load_format="dummy")
+    with pytest.raises(ChairliftError, match=message) as raised:
+        _run_own(shape, config, ["decode-1"], print)
+    assert type(raised.value) is kind
+
+
+def test_the_gpu_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    config = EngineConfig(device="cuda")
+    assert _only_this(config) == {}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    second = replace(config, device="cuda:1")
+    assert _only_this(second) == {"CUDA_VISIBLE_DEVICES": "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
+    assert _only_this(second) == {"CUDA_VISIBLE_DEVICES": "6"}

@@ -1,0 +1,68 @@
+"""The stress run: every kind of trouble really occurs in it, and what goes wrong is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from chairlift.attention import KVStorage
+from chairlift.cli.main import app
+from chairlift.engine.startup import LoadedModel
+from chairlift.lab.bench.stress.greedy_check import greedy_gaps
+from chairlift.lab.bench.stress.model import stress_model
+from chairlift.lab.bench.stress.run import StressFailed, stress, stress_config
+from chairlift.runner.host_blocks import HostBlocks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return stress_model("llama", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_everything_happens(loaded: LoadedModel, preemption: str) -> None:
+    found = stress(loaded, stress_config(loaded, preemption, speculate="ngram", seed=0), steps=400)
+    assert sum(found.kinds.values()) == found.requests > 30
+    assert len(found.kinds) >= 6
+    assert {"length", "stop", "cancelled"} <= found.endings.keys()
+    assert found.preempted > 0
+    assert (found.swapped > 0) == (preemption == "swap")
+    assert found.cached_tokens > 0
+    assert found.drafts > found.accepted > 0
+    assert found.checked > 200
+    assert found.ties == 0
+
+
+def test_greedy_tokens_are_told_from_others(loaded: LoadedModel) -> None:
+    gaps = greedy_gaps(loaded.model, [([1, 2, 3], [token]) for token in range(272)])
+    assert (gaps == 0).sum() == 1
+    assert (gaps > 1e-3).sum() == 271
+
+
+@pytest.mark.parametrize(
+    ("broken", "preemption"), [((HostBlocks, "restore"), "swap"), ((KVStorage, "copy_blocks"), "recompute")]
+)
+def test_blocks_with_wrong_contents_are_found(
+    loaded: LoadedModel, broken: tuple[type, str], preemption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*broken, lambda *_: None)
+    with pytest.raises(StressFailed, match=r"seed 3, after \d+ steps.*below the best"):
+        stress(loaded, stress_config(loaded, preemption), steps=1500, seed=3)
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = f"bench stress --device cpu --family qwen3_moe --seconds 0.5 --preemption auto --json {result}"
+    outcome = CliRunner().invoke(app, command.split())
+    assert outcome.exit_code == 0, outcome.output
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["name"] == "auto"
+    outcome = CliRunner().invoke(app, ["bench", "stress", "--device", "cpu", "--family", "gpt5"])
+    assert outcome.exit_code == 2
+    assert "--family" in outcome.output

@@ -1,0 +1,66 @@
+"""The tables that benches print: on a narrow terminal too, nothing in them is gone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from chairlift.lab.bench.claims.claim import Holds, Outcome
+from chairlift.lab.bench.claims.cli import show_claims
+from chairlift.lab.bench.quality.cli import show_quality
+from chairlift.lab.bench.quality.run import MODES, Quality
+from chairlift.lab.common.output import show_table
+
+words = st.text("abcdefgh", min_size=1, max_size=9)
+phrases = st.lists(words, min_size=1, max_size=4).map(" ".join)
+figures = st.floats(-1e6, 1e6).map("{:,.1f} MB".format)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[str], list[list[str]]]:
+    columns = draw(st.integers(1, 7))
+    headings = draw(st.lists(phrases, min_size=columns, max_size=columns))
+    row = st.tuples(phrases, *[figures] * (columns - 1)).map(list)
+    return headings, draw(st.lists(row, max_size=4))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(tables(), st.integers(20, 140))
+def test_no_word_and_no_figure_is_cut(
+    capsys: pytest.CaptureFixture[str], table: tuple[list[str], list[list[str]]], width: int
+) -> None:
+    headings, rows = table
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        show_table("", headings, rows)
+    shown = capsys.readouterr().out
+    for row in rows:
+        assert all(word in shown for word in row[0].split())
+        assert any(all(figure in line for figure in row[1:]) for line in shown.splitlines())
+    assert all(word in shown for heading in headings for word in heading.split())
+    needed = 3 * len(headings) + 1
+    for index, heading in enumerate(headings):
+        cells = [row[index] for row in rows]
+        needed += max(map(len, [*heading.split(), *(cells if index else " ".join(cells).split())]))
+    assert max(map(len, shown.splitlines())) <= max(width, needed)
+
+
+def test_the_modes_of_bench_quality_are_all_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    show_quality("smollm2-135m", [Quality(mode, 12.345, 0.01234, 0.987, 538_060_800, 46_080) for mode in MODES])
+    shown = capsys.readouterr().out
+    names = " ".join(line[:14].strip() for line in shown.splitlines())  # long ones take two lines
+    assert all(mode in " ".join(names.split()) for mode in MODES)
+    assert shown.count("12.345") == shown.count("46,080") == len(MODES)
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_every_claim_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    claim = "continuous batching serves many times as many tokens as static batching"
+    show_claims([Outcome(claim, "a paper with a long name", "x" * 30 + " or so" * 20, Holds.PARTLY, "because " * 30)])
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in claim.split())

@@ -1,0 +1,25 @@
+"""A stage with a tiny model: what is drawn depends on lengths and books, hardly on what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chairlift.lab.explain.stage import Stage
+from tests.tiny import write_tiny_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread: None) -> None:
+    """The model is so small that a second thread only waits."""
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("explain") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def stage(tiny_folder: Path) -> Stage:
+    return Stage.load(str(tiny_folder))

@@ -1,0 +1,107 @@
+"""Timelines and budgets: what is drawn against what the engine's events say."""
+
+from __future__ import annotations
+
+import pytest
+
+from chairlift.core.events import RequestBoarded, RequestFinished, StepDone
+from chairlift.lab.explain.palette import DARK, LIGHT
+from chairlift.lab.explain.recording import Run
+from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.topics import batching, budget
+
+
+@pytest.fixture(scope="module")
+def batching_data(stage: Stage) -> batching.BatchingData:
+    return batching.run(stage)
+
+
+@pytest.fixture(scope="module")
+def drawn(batching_data: batching.BatchingData) -> dict[str, dict[str, int]]:
+    return batching.draw(batching_data, LIGHT).drawn
+
+
+def idle_rows(run: Run) -> int:
+    """From the events alone: after a request of a batch is done, it costs a row in every step until all are."""
+    on_board: set[str] = set()
+    done: set[str] = set()
+    ended: set[str] = set()
+    total = 0
+    for event in run.events:
+        match event:
+            case RequestBoarded():
+                on_board.add(event.request_id)
+            case RequestFinished():
+                ended.add(event.request_id)
+            case StepDone():
+                total += len(done)
+                done |= ended
+                ended = set()
+                if done == on_board:
+                    done, on_board = set(), set()
+            case _:
+                pass
+    return total
+
+
+@pytest.mark.parametrize("policy", batching.WAYS)
+def test_the_seats_drawn_are_those_of_the_run(
+    batching_data: batching.BatchingData, drawn: dict[str, dict[str, int]], policy: str
+) -> None:
+    run, line = batching_data.runs[policy], batching_data.timelines[policy]
+    seats, tokens = drawn[policy], drawn[f"{policy} tokens"]
+    done = run.done()
+    assert seats["decode"] == sum(step.decode_tokens for step in done)
+    assert seats["prefill"] + seats["decode"] == sum(step.requests for step in done)
+    assert tokens["useful"] == sum(step.decode_tokens + step.prefill_tokens for step in done)
+    assert tokens["padding"] == sum(step.padding_tokens for step in done)
+    assert seats.get("idle", 0) == (0 if policy == "continuous" else idle_rows(run))
+    assert sum(seats.values()) == batching.SEATS * run.turns
+    assert line.bubbles == seats.get("idle", 0) + seats.get("blocked", 0)
+
+
+def test_all_ways_do_the_same_work_and_only_one_without_waste(batching_data: batching.BatchingData) -> None:
+    lines = batching_data.timelines
+    asked = sum(prompt + new - 1 for prompt, new, _ in batching.REQUESTS)
+    assert {sum(line.useful) for line in lines.values()} == {asked}
+    assert lines["continuous"].bubbles == sum(lines["continuous"].padding) == 0
+    assert lines["continuous"].turns < min(lines["static"].turns, lines["dynamic"].turns)
+    assert min(lines[name].bubbles for name in ("static", "dynamic")) > 0
+
+
+def test_nobody_is_on_two_seats_or_before_coming(batching_data: batching.BatchingData) -> None:
+    for line in batching_data.timelines.values():
+        places: dict[str, set[int]] = {}
+        for cell in line.cells:
+            if cell.request:
+                places.setdefault(cell.request, set()).add(cell.seat)
+                assert cell.turn >= batching_data.arrivals[cell.request]
+        assert all(len(seats) == 1 for seats in places.values())
+        assert set(places) == set(batching_data.arrivals)
+
+
+def test_what_is_taught_names_the_run_s_figures(batching_data: batching.BatchingData) -> None:
+    text = batching.teach(batching_data)
+    for line in batching_data.timelines.values():
+        assert f"{line.bubbles} bubbles" in text
+        assert str(line.turns) in text
+    assert str(sum(step.padding_tokens for step in batching_data.runs["static"].done())) in text
+
+
+def test_the_budget_drawn_is_that_of_every_step(stage: Stage) -> None:
+    data = budget.run(stage)
+    drawn = budget.draw(data, DARK).drawn["steps"]
+    done = data.run.done()
+    assert drawn["decode"] == sum(step.decode_tokens for step in done)
+    assert (
+        drawn["prefill"] == sum(step.prefill_tokens for step in done) == sum(prompt for prompt, _, _ in budget.REQUESTS)
+    )
+    assert sum(drawn.values()) == data.budget * len(done)
+    full = sum(step.decode_tokens + step.prefill_tokens == data.budget for step in done)
+    assert full == budget.full_steps(data) > 0
+    for step in data.run.steps:  # decodes first
+        kinds = [chunk.decode for chunk in step.chunks]
+        assert kinds == sorted(kinds, reverse=True)
+    for rider in data.run.riders:
+        assert sum(budget.chunks_of(data, rider.name)) == len(rider.prompt)
+    assert any(len(budget.chunks_of(data, rider.name)) > 1 for rider in data.run.riders)

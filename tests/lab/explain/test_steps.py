@@ -1,0 +1,137 @@
+"""The cache, kernels, chunks, guesses and the cost model: what is drawn against the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from chairlift.core.events import BudgetDecided, DraftsVerified, TokenProduced
+from chairlift.lab.explain.palette import LIGHT
+from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.topics import cache, chunking, cost, flash, kernels, speculation
+
+
+@pytest.fixture(scope="module")
+def cache_data(stage: Stage) -> cache.CacheData:
+    return cache.run(stage)
+
+
+@pytest.fixture(scope="module")
+def chunking_data(stage: Stage) -> chunking.ChunkingData:
+    return chunking.run(stage)
+
+
+def test_what_is_computed_again_is_counted(cache_data: cache.CacheData) -> None:
+    data = cache_data
+    drawn = cache.draw_generation(data, LIGHT).drawn
+    done = data.run.done()
+    computed = sum(step.prefill_tokens + step.decode_tokens for step in done)
+    assert drawn["with"]["new"] == computed == cache.PROMPT + cache.NEW - 1
+    again = sum(cache.PROMPT + step for step in range(cache.NEW)) - computed
+    assert drawn["without"] == {"new": computed, "recomputed": again}
+    assert drawn["with"]["cached"] == again, "the same triangle, kept instead of computed"
+    assert data.same_output
+
+
+def test_a_new_token_changes_nothing_before_it(stage: Stage, cache_data: cache.CacheData) -> None:
+    data = cache_data
+    drawn = cache.draw_past(data, LIGHT).drawn["layers"]
+    layers, length = len(data.differences), len(data.before)
+    assert layers == len(stage.loaded.model.attention_layers)
+    assert cache.unchanged_before(data) == layers * data.changed
+    assert all(apart > 0 for row in data.differences[1:] for apart in row[data.changed :])
+    assert drawn["unchanged"] == layers * data.changed + (length - data.changed - 1), "in the first layer, none sees it"
+    assert sum(drawn.values()) == layers * length
+
+
+def test_three_kernels_do_the_same_step(stage: Stage) -> None:
+    data = kernels.run(stage)
+    drawn = kernels.draw(data, LIGHT).drawn
+    useful = kernels.useful_pairs(data.ways["ragged"])
+    assert {drawn[name]["useful"] for name in kernels.NAMES} == {useful}
+    assert drawn["ragged"] == {"useful": useful}
+    assert sum(drawn["bursted"].values()) == kernels.pairs(data.ways["bursted"])
+    assert sum(drawn["padded"].values()) == kernels.pairs(data.ways["padded"])
+    padded = data.ways["padded"]
+    rows = sum(padded.rows) - sum(end - start for start, end in zip(padded.starts, padded.ends, strict=True))
+    assert padded.padding == rows > 0
+    steps = data.runs["padded"].steps
+    place = next(index for index, step in enumerate(steps) if kernels._mixed(step, 4))
+    assert data.runs["padded"].done()[place].padding_tokens == rows
+    assert data.ways["bursted"].calls == len(steps[place].chunks)
+    assert data.apart < 1e-4
+
+
+@pytest.mark.parametrize("name", chunking.NAMES)
+def test_every_chunk_is_drawn(chunking_data: chunking.ChunkingData, name: str) -> None:
+    data = chunking_data
+    run = data.runs[name]
+    drawn = chunking.draw(data, LIGHT).drawn[name]
+    done = run.done()
+    assert drawn["decode"] == sum(step.decode_tokens for step in done)
+    assert sum(drawn.values()) == sum(step.requests for step in done)
+    pieces = chunking.pieces(data, name)
+    assert sum(pieces) == chunking.LONG
+    assert len(pieces) == (1 if name == "whole" else -(-chunking.LONG // chunking.CHUNK))
+    assert max(step.prefill_tokens for step in done) == (chunking.LONG if name == "whole" else chunking.CHUNK)
+    produced = sum(isinstance(event, TokenProduced) for event in run.events)
+    assert produced == sum(rider.new_tokens for rider in run.riders)
+    assert chunking.longest_gap(data, name) > 0
+    assert chunking.first_token(data, name) > 0
+
+
+def test_guesses_are_drawn_as_they_were_verified(stage: Stage) -> None:
+    # A random model says nothing sensible, but sooner or later it goes round in circles: then guesses are right.
+    texts = {"one": ("a chair, a chair, a chair, a chair, a", 150), "two": ("ab ab ab ab ab ab", 60)}
+    data = speculation.run(stage, texts)
+    drawn = speculation.draw(data, LIGHT).drawn
+    verified = [event for event in data.run.events if isinstance(event, DraftsVerified)]
+    assert any(event.accepted for event in verified)
+    assert any(event.accepted < event.proposed for event in verified)
+    for name, (_, new) in texts.items():
+        mine = [event for event in verified if event.request_id == name]
+        assert drawn[name].get("accepted", 0) == sum(event.accepted for event in mine)
+        assert drawn[name].get("rejected", 0) == sum(event.proposed - event.accepted for event in mine)
+        assert drawn[name].get("accepted", 0) + drawn[name]["decode"] >= new
+        assert speculation._plain_steps(data, name) == new
+    assert speculation.proposed(data) == sum(event.proposed for event in verified)
+    assert data.same_output
+
+
+def test_the_tiles_are_those_of_the_kernel_and_no_score_is_written(stage: Stage) -> None:
+    data = flash.run(stage)
+    drawn = flash.draw(data, LIGHT).drawn["tiles"]
+    lasts = [tile.last for tile in data.made if tile.keys == 0]
+    made = sum(keys <= last for last in lasts for keys in range(0, data.tokens, data.tile_keys))
+    assert drawn["loaded"] + drawn["held"] == made == len(data.made)
+    assert drawn["held"] == 1
+    assert drawn["skipped"] == len(data.skipped) == len(lasts) * -(-data.tokens // data.tile_keys) - made
+    assert all(tile.keys > tile.last for tile in data.skipped)
+    seen = {(row, key) for tile in data.made for row in range(tile.first, tile.last + 1) for key in _keys(tile)}
+    assert all((row, key) in seen for row in range(data.tokens) for key in range(row + 1)), "nothing is left out"
+    assert data.stores["output"] == data.tokens * data.heads * data.head_dim
+    assert flash.written_besides(data) == 0
+    assert data.loads["keys"] == data.loads["values"] < flash.table_size(data) * data.head_dim
+    assert data.difference < 1e-4, "the compiled kernel came to the same"
+    assert data.walk[-1].error < 1e-4
+    assert len(data.walk) == data.row // data.tile_keys + 1
+
+
+def _keys(tile: flash.ScoreTile) -> range:
+    return range(tile.keys, tile.keys + tile.count)
+
+
+def test_the_chunk_drawn_is_the_one_that_was_chosen(stage: Stage) -> None:
+    data = cost.run(stage)
+    drawn = cost.draw(data, LIGHT).drawn
+    done = data.run.done()
+    assert drawn["steps"]["decode"] == sum(step.decode_tokens for step in done)
+    assert drawn["steps"]["prefill"] == sum(step.prefill_tokens for step in done)
+    assert drawn["predictions"]["point"] == sum(step.predicted_seconds is not None for step in done) > 0
+    choice = cost.shown(data)
+    assert drawn["choice"]["size"] == len(choice.sizes)
+    assert choice.chosen in choice.sizes
+    decided = {event.limits.prefill_tokens for event in data.run.events if isinstance(event, BudgetDecided)}
+    assert {decision.chosen for decision in data.decisions} <= decided
+    for decision in data.decisions:
+        assert data.prefill[decision.step] <= decision.chosen
+        assert list(decision.seconds) == sorted(decision.seconds), "more work never takes less time"

@@ -1,0 +1,85 @@
+"""How fast the simulator is: `python -m tests.lab.simulate.speed [TRACE ...]`. No test, since it is about time."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chairlift.core.cost_model import StepShape
+from chairlift.lab.load.traces import load_trace
+from chairlift.lab.simulate.model_shape import model_shape, read_config
+from chairlift.lab.simulate.run import ReplicaSettings, trace_arrivals
+from chairlift.lab.simulator.devices import device_named
+from chairlift.lab.simulator.records import Arrival, Outcome
+from chairlift.lab.simulator.roofline import Roofline
+from chairlift.lab.simulator.router import make_router
+from chairlift.lab.simulator.run import simulate
+
+COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", 2)[0], device_named("h200"))
+PROMPTS = (16, 512)
+BEGINNINGS = 8  # system prompts that others share ...
+COMMON = 256  # ... of so many tokens
+REPEATS = 3  # of which the fastest counts: others may use the machine too
+
+
+def traffic(on_board: int, output: int, count: int, *, times: float = 1.0, shared: bool = False) -> list[Arrival]:
+    """So many on board at a time, more or less: in every step a part of one comes, and generates `output` tokens.
+    `times`: as many as that come (to several replicas, or to one that cannot take them all). `shared`: each prompt
+    has one of a few others in front of it."""
+    prompt = round(sum(PROMPTS) / 2 * on_board / output)  # tokens in a step
+    context = on_board * (sum(PROMPTS) // 2 + output // 2)
+    step = COST.predict(StepShape(on_board, prompt, context, prompt * PROMPTS[1] // 2, on_board))
+    rng, at, found = random.Random(0), 0.0, []
+    for index in range(count):
+        prompt, n_out = [index] * rng.randint(*PROMPTS), rng.randint(output // 2, output * 3 // 2)
+        if shared:
+            prompt = [2**31 + index % BEGINNINGS] * COMMON + prompt
+        found.append(Arrival(at, prompt, n_out))
+        at += rng.expovariate(times * on_board / (step * output))
+    return found
+
+
+def report(name: str, coming: Sequence[Arrival], *, replicas: int = 1, **settings: Any) -> None:
+    made = ReplicaSettings(**({"num_blocks": 100_000, "seats": 1024} | settings))
+    fastest, outcome = float("inf"), Outcome()
+    for _ in range(REPEATS):
+        gc.collect()
+        begun = time.process_time()
+        outcome = simulate(coming, [made.make(COST) for _ in range(replicas)], make_router("least-loaded"))
+        fastest = min(fastest, time.process_time() - begun)
+    batch = sum(arrival.n_out for arrival in coming) / outcome.steps
+    rates = f"{outcome.steps / fastest:10,.0f} steps/s {len(coming) / fastest:8,.0f} requests/s"
+    print(f"{name:44} {rates} {batch:6.1f} tokens a step {outcome.preemptions:4} preemptions", flush=True)
+
+
+def main() -> None:
+    for on_board, output in ((1, 256), (10, 256), (32, 256), (32, 1024), (128, 1024), (128, 256), (256, 256)):
+        report(f"{on_board} on board, {output} tokens", traffic(on_board, output, 5000))
+    report("64 replicas, 32 on board each", traffic(32, 256, 10_000, times=64), replicas=64)
+    report("twice what 256 seats can take", traffic(256, 256, 5000, times=2), seats=256)
+    report("128 on board, memory for 90", traffic(128, 256, 2000), num_blocks=3000)
+    report("twice what memory can take", traffic(128, 256, 2000, times=2), num_blocks=4500)
+    report("128 on board, prompts in chunks of 256", traffic(128, 256, 2000), seats=256, max_prefill_tokens=256)
+    for policy in ("static", "dynamic"):
+        report(f"{policy}, 64 seats", traffic(32, 256, 1000), policy=policy, seats=64)
+    report("order shortest", traffic(32, 256, 500), order="shortest")
+    for on_board, output in ((10, 256), (32, 256), (128, 256)):
+        name = f"{on_board} on board, {output} tokens, prefix caching"
+        report(name, traffic(on_board, output, 2000), prefix_caching=True)
+        report(
+            f"{on_board} on board, shared prefixes", traffic(on_board, output, 2000, shared=True), prefix_caching=True
+        )
+    report("128 on board, the prefix cache full", traffic(128, 256, 2000), prefix_caching=True, num_blocks=10_000)
+    for path in sys.argv[1:]:
+        entries = load_trace(Path(path))[:4000]
+        caching = any(entry.blocks for entry in entries)
+        report(Path(path).name, list(trace_arrivals(entries)), prefix_caching=caching, replicas=4)
+
+
+if __name__ == "__main__":
+    main()

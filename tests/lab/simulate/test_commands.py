@@ -1,0 +1,98 @@
+"""chairlift simulate, plan and bench profile from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from chairlift.cli.main import app
+from tests.kernels.tiny_config import CONFIG
+
+
+def run(*arguments: str) -> str:
+    outcome = CliRunner().invoke(app, [*arguments])
+    assert outcome.exit_code == 0, outcome.output
+    return outcome.output
+
+
+def test_plan_counts_memory_exactly(tmp_path: Path) -> None:
+    result = tmp_path / "plan.json"
+    options = "--device h200 --rate 100 --target-tpot-ms 20 --prompt-len 256 --output-len 32"
+    files = ("--json", str(result), "--plot", str(tmp_path / "plan.png"))
+    text = run("plan", "--model", "llama3-8b", *options.split(), *files)
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["weight_bytes"] == 2 * 8_030_261_248
+    assert row["kv_bytes_per_token"] == 2 * 32 * 8 * 128 * 2
+    assert row["kv_blocks"] == int((0.9 * 141e9 - row["weight_bytes"]) // (16 * row["kv_bytes_per_token"]))
+    assert row["replicas"] * row["highest_rate"] >= 100
+    assert "Replicas for 100 requests/s" in text
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+
+
+def test_a_model_that_does_not_fit_is_said_so() -> None:
+    outcome = CliRunner().invoke(app, ["plan", "--model", "llama3-8b", "--device", "l4", "--memory", "12"])
+    assert outcome.exit_code == 2
+    assert "16.1 GB of weights" in outcome.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("options", [("--policy", "static"), ("--replicas", "3", "--router", "round-robin")])
+def test_simulate_random_traffic(options: tuple[str, ...], tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    run(*["simulate", "--model", "qwen3-0.6b", "--rate", "50", "--requests", "60"], *options, "--json", str(result))
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["requests"] == 60
+    assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"] <= row["e2e_p99_ms"]
+    assert 0 < row["utilisation"] <= 1
+
+
+def test_simulate_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,20\n0.5,2000,5\n0.6,10,300\n")
+    result = tmp_path / "result.json"
+    run("simulate", "--model", "qwen3-0.6b", "--trace", str(trace), "--json", str(result))
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["requests"] == 3
+    assert row["output_tokens_per_s"] * row["seconds"] == pytest.approx(325)
+
+
+def test_a_profile_of_this_machine_feeds_the_simulator(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    profile, result = tmp_path / "profile.json", tmp_path / "result.json"
+    options = "--load-format dummy --device cpu --max-batch-requests 4 --kv-memory 16MiB --rounds 1 --quiet"
+    options += " --record --requests 82 --prompt-len 4:16 --output-len 2:8"
+    text = run("bench", "profile", "--model", str(tmp_path), *options.split(), "--out", str(profile))
+    assert "output_tokens_per_s" in text
+    saved = json.loads(profile.read_text())
+    assert saved["steps"] > 20
+    assert saved["other_programs"] is None or 0 <= saved["other_programs"] <= 1
+    assert [len(part) for part in saved["run"]["parts"]] == [41, 41]
+    assert saved["prices"]["step"] + sum(price for _, price in saved["prices"]["tokens"]) > 0
+    run(
+        *("simulate", "--model", str(tmp_path), "--profile", str(profile), "--rate", "5", "--requests", "20"),
+        *("--prompt-len", "8:32", "--output-len", "4:16", "--json", str(result)),
+    )
+    assert json.loads(result.read_text())["rows"][0]["requests"] == 20
+    run("simulate", "--against", str(profile), "--json", str(result))
+    compared = {row["name"]: row for row in json.loads(result.read_text())["rows"]}
+    assert compared["output_tokens_per_s"]["measured"] == saved["run"]["measured"]["output_tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("simulate", "--against", "FILE", "--rate", "3"), "rate: does not go with --against"),
+        (("simulate", "--against", "FILE"), "against: cannot read"),
+        (("simulate", "--profile", "FILE"), "profile: cannot read"),
+        (("bench", "profile", "--requests", "3"), "requests: only goes with --record"),
+        (("bench", "profile", "--target-tpot-ms", "3"), "a profile needs steps of all sizes"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(arguments: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text('{"prices": {"step": -1}}')
+    outcome = CliRunner().invoke(app, [argument.replace("FILE", str(file)) for argument in arguments])
+    assert outcome.exit_code == 2
+    assert problem in " ".join(outcome.output.split())

@@ -1,0 +1,266 @@
+"""The scheduler on a virtual clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.cost_model import StepShape
+from chairlift.core.integrity import check_quiescent
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.orderings.base import make_ordering
+from chairlift.core.policies.base import make_policy
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.errors import InvalidParameter
+from chairlift.lab.simulate.run import ReplicaSettings
+from chairlift.lab.simulator.devices import DEVICES, device_named
+from chairlift.lab.simulator.pace import Pace, Walk
+from chairlift.lab.simulator.records import Arrival, Outcome
+from chairlift.lab.simulator.replica import Replica
+from chairlift.lab.simulator.roofline import ModelShape, Roofline
+from chairlift.lab.simulator.router import ROUTERS, Loads, make_router
+from chairlift.lab.simulator.run import simulate
+
+UNEVEN = Pace(((0.031, 0.020), (0.007, 0.050), (0.113, 0.131), (0.0005, 0.0004)))
+
+
+class Linear:
+    """A step costs 10 ms, 1 ms a token and 10 µs for each position read: easy to follow by hand."""
+
+    seconds_per_position = 0.00001
+
+    def predict(self, shape: StepShape) -> float:
+        return 0.010 + 0.001 * shape.tokens + 0.00001 * shape.prefill_kv + 0.00001 * shape.decode_kv
+
+
+def make_replica(
+    *,
+    leaps: bool = True,
+    num_blocks: int = 400,
+    block_size: int = 16,
+    seats: int = 8,
+    policy: str = "continuous",
+    order: str = "fcfs",
+    caching: bool = False,
+    budget: int = 64,
+    walk: Walk | None = None,
+    prefill: int | None = None,
+) -> Replica:
+    kv = KVCache(num_blocks, block_size, prefix_caching=caching)
+    limits = FixedBudget(budget, prefill)
+    scheduler = Scheduler(kv, limits, make_policy(policy), seats, ordering=make_ordering(order))
+    return Replica(scheduler, Linear(), leaps=leaps, walk=walk)
+
+
+def arrivals(
+    count: int, *, rate: float = 20.0, seed: int = 0, longest: int = 60, shared: bool = False, branching: bool = False
+) -> list[Arrival]:
+    """`shared`: every fourth prompt is the same, as long as it is. `branching`: those that begin alike part somewhere,
+    not always at the end of a block."""
+    rng = random.Random(seed)
+    at, found = 0.0, []
+    for index in range(count):
+        at += rng.expovariate(rate)
+        n_in = rng.randint(1, longest)
+        first = 1000 * (index % 4 if shared else index)
+        prompt: Sequence[int] = range(first, first + n_in)
+        if branching:
+            prompt = [branch for _ in range(n_in) for branch in [rng.choice((1, 2))] * 20][:n_in]
+        found.append(Arrival(at, prompt, rng.randint(1, longest)))
+    return found
+
+
+def times(outcome: Outcome) -> list[tuple[float, float]]:
+    return [(record.first_token or -1.0, record.end or -1.0) for record in outcome.records]
+
+
+def test_one_request_by_hand() -> None:
+    outcome = simulate([Arrival(5.0, range(10), 3)], [make_replica()], make_router("round-robin"))
+    prompt = 0.010 + 0.010 + 0.00001 * 55  # 10 tokens that read 1 + 2 + ... + 10 positions
+    second, third = (0.010 + 0.001 + 0.00001 * length for length in (11, 12))
+    (record,) = outcome.records
+    assert record.ttft == pytest.approx(prompt)
+    assert record.e2e == pytest.approx(prompt + second + third)
+    assert record.tpot == pytest.approx((second + third) / 2)
+    assert outcome.steps == 3
+    assert outcome.busy_seconds == pytest.approx(record.e2e)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.sampled_from([12, 40]),
+    rate=st.sampled_from([5.0, 40.0, 1000.0]),
+    block_size=st.sampled_from([2, 4, 16]),
+    num_blocks=st.sampled_from([9, 17, 25, 60, 400]),
+    seats=st.sampled_from([1, 3, 8, 20]),
+    num_replicas=st.sampled_from([1, 2]),
+    router=st.sampled_from(sorted(ROUTERS)),
+    policy=st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
+    order=st.sampled_from(["fcfs", "fcfs", "shortest", "priority", "fair"]),
+    caching=st.booleans(),
+    shared=st.booleans(),
+    branching=st.booleans(),
+    budget=st.sampled_from([20, 64, 300]),
+    pace=st.sampled_from([None, UNEVEN]),
+    prefill=st.sampled_from([None, None, 8, 30]),
+)
+def test_leaps_change_nothing(
+    seed: int,
+    count: int,
+    rate: float,
+    block_size: int,
+    num_blocks: int,
+    seats: int,
+    num_replicas: int,
+    router: str,
+    policy: str,
+    order: str,
+    caching: bool,
+    shared: bool,
+    branching: bool,
+    budget: int,
+    pace: Pace | None,
+    prefill: int | None,
+) -> None:
+    """Every time is the same to the last bit, also on an uneven machine, and where memory is so short that requests are
+    preempted."""
+    outcomes, evictions = [], []
+    for leaps in (False, True):
+        replicas = [
+            make_replica(
+                leaps=leaps,
+                num_blocks=num_blocks * 16 // block_size,
+                block_size=block_size,
+                seats=seats,
+                policy=policy,
+                order=order,
+                caching=caching,
+                budget=budget,
+                walk=Walk(pace, index / num_replicas) if pace else None,
+                prefill=prefill,
+            )
+            for index in range(num_replicas)
+        ]
+        coming = arrivals(count, rate=rate, seed=seed, shared=shared, branching=branching)
+        outcomes.append(simulate(coming, replicas, make_router(router)))
+        for replica in replicas:
+            check_quiescent(replica.scheduler)
+        evictions.append([replica.scheduler.kv.pool.num_evictions for replica in replicas])
+    plain, leaping = outcomes
+    assert times(leaping) == times(plain)
+    assert (leaping.seconds, leaping.steps) == (plain.seconds, plain.steps)
+    assert leaping.preemptions == plain.preemptions
+    assert sorted(leaping.gaps) == sorted(plain.gaps)
+    assert evictions[0] == evictions[1]
+
+
+def test_one_who_finds_all_its_tokens_in_the_cache_again_decodes_at_once() -> None:
+    """It was preempted, and is alone in the queue: that is a decode, not a prompt, also where the leap does it."""
+    gaps = []
+    for leaps in (False, True):
+        replicas = [make_replica(leaps=leaps, num_blocks=12, caching=True, budget=300) for _ in range(2)]
+        coming = arrivals(60, rate=1000.0, seed=327000, shared=True)
+        gaps.append(sorted(simulate(coming, replicas, make_router("prefix-affine")).gaps))
+    assert gaps[0] == gaps[1]
+
+
+def test_short_memory_preempts() -> None:
+    """So that the test above has something to be wrong about."""
+    outcome = simulate(arrivals(60), [make_replica(num_blocks=9)], make_router("round-robin"))
+    assert outcome.preemptions > 0
+
+
+def test_swaps_are_paid_for() -> None:
+    """One step longer by each block that goes to the host or comes back; auto does what is cheaper."""
+    outcomes = {}
+    for mode, speed in (("recompute", 1.0), ("swap", 1e9), ("swap", 1e3), ("auto", 1e9), ("auto", 1.0)):
+        engine = ReplicaSettings(
+            num_blocks=9, seats=8, max_batch_tokens=64, preemption=mode, swap_blocks=50, block_bytes=100,
+            host_bytes_per_second=speed,
+        )  # fmt: skip
+        outcomes[mode, speed] = simulate(arrivals(60), [engine.make(Linear())], make_router("round-robin"))
+    assert all(outcome.preemptions for outcome in outcomes.values())
+    assert outcomes["swap", 1e9].busy_seconds < outcomes["recompute", 1.0].busy_seconds
+    assert outcomes["swap", 1e3].busy_seconds > outcomes["recompute", 1.0].busy_seconds
+    assert outcomes["auto", 1e9].busy_seconds == outcomes["swap", 1e9].busy_seconds
+    assert outcomes["auto", 1.0].busy_seconds == outcomes["recompute", 1.0].busy_seconds
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamic", "continuous"])
+@pytest.mark.parametrize("router", sorted(ROUTERS))
+def test_everyone_gets_an_answer(policy: str, router: str) -> None:
+    replicas = [make_replica(policy=policy) for _ in range(3)]
+    outcome = simulate(arrivals(80), replicas, make_router(router))
+    assert len(outcome.records) == 80
+    assert all(record.end is not None and record.ttft > 0 for record in outcome.records)
+    assert {record.replica for record in outcome.records} == {0, 1, 2}
+
+
+def test_continuous_batching_beats_static_batching() -> None:
+    ends = {
+        policy: simulate(arrivals(60, rate=200), [make_replica(policy=policy)], make_router("round-robin")).seconds
+        for policy in ("static", "continuous")
+    }
+    assert ends["continuous"] < ends["static"]
+
+
+@given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=200))
+def test_the_least_loaded_replica_is_found(num_replicas: int, changes: list[tuple[int, int]]) -> None:
+    loads, expected = Loads(num_replicas), [0] * num_replicas
+    for place, load in changes:
+        index = place % num_replicas
+        loads.change(index, load - expected[index])
+        expected[index] = load
+        assert loads.least() == expected.index(min(expected))
+        assert (loads[index], loads.total) == (load, sum(expected))
+
+
+def test_affine_routing_finds_more_prefixes() -> None:
+    def run(router: str) -> float:
+        shared: Callable[[int], list[int]] = lambda group: list(range(group * 500, group * 500 + 320))  # noqa: E731
+        rng = random.Random(1)
+        coming = [Arrival(index * 0.5, [*shared(rng.randrange(4)), 10**6 + index], 4) for index in range(80)]
+        replicas = [make_replica(caching=True, num_blocks=100) for _ in range(4)]
+        return simulate(coming, replicas, make_router(router)).busy_seconds
+
+    assert run("prefix-affine") < 0.8 * run("round-robin")
+
+
+SHAPE = ModelShape(
+    num_parameters=8_030_000_000,
+    vocab_size=128_256,
+    hidden_size=4096,
+    kv_bytes_per_token=131_072,
+    attention_flops_per_kv=4 * 32 * 128 * 32,
+    bytes_per_weight=2,
+    tied_head=False,
+)
+
+
+def test_roofline_of_decodes_is_their_bytes_and_of_prompts_their_arithmetic() -> None:
+    device = device_named("h200", step_seconds=0.0)
+    cost = Roofline(SHAPE, device)
+    one = cost.predict(StepShape(decode_tokens=1, decode_kv=256, requests=1))
+    bytes_read = (8_030_000_000 - 128_256 * 4096) * 2 + 256 * 131_072
+    assert one == pytest.approx(bytes_read / 4.3e12)
+    prompt = cost.predict(StepShape(prefill_tokens=8192, prefill_kv=8192 * 1024, requests=4))
+    flops = 2 * (8_030_000_000 - 2 * 128_256 * 4096) * 8192 + 8192 * 1024 * 4 * 32 * 128 * 32
+    assert prompt == pytest.approx(flops / 788e12)
+
+
+def test_devices_by_name() -> None:
+    assert device_named("l4") is not None
+    assert device_named("h200", memory_bytes=1e9).memory_bytes == 1e9
+    assert set(DEVICES) >= {"h200", "a100", "l4", "cpu"}
+    with pytest.raises(InvalidParameter, match="device"):
+        device_named("h201")
+    with pytest.raises(InvalidParameter, match="flops_per_second"):
+        device_named("custom", bytes_per_second=1.0, memory_bytes=1.0)
+    with pytest.raises(InvalidParameter, match="bytes_per_second"):
+        device_named("l4", bytes_per_second=-1.0)

@@ -1,0 +1,116 @@
+"""The HTTP front end in this process, on a real socket, with an engine that says what the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from chairlift.server.admission import Limits
+from chairlift.server.http.app import make_app
+from chairlift.server.lifecycle import uvicorn_config
+from chairlift.server.metrics import Metrics
+from chairlift.server.process.engine_client import EngineClient, EngineState
+from chairlift.server.process.messages import Loaded, Submit, ToEngine, Update, decode_to_engine
+from chairlift.server.service import Service
+from chairlift.text.tokenizer import Tokenizer
+from tests.tiny import CHATML, byte_level_tokenizer
+
+NAME = "scripted"
+
+
+class ScriptedEngine(EngineClient):
+    """Never starts a process. `script` is called with every message that the front end sends."""
+
+    def __init__(self, metrics: Metrics, script: Callable[[ScriptedEngine, ToEngine], None]) -> None:
+        super().__init__("model", {}, metrics.take_in, metrics.note_restart)
+        self.heard: list[ToEngine] = []
+        self._script = script
+
+    async def start(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.loaded = Loaded(max_model_len=256, vocab_size=320, max_batch_requests=8)
+        self.state = EngineState.READY
+        self._life = self  # type: ignore[assignment]
+
+    async def stop(self, timeout: float = 5.0) -> None:
+        self._fail_all(RuntimeError("stopped"))
+        self._context.destroy(linger=0)
+
+    def _send(self, message: bytes) -> None:
+        self.heard.append(decode_to_engine(message))
+        self._script(self, self.heard[-1])
+
+    def say(self, update: Update, after: float = 0.0) -> None:
+        """From any thread."""
+        self.loop.call_soon_threadsafe(self.loop.call_later, after, self._deliver, update)
+
+
+def answer_ok(engine: ScriptedEngine, message: ToEngine) -> None:
+    """Answers each completion with two tokens."""
+    if isinstance(message, Submit):
+        engine.say(Update(message.request_id, text="o", tokens=[5], cached_tokens=0))
+        engine.say(Update(message.request_id, text="k", tokens=[6], finish_reason="length"))
+
+
+def stay_silent(engine: ScriptedEngine, message: ToEngine) -> None:
+    """Takes all requests and answers none."""
+
+
+class FrontEnd:
+    def __init__(self, service: Service, engine: ScriptedEngine, port: int) -> None:
+        self.service = service
+        self.engine = engine
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.service.metrics._registry.get_sample_value(f"chairlift_{name}", labels) or 0.0
+
+
+@contextmanager
+def front_end(
+    script: Callable[[ScriptedEngine, ToEngine], None] = answer_ok,
+    *,
+    limits: Limits | None = None,
+    tokenizer: Tokenizer | None = None,
+    service_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[FrontEnd]:
+    limits = limits or Limits()
+    metrics = Metrics()
+    listener = socket.create_server(("127.0.0.1", 0))
+    started = threading.Event()
+    made: list[FrontEnd] = []
+    servers: list[uvicorn.Server] = []
+
+    async def run() -> None:
+        engine = ScriptedEngine(metrics, script)  # has sockets of this thread's event loop
+        text = tokenizer or Tokenizer(byte_level_tokenizer(), chat_template=CHATML)
+        service = Service(NAME, text, engine, metrics, limits, **(service_options or {}))
+        made.append(FrontEnd(service, engine, listener.getsockname()[1]))
+        server = uvicorn.Server(uvicorn_config(make_app(service, **options), limits))
+        servers.append(server)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        started.set()
+        await serving
+        await engine.stop()
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield made[0]
+    finally:
+        servers[0].should_exit = True
+        thread.join(30)

@@ -1,0 +1,177 @@
+"""Clients that go away in every phase of their request. The engine is stopped and let go on in between, so that nothing
+depends on how fast this machine is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import NAME, RunningServer, start_server, wait_for
+from tests.server.raw_client import RawClient
+from tests.tiny import write_tiny_checkpoint
+
+PATH = "/v1/completions"
+# So long that even on a busy machine a moment is not enough to get to their ends.
+ENDLESS = {"model": NAME, "max_tokens": 3000, "ignore_eos": True}
+SHORT, LONG = [7, 8, 9], [11] * 1000
+# Of the 125 steps that the long prompt takes, and thousands of its answer. What the engine does with a cancellation
+# that it has heard is exact (test_engine_process.py); how soon a busy machine lets its sockets' thread hear it is not.
+SOON = 60
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Four seats, four places in the queue, and prompts that take many steps."""
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("small") / "tiny", positions=4096)
+    options = ["--max-batch-requests=4", "--max-waiting=4", "--max-batch-tokens=8", "--kv-memory=8MiB"]
+    server = start_server(folder, folder.parent / "log", *options, "--heartbeat-timeout=300", "--drain-timeout=300")
+    yield server
+    if server.process.poll() is None:
+        assert server.stop() == 0, server.tail()
+
+
+class Pause:
+    """The engine, standing still. `until` lets it go on for moments."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self.server = server
+        self.pid = server.engine_pid()
+
+    def __enter__(self) -> Pause:
+        os.kill(self.pid, signal.SIGSTOP)
+        self.settled_steps()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end, "the engine does not get there"
+            os.kill(self.pid, signal.SIGCONT)
+            time.sleep(0.004)
+            os.kill(self.pid, signal.SIGSTOP)
+            self.settled_steps()
+
+    def settled_steps(self) -> float:
+        """Steps so far; what it said before it stood still has been heard."""
+        steps = -1.0
+        while steps != (steps := self.server.metric("chairlift_steps_total")):
+            time.sleep(0.03)
+        return steps
+
+
+def tokens_told(server: RunningServer) -> float:
+    return server.metric("chairlift_output_tokens_total")
+
+
+def decoding(server: RunningServer) -> Callable[[], bool]:
+    before = tokens_told(server)
+    return lambda: tokens_told(server) >= before + 2
+
+
+def computing_prompts(server: RunningServer) -> Callable[[], bool]:
+    def prefilled() -> float:
+        return server.metric_of("chairlift_step_tokens_total", kind="prefill")
+
+    before, told = prefilled(), tokens_told(server)
+
+    def arrived() -> bool:
+        assert tokens_told(server) == told, "it went past the prompt"
+        return prefilled() > before
+
+    return arrived
+
+
+def in_the_queue(server: RunningServer) -> Callable[[], bool]:
+    return lambda: server.metric("chairlift_requests_waiting") >= 2
+
+
+PHASES: dict[str, tuple[list[dict[str, Any]], Callable[[RunningServer], Callable[[], bool]]]] = {
+    "prefill": ([{"prompt": LONG}], computing_prompts),
+    "decode": ([{"prompt": SHORT}], decoding),
+    "between children": ([{"prompt": LONG, "n": 3}], computing_prompts),
+    "children": ([{"prompt": SHORT, "n": 3}], decoding),
+    "several prompts": ([{"prompt": [SHORT, LONG, SHORT]}], decoding),
+    "queue": ([{"prompt": SHORT, "n": 4}, {"prompt": LONG, "n": 2}], in_the_queue),
+}
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_client_that_goes_away_is_soon_not_computed_for(small: RunningServer, phase: str, streamed: bool) -> None:
+    bodies, reached = PHASES[phase]
+    small.wait_idle()
+    cancelled = small.metric_of("chairlift_requests_total", reason="cancelled")
+
+    more = ENDLESS | {"stream": streamed, "cache_salt": f"{phase} {streamed}"}  # no prompt is known already
+
+    async def clients() -> list[RawClient]:
+        return [await RawClient.post(small.url + PATH, more | body) for body in bodies]
+
+    async def check() -> float:
+        with Pause(small) as engine:
+            arrived = reached(small)
+            asking = await clients()
+            expected = sum(body.get("n", 1) * (3 if phase == "several prompts" else 1) for body in bodies)
+            while small.metric("chairlift_requests_open") != expected:
+                await asyncio.sleep(0.02)
+            engine.until(arrived)
+            assert small.metric("chairlift_requests_open") == expected
+            steps = engine.settled_steps()
+            for client in asking:
+                client.vanish()
+            await asyncio.sleep(0)
+            wait_for(lambda: small.metric("chairlift_requests_open") == 0, 30, "the front end to notice")
+        small.wait_idle()
+        assert small.metric_of("chairlift_requests_total", reason="cancelled") == cancelled + expected
+        return small.metric("chairlift_steps_total") - steps
+
+    assert asyncio.run(check()) <= SOON
+
+
+def test_a_full_queue_says_when_to_come_back_and_what_never_fits_is_refused(small: RunningServer) -> None:
+    never = small.post(PATH, ENDLESS | {"prompt": SHORT, "n": 9})
+    assert never.status_code == 400
+    assert never.json()["error"]["param"] == "n"
+    never = small.post(PATH, ENDLESS | {"prompt": [SHORT] * 9})
+    assert never.status_code == 400
+    assert never.json()["error"]["param"] == "prompt"
+    answers = []
+    with Pause(small):
+        body = ENDLESS | {"prompt": SHORT, "n": 8, "max_tokens": 2}
+        full = threading.Thread(target=lambda: answers.append(small.post(PATH, body)))
+        full.start()
+        wait_for(lambda: small.metric("chairlift_requests_open") == 8, 30, "the queue to fill")
+        refused = small.post(PATH, ENDLESS | {"prompt": SHORT})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        assert refused.json()["error"]["code"] == "queue_full"
+    full.join(60)
+    assert len(answers[0].json()["choices"]) == 8
+
+
+def test_a_second_signal_does_not_wait(small: RunningServer) -> None:
+    """The last of this file: it ends the server."""
+    answers = []
+    with Pause(small) as engine:  # so that nothing can finish
+        open_ = threading.Thread(target=lambda: answers.append(small.post(PATH, ENDLESS | {"prompt": SHORT})))
+        open_.start()
+        wait_for(lambda: small.metric("chairlift_requests_open") == 1, 30, "the request to be taken in")
+        small.process.send_signal(signal.SIGTERM)
+        small.wait_until("/ready", 503)
+        small.process.send_signal(signal.SIGINT)
+        assert small.process.wait(60) == 128 + signal.SIGINT, small.tail()
+        open_.join(30)
+        assert answers[0].status_code == 503
+        wait_for(lambda: not Path(f"/proc/{engine.pid}").exists(), 30, "the engine process to be gone")
+        engine.pid = os.getpid()  # nothing is left to go on

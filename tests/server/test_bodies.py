@@ -1,0 +1,114 @@
+"""Reading large bodies: for clients who are let in and still there, and beside long texts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from chairlift.server.admission import Limits
+from chairlift.server.http import bodies
+from chairlift.server.process.engine_client import EngineState
+from tests.server.conftest import HTTP, wait_for
+from tests.server.front_end import NAME, FrontEnd, front_end
+from tests.server.test_text_work import LONG_TEXT, ask, preparing, stuck_on_long_texts
+
+PATH = "/v1/completions"
+LARGE = {"model": NAME, "prompt": LONG_TEXT}
+
+
+def post(front: FrontEnd, path: str, **body: Any) -> httpx.Response:
+    return HTTP.post(front.url + path, json=body)
+
+
+class Readers:
+    """They take for ever with every body, until `go_on` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on = threading.Event()
+        self.begun: list[int] = []
+        read = bodies._read
+
+        def slow(model: Any, body: bytes) -> Any:
+            self.begun.append(len(body))
+            assert self.go_on.wait(60)
+            return read(model, body)
+
+        monkeypatch.setattr(bodies, "_read", slow)
+
+
+@contextmanager
+def stuck_readers(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> Iterator[tuple[FrontEnd, Readers]]:
+    readers = Readers(monkeypatch)
+    with front_end(limits=limits) as front:
+        try:
+            yield front, readers
+        finally:
+            readers.go_on.set()
+
+
+@contextmanager
+def asking(front: FrontEnd, count: int, path: str = PATH, **body: Any) -> Iterator[list[int]]:
+    """So many clients at once; their statuses, once all have an answer."""
+    statuses: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: statuses.append(post(front, path, **body).status_code)) for _ in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    yield statuses
+    for thread in threads:
+        thread.join(60)
+
+
+def test_no_more_bodies_are_read_than_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits(max_waiting=0, max_text_jobs=1)  # and 8 seats
+    with stuck_readers(monkeypatch, limits) as (front, readers):
+        with asking(front, 8, **LARGE) as statuses, asking(front, 1, "/tokenize", prompt=LONG_TEXT) as texts:
+            wait_for(lambda: preparing(front) == 8, 30, "the places to be taken")
+            wait_for(lambda: front.service.admission._text_jobs == 1, 30, "the text to be taken in")
+            assert post(front, PATH, **LARGE).status_code == 429
+            assert post(front, "/tokenize", prompt=LONG_TEXT).status_code == 429
+            front.engine.state = EngineState.RESTARTING
+            assert post(front, PATH, **LARGE).status_code == 503
+            front.service.admission.draining = True
+            assert post(front, "/tokenize", prompt=LONG_TEXT).status_code == 503
+            front.engine.state, front.service.admission.draining = EngineState.READY, False
+            readers.go_on.set()
+        assert (statuses, texts) == ([400] * 8, [200])  # too long for this model
+        assert len(readers.begun) == 9
+        assert preparing(front) == front.service.admission._text_jobs == 0
+
+
+def test_nothing_is_read_for_clients_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stuck_readers(monkeypatch, Limits()) as (front, readers):
+        body = json.dumps(LARGE).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connections = [front.connect() for _ in range(5)]
+        for connection in connections:
+            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: preparing(front) == 5, 30, "all to be taken in")
+        for connection in connections:
+            connection.close()
+        wait_for(lambda: preparing(front) == 0, 30, "their places to be free again")
+        readers.go_on.set()
+        assert post(front, PATH, **LARGE).status_code == 400  # after whatever was left of theirs
+        assert len(readers.begun) == 3  # the two that were being read, and this one
+        assert not front.engine.heard
+
+
+def test_refusals_do_not_wait_for_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stuck_on_long_texts(monkeypatch, Limits(max_waiting=0)) as (front, go_on):
+        with asking(front, 3, **LARGE) as statuses:
+            wait_for(lambda: preparing(front) == 3, 30, "the long ones to be taken in")
+            assert post(front, PATH, **LARGE, n="many").status_code == 400
+            assert post(front, PATH, model="another", prompt=LONG_TEXT).status_code == 404
+            assert post(front, PATH, **LARGE, n=8).status_code == 429
+            go_on.set()
+        assert statuses == [200] * 3
+        assert ask(front, "short") == 200

@@ -1,0 +1,137 @@
+"""The front end's side of the engine process, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.errors import EngineDead, InvalidParameter
+from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
+from chairlift.server.process.messages import Cancel, FromEngine, Refused, Submit, Update, decode_to_engine, encode
+from chairlift.server.process.stream import Stream
+
+
+class FakeEngine:
+    """Takes down what it is told, and says what the test wants."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.heard: list[bytes] = []
+        self._says: asyncio.Queue[bytes] = asyncio.Queue()
+        self.commands = SimpleNamespace(send=self.heard.append)
+        self.reports = SimpleNamespace(recv=self._says.get)
+        life: Any = self
+        client.state, client._life = EngineState.READY, life
+        self._listener = asyncio.create_task(client._listen(life))
+
+    def say(self, message: FromEngine) -> None:
+        self._says.put_nowait(encode(message))
+
+
+def idle_client(**options: Any) -> EngineClient:
+    return EngineClient("model", {}, lambda report: None, options.pop("on_restart", lambda: None), **options)
+
+
+def prompt(name: str, *tokens: int) -> Submit:
+    return Submit(name, list(tokens), SamplingParams(n=2), None, "")
+
+
+def test_a_stream_merges_what_was_not_read_and_then_fails() -> None:
+    async def check() -> None:
+        stream = Stream(["a", "b"])
+        stream.push(Update("a", text="x", tokens=[1], cached_tokens=3))
+        stream.push(Update("b", text="-", tokens=[9]))
+        stream.push(Update("a", text="y", tokens=[2], finish_reason="stop"))
+        assert stream.end("error", EngineDead("gone")) == ["b"]
+        reader = aiter(stream)
+        merged = Update("a", text="xy", tokens=[1, 2], cached_tokens=3, finish_reason="stop")
+        assert await anext(reader) == [merged, Update("b", text="-", tokens=[9])]
+        with pytest.raises(EngineDead):
+            await anext(reader)
+
+    asyncio.run(check())
+
+
+def test_if_one_prompt_is_refused_the_others_are_cancelled() -> None:
+    async def check() -> None:
+        client = idle_client()
+        engine = FakeEngine(client)
+        stream = client.submit([prompt("good", 1), prompt("bad", 2)])
+        engine.say(Refused("bad", "prompt", "is bad"))
+        with pytest.raises(InvalidParameter):
+            async for _ in stream:
+                pass
+        last = decode_to_engine(engine.heard[-1])
+        assert isinstance(last, Cancel)
+        assert {"good", "good#1"} <= set(last.request_ids)
+        assert client.num_open == 0
+
+    asyncio.run(check())
+
+
+def test_what_cannot_be_sent_leaves_nothing_behind() -> None:
+    async def check() -> None:
+        client = idle_client()
+        engine = FakeEngine(client)
+        with pytest.raises(OverflowError):
+            client.submit([prompt("good", 1), prompt("bad", 2**70)])
+        assert client.num_open == 0
+        assert engine.heard == []
+
+    asyncio.run(check())
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Where sockets fit: their paths may have some hundred characters, which pytest's own folders come close to."""
+    with tempfile.TemporaryDirectory(prefix="lift") as folder:
+        yield Path(folder)
+
+
+def test_stopping_does_not_wait_for_an_engine_that_never_listened(
+    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = tmp_path / "deaf"
+    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
+    deaf.chmod(0o755)
+    folder = short_folder
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+    async def check() -> None:
+        client = idle_client()
+        await client.start()
+        async with asyncio.timeout(30):
+            while (pid := client.pid) is None:
+                await asyncio.sleep(0.01)
+        await asyncio.wait_for(client.stop(), 30)
+        assert not Path(f"/proc/{pid}").exists()
+        assert list(folder.iterdir()) == []
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_cannot_be_started_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    restarts: list[None] = []
+
+    async def check() -> None:
+        care = Supervision(max_restarts=2, first_backoff=0.01)
+        client = idle_client(supervision=care, on_restart=lambda: restarts.append(None))
+        await client.start()
+        assert await asyncio.wait_for(client.wait_until_settled(), 30) is EngineState.FAILED
+        await client.stop()
+        assert list(folder.iterdir()) == []
+
+    asyncio.run(check())
+    assert len(restarts) == 2

@@ -1,0 +1,117 @@
+"""The loop of the engine's process, turned by hand."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.server.process.engine_process import EngineProcess
+from chairlift.server.process.messages import Cancel, StepReport, Submit, ToEngine, decode_from_engine, encode
+
+SHORT, LONG = [7, 8, 9], [11] * 100
+
+
+class ByHand:
+    """Speaks to an engine and lets it make one turn at a time."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.context = zmq.Context()
+        self.commands, self.reports = self.context.socket(zmq.PUSH), self.context.socket(zmq.PULL)
+        settings = {
+            "model": str(model),
+            "engine": {"max_batch_requests": 4, "max_batch_tokens": 8, "kv_memory": "2MiB"},
+            "parent": os.getppid(),
+        }
+        for name, socket in (("commands", self.commands), ("reports", self.reports)):
+            settings[name] = f"ipc://{folder / name}"
+            socket.bind(settings[name])
+        self.process = EngineProcess(settings)
+        self.process._load()
+        self.reports.recv()  # that it is loaded
+
+    def say(self, message: ToEngine) -> None:
+        self.commands.send(encode(message))
+        assert self.process.inbox.poll(10_000)  # it has arrived: nothing depends on how soon
+
+    def turn(self) -> StepReport:
+        self.process._turn()
+        assert self.reports.poll(10_000)
+        report = decode_from_engine(self.reports.recv())
+        assert isinstance(report, StepReport)
+        return report
+
+    def close(self) -> None:
+        self.process.engine.shut_down()
+        self.process.context.destroy(linger=0)
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Iterator[ByHand]:
+    with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets want
+        by_hand = ByHand(tiny_folder, Path(folder))
+        yield by_hand
+        by_hand.close()
+
+
+def endless(request_id: str, prompt: list[int], n: int = 1) -> Submit:
+    params = SamplingParams(n=n, max_tokens=60, ignore_eos=True, temperature=1.0, seed=1)
+    return Submit(request_id, prompt, params, None, request_id)  # a salt of its own: no prompt is known already
+
+
+def computing_prompts(report: StepReport) -> bool:
+    return report.prefill_tokens > 0
+
+
+def decoding(report: StepReport) -> bool:
+    return report.decode_tokens > 0
+
+
+def queueing(report: StepReport) -> bool:
+    return report.waiting >= 2
+
+
+PHASES: dict[str, tuple[list[Submit], Callable[[StepReport], bool]]] = {
+    "prefill": ([endless("a", LONG)], computing_prompts),
+    "decode": ([endless("b", SHORT)], decoding),
+    "between children": ([endless("c", LONG, 3)], computing_prompts),
+    "children": ([endless("d", SHORT, 3)], decoding),
+    "queue": ([endless("e", SHORT, 4), endless("f", LONG, 2)], queueing),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_nothing_is_computed_for_whoever_has_cancelled(engine: ByHand, phase: str) -> None:
+    requests, reached = PHASES[phase]
+    for request in requests:
+        engine.say(request)
+    while not reached(engine.turn()):
+        pass
+    names = [
+        request.request_id + (f"#{child}" if child else "") for request in requests for child in range(request.params.n)
+    ]
+    engine.say(Cancel(names))
+    last = engine.turn()
+    assert last.requests == last.prefill_tokens == last.decode_tokens == 0
+    assert last.used_blocks == last.waiting == 0
+    assert {update.request_id: update.finish_reason for update in last.updates} == dict.fromkeys(names, "cancelled")
+    assert not engine.process.engine.has_work
+
+
+def test_the_others_go_on_in_the_same_step(engine: ByHand) -> None:
+    engine.say(endless("gone", SHORT))
+    engine.say(endless("stays", SHORT))
+    while engine.turn().decode_tokens < 2:
+        pass
+    engine.say(Cancel(["gone"]))
+    following = engine.turn()
+    assert following.requests == following.decode_tokens == 1
+    engine.say(Cancel(["stays"]))
+    engine.turn()
+    assert not engine.process.engine.has_work

@@ -1,0 +1,233 @@
+"""Engines that die or stand still under load, an orderly end under load, keys, and starts that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import HTTP, NAME, RunningServer, start_server, wait_for
+from tests.server.raw_client import Answer, RawClient, ask
+
+PATH = "/v1/completions"
+ENDLESS = {"model": NAME, "prompt": "a chairlift never stops", "max_tokens": 200, "ignore_eos": True}
+CROWD = 40
+
+
+@pytest.fixture(scope="module")
+def mortal(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    options = ("--drain-timeout", "300", "--heartbeat-timeout", "10")
+    server = start_server(tiny_folder, tmp_path_factory.mktemp("mortal") / "log", *options)
+    yield server
+    if server.process.poll() is None:
+        assert server.stop() == 0, server.tail()
+
+
+def song(index: int) -> dict[str, Any]:
+    return {**ENDLESS, "prompt": f"song number {index}", "temperature": 0, "stream": True}
+
+
+async def crowd(server: RunningServer) -> list[asyncio.Task[Answer]]:
+    """Many clients whose streams are under way, none of them finished. The engine stands still when this returns: the
+    machine may be too busy to look in time at one that runs."""
+    told, engine = server.metric("chairlift_output_tokens_total"), server.engine_pid()
+    os.kill(engine, signal.SIGSTOP)  # until all are there
+    clients = [await RawClient.post(server.url + PATH, song(index)) for index in range(CROWD)]
+    answers = [asyncio.create_task(client.answer()) for client in clients]
+    while server.metric("chairlift_requests_open") < CROWD:
+        await asyncio.sleep(0.01)
+    while server.metric("chairlift_output_tokens_total") < told + CROWD:
+        os.kill(engine, signal.SIGCONT)
+        await asyncio.sleep(0.01)
+        os.kill(engine, signal.SIGSTOP)
+    assert server.metric("chairlift_requests_open") == CROWD
+    return answers
+
+
+def descendants(pid: int) -> list[int]:
+    children = [
+        int(child)
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+        for child in (thread / "children").read_text().split()
+    ]
+    return children + [deeper for child in children for deeper in descendants(child)]
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_dies_under_load_ends_all_streams_and_is_started_again(
+    mortal: RunningServer, how: signal.Signals
+) -> None:
+    engine, files = mortal.engine_pid(), open_files(mortal.process.pid)
+
+    async def check() -> list[Answer]:
+        answers = await crowd(mortal)
+        os.kill(engine, how)
+        async with asyncio.timeout(120):
+            return await asyncio.gather(*answers)
+
+    cut_off = asyncio.run(check())
+    mortal.wait_until("/health", 200)
+    assert mortal.engine_pid() != engine
+    assert mortal.metric("chairlift_engine_restarts_total") >= 1
+    whole = asyncio.run(all_songs(mortal))
+    for answer, full in zip(cut_off, whole, strict=True):
+        assert answer.status in (200, 503)  # the latter if it had got no word yet
+        assert answer.error is not None
+        assert answer.error["type"] == "service_unavailable"
+        assert full.text.startswith(answer.text), "it got the words of another"
+        assert full.complete
+    mortal.wait_idle()
+    assert mortal.metric("chairlift_requests_open") == 0
+    wait_for(lambda: open_files(mortal.process.pid) <= files, 30, "the front end's files to be closed")
+
+
+async def all_songs(server: RunningServer) -> list[Answer]:
+    return await asyncio.gather(*(ask(server.url + PATH, song(index)) for index in range(CROWD)))
+
+
+def test_sigterm_under_load_lets_all_finish_and_leaves_no_child(mortal: RunningServer) -> None:
+    """The last with this server: it ends it."""
+    expected = asyncio.run(all_songs(mortal))
+    children = descendants(mortal.process.pid)
+    assert children
+
+    async def check() -> list[Answer]:
+        answers = await crowd(mortal)
+        mortal.process.send_signal(signal.SIGTERM)
+        while mortal.get("/ready").status_code != 503:
+            await asyncio.sleep(0.01)
+        refused = mortal.post(PATH, ENDLESS)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert mortal.get("/health").status_code == 200
+        os.kill(mortal.engine_pid(), signal.SIGCONT)
+        async with asyncio.timeout(240):
+            return await asyncio.gather(*answers)
+
+    finished = asyncio.run(check())
+    assert mortal.process.wait(60) == 0, mortal.tail()
+    assert [answer.text for answer in finished] == [answer.text for answer in expected]
+    assert all(answer.complete for answer in finished)
+    for child in children:
+        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 30, "the children to be gone")
+
+
+def test_no_engine_outlives_a_front_end_that_was_killed(tiny_folder: Path, tmp_path: Path) -> None:
+    server = start_server(tiny_folder, tmp_path / "log")
+    children = descendants(server.process.pid)
+    assert children
+    server.process.kill()
+    server.process.wait(30)
+    for child in children:
+        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 60, "the engine to be gone")
+
+
+def test_sigterm_while_loading(tiny_folder: Path) -> None:
+    command = [sys.executable, "-m", "chairlift", "serve", str(tiny_folder), "--port", "0", "--kv-memory", "2MiB"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: process.poll() is not None or descendants(process.pid), 60, "the engine process")
+    children = descendants(process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    for child in children:
+        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 60, "the engine to be gone")
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("locked")
+    (folder / "keys").write_text("second-key\n\n  third-key  \n")
+    options = ("--api-key", "first-key", "--api-key-file", str(folder / "keys"), "--isolate-keys")
+    server = start_server(tiny_folder, folder / "log", *options, CHAIRLIFT_API_KEY="fourth-key")
+    yield server
+    assert server.stop() == 0
+    log = server.log.read_text()
+    for secret in ("first-key", "second-key", "third-key", "fourth-key", "my private prompt"):
+        assert secret not in log
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_every_route_but_health_needs_a_key(locked: RunningServer) -> None:
+    good = [bearer(f"{name}-key") for name in ("first", "second", "third", "fourth")]
+    bad = [{}, bearer("wrong"), {"Authorization": "Bearer"}, bearer("first-key2"), {"Authorization": "first-key"}]
+    bad += [{"Authorization": "Basic first-key"}, bearer("FIRST-KEY"), {"X-Api-Key": "first-key"}]
+    for path in ("/v1/models", "/metrics", "/version", "/ready", "/openapi.json", "/nothing"):
+        known = 404 if path == "/nothing" else 200
+        assert [HTTP.get(locked.url + path, headers=headers).status_code for headers in good] == [known] * len(good)
+        for headers in bad:
+            refused = HTTP.get(locked.url + path, headers=headers)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert refused.headers["x-request-id"]
+    for path in (PATH, "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        assert HTTP.post(locked.url + path, json={}).status_code == 401
+    assert HTTP.get(locked.url + "/health").status_code == 200
+    assert HTTP.get(locked.url + "/health/", headers=bearer("wrong")).status_code == 401
+    lower = {"authorization": "bearer second-key"}
+    assert HTTP.get(locked.url + "/version", headers=lower).status_code == 200
+
+
+def test_keys_do_not_share_cached_prefixes(locked: RunningServer) -> None:
+    prompt = "my private prompt, which nobody else should be able to find in the cache by its time"
+
+    def cached(key: str, salt: str | None = None) -> int:
+        body = {"model": NAME, "prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+        usage = HTTP.post(locked.url + PATH, json=body, headers=bearer(key)).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("first-key") == 0
+    assert cached("second-key") == 0
+    assert cached("first-key") > 0
+    assert cached("second-key") > 0
+    assert cached("first-key", "salt") == 0  # the client's own salt counts too
+    assert cached("second-key", "salt") == 0
+    assert cached("first-key", "salt") > 0
+
+
+def test_isolation_needs_keys(tiny_folder: Path) -> None:
+    command = [sys.executable, "-m", "chairlift", "serve", str(tiny_folder), "--port", "0", "--isolate-keys"]
+    environment = {name: value for name, value in os.environ.items() if name != "CHAIRLIFT_API_KEY"}
+    done = subprocess.run(command, capture_output=True, timeout=120, env=environment)
+    assert done.returncode in (1, 2)
+    assert b"--api-key" in done.stderr
+
+
+def test_a_timeout_is_an_error(server: RunningServer) -> None:
+    response = server.post("/v1/completions", {**ENDLESS, "timeout": 0.001})
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "timeout"
+    # As long as nothing was sent, a stream has a status of its own too.
+    assert server.post("/v1/completions", {**ENDLESS, "timeout": 1e-9, "stream": True}).status_code == 408
+
+
+def test_a_port_that_is_taken_is_said_at_once(server: RunningServer, tiny_folder: Path) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    command = [sys.executable, "-m", "chairlift", "serve", str(tiny_folder), "--port", port]
+    done = subprocess.run(command, capture_output=True, timeout=60)
+    assert done.returncode in (1, 2)
+    assert b"--port" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_model_that_cannot_load_fails_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    done = subprocess.run(
+        [sys.executable, "-m", "chairlift", "serve", str(tmp_path), "--port", "0"], capture_output=True, timeout=60
+    )
+    assert done.returncode in (1, 2)
+    assert b"no .safetensors" in done.stderr
+    assert b"Traceback" not in done.stderr

@@ -1,0 +1,211 @@
+"""Calls that the caller forces: even a model without any sense makes valid ones, of the right tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+
+from tests.server.conftest import NAME, RunningServer
+from tests.server.offered import ASK, CLOCK, WEATHER
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+ASKED: dict[str, Any] = {"model": NAME, "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 300}
+
+
+def check(function: Any) -> None:
+    arguments = json.loads(function.arguments)
+    if function.name == "get_weather":
+        jsonschema_rs.validate(WEATHER["function"]["parameters"], arguments)
+    else:
+        assert (function.name, arguments) == ("get_time", {})
+
+
+def assembled(chunks: Iterable[Any], n: int = 1) -> list[dict[str, Any]]:
+    """The choices of a stream put together, with the rules of streaming checked on the way."""
+    choices: list[dict[str, Any]] = [{"content": "", "calls": [], "reason": None} for _ in range(n)]
+    for chunk in chunks:
+        for told in chunk.choices:
+            choice = choices[told.index]
+            assert choice["reason"] is None, "nothing follows a finish reason"
+            choice["content"] += told.delta.content or ""
+            choice["reason"] = told.finish_reason
+            for call in told.delta.tool_calls or []:
+                if call.id is not None:
+                    assert call.index == len(choice["calls"])
+                    assert (call.type, call.function.arguments) == ("function", "")
+                    choice["calls"].append({"id": call.id, "name": call.function.name, "pieces": []})
+                else:
+                    assert call.function.name is None
+                    choice["calls"][call.index]["pieces"].append(call.function.arguments)
+    return choices
+
+
+def towards(server: RunningServer, token: str) -> dict[str, float]:
+    """A bias that makes a token likely wherever the grammar allows it."""
+    (wanted,) = server.post("/tokenize", {"prompt": token, "add_special_tokens": False}).json()["tokens"]
+    return {str(wanted): 9.0}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_whole_answers(tool_server: RunningServer, choice: Any) -> None:
+    bias = towards(tool_server, "<|im_end|>")
+    answer = tool_server.client().chat.completions.create(**ASKED, tool_choice=choice, seed=1, n=4, logit_bias=bias)
+    for told in answer.choices:
+        assert told.message.content is None
+        calls = told.message.tool_calls
+        assert calls
+        for call in calls:
+            assert call.type == "function"
+            assert call.id.startswith("call_")
+            check(call.function)
+        if choice == NAMED:
+            assert [call.function.name for call in calls] == ["get_weather"]
+        assert told.finish_reason == ("stop" if choice == NAMED else "tool_calls")
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_streams_add_up_to_whole_answers(tool_server: RunningServer, choice: Any) -> None:
+    client = tool_server.client()
+    asked = ASKED | {"tool_choice": choice, "seed": 7, "n": 2, "logit_bias": towards(tool_server, "<|im_end|>")}
+    whole = client.chat.completions.create(**asked)
+    streamed = assembled(client.chat.completions.create(**asked, stream=True), n=2)
+    for told, choice_told in zip(whole.choices, streamed, strict=True):
+        assert choice_told["content"] == ""
+        assert choice_told["reason"] == told.finish_reason
+        assert [(call["name"], "".join(call["pieces"])) for call in choice_told["calls"]] == [
+            (call.function.name, call.function.arguments) for call in told.message.tool_calls or []
+        ]
+        for call in told.message.tool_calls or []:
+            check(call.function)
+            if call.function.name == "get_weather":
+                pieces = choice_told["calls"][told.message.tool_calls.index(call)]["pieces"]  # type: ignore[union-attr]
+                assert len(pieces) > 3, "the arguments come while they are written"
+
+
+def test_several_calls_or_one(tool_server: RunningServer) -> None:
+    client = tool_server.client()
+    asked = ASKED | {"tool_choice": "required", "seed": 1, "n": 4}
+    many = client.chat.completions.create(**(asked | {"max_tokens": 120}))
+    assert max(len(told.message.tool_calls or []) for told in many.choices) > 1
+    for told in many.choices:
+        calls = told.message.tool_calls or []
+        assert len({call.id for call in calls}) == len(calls)
+        for call in calls[:-1]:  # the last may have been cut off by max_tokens
+            check(call.function)
+    for told in client.chat.completions.create(**asked, parallel_tool_calls=False).choices:
+        (call,) = told.message.tool_calls or []
+        check(call.function)
+        assert told.finish_reason == "tool_calls"
+
+
+def test_a_call_cut_off_says_so(tool_server: RunningServer) -> None:
+    for stream in (False, True):
+        asked = ASKED | {"tool_choice": NAMED, "max_tokens": 45, "seed": 1}
+        if stream:
+            (told,) = assembled(tool_server.client().chat.completions.create(**asked, stream=True))
+            arguments, reason = "".join(told["calls"][0]["pieces"]), told["reason"]
+        else:
+            whole = tool_server.client().chat.completions.create(**asked).choices[0]
+            arguments, reason = (whole.message.tool_calls or [])[0].function.arguments, whole.finish_reason
+        assert arguments.startswith("{")
+        assert reason == "length"
+
+
+def test_the_round_trip(tool_server: RunningServer) -> None:
+    """A call, its result, an answer in words: with the message of the first answer sent back as it came."""
+    client = tool_server.client()
+    first = client.chat.completions.create(**ASKED, tool_choice=NAMED, seed=1).choices[0].message
+    (call,) = first.tool_calls or []
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "snow"}'}
+    for called in (first, first.model_dump()):
+        asked = ASKED | {"messages": [*ASK, called, result], "max_tokens": 8, "seed": 1}
+        asked["extra_body"] = {"ignore_eos": True}
+        answer = client.chat.completions.create(**asked, tool_choice="none").choices[0].message
+        assert answer.tool_calls is None
+        assert answer.content
+    messages = [*ASK, first.model_dump(exclude_none=True), result]
+    tokens = tool_server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    prompt = tool_server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    assert "snow" in prompt
+    assert json.dumps(json.loads(call.function.arguments)) in prompt
+
+
+def test_logprobs_of_calls(tool_server: RunningServer) -> None:
+    client = tool_server.client()
+    asked = ASKED | {"tool_choice": NAMED, "seed": 1, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**asked)
+    content = whole.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert len(content or []) == whole.usage.completion_tokens  # type: ignore[union-attr]
+    chunks = client.chat.completions.create(**asked, stream=True)
+    told = [entry.token for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert told == [entry.token for entry in content or []]
+
+
+def test_the_helpers_of_the_client(tool_server: RunningServer) -> None:
+    """`chat.completions.stream` puts calls together itself, and parses arguments of strict tools."""
+
+    async def run() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{tool_server.url}/v1", api_key="none", timeout=60) as client:
+            asked = ASKED | {"tool_choice": NAMED, "seed": 3}
+            async with client.chat.completions.stream(**asked) as stream:
+                events = [event.type async for event in stream]
+                return events, await stream.get_final_completion()
+
+    events, final = asyncio.run(run())
+    (call,) = final.choices[0].message.tool_calls
+    check(call.function)
+    assert call.function.parsed_arguments == json.loads(call.function.arguments)
+    assert "tool_calls.function.arguments.delta" in events
+    assert "tool_calls.function.arguments.done" in events
+
+
+def test_calls_or_an_answer_in_json(tool_server: RunningServer) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema, "strict": True}}
+    asked = ASKED | {"response_format": wanted, "seed": 1, "parallel_tool_calls": False}
+    client = tool_server.client()
+    call = client.chat.completions.create(**asked, logit_bias=towards(tool_server, "<tool_call>")).choices[0]
+    check((call.message.tool_calls or [])[0].function)
+    assert (call.message.content, call.finish_reason) == (None, "tool_calls")
+    answer = client.chat.completions.create(**asked, logit_bias=towards(tool_server, "{")).choices[0]
+    jsonschema_rs.validate(schema, json.loads(answer.message.content or ""))
+    assert (answer.message.tool_calls, answer.finish_reason) == (None, "stop")
+
+
+REFUSED = [
+    {"type": "object", "properties": {"a": {"type": "text"}}},
+    {"type": "object", "properties": {"a": {"type": "string", "format": "unheard-of"}}},
+    {"type": "object", "properties": {"a": {"$ref": "#/$defs/missing"}}, "required": ["a"]},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("schema", REFUSED, ids=str)
+def test_schemas_that_cannot_be_enforced(tool_server: RunningServer, schema: dict[str, Any], stream: bool) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    body = ASKED | {"tools": [tool], "tool_choice": "required", "stream": stream}
+    response = tool_server.post("/v1/chat/completions", body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "tools"
+
+
+def test_models_whose_template_knows_no_tools(described_server: RunningServer) -> None:
+    client = described_server.client()
+    told = client.chat.completions.create(**ASKED, tool_choice=NAMED, seed=1).choices[0]
+    (call,) = told.message.tool_calls or []
+    check(call.function)
+    answered = [*ASK, told.message, {"role": "tool", "tool_call_id": call.id, "content": "snow"}]
+    extra = {"messages": answered, "max_tokens": 8, "seed": 1, "extra_body": {"ignore_eos": True}}
+    assert client.chat.completions.create(**(ASKED | extra)).choices[0].message.content
+
+
+def test_afterwards_nothing_is_left(tool_server: RunningServer) -> None:
+    tool_server.wait_idle()
+    assert tool_server.get("/health").status_code == 200

@@ -1,0 +1,72 @@
+"""A server without keys answers only to the server's own names."""
+
+from __future__ import annotations
+
+import socket
+
+import httpx
+import pytest
+
+from chairlift.errors import InvalidParameter
+from chairlift.server.http.host_names import HostNames
+from tests.server.front_end import NAME, front_end
+
+ASKED = {"model": NAME, "prompt": "the lift", "max_tokens": 2}
+
+OWN = ("localhost", "LOCALHOST:8000", "a.localhost:80", "127.0.0.1:8000", "[::1]:8000", "192.168.1.7", "localhost.", "")
+FOREIGN = (
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "[evil.example]",
+    "x",
+)
+
+
+def test_own_names_and_addresses_are_known_and_others_are_not() -> None:
+    names = HostNames("gpu-box", ["Proxy.example"])
+    for own in (*OWN, "gpu-box:9", "proxy.example", socket.gethostname()):
+        assert names.include(own), own
+    for foreign in FOREIGN:
+        assert not names.include(foreign), foreign
+    assert HostNames(allowed=["*"]).include("evil.example")
+
+
+@pytest.mark.parametrize("name", ["", "http://a", "a:80", "a b"])
+def test_a_name_is_a_name(name: str) -> None:
+    with pytest.raises(InvalidParameter, match="allowed_host"):
+        HostNames(allowed=[name])
+
+
+def test_a_foreign_name_gets_nothing_but_whether_the_server_is_alive() -> None:
+    with front_end(hosts=HostNames("0.0.0.0")) as front, httpx.Client() as client:
+
+        def get(path: str, host: str) -> httpx.Response:
+            return client.get(front.url + path, headers={"Host": host})
+
+        pages = ("", "/", "/stream", "/requests/x")
+        for path in [f"/dashboard{page}" for page in pages] + ["/v1/models", "/metrics", "/openapi.json", "/nowhere"]:
+            refused = get(path, "gpu-box.lan:8000").json()["error"]
+            assert refused["code"] == "host_not_allowed", path
+            assert "gpu-box.lan:8000" in refused["message"]
+            assert "--allowed-host" in refused["message"]
+        for path, body in (("/v1/completions", ASKED), ("/dashboard/policy", {"policy": "static"})):
+            assert client.post(front.url + path, json=body, headers={"Host": "evil.example"}).status_code == 403
+        assert not front.engine.heard
+        assert [get(path, "evil.example").status_code for path in ("/health", "/ready")] == [200, 200]
+        for own in (f"localhost:{front.port}", "192.168.1.7", socket.gethostname()):
+            assert [get(path, own).status_code for path in ("/dashboard", "/v1/models")] == [200, 200]
+
+
+def test_names_that_are_allowed_and_servers_with_keys_answer_to_all() -> None:
+    foreign = {"Host": "lift.example"}
+    with front_end(hosts=HostNames(allowed=["lift.example"])) as front:
+        for path in ("/dashboard", "/v1/models"):
+            assert httpx.get(front.url + path, headers=foreign).status_code == 200
+    with front_end(api_keys=["sesame"]) as front:
+        keyed = foreign | {"Authorization": "Bearer sesame"}
+        assert httpx.get(f"{front.url}/v1/models", headers=keyed).status_code == 200
+        assert httpx.post(f"{front.url}/v1/completions", json=ASKED, headers=keyed).status_code == 200
+        assert httpx.get(f"{front.url}/dashboard", headers=foreign).status_code == 200
+        assert httpx.get(f"{front.url}/dashboard/stream", headers=foreign).status_code == 401

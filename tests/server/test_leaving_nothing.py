@@ -1,0 +1,46 @@
+"""Servers that a test has started end with it, also if they do not start or do not listen."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.server import conftest
+from tests.server.conftest import RunningServer, start_server, wait_for
+
+
+def test_a_server_that_does_not_start_in_time_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def listen(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
+        started.append(popen(["sleep", "600"]))
+        return started[-1]
+
+    monkeypatch.setattr(conftest.subprocess, "Popen", listen)
+    monkeypatch.setattr(conftest, "START_SECONDS", 0.1)
+    with pytest.raises(AssertionError, match="the server to start"):
+        start_server(tmp_path, tmp_path / "log")
+    assert started[0].returncode == -signal.SIGTERM
+
+
+def test_one_that_does_not_stop_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conftest, "STOP_SECONDS", 0.1)
+    deaf = "trap '' TERM; sleep 600 & echo $!; wait"
+    process = subprocess.Popen(["sh", "-c", deaf], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    with pytest.raises(subprocess.TimeoutExpired):
+        RunningServer(process, "", tmp_path).stop()
+    assert process.returncode == -signal.SIGKILL
+    wait_for(lambda: not is_alive(child), 30, "its child to be gone")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

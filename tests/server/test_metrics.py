@@ -1,0 +1,128 @@
+"""What the numbers say."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import msgspec
+
+from chairlift.server.metrics import Metrics
+from chairlift.server.process.messages import Cancel, StepReport, Submit, ToEngine, Update
+from tests.server.conftest import HTTP, NAME, RunningServer, wait_for
+from tests.server.front_end import NAME as SCRIPTED
+from tests.server.front_end import ScriptedEngine, front_end
+
+
+def test_a_restart_is_counted_and_the_old_engine_holds_nothing() -> None:
+    metrics = Metrics()
+    metrics.take_in(StepReport(updates=[], waiting=4, used_blocks=7, total_blocks=9, preemptions=0, requests=3))
+    assert b"chairlift_kv_blocks_used 7.0" in metrics.render()
+    metrics.note_restart()
+    shown = metrics.render().decode().splitlines()
+    for line in ("kv_blocks_used 0.0", "requests_running 0.0", "requests_waiting 0.0", "engine_restarts_total 1.0"):
+        assert f"chairlift_{line}" in shown
+
+
+def test_the_error_of_predictions_and_the_budget_are_shown() -> None:
+    metrics = Metrics()
+    empty = StepReport(updates=[], waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
+    metrics.take_in(msgspec.structs.replace(empty, requests=3, seconds=0.2))  # nothing was predicted yet
+    metrics.take_in(msgspec.structs.replace(empty, requests=3, seconds=0.2, predicted_seconds=0.15))
+    metrics.take_in(msgspec.structs.replace(empty, prefill_limit=48, limit_reason="tpot"))
+    shown = metrics.render().decode().splitlines()
+    assert "chairlift_step_prediction_error_ratio_count 1.0" in shown
+    assert 'chairlift_step_prediction_error_ratio_bucket{le="0.2"} 0.0' in shown
+    assert 'chairlift_step_prediction_error_ratio_bucket{le="0.3"} 1.0' in shown
+    assert "chairlift_step_prefill_limit_tokens 48.0" in shown
+    assert 'chairlift_budget_decisions_total{reason="tpot"} 1.0' in shown
+
+
+def test_every_metric_is_documented_and_nothing_else() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `(chairlift_\w+)`", page, flags=re.MULTILINE))
+    kinds = re.findall(r"^# TYPE (chairlift_\w+) (\w+)", Metrics().render().decode(), flags=re.MULTILINE)
+    assert documented == {name for name, _ in kinds if not name.endswith("_created")}
+
+
+def test_what_they_wait_for_is_shown_and_forgotten() -> None:
+    metrics = Metrics()
+    empty = StepReport(updates=[], waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
+    metrics.take_in(msgspec.structs.replace(empty, waiting=5, wait_reasons={"seats": 3, "prefix": 2}))
+    shown = metrics.render().decode().splitlines()
+    for line in ('{reason="seats"} 3.0', '{reason="prefix"} 2.0', '{reason="memory"} 0.0'):
+        assert f"chairlift_requests_waiting_for{line}" in shown
+    metrics.take_in(msgspec.structs.replace(empty, waiting=1, wait_reasons={"memory": 1}))
+    shown = metrics.render().decode().splitlines()
+    for line in ('{reason="seats"} 0.0', '{reason="memory"} 1.0'):
+        assert f"chairlift_requests_waiting_for{line}" in shown
+    metrics.note_restart()
+    assert b'chairlift_requests_waiting_for{reason="memory"} 0.0' in metrics.render()
+
+
+def test_the_numbers_of_a_real_engine_add_up(server: RunningServer) -> None:
+    def read() -> dict[str, float]:
+        lines = [line for line in server.get("/metrics").text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    server.wait_idle()
+    before = read()
+    prompt = f"the numbers of {time.time_ns()} must add up, for this prompt and for the one after it"
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 9, "ignore_eos": True}
+    usage = [server.post("/v1/completions", body | {"n": n}).json()["usage"] for n in (1, 2)]
+    server.wait_idle()
+    after = read()
+
+    def grown(name: str) -> float:
+        return after[f"chairlift_{name}"] - before.get(f"chairlift_{name}", 0.0)
+
+    prompts, cached = (sum(one["prompt_tokens"] for one in usage), usage[1]["prompt_tokens_details"]["cached_tokens"])
+    assert cached > 0
+    assert grown("prompt_tokens_total") == prompts
+    assert grown("prompt_tokens_cached_total") == cached
+    assert grown("output_tokens_total") == 27
+    assert grown('requests_total{reason="length"}') == 3
+    assert grown('prefix_lookups_total{result="never_seen"}') >= 1
+    assert grown('prefix_lookups_total{result="all_found"}') >= 1
+    # The first token of each comes with the prompt, and the second of two completions computes one token of its own.
+    assert grown('step_tokens_total{kind="decode"}') == 3 * 8
+    assert grown('step_tokens_total{kind="prefill"}') == prompts - cached + 1
+    assert grown("steps_total") == grown("step_requests_count")
+    assert 18 <= grown("steps_total") <= 22
+    assert grown("step_requests_sum") >= 27
+    assert grown("time_to_first_token_seconds_count") == grown("end_to_end_seconds_count") == 3
+    assert grown("inter_token_seconds_count") == 3 * 8
+    for part in ("schedule", "build", "forward", "sample", "apply"):
+        assert grown(f'step_part_seconds_total{{part="{part}"}}') > 0
+    assert after["chairlift_requests_open"] == after["chairlift_requests_waiting"] == 0
+
+
+def test_latency_does_not_depend_on_when_the_client_reads() -> None:
+    with front_end() as front:
+        asked = {"model": SCRIPTED, "prompt": "hello", "stream": True}
+        with HTTP.stream("POST", front.url + "/v1/completions", json=asked) as answer:
+            wait_for(lambda: front.metric("end_to_end_seconds_count") == 1, 20, "the engine's answer")
+            arrived = front.metric("end_to_end_seconds_sum")
+            time.sleep(0.3)
+            answer.read()
+        assert front.metric("end_to_end_seconds_sum") == arrived
+        assert front.metric("time_to_first_token_seconds_count") == 1
+        assert front.metric("inter_token_seconds_count") == 1
+
+
+def refuse_to_end(engine: ScriptedEngine, message: ToEngine) -> None:
+    if isinstance(message, Submit):
+        engine.say(Update(message.request_id, text="o", tokens=[5]))
+    elif isinstance(message, Cancel):
+        engine.say(Update(message.request_ids[0], text="late", tokens=[6], finish_reason="length"))
+
+
+def test_completions_whose_client_goes_away_are_counted_once() -> None:
+    with front_end(refuse_to_end) as front:
+        asked = {"model": SCRIPTED, "prompt": "hello", "n": 3, "stream": True}
+        with HTTP.stream("POST", front.url + "/v1/completions", json=asked) as answer:
+            next(answer.iter_lines())
+        wait_for(lambda: front.metric("requests_total", reason="cancelled") == 3, 20, "the cancelled ones to count")
+        assert front.metric("requests_total", reason="length") == 0
+        assert front.engine.num_open == 0

@@ -1,0 +1,136 @@
+"""The clients that JavaScript programs use: the official one and the AI SDK, on Node.
+
+Their packages are installed once, as node/package-lock.json has them, into a cache folder outside the tree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import NAME, RunningServer
+
+HERE = Path(__file__).parent / "node"
+QUESTION = "when does the lift stop?"
+NO_NETWORK = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "ENETUNREACH", "network")
+
+
+def installed() -> Path:
+    """A folder with the packages; its name has the lock file's hash, so that another lock file gets another folder."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("needs node and npm")
+    lock = (HERE / "package-lock.json").read_bytes()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "chairlift-tests"
+    folder = cache / f"node-{hashlib.sha256(lock).hexdigest()[:16]}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as fresh:
+            for name in ("package.json", "package-lock.json"):
+                shutil.copy(HERE / name, fresh)
+            command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
+            done = subprocess.run(command, cwd=fresh, capture_output=True, text=True, timeout=300)
+            if done.returncode and any(sign in done.stderr for sign in NO_NETWORK):
+                pytest.skip("the packages cannot be fetched: no network")
+            assert done.returncode == 0, done.stderr[-2000:]
+            if not folder.exists():  # another run may have been faster
+                os.rename(fresh, folder)
+                Path(fresh).mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(tool_server: RunningServer) -> dict[str, Any]:
+    """What every scenario of clients.mjs came to."""
+    folder = installed()
+    # Beside the packages, because that is where Node looks for them; under a name of its own, for runs at once.
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".mjs") as script:
+        script.write((HERE / "clients.mjs").read_bytes())
+        script.flush()
+        command = ["node", script.name, tool_server.url, NAME]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    scenarios: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return scenarios
+
+
+@pytest.fixture(scope="module")
+def expected(tool_server: RunningServer) -> str:
+    talk = [{"role": "user", "content": QUESTION}]
+    answer = tool_server.client().chat.completions.create(model=NAME, messages=talk, max_tokens=12, temperature=0)
+    return str(answer.choices[0].message.content)
+
+
+@pytest.mark.parametrize("scenario", ["officialChat", "officialResponse", "compatibleText", "responsesText"])
+def test_text(found: dict[str, Any], expected: str, scenario: str) -> None:
+    assert found[scenario].get("text") == expected, found[scenario]
+    assert found[scenario]["tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    "scenario", ["officialChatStream", "officialResponseStream", "compatibleTextStream", "responsesTextStream"]
+)
+def test_streamed_text(found: dict[str, Any], expected: str, scenario: str) -> None:
+    assert found[scenario].get("text") == expected, found[scenario]
+    assert found[scenario]["tokens"] == 12
+    assert found[scenario].get("final", expected) == expected
+
+
+def test_how_it_ended(found: dict[str, Any]) -> None:
+    for scenario in ("compatibleText", "responsesText", "compatibleTextStream", "responsesTextStream"):
+        assert found[scenario]["finishReason"] == "length"
+
+
+def test_both_ways_to_talk_on_are_the_same(found: dict[str, Any]) -> None:
+    assert found["compatibleTurns"]["text"], found["compatibleTurns"]
+    assert found["responsesTurns"] == found["compatibleTurns"]
+
+
+def is_lift(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"open"} and isinstance(value["open"], bool)
+
+
+def test_objects(found: dict[str, Any]) -> None:
+    made = [found["officialParsed"].get("chat"), found["officialParsed"].get("response")]
+    for scenario in ("compatibleObject", "compatibleObjectStream", "responsesObject", "responsesObjectStream"):
+        assert is_lift(found[scenario].get("object")), found[scenario]
+        made.append(found[scenario]["object"])
+    assert all(map(is_lift, made)), made
+    assert made[0] == made[1]
+    for provider in ("compatible", "responses"):
+        assert found[f"{provider}Object"]["object"] == found[f"{provider}ObjectStream"]["object"]
+        assert found[f"{provider}ObjectStream"]["pieces"] > 1
+
+
+def test_tools_of_the_official_client(found: dict[str, Any]) -> None:
+    assert found["officialTools"].get("name") == "lift", found["officialTools"]
+    assert is_lift(found["officialTools"]["input"])
+    assert found["officialTools"]["text"]
+
+
+@pytest.mark.parametrize(
+    "scenario", ["compatibleTools", "compatibleToolsStream", "responsesTools", "responsesToolsStream"]
+)
+def test_tools_of_the_ai_sdk(found: dict[str, Any], scenario: str) -> None:
+    told = found[scenario]
+    assert len(told.get("calls", [])) == 2, told
+    for calls, results, reason in zip(told["calls"], told["results"], told["finishReasons"], strict=True):
+        assert calls
+        assert all(map(is_lift, calls))
+        assert results == [{"heard": call["open"]} for call in calls]
+        assert reason == "tool-calls"
+    first, second = told["inputTokens"]
+    assert second > first
+    assert told.get("inputDeltas", 2) > 1
+
+
+def test_refusals_have_a_name(found: dict[str, Any]) -> None:
+    refused = {"status": 400, "param": "previous_response_id", "type": "invalid_request_error"}
+    assert found["officialRefusal"] == refused

@@ -1,0 +1,170 @@
+"""The words of /v1/responses, from updates made by hand: calls among text, and endings that a server seldom has."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from chairlift.core.logprobs import TokenLogprobs
+from chairlift.server.http.errors import APIError
+from chairlift.server.openai.response_builder import Usage
+from chairlift.server.process.messages import Update
+from chairlift.server.responses.response_builder import ResponseAnswer
+from chairlift.server.responses.types import ResponsesRequest
+from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta, PlainParser
+from chairlift.text.tokenizer import Tokenizer
+from tests.tiny import byte_level_tokenizer
+
+OFFICIAL: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+TOKENIZER = Tokenizer(byte_level_tokenizer())
+
+
+class Scripted:
+    """Says one part of a script for every update."""
+
+    def __init__(self, script: list[AssistantPart]) -> None:
+        self._script = script
+
+    def push(self, text: str) -> list[AssistantPart]:
+        return [self._script.pop(0)] if self._script else []
+
+    def close(self) -> list[AssistantPart]:
+        return []
+
+
+def answer(parser: Any, **asked: Any) -> ResponseAnswer:
+    request = ResponsesRequest(model="m", input="?", **asked)
+    return ResponseAnswer(request, "m", TOKENIZER, parser, "resp_1", ["resp_1-0"], Usage(prompt_tokens=3))
+
+
+def decoded(events: list[bytes]) -> list[dict[str, Any]]:
+    found = [json.loads(event.decode().split("\ndata: ")[1]) for event in events]
+    for event in found:
+        OFFICIAL.validate_python(event)
+    return found
+
+
+def streamed(script: list[AssistantPart], finish_reason: str) -> list[dict[str, Any]]:
+    said = answer(Scripted([*script]))
+    events = [event for _ in script for event in said.events(Update("resp_1-0"))]
+    events += said.events(Update("resp_1-0", finish_reason=finish_reason))
+    return decoded([*events, *said.ending()])
+
+
+def items_by_replay(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a client that only adds up deltas ends with."""
+    items: list[dict[str, Any]] = []
+    for event in events:
+        match event["type"].removeprefix("response."):
+            case "output_item.added":
+                assert event["output_index"] == len(items)
+                items.append(event["item"])
+            case "content_part.added":
+                items[event["output_index"]]["content"].append(event["part"])
+            case "output_text.delta":
+                items[event["output_index"]]["content"][event["content_index"]]["text"] += event["delta"]
+            case "function_call_arguments.delta":
+                items[event["output_index"]]["arguments"] += event["delta"]
+            case "output_item.done":
+                items[event["output_index"]]["status"] = event["item"]["status"]
+                assert items[event["output_index"]] == event["item"]
+    return items
+
+
+CALL = [CallBegun(0, "call_a", "f"), ArgumentsDelta(0, '{"a"'), ArgumentsDelta(0, ": 1}")]
+calls = st.text(max_size=4).map(lambda name: [CallBegun(0, f"call_{name}", name), ArgumentsDelta(0, "{}")])
+scripts = st.lists(st.one_of(st.text(max_size=4).map(lambda text: [ContentDelta(text)]), calls), max_size=6)
+
+
+@settings(deadline=None)
+@given(script=scripts.map(lambda turns: [part for turn in turns for part in turn]), cut=st.booleans())
+def test_deltas_add_up_to_the_items(script: list[AssistantPart], cut: bool) -> None:
+    reason = "length" if cut else "stop"
+    events = streamed(script, reason)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    last = events[-1]["response"]
+    assert events[-1]["type"] == ("response.incomplete" if cut else "response.completed")
+    assert items_by_replay(events) == last["output"]
+    assert [item["status"] for item in last["output"]][:-1] == ["completed"] * (len(last["output"]) - 1)
+    assert last["output"][-1]["status"] == ("incomplete" if cut else "completed")
+    whole = answer(Scripted([*script]))
+    for _ in script:
+        whole.keep(Update("resp_1-0"))
+    whole.keep(Update("resp_1-0", finish_reason=reason))
+    assert without_ids(whole.body()) == without_ids(last)
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    items = [{name: value for name, value in item.items() if name != "id"} for item in response["output"]]
+    return response | {"output": items, "created_at": 0, "completed_at": 0}
+
+
+def test_text_and_calls_are_items_of_their_own() -> None:
+    events = streamed([ContentDelta("I will look."), *CALL, CallBegun(1, "call_b", "g")], "stop")
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    message, first, second = Response.model_validate(events[-1]["response"]).output
+    assert message.type == "message"
+    assert (first.type, first.call_id, first.name, first.arguments) == ("function_call", "call_a", "f", '{"a": 1}')
+    assert (second.type, second.call_id, second.arguments) == ("function_call", "call_b", "")
+
+
+def test_a_call_that_became_too_long_is_incomplete() -> None:
+    last = streamed(CALL[:2], "length")[-1]
+    assert last["type"] == "response.incomplete"
+    assert (last["response"]["output"][0]["status"], last["response"]["output"][0]["arguments"]) == (
+        "incomplete",
+        '{"a"',
+    )
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_failure_ends_the_stream_with_two_events(begun: bool) -> None:
+    said = answer(PlainParser())
+    events = said.events(Update("resp_1-0", text="half an ")) if begun else []
+    error = APIError(408, "too late", type_="timeout_error", code="timeout")
+    *before, told, failed = decoded([*events, *said.failure(error)])
+    assert [event["type"] for event in before[:2]] == ["response.created", "response.in_progress"]
+    assert (told["type"], told["code"], told["message"]) == ("error", "timeout", "too late")
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["status"] == "failed"
+    assert failed["response"]["error"]["message"] == "too late"
+    if begun:
+        (item,) = failed["response"]["output"]
+        assert (item["status"], item["content"][0]["text"]) == ("incomplete", "half an ")
+
+
+def test_logprobs_wait_for_their_text() -> None:
+    said = answer(PlainParser(), include=["message.output_text.logprobs"])
+    scores = [TokenLogprobs(token, -float(token), 1, ()) for token in range(5, 8)]
+    events = said.events(Update("resp_1-0", tokens=[5], logprobs=[scores[0]]))  # half a character
+    events += said.events(Update("resp_1-0", text="é", tokens=[6], logprobs=[scores[1]]))
+    events += said.events(Update("resp_1-0", tokens=[7], logprobs=[scores[2]], finish_reason="stop"))
+    found = decoded(events)
+    deltas = [event for event in found if event["type"] == "response.output_text.delta"]
+    assert [[entry["logprob"] for entry in event["logprobs"]] for event in deltas] == [[-5.0, -6.0], [-7.0]]
+    (done,) = [event for event in found if event["type"] == "response.output_text.done"]
+    assert [entry["logprob"] for entry in done["logprobs"]] == [-5.0, -6.0, -7.0]

@@ -1,0 +1,156 @@
+"""Function tools through /v1/responses, with the real client and the real server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.server.conftest import NAME, RunningServer
+from tests.server.offered import ASK, CLOCK, WEATHER
+from tests.server.test_responses import in_order, sse
+
+PATH = "/v1/responses"
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+CALL_EVENTS = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
+    "response.output_item.done",
+    "response.completed",
+]
+
+
+def flat(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool of the chat API as this one writes it."""
+    return {"type": "function", **tool["function"]}
+
+
+TOOLS: list[Any] = [flat(WEATHER), flat(CLOCK)]
+CALL = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city": "Oslo", "days": 1}'}
+SECOND = {"type": "function_call", "call_id": "call_2", "name": "get_time", "arguments": ""}
+RESULTS = [
+    {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+    {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "noon"}]},
+]
+
+
+def chat_call(item: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def test_calls_and_results_are_told_as_in_a_chat(tool_server: RunningServer) -> None:
+    client = tool_server.client()
+    said = {"role": "assistant", "content": "let me look"}
+    for words in ([said], []):
+        answer = client.responses.create(
+            input=[*ASK, *words, CALL, SECOND, *RESULTS], tools=TOOLS, max_output_tokens=6, **GREEDY
+        )
+        turn = {"role": "assistant", "content": "", **(said if words else {})}
+        talk: list[Any] = [
+            *ASK,
+            turn | {"tool_calls": [chat_call(CALL), chat_call(SECOND)]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+            {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
+        ]
+        chat = client.chat.completions.create(messages=talk, tools=[WEATHER, CLOCK], max_tokens=6, **GREEDY)
+        assert answer.usage.input_tokens == chat.usage.prompt_tokens
+        assert answer.output_text == chat.choices[0].message.content
+
+
+def test_the_answer_says_what_was_offered(tool_server: RunningServer) -> None:
+    asked: dict[str, Any] = {"input": "hello", "tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False}
+    answer = tool_server.client().responses.create(max_output_tokens=2, **asked, **GREEDY)
+    assert [tool.name for tool in answer.tools] == ["get_weather", "get_time"]
+    assert answer.tools[0].parameters == TOOLS[0]["parameters"]
+    assert (answer.tool_choice, answer.parallel_tool_calls) == ("none", False)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+def test_a_call_that_must_be(tool_server: RunningServer, choice: Any) -> None:
+    client = tool_server.client()
+    asked: dict[str, Any] = {"input": ASK, "tools": TOOLS[:1], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = client.responses.create(model=NAME, temperature=0, **asked)
+    assert answer.status == "completed", answer
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert (call.name, call.status) == ("get_weather", "completed")
+    arguments = json.loads(call.arguments)
+    assert arguments["city"] in ("Oslo", "Bern")
+    assert 1 <= arguments["days"] <= 9
+    there = choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice["name"]}}
+    chat = client.chat.completions.create(
+        model=NAME, messages=ASK, tools=[WEATHER], tool_choice=there, parallel_tool_calls=False, temperature=0
+    )
+    assert call.arguments == chat.choices[0].message.tool_calls[0].function.arguments
+    events = sse(tool_server, {"model": NAME, "temperature": 0, **asked})
+    assert in_order(events) == CALL_EVENTS
+    deltas = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+    assert len(deltas) > 1
+    assert "".join(deltas) == call.arguments
+
+
+def test_a_call_its_result_and_the_answer(tool_server: RunningServer) -> None:
+    client = tool_server.client()
+    asked: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False}
+    first = client.responses.create(input=ASK, tool_choice="required", model=NAME, temperature=0, **asked)
+    (call,) = first.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    items: list[Any] = [*ASK, *first.output, result]
+    last = client.responses.create(input=items, tool_choice="none", max_output_tokens=6, **asked, **GREEDY)
+    assert [item.type for item in last.output] == ["message"]
+    talk: list[Any] = [
+        *ASK,
+        {"role": "assistant", "content": "", "tool_calls": [chat_call(call.to_dict())]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "rain"},
+    ]
+    chat = client.chat.completions.create(messages=talk, max_tokens=6, **GREEDY)
+    assert last.usage.input_tokens == chat.usage.prompt_tokens
+    assert last.output_text == chat.choices[0].message.content
+
+
+class GetWeather(BaseModel):
+    city: Literal["Oslo", "Bern"]
+
+
+def test_parsed_arguments(tool_server: RunningServer) -> None:
+    tool: Any = openai.pydantic_function_tool(GetWeather)
+    answer = tool_server.client().responses.parse(
+        input=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, model=NAME, temperature=0
+    )
+    (call,) = answer.output
+    assert isinstance(call.parsed_arguments, GetWeather)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools"),
+    ({"tools": [{"type": "function", "name": "f", "colour": 1}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]}, "tools"),
+    ({"tools": [flat(CLOCK), flat(CLOCK)]}, "tools"),
+    ({"tools": [flat(CLOCK), {"type": "code_interpreter"}]}, "tools[1].type"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "name": "get_time"}}, "tool_choice"),
+    ({"input": [*ASK, CALL | {"arguments": "{"}]}, "input[1].arguments"),
+    ({"input": [*ASK, CALL, RESULTS[1]]}, "input[2].call_id"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD, ids=lambda value: ascii(value)[:60])
+def test_bad_requests(tool_server: RunningServer, change: dict[str, Any], param: str) -> None:
+    response = tool_server.post(PATH, {"model": NAME, "input": "hello", **change})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+    assert ".function." not in error["message"]

@@ -1,0 +1,268 @@
+"""/v1/responses with the real OpenAI client, and what goes over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from chairlift.server.responses.types import ResponsesRequest
+from tests.server.conftest import NAME, RunningServer, wait_for
+
+OFFICIAL: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+PATH = "/v1/responses"
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}
+QUESTION = "when does the lift stop?"
+MESSAGE_EVENTS = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+    "response.incomplete",
+]
+
+
+class Lift(BaseModel):
+    """Short enough for a model without any sense to come to an end."""
+
+    side: Literal["north", "south"]
+    open: bool
+
+
+def sse(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, each checked against its `event:` line, its number and the official types."""
+    events = []
+    with httpx.stream("POST", server.url + PATH, json={"stream": True, **body}, timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for block in "".join(response.iter_text()).strip().split("\n\n"):
+            if block.startswith(":"):  # a sign of life
+                continue
+            name, data = block.split("\n")
+            event = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {event['type']}"
+            assert event["sequence_number"] == len(events)
+            OFFICIAL.validate_python(event)
+            events.append(event)
+    return events
+
+
+def in_order(events: list[dict[str, Any]]) -> list[str]:
+    """The types, with the deltas of a row told once."""
+    kinds = [event["type"] for event in events]
+    return [kind for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+
+
+def test_a_whole_response(server: RunningServer) -> None:
+    answer = server.client().responses.create(
+        input=QUESTION, max_output_tokens=12, metadata={"trip": "7"}, instructions="be brief", **GREEDY
+    )
+    Response.model_validate(answer.to_dict())  # the official type, with all that it requires
+    assert answer.id.startswith("resp_")
+    assert (answer.object, answer.model, answer.metadata) == ("response", NAME, {"trip": "7"})
+    assert answer.instructions == "be brief"
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    (message,) = answer.output
+    assert message.type == "message"
+    assert (message.role, message.status) == ("assistant", "incomplete")
+    assert answer.output_text
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == 12
+    assert answer.usage.total_tokens == answer.usage.input_tokens + 12
+
+
+def test_the_same_tokens_as_a_chat(server: RunningServer) -> None:
+    client = server.client()
+    talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION}]
+    chat = client.chat.completions.create(messages=talk, max_tokens=16, **GREEDY)
+    asked: list[dict[str, Any]] = [
+        {"input": QUESTION, "instructions": "be brief"},
+        {"input": talk},
+        {"input": [{"role": "developer", "content": "be brief"}, {"type": "message", **talk[1]}]},
+        {"input": [talk[0], {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]},
+    ]
+    for how in asked:
+        answer = client.responses.create(max_output_tokens=16, **how, **GREEDY)
+        assert answer.output_text == chat.choices[0].message.content
+        assert answer.usage.input_tokens == chat.usage.prompt_tokens
+
+
+def test_a_conversation_goes_on_with_its_own_items(server: RunningServer) -> None:
+    client = server.client()
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    first = client.responses.create(input=items, max_output_tokens=6, **GREEDY)
+    items += [*first.output, {"role": "user", "content": "and then?"}]
+    second = client.responses.create(input=items, max_output_tokens=6, **GREEDY)
+    talk = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "and then?"},
+    ]
+    chat = client.chat.completions.create(messages=talk, max_tokens=6, **GREEDY)
+    assert second.output_text == chat.choices[0].message.content
+    assert second.usage.input_tokens == chat.usage.prompt_tokens
+    assert second.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_a_stream_tells_the_same_story(server: RunningServer) -> None:
+    whole = server.client().responses.create(input=QUESTION, max_output_tokens=20, **GREEDY)
+    body = {"model": NAME, "input": QUESTION, "max_output_tokens": 20, "temperature": 0, "ignore_eos": True}
+    events = sse(server, body)
+    assert in_order(events) == MESSAGE_EVENTS
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert len(deltas) > 1
+    assert "".join(event["delta"] for event in deltas) == whole.output_text
+    by_type = {event["type"]: event for event in events}
+    assert by_type["response.output_text.done"]["text"] == whole.output_text
+    last = by_type["response.incomplete"]["response"]
+    assert last["output"] == [by_type["response.output_item.done"]["item"]]
+    assert last["output"][0]["content"][0]["text"] == whole.output_text
+    assert last["usage"]["output_tokens"] == 20
+    added = by_type["response.output_item.added"]["item"]
+    assert (added["status"], added["content"]) == ("in_progress", [])
+    assert {event["item_id"] for event in deltas} == {added["id"]}
+    first = by_type["response.created"]["response"]
+    assert (first["id"], first["status"], first["usage"], first["output"]) == (last["id"], "in_progress", None, [])
+
+
+def test_streams_of_the_client(server: RunningServer) -> None:
+    client = server.client()
+    whole = client.responses.create(input=QUESTION, max_output_tokens=20, **GREEDY)
+    stop = whole.output_text[6:8]
+    asked = {**GREEDY, "extra_body": {"ignore_eos": True, "stop": stop}}
+    with client.responses.stream(input=QUESTION, max_output_tokens=20, **asked) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert final.status == "completed"
+    assert final.incomplete_details is None
+    assert final.output[0].status == "completed"
+    assert final.output_text == "".join(texts) == whole.output_text[: whole.output_text.index(stop)]
+
+
+def test_many_async_streams_get_their_own_answers(server: RunningServer) -> None:
+    async def read(client: openai.AsyncOpenAI, index: int) -> str:
+        stream = await client.responses.create(input=f"number {index}", max_output_tokens=8, stream=True, **GREEDY)
+        return "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120) as client:
+            return await asyncio.gather(*(read(client, index) for index in range(20)))
+
+    client = server.client()
+    for index, text in enumerate(asyncio.run(all_of_them())):
+        assert text == client.responses.create(input=f"number {index}", max_output_tokens=8, **GREEDY).output_text
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("ask", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
+def test_logprobs(server: RunningServer, ask: dict[str, Any]) -> None:
+    client = server.client()
+    answer = client.responses.create(input=QUESTION, max_output_tokens=6, **ask, **GREEDY)
+    scores = answer.output[0].content[0].logprobs
+    assert len(scores) == 6
+    assert all(len(entry.top_logprobs) == ask.get("top_logprobs", 0) for entry in scores)
+    stream = client.responses.create(input=QUESTION, max_output_tokens=6, stream=True, **ask, **GREEDY)
+    told = [entry for event in stream if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert [entry.logprob for entry in told] == [entry.logprob for entry in scores]
+    plain = client.responses.create(input=QUESTION, max_output_tokens=6, **GREEDY)
+    assert plain.output[0].content[0].logprobs == []
+
+
+def test_parsed_answers(server: RunningServer) -> None:
+    client = server.client()
+    answer = client.responses.parse(input=QUESTION, text_format=Lift, model=NAME, temperature=0)
+    assert answer.status == "completed"
+    assert isinstance(answer.output_parsed, Lift)
+    with client.responses.stream(input=QUESTION, text_format=Lift, model=NAME, temperature=0) as stream:
+        done = [event.parsed for event in stream if event.type == "response.output_text.done"]
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+    assert done == [answer.output_parsed]
+    # What the client made of an answer goes back with it, and the model sees the text.
+    again = client.responses.create(input=[*answer.output, {"role": "user", "content": "?"}], model=NAME, top_p=0.5)
+    assert again.usage.input_tokens > answer.usage.output_tokens
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_the_same_structures_as_in_a_chat(server: RunningServer, kind: str) -> None:
+    named = {"name": "lift", "schema": Lift.model_json_schema(), "strict": True, "description": "a lift"}
+    there, here = ({"json_schema": named}, named) if kind == "json_schema" else ({}, {})
+    asked: dict[str, Any] = {"model": NAME, "temperature": 0}
+    most = 16 if kind == "json_object" else None  # anything may be in an object; this model would go on and on
+    talk = [{"role": "user", "content": QUESTION}]
+    structured = {"messages": talk, "max_tokens": most, "response_format": {"type": kind, **there}}
+    chat = server.post("/v1/chat/completions", asked | structured).json()
+    structured = {"input": QUESTION, "max_output_tokens": most, "text": {"format": {"type": kind, **here}}}
+    answer = server.post(PATH, asked | structured).json()
+    (item,) = answer["output"]
+    assert item["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert answer["text"]["format"] == {"type": kind, **here}
+
+
+def test_an_answer_without_words_is_a_message(server: RunningServer) -> None:
+    whole = server.client().responses.create(input=QUESTION, max_output_tokens=4, **GREEDY).output_text
+    body = {"model": NAME, "input": QUESTION, "temperature": 0, "ignore_eos": True, "stop": whole[0]}
+    (item,) = server.post(PATH, body).json()["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("completed", "")
+    assert in_order(sse(server, body)) == [
+        *(kind for kind in MESSAGE_EVENTS[:-1] if kind != "response.output_text.delta"),
+        "response.completed",
+    ]
+
+
+def test_what_asks_for_nothing_is_taken(server: RunningServer) -> None:
+    nulls = dict.fromkeys(ResponsesRequest.model_fields.keys() - {"model", "input", "max_output_tokens"})
+    plain: dict[str, Any] = {
+        "store": False,
+        "background": False,
+        "reasoning": {"effort": None, "summary": None},
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "disabled",
+        "service_tier": "auto",
+        "safety_identifier": "someone",
+        "prompt_cache_key": "chat-7",
+        "user": "someone",
+    }
+    for extra in (nulls, plain):
+        reply = server.post(PATH, {"model": NAME, "input": "hello", "max_output_tokens": 2, **extra})
+        assert reply.status_code == 200, reply.text
+    echoed = reply.json()
+    assert (echoed["store"], echoed["prompt_cache_key"], echoed["safety_identifier"]) == (False, "chat-7", "someone")
+
+
+def test_a_client_that_leaves_is_not_answered(server: RunningServer) -> None:
+    body = {"model": NAME, "input": QUESTION, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", server.url + PATH, json=body, timeout=60) as response:
+        next(response.iter_bytes(chunk_size=64))
+    wait_for(lambda: server.metric("chairlift_requests_open") == 0, 30, "the request to be dropped")
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + PATH, json={**body, "stream": False}, timeout=0.05)
+    wait_for(lambda: server.metric("chairlift_requests_open") == 0, 30, "the request to be dropped")
+    server.wait_idle()
+
+
+def test_errors_before_the_first_event_have_a_status(server: RunningServer) -> None:
+    client = server.client()
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.responses.create(model=NAME, input=QUESTION, temperature=-1, stream=True)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.responses.create(model="other", input=QUESTION, stream=True)
+    assert missing.value.param == "model"
+    late = server.post(PATH, {"model": NAME, "input": QUESTION, "stream": True, "timeout": 1e-4})
+    assert (late.status_code, late.json()["error"]["type"]) == (408, "timeout_error")

@@ -1,0 +1,99 @@
+"""What the served OpenAPI document allows, and what it forbids, sent to a real server: never a 5xx."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+
+from tests.server.conftest import NAME, RunningServer
+
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+POSTS = (*GENERATING, "/tokenize", "/detokenize")
+GETS = ("/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics", "/version")
+# Nothing that can stand in a path is forbidden there, so only bodies have a negative side.
+CASES = [(path, "POST", mode) for path in POSTS for mode in GenerationMode]
+CASES += [(path, "GET", GenerationMode.POSITIVE) for path in GETS]
+
+# What gets a request past the first checks; without it, hardly any would get further than the name of the model.
+GROUNDS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 3},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 16},
+}
+
+
+def grounded(body: Any, path: str, *, how_much: int) -> Any:
+    """A generated body, made more and more likely to reach the engine."""
+    if not isinstance(body, dict) or how_much == 0:
+        return body
+    body = {**body, "model": NAME}
+    if how_much == 1 or path not in GROUNDS:
+        return body
+    body |= GROUNDS[path]
+    if how_much == 3:  # of what is left, one thing at most: two wrong ones hide each other
+        kept = sorted(body.keys() - GROUNDS[path].keys() - {"model"})[:1]
+        body = {name: body[name] for name in ("model", *GROUNDS[path], *kept)}
+    return body
+
+
+def fuzz(server: RunningServer, path: str, method: str, mode: GenerationMode, examples: int, **more: bool) -> None:
+    operation = schemathesis.openapi.from_url(f"{server.url}/openapi.json")[path][method]
+    session = requests.Session()
+    statuses = Counter[int]()
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        **more,
+    )
+    @given(case=operation.as_strategy(generation_mode=mode), how_much=st.integers(0, 3))
+    def send(case: Case, how_much: int) -> None:
+        if method == "POST":
+            case.body = grounded(case.body, path, how_much=how_much)
+        response = case.call(base_url=server.url, session=session, timeout=60)
+        statuses[response.status_code] += 1
+        assert response.status_code < 500, f"{case.as_curl_command()}\n{response.text}"
+        assert "server_error" not in response.text, f"{case.as_curl_command()}\n{response.text}"
+        assert response.headers["x-request-id"]
+        if response.status_code >= 400:
+            assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+
+    send()
+    session.close()
+    if method == "POST" and path != "/tokenize":  # which wants exactly one of two things that each may be absent
+        assert mode is GenerationMode.NEGATIVE or statuses[200], f"none was good enough: {statuses}"
+        assert statuses[400], f"none was bad: {statuses}"
+    assert server.get("/health").status_code == 200
+    server.wait_idle()
+
+
+@pytest.mark.parametrize(("path", "method", "mode"), CASES, ids=lambda value: str(getattr(value, "value", value)))
+def test_no_request_makes_the_server_fail(server: RunningServer, path: str, method: str, mode: GenerationMode) -> None:
+    fuzz(server, path, method, mode, 40 if path in POSTS else 8, derandomize=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "method", "mode"), CASES, ids=lambda value: str(getattr(value, "value", value)))
+def test_no_request_of_many_makes_the_server_fail(
+    server: RunningServer, path: str, method: str, mode: GenerationMode
+) -> None:
+    fuzz(server, path, method, mode, 500 if path in POSTS else 50)
+
+
+def test_every_route_of_the_document_is_tried(server: RunningServer) -> None:
+    document = server.get("/openapi.json").json()
+    served = {(path, method.upper()) for path, methods in document["paths"].items() for method in methods}
+    assert served == {(path, method) for path, method, _ in CASES}
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            assert "422" not in operation["responses"]

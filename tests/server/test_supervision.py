@@ -1,0 +1,96 @@
+"""How a sick engine is noticed and treated, with a stand-in for the engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.errors import EngineDead
+from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
+from chairlift.server.process.messages import Submit
+
+CARE = Supervision(heartbeat_timeout=3.0, step_timeout=1.0, max_restarts=2, first_backoff=0.01)
+
+
+@pytest.fixture
+def make_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], EngineClient]:
+    script = tmp_path / "engine"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).parent / "fake_engine.py"}" "$@"\n')
+    script.chmod(0o755)
+    (tmp_path / "notes").touch()
+
+    def make(illness: str) -> EngineClient:
+        monkeypatch.setattr(sys, "executable", str(script))
+        return EngineClient(f"{illness}@{tmp_path / 'notes'}", {}, lambda report: None, lambda: None, CARE)
+
+    return make
+
+
+def lives(tmp_path: Path) -> int:
+    return len((tmp_path / "notes").read_text().splitlines())
+
+
+async def settled(client: EngineClient) -> EngineState:
+    return await asyncio.wait_for(client.wait_until_settled(), 120)
+
+
+@pytest.mark.parametrize("illness", ["hangs", "silent", "babbles"])
+def test_a_sick_engine_is_replaced_and_its_requests_end(
+    make_client: Callable[[str], EngineClient], tmp_path: Path, illness: str
+) -> None:
+    async def check() -> None:
+        client = make_client(illness)
+        await client.start()
+        assert await settled(client) is EngineState.READY
+        stream = client.submit([Submit("a", [1], SamplingParams(), None, "")])
+        with pytest.raises(EngineDead):
+            async with asyncio.timeout(120):
+                await anext(aiter(stream))
+        assert await settled(client) is EngineState.READY
+        assert client.restarts == 1
+        await client.stop()
+
+    asyncio.run(check())
+    assert lives(tmp_path) == 2
+
+
+def test_long_steps_that_end_are_no_illness_nor_is_a_front_end_that_slept(
+    make_client: Callable[[str], EngineClient], tmp_path: Path
+) -> None:
+    async def check() -> None:
+        client = make_client("well")
+        await client.start()
+        assert await settled(client) is EngineState.READY
+        await asyncio.sleep(2 * CARE.step_timeout)
+        time.sleep(1.5 * CARE.heartbeat_timeout)  # the event loop stands still, and hears no heartbeat
+        await asyncio.sleep(0.5)
+        assert client.state is EngineState.READY
+        await client.stop()
+
+    asyncio.run(check())
+    assert lives(tmp_path) == 1
+
+
+def test_an_engine_that_was_well_and_cannot_load_again_is_tried_again(
+    make_client: Callable[[str], EngineClient], tmp_path: Path
+) -> None:
+    async def check() -> None:
+        client = make_client("cannot load again")
+        await client.start()
+        assert await settled(client) is EngineState.READY
+        assert client._life is not None
+        client._life.process.kill()
+        while client.state is EngineState.READY:
+            await asyncio.sleep(0.01)
+        assert await settled(client) is EngineState.FAILED
+        assert "out of memory" in client.problem
+        await client.stop()
+
+    asyncio.run(check())
+    assert lives(tmp_path) == 1 + CARE.max_restarts

@@ -1,0 +1,99 @@
+"""Tokenising: admitted first, in lanes, and dropped with the client."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from chairlift.server.admission import Limits
+from chairlift.server.process.messages import Submit
+from tests.server.conftest import HTTP, wait_for
+from tests.server.front_end import NAME, FrontEnd, front_end
+
+PATH = "/v1/completions"
+LONG_TEXT = "word " * 5000
+
+
+@contextmanager
+def stuck_on_long_texts(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> Iterator[tuple[FrontEnd, threading.Event]]:
+    """A front end whose tokenizer takes for ever with long texts, until the event is set."""
+    go_on = threading.Event()
+    with front_end(limits=limits) as front:
+        encode = front.service.tokenizer.encode
+
+        def slow(text: str, **options: Any) -> list[int]:
+            if len(text) >= len(LONG_TEXT):
+                assert go_on.wait(60)
+                return [7]
+            return encode(text, **options)
+
+        monkeypatch.setattr(front.service.tokenizer, "encode", slow)
+        try:
+            yield front, go_on
+        finally:
+            go_on.set()
+
+
+def ask(front: FrontEnd, prompt: str) -> int:
+    return HTTP.post(front.url + PATH, json={"model": NAME, "prompt": prompt}).status_code
+
+
+def preparing(front: FrontEnd) -> int:
+    return front.service.admission._preparing
+
+
+def test_long_texts_hold_up_no_short_ones_and_have_a_place_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stuck_on_long_texts(monkeypatch, Limits(max_waiting=0)) as (front, go_on):
+        statuses: list[int] = []
+        threads = [threading.Thread(target=lambda: statuses.append(ask(front, LONG_TEXT))) for _ in range(7)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: preparing(front) == 7, 30, "the long ones to be taken in")
+        assert ask(front, "short") == 200
+        assert HTTP.post(front.url + "/tokenize", json={"prompt": "short"}).status_code == 200
+        last = threading.Thread(target=lambda: statuses.append(ask(front, LONG_TEXT)))
+        last.start()
+        wait_for(lambda: preparing(front) == 8, 30, "the last seat to be taken")
+        assert ask(front, "short") == 429  # before any work is done for it
+        go_on.set()
+        for thread in (*threads, last):
+            thread.join(60)
+        assert statuses == [200] * 8
+        assert preparing(front) == 0
+        assert ask(front, "short") == 200
+
+
+def test_a_client_that_goes_away_while_its_text_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stuck_on_long_texts(monkeypatch, Limits()) as (front, go_on):
+        body = json.dumps({"model": NAME, "prompt": LONG_TEXT}).encode()
+        connection = front.connect()
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        )
+        connection.sendall(head.encode() + b"\r\n" + body)
+        wait_for(lambda: preparing(front) == 1, 30, "it to be taken in")
+        connection.close()
+        wait_for(lambda: preparing(front) == 0, 30, "its place to be free again")
+        go_on.set()
+        assert ask(front, "short") == 200
+        assert [message.prompt for message in front.engine.heard if isinstance(message, Submit)] != [[7]]
+
+
+def test_an_engine_that_dies_meanwhile_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chairlift.server.process.engine_client import EngineState
+
+    with stuck_on_long_texts(monkeypatch, Limits()) as (front, go_on):
+        statuses: list[int] = []
+        thread = threading.Thread(target=lambda: statuses.append(ask(front, LONG_TEXT)))
+        thread.start()
+        wait_for(lambda: preparing(front) == 1, 30, "it to be taken in")
+        front.engine.state = EngineState.RESTARTING
+        go_on.set()
+        thread.join(60)
+        assert statuses == [503]
+        assert ask(front, "short") == 503

@@ -1,0 +1,108 @@
+"""Tools through the real client and the real server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import NAME, RunningServer
+from tests.server.offered import ASK, CLOCK, WEATHER
+
+CHAT = "/v1/chat/completions"
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def function(**changes: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **changes}}
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tools": 3}, "tools"),
+    ({"tools": [3]}, "tools"),
+    ({"tools": [{"type": "retrieval"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [function(name="a b")]}, "tools"),
+    ({"tools": [function(name="x" * 65)]}, "tools"),
+    ({"tools": [function(name=None)]}, "tools"),
+    ({"tools": [function(description="\ud800")]}, "tools"),
+    ({"tools": [function(strict=1)]}, "tools"),
+    ({"tools": [function(colour=1)]}, "tools"),
+    ({"tools": [function(parameters={"type": "array"})]}, "tools"),
+    ({"tools": [function(parameters={"description": "x" * 70_000})]}, "tools"),
+    ({"tools": [CLOCK, CLOCK]}, "tools"),
+    ({"tools": [function(name=f"f{i}") for i in range(129)]}, "tools"),
+    ({"tools": [function(name=f"f{i}", description="x" * 10_000) for i in range(60)]}, "tools"),
+    ({"tools": [CLOCK], "tool_choice": "always"}, "tool_choice"),
+    ({"tools": [CLOCK], "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [CLOCK], "tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "tool_choice"),
+    ({"tools": [CLOCK], "tool_choice": NAMED}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": NAMED}, "tool_choice"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [CLOCK], "guided_regex": "a+"}, "guided_regex"),
+    ({"tools": [CLOCK], "structured_outputs": {"json": "{"}}, "structured_outputs"),
+    ({"tools": [CLOCK], "response_format": {"type": "poem"}}, "response_format"),
+    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
+    ({"tools": [CLOCK], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tokenizer": 1}}, "tokenizer"),
+    ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [{"role": "tool", "tool_call_id": "x", "content": None}]}, "messages[0].content"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("change", "param"), BAD, ids=lambda value: ascii(value)[:60])
+def test_bad_requests(tool_server: RunningServer, change: dict[str, Any], param: str, stream: bool) -> None:
+    response = tool_server.post(CHAT, {"model": NAME, "messages": ASK, "stream": stream, **change})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert "Traceback" not in error["message"]
+
+
+def test_afterwards_nothing_is_left(tool_server: RunningServer) -> None:
+    assert tool_server.get("/health").status_code == 200
+    tool_server.wait_idle()
+
+
+def test_auto_may_give_words(tool_server: RunningServer) -> None:
+    client = tool_server.client()
+    asked = {"model": NAME, "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 8, "temperature": 0}
+    for choice in ("auto", "none"):
+        whole = client.chat.completions.create(tool_choice=choice, **asked).choices[0]
+        assert whole.message.content
+        assert whole.message.tool_calls is None
+        assert whole.finish_reason in ("stop", "length")
+        chunks = list(client.chat.completions.create(tool_choice=choice, stream=True, **asked))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+        assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+
+
+def prompt_tokens(server: RunningServer, **body: Any) -> int:
+    answer = server.post(CHAT, {"model": NAME, "messages": ASK, "max_tokens": 1, **body}).json()
+    return int(answer["usage"]["prompt_tokens"])
+
+
+def test_the_model_sees_the_tools_unless_none_is_chosen(tool_server: RunningServer) -> None:
+    without = prompt_tokens(tool_server)
+    assert prompt_tokens(tool_server, tools=[WEATHER]) > without + 50
+    assert prompt_tokens(tool_server, tools=[WEATHER], tool_choice="none") == without
+    assert prompt_tokens(tool_server, tools=[]) == without
+    counted = tool_server.post("/tokenize", {"messages": ASK, "tools": [WEATHER]}).json()["count"]
+    assert counted == prompt_tokens(tool_server, tools=[WEATHER])
+    assert tool_server.post("/tokenize", {"prompt": "x", "tools": [WEATHER]}).json()["error"]["param"] == "tools"
+
+
+def test_a_template_without_tools_is_told_of_them(server: RunningServer) -> None:
+    counted: list[dict[str, Any]] = [
+        server.post("/tokenize", {"messages": ASK, "tools": tools}).json() for tools in ([], [CLOCK])
+    ]
+    told = server.post("/detokenize", {"tokens": counted[1]["tokens"]}).json()["prompt"]
+    assert "get_time" in told
+    assert '<tool_call>\n{"name": "function_name"' in told
+    assert counted[1]["count"] > counted[0]["count"] + 100

@@ -1,0 +1,270 @@
+"""Clients that speak HTTP badly, slowly or not at all, against the real front end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from chairlift.server.admission import Limits
+from chairlift.server.process.messages import Cancel, Submit, ToEngine, Update
+from tests.server.conftest import HTTP, wait_for
+from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end, stay_silent
+
+TEXT = "/v1/completions"
+BODY = json.dumps({"model": NAME, "prompt": "hello"}).encode()
+HASTY = Limits(header_seconds=0.4, body_seconds=0.4, stall_seconds=0.4)
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[FrontEnd]:
+    with front_end() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[FrontEnd]:
+    with front_end(limits=HASTY) as running:
+        yield running
+
+
+def post(body: bytes = BODY, *, length: int | None = None, more: str = "") -> bytes:
+    size = len(body) if length is None else length
+    head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n"
+    return f"{head}{more}\r\n".encode() + body
+
+
+def reply(connection: socket.socket) -> http.client.HTTPResponse:
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response
+
+
+def expect_error(connection: socket.socket, status: int, code: str | None = None) -> None:
+    response = reply(connection)
+    assert response.status == status
+    assert response.headers["x-request-id"]
+    error = json.loads(response.read())["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert code is None or error["code"] == code
+
+
+def everything(connection: socket.socket) -> bytes:
+    """All that comes until the server hangs up."""
+    found = b""
+    try:
+        while data := connection.recv(65536):
+            found += data
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def statuses(found: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", found)]
+
+
+def expect_well(front: FrontEnd) -> None:
+    answer = HTTP.post(front.url + TEXT, content=BODY, headers={"Content-Type": "application/json"})
+    assert answer.json()["choices"][0]["text"] == "ok"
+
+
+def test_headers_that_never_end_are_dropped_and_hold_up_nobody(hasty: FrontEnd) -> None:
+    slow = [hasty.connect() for _ in range(20)]
+    for connection in slow:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
+    expect_well(hasty)
+    for connection in slow:
+        connection.sendall(b"x-more: 1\r\n")  # a byte now and then does not help
+        expect_error(connection, 408, "timeout")
+        assert everything(connection) == b""
+        connection.close()
+
+
+def test_a_connection_that_says_nothing_is_closed(hasty: FrontEnd) -> None:
+    with hasty.connect() as connection:
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize("sent", [b"", BODY[:-1]], ids=["nothing", "all but a byte"])
+def test_a_body_that_never_ends_is_dropped(hasty: FrontEnd, sent: bytes) -> None:
+    with hasty.connect() as connection:
+        connection.sendall(post(sent, length=len(BODY)))
+        expect_well(hasty)
+        expect_error(connection, 408, "timeout")
+        assert everything(connection) == b""
+
+
+def test_a_body_that_goes_on_after_the_answer_is_not_read_for_ever(hasty: FrontEnd) -> None:
+    with hasty.connect() as connection:
+        connection.sendall(post(b"", length=2**30))
+        expect_error(connection, 413, "body_too_large")
+
+        def goes_away() -> bool:
+            try:
+                connection.sendall(b"x")
+            except OSError:
+                return True
+            return False
+
+        wait_for(goes_away, 20, "the connection to be closed")
+
+
+def test_a_length_that_is_too_short(front: FrontEnd) -> None:
+    with front.connect() as connection:
+        connection.sendall(post(BODY + b"\x00\x01\r\n\r\n", length=len(BODY)))
+        assert statuses(everything(connection)) == [200, 400]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # the beginning of TLS
+        b"hello\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",  # no host
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\nbad header\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nxx",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\n",
+    ],
+    ids=range(8),
+)
+def test_what_is_not_http(hasty: FrontEnd, sent: bytes) -> None:
+    with hasty.connect() as connection:
+        connection.sendall(sent if b"\r\n" in sent else sent + b"\r\n\r\n")
+        expect_error(connection, 400, "bad_http")
+        assert everything(connection) == b""
+    expect_well(hasty)
+
+
+@pytest.mark.parametrize("headers", ["x: y\r\n" * 130, "x: " + "y" * 31_000 + "\r\ny: " + "z" * 2_000 + "\r\n"])
+def test_too_many_headers(front: FrontEnd, headers: str) -> None:
+    with front.connect() as connection:
+        connection.sendall(post(more=headers))
+        expect_error(connection, 431, "headers_too_large")
+
+
+def test_requests_in_a_row_on_one_connection(front: FrontEnd) -> None:
+    with front.connect() as connection:
+        for _ in range(3):
+            connection.sendall(post())
+            assert json.loads(reply(connection).read())["choices"][0]["text"] == "ok"
+        # Without waiting for the answers.
+        connection.sendall(post() + post(b"{") + post(more="connection: close\r\n"))
+        assert statuses(everything(connection)) == [200, 400, 200]
+
+
+def test_a_client_that_goes_away_with_a_request_behind_its_first_is_noticed() -> None:
+    with front_end(stay_silent) as front:
+        connection = front.connect()
+        connection.sendall(post() + post())
+        wait_for(lambda: front.engine.num_open == 1, 20, "the request to reach the engine")
+        connection.close()
+        wait_for(lambda: any(isinstance(said, Cancel) for said in front.engine.heard), 20, "it to be cancelled")
+        assert front.metric("requests_total", reason="cancelled") == 1
+
+
+def test_methods(front: FrontEnd) -> None:
+    for method, path in (("GET", TEXT), ("BREW", TEXT), ("DELETE", "/health"), ("OPTIONS", TEXT), ("PUT", "/metrics")):
+        refused = HTTP.request(method, front.url + path)
+        assert refused.status_code == 405
+        assert refused.headers["allow"] in ("GET", "POST")
+        assert refused.headers["x-request-id"]
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+    for path in ("/health", "/ready", "/v1/models", "/metrics"):
+        head = HTTP.head(front.url + path)
+        assert head.status_code == 200
+        assert head.content == b""
+        assert int(head.headers["content-length"]) > 0
+    assert HTTP.head(front.url + "/nothing").status_code == 404
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "nonsense"])
+def test_only_json_is_taken(front: FrontEnd, kind: str | None) -> None:
+    """Not only for clarity: a browser asks before it sends JSON to another origin, and sends forms without asking."""
+    for path in (TEXT, "/v1/chat/completions", "/tokenize"):
+        refused = HTTP.post(front.url + path, content=BODY, headers={"Content-Type": kind} if kind else {})
+        assert refused.status_code == 415
+        assert "application/json" in refused.json()["error"]["message"]
+    taken = HTTP.post(front.url + TEXT, content=BODY, headers={"Content-Type": "application/json; charset=utf-8"})
+    assert taken.status_code == 200
+
+
+def test_web_pages_of_other_origins() -> None:
+    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    with front_end() as front:
+        assert "access-control-allow-origin" not in HTTP.get(front.url + "/health", headers=asks).headers
+    with front_end(cors_origins=["https://a.example"], api_keys=["secret"]) as front:
+        asked = HTTP.options(front.url + TEXT, headers=asks)  # browsers send no key with this question
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == "https://a.example"
+        assert asked.headers["x-request-id"]
+        refused = HTTP.post(front.url + TEXT, content=BODY, headers=asks)
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://a.example"
+        other = HTTP.post(front.url + TEXT, content=BODY, headers=asks | {"Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def write_a_lot(engine: ScriptedEngine, message: ToEngine) -> None:
+    if isinstance(message, Submit):
+        for _ in range(64):
+            engine.say(Update(message.request_id, text="x" * 2**18, tokens=[5]))
+
+
+def test_a_client_that_reads_nothing_is_dropped() -> None:
+    with front_end(write_a_lot, limits=HASTY) as front, front.connect() as connection:
+        connection.sendall(post(json.dumps({"model": NAME, "prompt": "hello", "stream": True}).encode()))
+        wait_for(lambda: any(isinstance(said, Cancel) for said in front.engine.heard), 30, "it to be dropped")
+        assert front.engine.num_open == 0
+        assert statuses(everything(connection)) == [200]
+
+
+def test_too_many_large_bodies_at_once() -> None:
+    with front_end(stay_silent, limits=Limits(max_held_bytes=1000)) as front:
+        large = json.dumps({"model": NAME, "prompt": "hello", "stop": "x" * 600}).encode()
+        with front.connect() as first, front.connect() as second:
+            first.sendall(post(large))
+            wait_for(lambda: front.engine.num_open == 1, 20, "the first to be taken in")
+            second.sendall(post(large))
+            expect_error(second, 429, "queue_full")
+        wait_for(lambda: front.engine.num_open == 0, 20, "the first to be cancelled")
+        with front.connect() as third:
+            third.sendall(post(large))
+            wait_for(lambda: front.engine.num_open == 1, 20, "the room to be free again")
+
+
+def test_an_internal_error_has_an_id_and_says_and_logs_nothing_of_the_request(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(text: str, **_: Any) -> None:
+        raise RuntimeError(f"cannot deal with {text}")
+
+    with front_end() as front:
+        monkeypatch.setattr(front.service.tokenizer, "encode", fail)
+        answer = HTTP.post(front.url + TEXT, json={"model": NAME, "prompt": "my secret prompt"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert answer.headers["x-request-id"] in caplog.text
+        assert "RuntimeError" in caplog.text
+        assert "secret" not in caplog.text + answer.text
+
+
+def test_a_silent_stream_shows_that_it_is_alive() -> None:
+    with front_end(stay_silent, limits=Limits(ping_seconds=0.05)) as front:
+        body = {"model": NAME, "prompt": "hello", "stream": True}
+        with HTTP.stream("POST", front.url + TEXT, json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == ": waiting"
+            (submitted,) = front.engine.heard
+            assert isinstance(submitted, Submit)
+            front.engine.say(Update(submitted.request_id, text="ok", tokens=[5], finish_reason="stop"))
+            said = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(said[0][6:])["choices"][0]["text"] == "ok"
+        assert said[-1] == "data: [DONE]"

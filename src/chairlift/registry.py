@@ -1,0 +1,93 @@
+"""Named choices that are found, not listed: one module per choice, in a package of ours or in a plugin.
+
+A choice called `round-robin` is the module `round_robin` of the registry's package, which registers it:
+
+    @POLICIES.register("round-robin")
+    class RoundRobin(Policy): ...
+
+A choice from outside registers itself in the same way. Its module is imported by the caller, by an entry point of the
+group `chairlift.plugins`, or because CHAIRLIFT_PLUGINS names it (module names or .py files, separated by commas; the
+engine process of the server inherits the variable).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Generic, TypeVar, cast
+
+from chairlift.errors import InvalidParameter
+
+PLUGINS_VARIABLE = "CHAIRLIFT_PLUGINS"
+T = TypeVar("T")
+Choice = TypeVar("Choice")
+
+
+class Registry(Generic[T]):
+    """All choices of one parameter, by name. A module is imported when its choice is first asked for."""
+
+    def __init__(self, parameter: str, package: str) -> None:
+        self.parameter = parameter
+        self.package = package
+        self._registered: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[Choice], Choice]:
+        """Decorator: make an object the choice `name`."""
+
+        def add(choice: Choice) -> Choice:
+            if self._registered.get(name, choice) is not choice:
+                problem = f"is registered twice: {self._registered[name]!r} and {choice!r}"
+                raise ValueError(f"{self.parameter} {name!r} {problem}")
+            self._registered[name] = cast(T, choice)
+            return choice
+
+        return add
+
+    def names(self) -> tuple[str, ...]:
+        """All names, in alphabetical order. Imports plugins, but no module of the package."""
+        load_plugins()
+        return tuple(sorted({*self._registered, *self._own_names()}))
+
+    def get(self, name: str) -> T:
+        """The choice `name`; raises InvalidParameter with all choices if there is none."""
+        if name not in self.names():
+            choices = ", ".join(self.names())
+            raise InvalidParameter(self.parameter, f"unknown {self.parameter} {name!r}; choose from {choices}")
+        if name not in self._registered:
+            import_module(f"{self.package}.{name.replace('-', '_')}")
+        return self._registered[name]
+
+    def _own_names(self) -> list[str]:
+        spec = find_spec(self.package)
+        assert spec is not None
+        found = [module.name for module in iter_modules(spec.submodule_search_locations)]
+        return [name.replace("_", "-") for name in found if name != "base" and not name.startswith("_")]
+
+
+@cache
+def load_plugins() -> None:
+    """Import the modules that CHAIRLIFT_PLUGINS and installed packages name, once."""
+    for name in filter(None, os.environ.get(PLUGINS_VARIABLE, "").split(",")):
+        _import_plugin(name.strip())
+    for entry_point in entry_points(group="chairlift.plugins"):
+        entry_point.load()
+
+
+def _import_plugin(name: str) -> None:
+    if not name.endswith(".py"):
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            raise InvalidParameter(PLUGINS_VARIABLE, f"cannot import {name!r}: {error}") from error
+        return
+    path = Path(name)
+    spec = spec_from_file_location(f"chairlift_plugin_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise InvalidParameter(PLUGINS_VARIABLE, f"there is no file {name!r}")
+    spec.loader.exec_module(module_from_spec(spec))

@@ -1,0 +1,74 @@
+"""Choices are found by name: in the package, when registered, and in plugins."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chairlift.errors import InvalidParameter
+from chairlift.registry import Registry
+
+PACKAGE = "chairlift_example_choices"
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry[type]:
+    folder = tmp_path / PACKAGE
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
+        f"from chairlift.registry import Registry\nCHOICES = Registry('colour', '{PACKAGE}')\n"
+    )
+    (folder / "base.py").write_text("raise AssertionError('base is no choice')\n")
+    (folder / "dark_red.py").write_text(
+        f"from {PACKAGE} import CHOICES\n@CHOICES.register('dark-red')\nclass DarkRed: ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
+        monkeypatch.delitem(sys.modules, name)
+    module = __import__(PACKAGE)
+    return module.CHOICES  # type: ignore[no-any-return]
+
+
+def test_a_module_of_the_package_is_found_by_name_and_imported_when_asked_for(registry: Registry[type]) -> None:
+    assert registry.names() == ("dark-red",)
+    assert f"{PACKAGE}.dark_red" not in sys.modules
+    assert registry.get("dark-red").__name__ == "DarkRed"
+
+
+def test_a_registered_object_is_a_choice(registry: Registry[type]) -> None:
+    registry.register("blue")(int)
+    assert registry.names() == ("blue", "dark-red")
+    assert registry.get("blue") is int
+    with pytest.raises(ValueError, match="'blue' is registered twice"):
+        registry.register("blue")(str)
+
+
+def test_an_unknown_name_raises_with_all_choices(registry: Registry[type]) -> None:
+    with pytest.raises(InvalidParameter, match="unknown colour 'green'; choose from dark-red") as raised:
+        registry.get("green")
+    assert raised.value.parameter == "colour"
+
+
+def run_with_plugins(plugins: str, program: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CHAIRLIFT_PLUGINS": plugins}
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+
+
+def test_a_file_named_by_the_environment_variable_adds_a_choice(tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("from chairlift.text import TOYS\nTOYS.register('top')(int)\n")
+    program = (
+        "import chairlift.text; from chairlift.registry import Registry;"
+        "chairlift.text.TOYS = Registry('toy', 'chairlift.client'); print(chairlift.text.TOYS.get('top'))"
+    )
+    assert run_with_plugins(str(plugin), program).stdout == "<class 'int'>\n"
+
+
+@pytest.mark.parametrize("missing", ["no_such_module", "no/such/file.py"])
+def test_a_missing_plugin_is_an_error_that_names_the_variable(missing: str) -> None:
+    program = "from chairlift.registry import load_plugins; load_plugins()"
+    assert "CHAIRLIFT_PLUGINS" in run_with_plugins(missing, program).stderr

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Two workers, each taking whole files, so that what a file sets up (a model, a server) is set up once.
+# Two workers take whole files, so that each file sets up its model or server once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install serve chat test test-all lint typecheck format bench clean
@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-install: $(STAMP)  ## virtual environment with chairlift and its tools
+install: $(STAMP)  ## create .venv with chairlift and the development tools
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " \
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
 		{ $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@# To test the GPU kernels in Triton's interpreter. Without its dependencies: torch here is the CPU build.
+	@# Triton's interpreter tests the GPU kernels. No dependencies: they would replace the CPU build of torch.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.6.0
 	@touch $@
 
@@ -30,10 +30,10 @@ serve: install  ## fetch the default model and serve it on 127.0.0.1:8000
 chat: install  ## talk to the default model in the terminal
 	$(BIN)/chairlift chat
 
-test: install lint typecheck  ## what CI runs: style, types, and the tests
+test: install lint typecheck  ## run what CI runs: style, types and tests
 	$(PYTEST)
 
-test-all: install lint typecheck  ## everything, the slow checks too
+test-all: install lint typecheck  ## also run the slow tests
 	HYPOTHESIS_PROFILE=searching $(PYTEST) -m ''
 
 lint: install
@@ -44,11 +44,11 @@ lint: install
 typecheck: install
 	$(BIN)/mypy
 
-format: install  ## rewrite the code in the house style
+format: install  ## fix style and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install  ## the throughput comparison of the README
+bench: install  ## output tokens/s, beside one-at-a-time and transformers
 	$(BIN)/chairlift bench throughput
 
 clean:

@@ -1,4 +1,4 @@
-"""What all tests have in common."""
+"""Settings and fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ try:
 except ImportError:  # tests/gpu and tests/kernels run without it
     settings = None
 
-# A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that; some tests press it.
+SLOW_TEST_TIMEOUT = 1800  # seconds; `timeout` in pyproject.toml applies to all other tests
+
+# A shell ignores SIGINT in background jobs and their children inherit that; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # There are as many workers as cores. Set here, before torch and numba are imported.
+    # One thread per worker: there are as many workers as cores. Must be set before torch and numba are imported.
     os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
-# `make test` tries the same examples every time, so that it fails for a change and never by chance; `make test-all`
-# looks for new ones.
+# `make test` uses the same examples every time, so that it never fails by chance; `make test-all` searches for new ones.
 if settings is not None:
     settings.register_profile("repeatable", derandomize=True)
     settings.register_profile("searching", derandomize=False)
@@ -30,13 +31,16 @@ if settings is not None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The file that takes longest goes first: workers take whole files, and at the end one would wait for the other."""
+    """Run the longest files first, since workers take whole files, and give slow tests a longer timeout."""
     items.sort(key=lambda item: "model" not in item.keywords)
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.timeout(SLOW_TEST_TIMEOUT))
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """torch computes with one thread."""
+    """Limit torch to one thread."""
     import torch
 
     threads = torch.get_num_threads()

@@ -23,7 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
-# `make test` uses the same examples every time, so that it never fails by chance; `make test-all` searches for new ones.
+# `make test` uses the same examples every time, so that it never fails by chance; `make test-all` searches for more.
 if settings is not None:
     settings.register_profile("repeatable", derandomize=True)
     settings.register_profile("searching", derandomize=False)

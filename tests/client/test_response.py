@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.client.address import Address
-from chairlift.client.events import EventLines
+from chairlift.client.events import EventLineParser
 from chairlift.client.response import BadResponse, ResponseReader
 from chairlift.errors import InvalidParameter
 
@@ -54,7 +54,7 @@ def test_any_pieces_give_the_same_response(kind: str, cuts: list[int]) -> None:
 
 @given(cuts=st.lists(st.integers(0, 1000), max_size=8))
 def test_any_pieces_give_the_same_events(cuts: list[int]) -> None:
-    lines = EventLines()
+    lines = EventLineParser()
     data = b': a comment\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b":2}\n\ndata: [DONE]\n\n'
     events = [event for piece in pieces(data, cuts) for event in lines.feed(piece)]
     assert events == [b'{"a": 1}', b'{"b":2}', b"[DONE]"]

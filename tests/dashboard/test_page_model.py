@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from chairlift.server.dashboard.page import content_policy, dashboard_page, joined_modules
-from chairlift.server.dashboard.tenants import TenantNumbers
+from chairlift.server.dashboard.tenant_numbers import TenantNumbers
 from tests.core.driving import make_scheduler
 from tests.dashboard.recorded import RecordedRun, random_run
 from tests.dashboard.test_recorder import drafting

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from chairlift.server.dashboard.tenants import TenantNumbers
+from chairlift.server.dashboard.tenant_numbers import TenantNumbers
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.draft_length import FixedLength
 from tests.core.driving import make_scheduler

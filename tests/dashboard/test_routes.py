@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from chairlift.server.dashboard.recent_frames import MAX_UNREAD, MOST_FRAMES, RecentFrames
-from chairlift.server.dashboard.subscribers import MAX_UNREAD_BYTES, MAX_VIEWERS, Viewer
+from chairlift.server.dashboard.subscribers import MAX_SUBSCRIBERS, MAX_UNREAD_BYTES, Subscriber
 from chairlift.server.process.messages import Frame, Loaded, RecorderFault, SwitchPolicy, ToEngine, Update, Watch
 from tests.server.front_end import FrontEnd, ScriptedEngine, answer_ok, front_end
 
@@ -152,7 +152,7 @@ def test_the_policy_is_switched_only_where_that_is_allowed_and_sensible() -> Non
 def test_there_is_a_limit_to_the_pages() -> None:
     with front_end(send_frames) as front:
         viewers = front.service.viewers
-        admitted = [viewers.admit(None, None) for _ in range(MAX_VIEWERS)]
+        admitted = [viewers.admit(None, None) for _ in range(MAX_SUBSCRIBERS)]
         refused = httpx.get(f"{front.url}/dashboard/stream")
         assert refused.status_code == 429
         assert "close one" in refused.json()["error"]["message"]
@@ -163,7 +163,7 @@ def test_there_is_a_limit_to_the_pages() -> None:
 
 def test_a_page_that_reads_too_slowly_loses_frames_and_goes_on_from_a_keyframe() -> None:
     async def scenario() -> None:
-        viewer = Viewer(None, None)
+        viewer = Subscriber(None, None)
         viewer.offer(frame(0), {})  # before its keyframe, it has nothing to lose
         assert (viewer.take(), viewer.num_lost) == ([], 0)
         viewer.offer(frame(1, is_key=True), {})
@@ -189,7 +189,7 @@ def test_what_a_page_is_told_again_is_never_too_much_for_it() -> None:
     assert len(recent.all()) == MOST_FRAMES
 
     async def scenario() -> None:
-        viewer = Viewer(None, None)
+        viewer = Subscriber(None, None)
         viewer.catch_up((one, one.tenants) for one in recent.all())
         for number in range(MOST_FRAMES):  # that come before it has read any of it
             viewer.offer(frame(number, tenants={number: "carol"}), {number: "carol"})
@@ -244,7 +244,7 @@ def test_a_frame_that_cannot_be_passed_on_costs_no_answer(monkeypatch: pytest.Mo
     with front_end(send_frames) as front, watching(front) as frames:
         until(frames, "key")
         with monkeypatch.context() as patch:
-            patch.setattr(Viewer, "offer", fail)
+            patch.setattr(Subscriber, "offer", fail)
             tell(front.engine, frame(1))
             body = {"model": "scripted", "prompt": "the lift", "max_tokens": 2}
             assert httpx.post(f"{front.url}/v1/completions", json=body).status_code == 200

@@ -11,9 +11,9 @@ from typing import Any
 
 import uvicorn
 
-from chairlift.server.admission import Limits
 from chairlift.server.http.app import make_app
 from chairlift.server.lifecycle import uvicorn_config
+from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.messages import Loaded, Submit, ToEngine, Update, decode_to_engine

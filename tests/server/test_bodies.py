@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from chairlift.server.admission import Limits
 from chairlift.server.http import bodies
+from chairlift.server.limits import Limits
 from chairlift.server.process.engine_client import EngineState
 from tests.server.conftest import HTTP, wait_for
 from tests.server.front_end import NAME, FrontEnd, front_end
-from tests.server.test_text_work import LONG_TEXT, ask, preparing, stuck_on_long_texts
+from tests.server.test_tokenizer_pool import LONG_TEXT, ask, preparing, stuck_on_long_texts
 
 PATH = "/v1/completions"
 LARGE = {"model": NAME, "prompt": LONG_TEXT}

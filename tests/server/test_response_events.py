@@ -15,7 +15,7 @@ from chairlift.core.logprobs import TokenLogprobs
 from chairlift.server.http.errors import APIError
 from chairlift.server.openai.response_builder import Usage
 from chairlift.server.process.messages import Update
-from chairlift.server.responses.response_builder import ResponseAnswer
+from chairlift.server.responses.response_builder import ResponseObjectBuilder
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta, PlainParser
 from chairlift.text.tokenizer import Tokenizer
@@ -38,9 +38,9 @@ class Scripted:
         return []
 
 
-def answer(parser: Any, **asked: Any) -> ResponseAnswer:
+def answer(parser: Any, **asked: Any) -> ResponseObjectBuilder:
     request = ResponsesRequest(model="m", input="?", **asked)
-    return ResponseAnswer(request, "m", TOKENIZER, parser, "resp_1", ["resp_1-0"], Usage(prompt_tokens=3))
+    return ResponseObjectBuilder(request, "m", TOKENIZER, parser, "resp_1", ["resp_1-0"], Usage(prompt_tokens=3))
 
 
 def decoded(events: list[bytes]) -> list[dict[str, Any]]:

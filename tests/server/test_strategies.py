@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from chairlift.server.admission import Limits
-from chairlift.server.http.guards import Guards
+from chairlift.server.http.guards import RequestGuard
 from chairlift.server.http.host_names import HostNames
+from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from tests.server.conftest import NAME, RunningServer, start_server
 
@@ -60,7 +60,7 @@ def test_a_key_names_its_tenant(key: str, tenant: str | None) -> None:
         return {"type": "http.request", "body": b""}
 
     keys = ["alice sk-1", "sk-2", "  Bob B  sk-3 "]
-    guards = Guards(app, api_keys=keys, hosts=HostNames(), limits=Limits(), metrics=Metrics())
+    guards = RequestGuard(app, api_keys=keys, hosts=HostNames(), limits=Limits(), metrics=Metrics())
     headers = [(b"authorization", f"Bearer {key}".encode())]
     scope: Scope = {"type": "http", "path": "/v1/models", "query_string": b"", "headers": headers, "method": "GET"}
     asyncio.run(guards(scope, nothing, nothing))  # type: ignore[arg-type]

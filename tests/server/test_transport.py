@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.server.admission import Limits
+from chairlift.server.limits import Limits
 from chairlift.server.process.messages import Cancel, Submit, ToEngine, Update
 from tests.server.conftest import HTTP, wait_for
 from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end, stay_silent

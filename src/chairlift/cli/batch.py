@@ -85,9 +85,9 @@ async def _answer(
 ) -> None:
     from chairlift.client.address import Address
     from chairlift.client.http import HttpClient
-    from chairlift.server.admission import Limits
     from chairlift.server.batch.send import own_engine, server_elsewhere
     from chairlift.server.lifecycle import ServerConfig
+    from chairlift.server.limits import Limits
 
     # As Ctrl-C does it: by the time the process ends, its engine is gone.
     this = asyncio.current_task()

@@ -119,8 +119,8 @@ def serve(
     SIGTERM or Ctrl-C takes no new requests, lets running ones finish, and exits; a second one exits
     at once.
     """
-    from chairlift.server.admission import Limits
     from chairlift.server.lifecycle import ServerConfig, serve_forever
+    from chairlift.server.limits import Limits
     from chairlift.server.process.engine_client import Supervision
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

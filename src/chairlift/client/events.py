@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class EventLines:
+class EventLineParser:
     """Takes the bytes of a stream and gives out what follows `data:`, one event after the other."""
 
     def __init__(self) -> None:

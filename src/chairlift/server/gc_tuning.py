@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def leave_what_is_loaded_alone() -> None:
+def freeze_loaded_objects() -> None:
     """Call it when all is loaded. The collector goes through every object that may be part of a cycle, again and again;
     with modules, weights and tokenizers among them, a large request could make it hold up all others for seconds."""
     gc.collect()
@@ -16,10 +16,10 @@ def leave_what_is_loaded_alone() -> None:
 
 
 @contextmanager
-def what_is_loaded_left_alone() -> Iterator[None]:
+def loaded_objects_frozen() -> Iterator[None]:
     """The same for a while."""
     before = gc.get_threshold()
-    leave_what_is_loaded_alone()
+    freeze_loaded_objects()
     try:
         yield
     finally:

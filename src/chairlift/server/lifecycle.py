@@ -21,11 +21,11 @@ from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.store import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
-from chairlift.server.admission import Limits
-from chairlift.server.gc_tuning import leave_what_is_loaded_alone
+from chairlift.server.gc_tuning import freeze_loaded_objects
 from chairlift.server.http.app import make_app
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.protocol import GuardedProtocol
+from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
 from chairlift.server.service import Service
@@ -74,7 +74,7 @@ async def serve_forever(config: ServerConfig, on_ready: Callable[[Service, int],
     service = make_service(config)
     app = make_app(service, config.api_keys, config.cors_origins, dashboard=config.dashboard, hosts=hosts)
     server = _Server(uvicorn_config(app, config.limits))
-    leave_what_is_loaded_alone()
+    freeze_loaded_objects()
     signals = _Signals()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

@@ -17,20 +17,21 @@ import chairlift
 from chairlift.core.request import completion_ids
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.server.admission import Admission, Limits, check_lengths
 from chairlift.server.dashboard.request_texts import RequestTexts
-from chairlift.server.dashboard.subscribers import Viewers
-from chairlift.server.deadline import Deadline
+from chairlift.server.dashboard.subscribers import Subscribers
+from chairlift.server.generation.admission import Admission, check_lengths
+from chairlift.server.generation.deadline import Deadline
+from chairlift.server.generation.request_metrics import RequestMetrics
+from chairlift.server.generation.tokenizer_pool import TokenizerPool
 from chairlift.server.http.errors import APIError
-from chairlift.server.http.sse import EventStream, collect, events, first_of, unless_gone
+from chairlift.server.http.sse import EventStream, collect, events, first_of, unless_disconnected
+from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.openai.response_builder import Answer, ChatShape, Reply, Shape, TextShape, Usage, json_encoder
 from chairlift.server.openai.tool_responses import ToolShape
 from chairlift.server.openai.types import ChatRequest, Completing, CompletionRequest, Sampling
 from chairlift.server.process.engine_client import EngineClient
 from chairlift.server.process.messages import Submit
-from chairlift.server.request_clock import RequestClock
-from chairlift.server.tokenizer_pool import TextWork
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats import choose_format
 from chairlift.text.tool_use import ToolUse
@@ -77,12 +78,12 @@ class Service:
         self.metrics = metrics
         self.limits = limits
         self.admission = Admission(engine, metrics, limits)
-        self.text = TextWork()
+        self.text = TokenizerPool()
         self._isolate_keys = isolate_keys
         self.created = int(time.time())
         self.policy_switch = policy_switch  # whether clients may change the policy of the running engine
         texts = RequestTexts(tokenizer)
-        self.viewers = Viewers(engine, metrics, texts, greeting=self._greeting, isolate_keys=isolate_keys)
+        self.viewers = Subscribers(engine, metrics, texts, greeting=self._greeting, isolate_keys=isolate_keys)
 
     def _greeting(self) -> dict[str, Any]:
         loaded = self.engine.loaded
@@ -141,7 +142,9 @@ class Service:
         return use.encode(self.tokenizer, body.messages, max_tokens=limit, **options)
 
     def _encode(self, text: str | list[int], limit: int) -> list[int]:
-        return self.tokenizer.encode(text, max_tokens=limit) if isinstance(text, str) else check_ids("prompt", text)
+        if not isinstance(text, str):
+            return check_token_ids("prompt", text)
+        return self.tokenizer.encode(text, max_tokens=limit)
 
     def _echo(self, text: str | list[int]) -> str:
         return text if isinstance(text, str) else self.tokenizer.decode(text)
@@ -168,7 +171,7 @@ class Service:
             timeout = self.limits.default_timeout if body.timeout is None else body.timeout
             deadline = Deadline(http.state.arrived, timeout)
             async with deadline.watched():
-                prepared = await unless_gone(http, self.text.run(size, prepare))
+                prepared = await unless_disconnected(http, self.text.run(size, prepare))
             check_lengths(job.parameter, prepared.prompts, loaded.max_model_len)
             answer_id = f"{job.id_prefix}{uuid.uuid4().hex}"
             requests = [
@@ -185,7 +188,7 @@ class Service:
                 for index, prompt in enumerate(prepared.prompts)
             ]
             texts = self.viewers.texts if self.viewers.watching else None
-            stream = self.engine.submit(requests, RequestClock(self.metrics, http.state.arrived, texts))
+            stream = self.engine.submit(requests, RequestMetrics(self.metrics, http.state.arrived, texts))
             for request in requests if texts is not None else ():
                 ids = completion_ids(request.request_id, request.params.n)
                 self.viewers.texts.open(ids, request.prompt, http.state.key)
@@ -194,16 +197,16 @@ class Service:
             self.metrics.prompt_tokens.inc(usage.prompt_tokens)
             answer, updates = prepared.wording(answer_id, stream.ids, usage), aiter(stream)
             if not body.stream:
-                await unless_gone(http, collect(updates, answer))
+                await unless_disconnected(http, collect(updates, answer))
                 return Response(json_encoder.encode(answer.body()), media_type="application/json")
-            first = await unless_gone(http, first_of(updates))
+            first = await unless_disconnected(http, first_of(updates))
         except BaseException:
             self.engine.cancel(stream)
             raise
         return EventStream(events(first, updates, answer), on_end=lambda: self.engine.cancel(stream))
 
 
-def check_ids(parameter: str, tokens: list[int]) -> list[int]:
+def check_token_ids(parameter: str, tokens: list[int]) -> list[int]:
     """Refuse numbers that no message can carry; whether the vocabulary has them is the engine's to say."""
     for token in tokens:
         if not 0 <= token < 2**31:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chairlift.client.address import Address
-from chairlift.client.events import EventLines
+from chairlift.client.events import EventLineParser
 from chairlift.client.http import BadResponse, HttpClient
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.workload import BenchRequest
@@ -102,7 +102,7 @@ class _Answer:
         self._client = client
         self._record = record
         self._now = now
-        self._lines = EventLines()
+        self._lines = EventLineParser()
         self._start = b""  # of the body, where an error that is no stream would be
         self._finished = False
         self._problem: str | None = None

@@ -25,7 +25,7 @@ from chairlift.core.events import (
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request, Status
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.server.dashboard.tenants import TenantNumbers
+from chairlift.server.dashboard.tenant_numbers import TenantNumbers
 
 Frame = dict[str, Any]
 

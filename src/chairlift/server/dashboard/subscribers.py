@@ -21,7 +21,7 @@ from chairlift.server.process.messages import Frame, Loaded, RecorderFault, Watc
 
 log = logging.getLogger("chairlift.server")
 
-MAX_VIEWERS = 32
+MAX_SUBSCRIBERS = 32
 MAX_UNREAD_BYTES = 4 * 2**20
 SERVICE_SECONDS = 1.0
 LEASE_SECONDS = 10.0  # the engine stops recording when it has not been asked for so long
@@ -30,7 +30,7 @@ SURE_SECONDS = 0.8 * LEASE_SECONDS  # so long it certainly goes on, however long
 _encode = msgspec.json.Encoder().encode
 
 
-class Viewer:
+class Subscriber:
     """One open page. If it reads too slowly it loses what it has not read, and goes on from the next keyframe."""
 
     def __init__(self, key: bytes | None, tenant: str | None) -> None:
@@ -87,7 +87,7 @@ class Viewer:
         return unread
 
 
-class Viewers:
+class Subscribers:
     def __init__(
         self,
         engine: EngineClient,
@@ -102,7 +102,7 @@ class Viewers:
         self.texts = texts
         self._greeting = greeting  # what never changes while the server runs
         self._isolate_keys = isolate_keys
-        self._viewers: set[Viewer] = set()
+        self._viewers: set[Subscriber] = set()
         self._asked_for_key = self._renewed = float("-inf")
         self._service: tuple[float, bytes] = (float("-inf"), b"")
         self._closed = False
@@ -150,26 +150,26 @@ class Viewers:
         if fault.is_off:
             self._failed_in = self._engine.loaded
 
-    def _names_for(self, viewer: Viewer, tenants: dict[int, str]) -> dict[int, str]:
+    def _names_for(self, viewer: Subscriber, tenants: dict[int, str]) -> dict[int, str]:
         """With isolated keys, nobody learns who the others are."""
         if not self._isolate_keys:
             return tenants
         return {number: name if name == viewer.tenant else f"key {number + 1}" for number, name in tenants.items()}
 
-    def admit(self, key: bytes | None, tenant: str | None) -> Viewer:
-        if len(self._viewers) >= MAX_VIEWERS:
-            problem = f"{MAX_VIEWERS} pages look at the dashboard already, and there is room for no more; close one"
+    def admit(self, key: bytes | None, tenant: str | None) -> Subscriber:
+        if len(self._viewers) >= MAX_SUBSCRIBERS:
+            problem = f"{MAX_SUBSCRIBERS} pages look at the dashboard already, and there is room for no more; close one"
             raise APIError(429, problem, type_="rate_limit_error", code="too_many_viewers")
-        viewer = Viewer(key, tenant)
+        viewer = Subscriber(key, tenant)
         self._viewers.add(viewer)
         return viewer
 
-    def dismiss(self, viewer: Viewer) -> None:
+    def dismiss(self, viewer: Subscriber) -> None:
         self._viewers.discard(viewer)
         if not self._viewers:
             self.texts.clear()
 
-    async def stream(self, viewer: Viewer) -> AsyncIterator[bytes]:
+    async def stream(self, viewer: Subscriber) -> AsyncIterator[bytes]:
         """Server-sent events, for as long as the page is there."""
         yield _event(_encode({"t": "hello", **self._greeting(), "tenant": viewer.tenant}))
         told_service = float("-inf")
@@ -183,7 +183,7 @@ class Viewers:
             if unread := viewer.take():
                 yield b"".join(map(_event, unread))
 
-    def _keep_watching(self, viewer: Viewer) -> None:
+    def _keep_watching(self, viewer: Subscriber) -> None:
         now = time.monotonic()
         if now - self._renewed > SURE_SECONDS or self._life is not self._engine.loaded:
             self._recent.clear()  # the engine may have stopped since, or is another one

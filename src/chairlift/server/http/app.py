@@ -18,16 +18,16 @@ from starlette.requests import Request
 import chairlift
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.server.dashboard.routes import add_dashboard
-from chairlift.server.http.bodies import invalid_value, reading_in_threads
+from chairlift.server.http.bodies import invalid_value, threaded_body_route
 from chairlift.server.http.errors import APIError, as_api_error, unavailable
-from chairlift.server.http.guards import Guards, Outermost
+from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
 from chairlift.server.http.host_names import HostNames
-from chairlift.server.http.sse import unless_gone
+from chairlift.server.http.sse import unless_disconnected
 from chairlift.server.openai.types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from chairlift.server.process.engine_client import EngineState
 from chairlift.server.responses.endpoint import respond
 from chairlift.server.responses.types import ResponsesRequest
-from chairlift.server.service import Service, check_ids
+from chairlift.server.service import Service, check_token_ids
 from chairlift.text.tool_use import ToolUse
 
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
@@ -54,8 +54,10 @@ def make_app(
 
     app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     hosts = hosts or HostNames()
-    app.router.route_class = reading_in_threads(service.admission)
-    app.add_middleware(Guards, api_keys=list(api_keys), hosts=hosts, limits=service.limits, metrics=service.metrics)
+    app.router.route_class = threaded_body_route(service.admission)
+    app.add_middleware(
+        RequestGuard, api_keys=list(api_keys), hosts=hosts, limits=service.limits, metrics=service.metrics
+    )
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -64,7 +66,7 @@ def make_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(Outermost)
+    app.add_middleware(OutermostMiddleware)
     _handle_errors(app)
     _add_generation(app, service)
     _add_text(app, service)
@@ -150,7 +152,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         with service.admission.text_place():
             size = len(await http.body())
-            tokens = await unless_gone(http, service.text.run(size, partial(_tokens_of, body, service)))
+            tokens = await unless_disconnected(http, service.text.run(size, partial(_tokens_of, body, service)))
         loaded = service.engine.loaded
         return {"tokens": tokens, "count": len(tokens), "max_model_len": loaded.max_model_len if loaded else None}
 
@@ -159,11 +161,11 @@ def _add_text(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         with service.admission.text_place():
             work = service.text.run(len(body.tokens), partial(_text_of, body, service))
-            return {"prompt": await unless_gone(http, work)}
+            return {"prompt": await unless_disconnected(http, work)}
 
 
 def _text_of(body: DetokenizeRequest, service: Service) -> str:
-    return service.tokenizer.decode(check_ids("tokens", body.tokens))
+    return service.tokenizer.decode(check_token_ids("tokens", body.tokens))
 
 
 def _tokens_of(body: TokenizeRequest, service: Service) -> list[int]:

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.server.admission import Admission
+from chairlift.server.generation.admission import Admission
 from chairlift.server.http.errors import APIError
-from chairlift.server.http.sse import unless_gone
+from chairlift.server.http.sse import unless_disconnected
 from chairlift.server.openai.types import Sampling
 
 LARGE = 20_000  # bytes
@@ -30,7 +30,7 @@ LARGE = 20_000  # bytes
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def reading_in_threads(admission: Admission) -> type[APIRoute]:
+def threaded_body_route(admission: Admission) -> type[APIRoute]:
     """The class of routes whose large bodies are read in threads of their own, for clients who are let in."""
     threads = ThreadPoolExecutor(2, thread_name_prefix="body")
 
@@ -67,7 +67,7 @@ class _LargeBody(Request):
             return await super().json()
         with self._place():
             reading = asyncio.get_running_loop().run_in_executor(self._threads, partial(_read, self._model, body))
-            return await unless_gone(self, reading)
+            return await unless_disconnected(self, reading)
 
     def _place(self) -> AbstractContextManager[Any]:
         """Nothing is read for those who are turned away. How many completions it asks for is not known yet: one."""

@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chairlift.server.admission import Limits, too_busy
+from chairlift.server.generation.admission import too_busy
 from chairlift.server.http.errors import APIError, as_api_error
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.json_size import ValueCounter
+from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 
 log = logging.getLogger("chairlift.server")
@@ -28,7 +29,7 @@ OPEN_PATHS = frozenset({"/health", "/dashboard"})  # without a key, where there 
 PROBED_PATHS = frozenset({"/health", "/ready"})  # under any name, where there are no keys: they tell nothing of worth
 
 
-class Outermost:
+class OutermostMiddleware:
     """Every reply has a request id, every GET route also answers HEAD, and whatever was not foreseen is a 500."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -60,7 +61,7 @@ class Outermost:
                 await as_api_error(error).response()(scope, receive, send_with_id)
 
 
-class Guards:
+class RequestGuard:
     def __init__(
         self, app: ASGIApp, *, api_keys: Iterable[str], hosts: HostNames, limits: Limits, metrics: Metrics
     ) -> None:

@@ -17,8 +17,8 @@ import h11
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from chairlift.server.admission import Limits
 from chairlift.server.http.errors import APIError
+from chairlift.server.limits import Limits
 
 MAX_PIPELINED = 64 * 2**10  # bytes of further requests that are read while one is under way
 

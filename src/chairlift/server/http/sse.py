@@ -20,7 +20,7 @@ T = TypeVar("T")
 PING = b": waiting\n\n"
 
 
-async def unless_gone(http: Request, work: Awaitable[T]) -> T:
+async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:
     """Await `work`, but drop it as soon as the client has gone away."""
     task = asyncio.ensure_future(work)
     gone = asyncio.create_task(_disconnected(http))

@@ -11,7 +11,7 @@ import msgspec
 
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.server.http.errors import APIError
-from chairlift.server.openai.token_scores import TextScores, scored_tokens
+from chairlift.server.openai.logprobs import CompletionLogprobs, chat_logprobs
 from chairlift.server.process.messages import Update
 from chairlift.text.tokenizer import Tokenizer
 
@@ -75,7 +75,7 @@ class Choice:
     stop_reason: int | str | None = None
     score: float | None = None
     started: bool = False  # whether a streamed chunk of it has been sent
-    scores: TextScores = field(default_factory=TextScores)
+    scores: CompletionLogprobs = field(default_factory=CompletionLogprobs)
 
     @property
     def text(self) -> str:
@@ -132,7 +132,7 @@ class ChatShape:
     def logprobs(self, given: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
-        return {"content": scored_tokens(given, tokenizer)}
+        return {"content": chat_logprobs(given, tokenizer)}
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from chairlift.core.request import completion_ids
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter, TemporaryFailure
-from chairlift.server.process.engine_handle import EngineLife, spawn
+from chairlift.server.process.engine_handle import EngineHandle, spawn
 from chairlift.server.process.messages import (
     Cancel,
     FailedToLoad,
@@ -86,7 +86,7 @@ class EngineClient:
         self._care = supervision or Supervision()
         self._context = zmq.asyncio.Context()
         self._streams: dict[str, Stream] = {}  # by completion id
-        self._life: EngineLife | None = None
+        self._life: EngineHandle | None = None
         self._changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
 
@@ -220,13 +220,13 @@ class EngineClient:
             self._life = None
             life.close()
 
-    async def _watch(self, life: EngineLife, tasks: set[asyncio.Task[Any]]) -> None:
+    async def _watch(self, life: EngineHandle, tasks: set[asyncio.Task[Any]]) -> None:
         tick, now = min(1.0, self._care.heartbeat_timeout / 4), time.monotonic()
         await asyncio.wait(tasks, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
         if time.monotonic() - now > 2 * tick:
             life.last_sign = time.monotonic()  # it was this process that slept: signs of life may be waiting
 
-    def _illness(self, life: EngineLife) -> str | None:
+    def _illness(self, life: EngineHandle) -> str | None:
         patience = self._care.loading_silence if life.ready_at is None else self._care.heartbeat_timeout
         if time.monotonic() - life.last_sign > patience:
             return f"has been silent for {patience:g} s"
@@ -238,7 +238,7 @@ class EngineClient:
         """Messages that the process sent before it ended may still be under way."""
         await asyncio.wait([listener], timeout=0.2)
 
-    async def _listen(self, life: EngineLife) -> None:
+    async def _listen(self, life: EngineHandle) -> None:
         while True:
             message = decode_from_engine(await life.reports.recv())
             life.last_sign = time.monotonic()

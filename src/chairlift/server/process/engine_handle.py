@@ -20,7 +20,7 @@ import zmq.asyncio
 
 
 @dataclass(slots=True)
-class EngineLife:
+class EngineHandle:
     """It has sockets of its own, so that no message outlives it."""
 
     process: asyncio.subprocess.Process
@@ -32,7 +32,7 @@ class EngineLife:
     ready_at: float | None = None
 
 
-async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any], *, quiet: bool) -> EngineLife:
+async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any], *, quiet: bool) -> EngineHandle:
     with ExitStack() as opened:  # closed again if the process cannot be started, or is stopped meanwhile
         folder = Path(tempfile.mkdtemp(prefix="chairlift-"))  # only this user may enter it
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -53,4 +53,4 @@ async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "chairlift.server.process.engine_process", json.dumps(settings)
         )
-        return EngineLife(process, commands, reports, opened.pop_all().close)
+        return EngineHandle(process, commands, reports, opened.pop_all().close)

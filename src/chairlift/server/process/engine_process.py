@@ -34,8 +34,8 @@ from chairlift.core.events import (
 )
 from chairlift.core.policies.base import make_policy
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.server.dashboard.engine_watch import EngineWatch
-from chairlift.server.gc_tuning import leave_what_is_loaded_alone
+from chairlift.server.dashboard.frame_publisher import FramePublisher
+from chairlift.server.gc_tuning import freeze_loaded_objects
 from chairlift.server.process.messages import (
     Cancel,
     FailedToLoad,
@@ -82,7 +82,7 @@ class EngineProcess:
         except ChairliftError as error:
             self._send(FailedToLoad(str(error)))
             return 0
-        leave_what_is_loaded_alone()
+        freeze_loaded_objects()
         try:
             return self._serve()
         finally:
@@ -113,7 +113,7 @@ class EngineProcess:
 
         started = load_engine(self.settings["model"], EngineConfig(**self.settings["engine"]), progress=False)
         self.engine = started.engine
-        self.watch = EngineWatch(self.engine, self._send)
+        self.watch = FramePublisher(self.engine, self._send)
         seats = self.engine.scheduler.max_batch_requests
         self._send(Loaded(self.engine.max_model_len, self.engine.vocab_size, seats))
 

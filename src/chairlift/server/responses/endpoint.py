@@ -11,7 +11,7 @@ from starlette.responses import Response
 from chairlift.errors import InvalidParameter
 from chairlift.server.openai.types import ChatRequest
 from chairlift.server.responses.input import Conversation
-from chairlift.server.responses.response_builder import ResponseAnswer
+from chairlift.server.responses.response_builder import ResponseObjectBuilder
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.service import Job, Prepared, Service
 from chairlift.text.tool_use import ToolUse
@@ -35,7 +35,7 @@ async def respond(service: Service, body: ResponsesRequest, http: HTTPRequest) -
         def prepare(limit: int) -> Prepared:
             use = service.tool_use(chat)
             prompt = _encode(service, body, chat, use, limit)
-            wording = partial(ResponseAnswer, body, service.model_name, service.tokenizer, use.parser())
+            wording = partial(ResponseObjectBuilder, body, service.model_name, service.tokenizer, use.parser())
             return Prepared([prompt], use.applied_to(params, service.tokenizer), wording)
 
         return await service.answer(chat, http, Job(params.n, 1, prepare, "input", "resp_"))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chairlift.server.http.errors import APIError
+from chairlift.server.openai.logprobs import chat_logprobs
 from chairlift.server.openai.response_builder import Usage, json_encoder
-from chairlift.server.openai.token_scores import scored_tokens
 from chairlift.server.process.messages import Update
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantParser, AssistantPart, CallBegun, ContentDelta
@@ -80,7 +80,7 @@ class CallItem:
         yield {"type": "response.function_call_arguments.done", **self.where(index), **told}
 
 
-class ResponseAnswer:
+class ResponseObjectBuilder:
     """One response. A whole answer goes through the same events as a stream, only nobody is told of them."""
 
     def __init__(
@@ -137,7 +137,7 @@ class ResponseAnswer:
 
     def _happenings(self, update: Update) -> Iterator[Event]:
         if self._with_logprobs:
-            self._unspoken += scored_tokens(update.logprobs, self._tokenizer)
+            self._unspoken += chat_logprobs(update.logprobs, self._tokenizer)
         for part in self._parser.push(update.text):
             yield from self._say(part)
         if update.finish_reason is not None:

@@ -26,7 +26,7 @@ from chairlift.lab.common.timing import Note
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.memory import bytes_per_token
-from chairlift.server.gc_tuning import what_is_loaded_left_alone
+from chairlift.server.gc_tuning import loaded_objects_frozen
 
 VOCABULARY = 10_001  # tokens that prompts are drawn from
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 256, 6  # at most; enough for a step to be met often enough to be captured
@@ -203,7 +203,7 @@ def run_shape(shape: str, config: EngineConfig, cases: Sequence[str], note: Note
     for case in make_cases(cases, vocabulary, scale):
         run_case(started.engine, warm_up_of(case), None, None)
         note(f"{case.name}: {len(case.prompts)} requests")
-        with what_is_loaded_left_alone():  # as in the server
+        with loaded_objects_frozen():  # as in the server
             results.append(run_case(started.engine, case, cost, ceilings))
     return ShapeRun(results, ceilings, ready, vocabulary)
 

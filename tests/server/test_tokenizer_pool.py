@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.server.admission import Limits
+from chairlift.server.limits import Limits
 from chairlift.server.process.messages import Submit
 from tests.server.conftest import HTTP, wait_for
 from tests.server.front_end import NAME, FrontEnd, front_end

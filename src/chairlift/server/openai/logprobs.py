@@ -18,7 +18,7 @@ def token_text(data: bytes) -> str:
         return "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def scored_tokens(found: list[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def chat_logprobs(found: list[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """For chats and responses."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def scored_tokens(found: list[TokenLogprobs], tokenizer: Tokenizer) -> list[dict
     ]
 
 
-class TextScores:
+class CompletionLogprobs:
     """For text completions: lists side by side, with each token's place in the text. Remembers how far it got."""
 
     def __init__(self) -> None:

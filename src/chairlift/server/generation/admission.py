@@ -4,33 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.http.errors import APIError, unavailable
+from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.messages import Loaded
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a client may ask for at most."""
-
-    max_waiting: int = 256  # completions beyond the seats; more are answered with 429
-    max_text_jobs: int = 64  # texts read, tokenised or detokenised for their own sake; more are answered with 429
-    max_completions: int = 256  # prompts x n of one request
-    max_body_bytes: int = 8 * 2**20
-    max_body_values: int = 2**18  # numbers, strings, lists … in a body; nothing else can be done while they are read
-    max_held_bytes: int = 512 * 2**20  # of the bodies of all requests under way; more are answered with 429
-    max_headers: int = 128
-    max_header_bytes: int = 32 * 2**10  # with the path and the query
-    header_seconds: float = 10.0  # in which the headers of a request must have come
-    body_seconds: float = 60.0  # and its body
-    stall_seconds: float = 120.0  # a client that has read nothing for so long is cut off
-    keep_alive_seconds: float = 60.0  # that a connection may stay open between requests
-    default_timeout: float | None = None  # seconds, for requests that give none
-    ping_seconds: float = 10.0  # a stream that has been silent for up to twice as long says that it is alive
 
 
 class Admission:

@@ -12,7 +12,7 @@ LONG = 20_000  # characters, or token ids, from which on a text is long
 T = TypeVar("T")
 
 
-class TextWork:
+class TokenizerPool:
     """Two lanes: whoever sends long texts waits for others who do, and never holds up the short ones."""
 
     def __init__(self) -> None:

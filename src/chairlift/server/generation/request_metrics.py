@@ -9,7 +9,7 @@ from chairlift.server.metrics import Metrics
 from chairlift.server.process.messages import Update
 
 
-class RequestClock:
+class RequestMetrics:
     """Watches a stream, so that times are those at which the engine's word reached this process: a client that
     reads slowly does not make the engine look slow. They count from the request's arrival."""
 

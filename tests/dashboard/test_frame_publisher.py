@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from chairlift.core.events import Event
-from chairlift.server.dashboard import engine_watch
-from chairlift.server.dashboard.engine_watch import MOST_FAULTS, MOST_FOR_KEYS, EngineWatch
+from chairlift.server.dashboard import frame_publisher
+from chairlift.server.dashboard.frame_publisher import MOST_FAULTS, MOST_FOR_KEYS, FramePublisher
 from chairlift.server.dashboard.recorder import Recorder
 from chairlift.server.process.messages import Frame, RecorderFault, Watch
 from tests.core.driving import make_request, make_scheduler, run_plan
@@ -41,7 +41,7 @@ class Watched:
         self.scheduler = make_scheduler(num_blocks=400)
         self.sent: list[Frame | RecorderFault] = []
         engine: Any = SimpleNamespace(scheduler=self.scheduler, now=clock.monotonic)
-        self.watch = EngineWatch(engine, self.sent.append)
+        self.watch = FramePublisher(engine, self.sent.append)
 
     def turn(self) -> None:
         """What the engine's loop does."""
@@ -62,7 +62,7 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     clock = Clock()
-    monkeypatch.setattr(engine_watch, "time", clock)
+    monkeypatch.setattr(frame_publisher, "time", clock)
     return Watched(clock)
 
 

@@ -36,7 +36,7 @@ FAULT_SECONDS = 60.0  # so many in such a time, and it is switched off
 _encoder = msgspec.json.Encoder()
 
 
-class EngineWatch:
+class FramePublisher:
     def __init__(self, engine: Engine, send: Callable[[Frame | RecorderFault], None]) -> None:
         self._engine = engine
         self._send = send

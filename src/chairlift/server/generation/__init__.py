@@ -1,0 +1,1 @@
+"""The path of a generation request: admission, tokenization, submission and response."""

@@ -1,0 +1,25 @@
+"""Limits on what clients may request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on requests, bodies, headers and connections."""
+
+    max_waiting: int = 256  # sequences beyond max_batch_requests; more are answered with 429
+    max_text_jobs: int = 64  # concurrent tokenize and detokenize requests; more are answered with 429
+    max_completions: int = 256  # prompts x n of one request
+    max_body_bytes: int = 8 * 2**20
+    max_body_values: int = 2**18  # JSON values in a body; parsing them blocks the event loop
+    max_held_bytes: int = 512 * 2**20  # bodies of all requests in flight; more are answered with 429
+    max_headers: int = 128
+    max_header_bytes: int = 32 * 2**10  # including the path and the query
+    header_seconds: float = 10.0  # for the headers of a request to arrive
+    body_seconds: float = 60.0  # for its body to arrive
+    stall_seconds: float = 120.0  # a client that reads nothing for this long is disconnected
+    keep_alive_seconds: float = 60.0  # that a connection may stay open between requests
+    default_timeout: float | None = None  # seconds, for requests that give none
+    ping_seconds: float = 10.0  # a stream without output sends a comment after one to two such intervals

@@ -18,8 +18,8 @@ from chairlift.models.base import CausalLM
 from chairlift.runner.cpu import ModelRunner
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.memory import MemoryPlan, allocate_storage
-from chairlift.structured.grammar import GrammarCompiler
-from chairlift.structured.structured import StructuredOutput
+from chairlift.structured.compiler import GrammarCompiler
+from chairlift.structured.output import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, MAX_LEN, SEATS, few_splits, generate, model, prompts
 from tests.text import backends

@@ -12,7 +12,7 @@ from chairlift.server.openai.tool_responses import ToolShape
 from chairlift.server.process.messages import Update
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats import FORMATS
-from chairlift.text.tool_use import ToolUse
+from chairlift.text.tools.tool_use import ToolUse
 from tests.tiny import byte_level_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "get_time")]

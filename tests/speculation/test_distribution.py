@@ -20,7 +20,7 @@ from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.draft_length import FixedLength
 from chairlift.speculation.network_proposer import NetworkProposer
 from chairlift.speculation.networks import FirstLayers
-from tests.engine import sampler_reference as reference
+from tests.sampling import reference
 from tests.speculation.running import run, start
 
 VOCAB, RUNS, FIRST_SEED = 8, 3000, 10**6

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta
 from chairlift.text.tool_formats import FORMATS, choose_format
-from chairlift.text.tool_formats.parser import CallParser, new_call_id
+from chairlift.text.tools.call_parser import CallParser, new_call_id
 
 NAMES = ("get_weather", "add")
 NEW_MISTRAL = "{{ tools }} [TOOL_CALLS] [ARGS]"

@@ -16,10 +16,10 @@ from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import ArgumentsDelta, CallBegun, ContentDelta, PlainParser
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats import FORMATS, choose_format
-from chairlift.text.tool_formats.grammar import MAX_CALLS
 from chairlift.text.tool_formats.hermes import HermesFormat
-from chairlift.text.tool_use import ToolUse
-from chairlift.text.tools import MAX_TOOLS, Calling, checked_choice, checked_tools
+from chairlift.text.tools.call_grammar import MAX_CALLS
+from chairlift.text.tools.tool import MAX_TOOLS, Calling, checked_choice, checked_tools
+from chairlift.text.tools.tool_use import ToolUse
 from tests.tiny import CHATML, byte_level_tokenizer
 
 WEATHER = {

@@ -28,7 +28,7 @@ from chairlift.core.structure import Structure
 from chairlift.engine.output_text import OutputText
 from chairlift.engine.selection import Selection, scored
 from chairlift.errors import EngineDead, InvalidParameter
-from chairlift.structured.structured import StructuredOutput
+from chairlift.structured.output import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
 
 GRAMMAR_POLL = 0.005  # seconds: how long a step with nothing to compute waits for a grammar

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chairlift.core.request import Request
-from chairlift.text.stops import StopStrings
+from chairlift.text.stop_strings import StopStrings
 from chairlift.text.tokenizer import Tokenizer
 
 

@@ -16,7 +16,7 @@ from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.memory import MemoryPlan, allocate_storage, plan_memory
 from chairlift.speculation.draft_model import Draft
 from chairlift.speculation.network_proposer import NetworkProposer
-from chairlift.structured.structured import StructuredOutput
+from chairlift.structured.output import StructuredOutput
 
 MOST_DRAFTS_ON_GPU = 256  # of a step: beyond some hundred rows, arithmetic takes what a guess is to save
 

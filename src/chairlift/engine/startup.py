@@ -41,8 +41,8 @@ from chairlift.speculation.control.option import drafts_per_request
 from chairlift.speculation.draft_model import load_draft
 from chairlift.speculation.network_proposer import NetworkProposer
 from chairlift.speculation.setup import make_speculation
-from chairlift.structured.grammar import GrammarCompiler
-from chairlift.structured.structured import StructuredOutput
+from chairlift.structured.compiler import GrammarCompiler
+from chairlift.structured.output import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")

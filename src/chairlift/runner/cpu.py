@@ -21,7 +21,7 @@ from chairlift.sampling.beams import beam_candidates
 from chairlift.sampling.sampler import Sampler
 from chairlift.speculation.network_proposer import NetworkProposer
 from chairlift.speculation.networks import ComputedBatch
-from chairlift.structured.structured import StructuredOutput
+from chairlift.structured.output import StructuredOutput
 
 
 class ModelRunner:

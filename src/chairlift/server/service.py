@@ -34,7 +34,7 @@ from chairlift.server.process.engine_client import EngineClient
 from chairlift.server.process.messages import Submit
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats import choose_format
-from chairlift.text.tool_use import ToolUse
+from chairlift.text.tools.tool_use import ToolUse
 
 # Words an answer, given its id, those of its completions, and where its tokens are counted.
 Wording = Callable[[str, list[str], Usage], Answer]

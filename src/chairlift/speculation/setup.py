@@ -9,7 +9,7 @@ from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
 from chairlift.speculation.control.controller import Proposer, SpeculationController, Wanted
 from chairlift.speculation.control.draft_length import AdaptiveLength, DraftLength, FixedLength
-from chairlift.structured.structured import StructuredOutput
+from chairlift.structured.output import StructuredOutput
 
 
 def make_speculation(

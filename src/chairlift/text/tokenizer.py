@@ -19,7 +19,7 @@ from chairlift.text.detokenizer import (
     decoding_rules,
 )
 from chairlift.text.messages import checked_messages, plain_data
-from chairlift.text.spelled_tokens import SpelledTokens
+from chairlift.text.special_tokens import SpelledTokens
 
 _PROBE = 16  # characters per token of the beginning that tells whether a long text can fit at all
 _MARK = re.compile(r"<[^<>]+>")

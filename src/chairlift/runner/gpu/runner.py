@@ -37,7 +37,7 @@ from chairlift.sampling.beams import beam_candidates
 from chairlift.sampling.sampler import Sampler
 from chairlift.speculation.network_proposer import NetworkProposer
 from chairlift.speculation.networks import ComputedBatch
-from chairlift.structured.structured import MaskJob, StructuredOutput
+from chairlift.structured.output import MaskJob, StructuredOutput
 
 HOST_COPIES = 4  # float32 scores of a row that the host samples: as they came, edited, as probabilities and their logs
 STAGING_BUFFERS = 3  # one being filled, and those of the steps that may be under way

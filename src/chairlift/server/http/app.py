@@ -28,7 +28,7 @@ from chairlift.server.process.engine_client import EngineState
 from chairlift.server.responses.endpoint import respond
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.service import Service, check_token_ids
-from chairlift.text.tool_use import ToolUse
+from chairlift.text.tools.tool_use import ToolUse
 
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
 # "default" also keeps FastAPI from promising its own answer to a bad body, which is never given here.

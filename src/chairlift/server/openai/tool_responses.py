@@ -8,7 +8,7 @@ from chairlift.server.openai.response_builder import ChatShape, Choice
 from chairlift.server.process.messages import Update
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantParser, AssistantPart, CallBegun, ContentDelta
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_use import ToolUse
+from chairlift.text.tools.tool_use import ToolUse
 
 
 class ToolShape(ChatShape):

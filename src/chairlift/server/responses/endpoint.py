@@ -14,7 +14,7 @@ from chairlift.server.responses.input import Conversation
 from chairlift.server.responses.response_builder import ResponseObjectBuilder
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.service import Job, Prepared, Service
-from chairlift.text.tool_use import ToolUse
+from chairlift.text.tools.tool_use import ToolUse
 
 # What the beginning of a chat parameter's name is here.
 _NAMES = {

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from chairlift.text.tool_formats.grammar import Marker
-from chairlift.text.tool_formats.parser import CallParser
-from chairlift.text.tools import Tool
+from chairlift.text.tools.call_grammar import Marker
+from chairlift.text.tools.call_parser import CallParser
+from chairlift.text.tools.tool import Tool
 
 Message = dict[str, Any]
 Call = tuple[str, str]  # a function's name, and its arguments as JSON

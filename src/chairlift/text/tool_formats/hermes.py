@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 
 from chairlift.text.tool_formats.base import Call, Message, ToolFormat
-from chairlift.text.tool_formats.grammar import Marker, call_object, call_objects, literal, repeated
-from chairlift.text.tool_formats.parser import CallParser
-from chairlift.text.tool_formats.reader import SPACES, Reading
-from chairlift.text.tools import Tool
+from chairlift.text.tools.call_grammar import Marker, call_object, call_objects, literal, repeated
+from chairlift.text.tools.call_parser import CallParser
+from chairlift.text.tools.reader import SPACES, Reading
+from chairlift.text.tools.tool import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _STRAY_BRACES = re.compile(r"[\s}]*")

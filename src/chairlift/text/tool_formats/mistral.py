@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from chairlift.text.tool_formats.base import Call, Message, ToolFormat
-from chairlift.text.tool_formats.grammar import (
+from chairlift.text.tools.call_grammar import (
     MAX_CALLS,
     Marker,
     arguments_rules,
@@ -18,9 +18,9 @@ from chairlift.text.tool_formats.grammar import (
     one_of,
     repeated,
 )
-from chairlift.text.tool_formats.parser import CallParser
-from chairlift.text.tool_formats.reader import SPACES, NotACall, Reading
-from chairlift.text.tools import Tool
+from chairlift.text.tools.call_parser import CallParser
+from chairlift.text.tools.reader import SPACES, NotACall, Reading
+from chairlift.text.tools.tool import Tool
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[a-zA-Z0-9_-]*")

@@ -16,7 +16,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.sampling import sampler as sampler_module
 from chairlift.sampling.draw import draw
 from chairlift.sampling.sampler import SampledBatch, Sampler, check_token_ids
-from tests.engine import sampler_reference as reference
+from tests.sampling import reference
 
 CPU = torch.device("cpu")
 EOS = 3

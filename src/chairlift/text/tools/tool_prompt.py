@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from chairlift.text.tool_formats.base import Message, ToolFormat
-from chairlift.text.tools import Tool
+from chairlift.text.tools.tool import Tool
 
 
 def describe(tools: Sequence[Tool], format_: ToolFormat) -> str:

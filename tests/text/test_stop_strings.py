@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.text.stops import StopStrings
+from chairlift.text.stop_strings import StopStrings
 
 
 def expected(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:

@@ -15,9 +15,9 @@ from chairlift.text.chat_template import RefusedByTemplate
 from chairlift.text.messages import checked_messages
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats import ToolFormat
-from chairlift.text.tool_formats.described import as_plain_messages, describe, in_system_message, in_user_message
-from chairlift.text.tool_formats.grammar import calls_or_json, literal
-from chairlift.text.tools import Calling, Tool, ToolChoice, checked_choice, checked_tools
+from chairlift.text.tools.call_grammar import calls_or_json, literal
+from chairlift.text.tools.tool import Calling, Tool, ToolChoice, checked_choice, checked_tools
+from chairlift.text.tools.tool_prompt import as_plain_messages, describe, in_system_message, in_user_message
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from chairlift.core.randomness import child_seed, uniform
 from chairlift.core.sampling_params import MAX_SEED, SamplingParams
 from chairlift.sampling import draw as sampler_draw
 from chairlift.sampling.sampler import Sampler
-from tests.engine import sampler_reference as reference
+from tests.sampling import reference
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from chairlift.core.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.structured.grammar_source import BadStructure, grammar_of
-from chairlift.structured.grammar_trial import Trial, Vocabulary, make_matcher
+from chairlift.structured.trial_process import Trial, Vocabulary, make_matcher
 from chairlift.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

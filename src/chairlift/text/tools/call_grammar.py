@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from chairlift.text.tools import Tool
+from chairlift.text.tools.tool import Tool
 
 Marker = Callable[[str], str]  # how a grammar names a mark such as <tool_call>: a token of its own, or its letters
 

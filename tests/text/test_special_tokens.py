@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.text.spelled_tokens import SpelledTokens
+from chairlift.text.special_tokens import SpelledTokens
 from chairlift.text.tokenizer import Tokenizer
 from tests.tiny import CHATML, byte_level_tokenizer
 

@@ -24,7 +24,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.sampling import edits as sampler_edits
-from chairlift.structured.structured import OUTGROWN
+from chairlift.structured.output import OUTGROWN
 from tests.tiny import write_tiny_checkpoint
 
 SCHEMA = {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import ClassVar
 
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta
-from chairlift.text.tool_formats.reader import SPACES, NotACall, Reader, Reading, beginning_at_end
+from chairlift.text.tools.reader import SPACES, NotACall, Reader, Reading, beginning_at_end
 
 _ARGUMENTS = ("arguments", "parameters")
 _ANYTHING = re.compile(r"(?s:.*)")

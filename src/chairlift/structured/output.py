@@ -14,7 +14,7 @@ from chairlift.core.request import Ending, FinishReason, Request
 from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter
 from chairlift.sampling.edits import Bits, TokenMasks
-from chairlift.structured.grammar import GrammarCompiler, mask_words
+from chairlift.structured.compiler import GrammarCompiler, mask_words
 from chairlift.structured.grammar_source import BadStructure
 
 if TYPE_CHECKING:

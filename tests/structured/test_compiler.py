@@ -16,10 +16,10 @@ from tokenizers import AddedToken
 
 from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter, TemporaryFailure
-from chairlift.structured import grammar_trial
-from chairlift.structured.grammar import GrammarCompiler, GrammarLimits
+from chairlift.structured import trial_process
+from chairlift.structured.compiler import GrammarCompiler, GrammarLimits
 from chairlift.structured.grammar_source import BadStructure, grammar_of
-from chairlift.structured.grammar_trial import Trial
+from chairlift.structured.trial_process import Trial
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends
 from tests.tiny import byte_level_tokenizer
@@ -220,8 +220,8 @@ def test_a_process_that_is_killed_is_no_fault_of_the_grammar(monkeypatch: pytest
         kills.append(process.pid)
         return ""
 
-    ask, kills = grammar_trial._ask, list[int]()
-    monkeypatch.setattr(grammar_trial, "_ask", ask_and_kill)
+    ask, kills = trial_process._ask, list[int]()
+    monkeypatch.setattr(trial_process, "_ask", ask_and_kill)
     with pytest.raises(TemporaryFailure):
         trial.problem(grammar)
     assert len(set(kills)) == 2

@@ -15,6 +15,7 @@ from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
+from chairlift.models.base import HiddenStates
 from chairlift.runner.cpu import ModelRunner
 from tests.tiny import write_tiny_checkpoint
 
@@ -112,7 +113,7 @@ def test_the_model_computes_the_whole_rectangle(tiny: LoadedModel, monkeypatch: 
     model, rows = started.runner.model, []
     compute = model.hidden_states
 
-    def watched(tokens: torch.Tensor, *others: object) -> torch.Tensor:
+    def watched(tokens: torch.Tensor, *others: object) -> HiddenStates:
         rows.append(len(tokens))
         return compute(tokens, *others)  # type: ignore[arg-type]
 

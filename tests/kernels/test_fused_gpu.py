@@ -56,7 +56,7 @@ def logits(model: Decoder, storage: KVStorage, rows: list[tuple[int, int]]) -> t
         one_per_request=True,
     )
     attend = PagedGPUAttention().attend(batch, storage)
-    return model.logits(model.hidden_states(ints(list(range(1, count + 1))), positions, attend))
+    return model.logits(model.hidden_states(ints(list(range(1, count + 1))), positions, attend).last)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -88,7 +88,7 @@ def reference_logits(model: Any, tokens: Tensor) -> Tensor:
 def run_alone(model: CausalLM, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
     """`rows`: of which the logits are wanted, if not of all."""
     attend = DenseCache().step([("only", len(tokens))])
-    return model.logits(model.hidden_states(tokens, torch.arange(len(tokens)), attend, rows))
+    return model.logits(model.hidden_states(tokens, torch.arange(len(tokens)), attend, rows).last)
 
 
 @torch.inference_mode()
@@ -97,7 +97,7 @@ def run_ragged(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
     counts = [len(tokens) for tokens in sequences]
     attend = DenseCache().step([(str(i), count) for i, count in enumerate(counts)])
     positions = torch.cat([torch.arange(count) for count in counts])
-    logits = model.logits(model.hidden_states(torch.cat(sequences), positions, attend))
+    logits = model.logits(model.hidden_states(torch.cat(sequences), positions, attend).last)
     return list(logits.split(counts))
 
 
@@ -110,7 +110,7 @@ def run_chunked(model: CausalLM, sequences: list[Tensor], chunk: int) -> list[Te
         pieces = {i: tokens[start : start + chunk] for i, tokens in enumerate(sequences) if len(tokens) > start}
         positions = torch.cat([torch.arange(start, start + len(piece)) for piece in pieces.values()])
         attend = cache.step([(str(i), len(piece)) for i, piece in pieces.items()])
-        hidden = model.hidden_states(torch.cat(list(pieces.values())), positions, attend)
+        hidden = model.hidden_states(torch.cat(list(pieces.values())), positions, attend).last
         counts = [len(piece) for piece in pieces.values()]
         for i, part in zip(pieces, model.logits(hidden).split(counts), strict=True):
             logits[i].append(part)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.models import build_model, describe
+from chairlift.models.base import HiddenStates
 from chairlift.models.fallback import FallbackInfo, TransformersModel, _require_isolated_tokens
 from tests.models.checkpoints import CPU, SIZES, VOCAB, assert_matches, load, make_reference, save, stream
 
@@ -156,9 +157,9 @@ def test_tokens_that_leak_into_each_other_are_found(tmp_path: Path, monkeypatch:
     _require_isolated_tokens(model, info)
     clean = model.hidden_states
 
-    def leaking(*args: Any) -> Tensor:
-        hidden = clean(*args)
-        return hidden + 0.1 * hidden.cumsum(dim=0)
+    def leaking(*args: Any) -> HiddenStates:
+        hidden = clean(*args).last
+        return HiddenStates(hidden + 0.1 * hidden.cumsum(dim=0))
 
     monkeypatch.setattr(model, "hidden_states", leaking)
     with pytest.raises(UnsupportedModel, match="influence each other"):

@@ -53,11 +53,11 @@ def run(model: Any, attention: str, dtype: torch.dtype = torch.float32) -> Tenso
         owner = torch.repeat_interleave(torch.arange(2), torch.tensor(counts))
         slots = tables[owner, positions // BLOCK].long() * BLOCK + positions % BLOCK
         layout = RaggedLayout([0, counts[0], sum(counts)], starts, ends, tables, slots)
-        hidden = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage))
+        hidden = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage)).last
         found.append(model.logits(hidden))
         for rows in ([], [counts[0] - 1, sum(counts) - 1], list(range(sum(counts)))[::-2]):
             wanted = torch.tensor(rows, dtype=torch.int32)
-            some = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage), wanted)
+            some = model.hidden_states(tokens[owner, positions], positions, backend.plan(layout, storage), wanted).last
             torch.testing.assert_close(model.logits(some), found[-1][wanted.long()], atol=1e-4, rtol=1e-4)
     return torch.cat(found)
 
@@ -93,7 +93,8 @@ def test_some_rows_of_a_long_context(tmp_path: Path) -> None:
         positions = torch.arange(start, end)
         layout = RaggedLayout([0, end - start], [start], [end], table, positions)
         wanted = None if rows is None else torch.tensor(rows, dtype=torch.int64)
-        return model.hidden_states(tokens[start:end], positions % model.max_len, backend.plan(layout, storage), wanted)
+        attend = backend.plan(layout, storage)
+        return model.hidden_states(tokens[start:end], positions % model.max_len, attend, wanted).last
 
     step(0, 590, [])
     whole = step(590, 600, None)

@@ -117,7 +117,7 @@ def test_a_small_model_catches_up_in_parts_and_keeps_nothing_of_what_was_wrong(
     assert found.accepted < found.proposed
     for tokens, guess in said:
         row = torch.tensor(tokens)
-        hidden = model.hidden_states(row, torch.arange(len(tokens)), WholeTexts(len(tokens)))
+        hidden = model.hidden_states(row, torch.arange(len(tokens)), WholeTexts(len(tokens))).last
         assert guess == int(model.logits(hidden[-1:]).argmax())
 
 
@@ -251,9 +251,9 @@ def offline_guesses(head: TrainableHead, ids: torch.Tensor, model: Decoder, toke
     for depth in range(count):
         row = torch.tensor(tokens + guesses)
         # The target's states of guesses are not known to the head, and must not matter: it sees its own there.
-        hidden = model.hidden_states(row, torch.arange(len(row)), WholeTexts(len(row)))
-        assert model.tapped is not None
-        features = torch.cat([unit(state) for state in (*model.tapped, hidden)], dim=-1)
+        hidden, taps = model.hidden_states(row, torch.arange(len(row)), WholeTexts(len(row)))
+        assert taps is not None
+        features = torch.cat([unit(state) for state in (*taps, hidden)], dim=-1)
         seen: Seen = []
         previous = head.joint(features)[None]
         for _ in range(depth + 1):

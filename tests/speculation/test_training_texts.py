@@ -31,7 +31,8 @@ def test_answers_are_what_the_target_says(tiny: LoadedModel) -> None:
     assert texts.held_out.nonzero()[:, 0].tolist() == [0, HELD_OUT]
     for row in texts.held_out.nonzero()[:, 0]:
         tokens, written = texts.tokens[row].long(), texts.written[row]
-        best = model.logits(model.hidden_states(tokens, torch.arange(len(tokens)), WholeTexts(len(tokens)))).argmax(-1)
+        hidden = model.hidden_states(tokens, torch.arange(len(tokens)), WholeTexts(len(tokens)))
+        best = model.logits(hidden.last).argmax(-1)
         assert written.sum() > 20
         assert tokens[1:][written[1:]].tolist() == best[:-1][written[1:]].tolist()
     assert not bool((texts.written & torch.isin(texts.tokens, torch.tensor(sorted(tiny.eos_ids)))).any())

@@ -23,6 +23,7 @@ from chairlift.core.structure import Structure
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.errors import InvalidParameter
+from chairlift.models.base import HiddenStates
 from chairlift.sampling import edits as sampler_edits
 from chairlift.structured.output import OUTGROWN
 from tests.tiny import write_tiny_checkpoint
@@ -218,9 +219,9 @@ def test_masks_are_under_way_while_the_model_computes(started: StartedEngine, mo
     monkeypatch.setattr(structured, "begin_masks", lambda *args: (order.append("begin"), begin(*args))[1])
     monkeypatch.setattr(structured, "_fill", lambda *args: (order.append("fill"), fill(*args))[1])
 
-    def hidden_states(*args: Any) -> torch.Tensor:
+    def hidden_states(*args: Any) -> HiddenStates:
         order.append("forward")
-        hidden: torch.Tensor = forward(*args)
+        hidden: HiddenStates = forward(*args)
         order.append("forwarded")
         return hidden
 

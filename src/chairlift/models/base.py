@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from chairlift.attention.base import Attend, AttentionLayer
+
+
+class HiddenStates(NamedTuple):
+    """What the layers compute for a batch."""
+
+    last: Tensor  # [T, hidden], after the final norm
+    taps: Tensor | None = None  # [taps, T, hidden]: the inputs of the tapped layers, of all rows
 
 
 class CausalLM(Protocol):
@@ -34,9 +41,13 @@ class CausalLM(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """tokens, positions [T] int64 -> [T, hidden], after the final norm; of `rows` [S] alone, if given (int32 or
-        int64, maybe none at all, and on a CPU all different)."""
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> HiddenStates:
+        """Run the layers on tokens, positions [T] int64; `last` has only `rows` [S] if given.
+
+        `rows` is int32 or int64, may be empty, and on a CPU must not repeat a row.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from chairlift.attention.base import Attend, AttentionLayer
 from chairlift.errors import InvalidParameter, UnsupportedModel
+from chairlift.models.base import HiddenStates
 from chairlift.models.probe import AttentionRecorder, CannotPlug
 from chairlift.models.transformers_classes import (
     Handler,
@@ -96,7 +97,9 @@ class TransformersModel:
         self._backbone = shell.base_model
         self._head = _Head(shell)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> HiddenStates:
         layers = self.attention_layers
 
         def handler(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, further: dict[str, Any]) -> Tensor:
@@ -104,7 +107,7 @@ class TransformersModel:
             return attend(layers[module.layer_idx], q, k, v)[None]
 
         hidden = _forward(self._backbone, tokens, positions, handler)
-        return hidden if rows is None else hidden.index_select(0, rows)
+        return HiddenStates(hidden if rows is None else hidden.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)
@@ -195,7 +198,7 @@ def _require_isolated_tokens(model: TransformersModel, info: FallbackInfo) -> No
     def run(tokens: list[int], positions: list[int]) -> Tensor:
         rows = torch.tensor(tokens, device=model.device) % model.vocab_size
         where = torch.tensor(positions, device=model.device) % model.max_len
-        return model.hidden_states(rows, where, attend_to_itself).float()
+        return model.hidden_states(rows, where, attend_to_itself).last.float()
 
     forward = run([5, 6, 7, 8, 9], [0, 3, 1, 4, 2])[1:]
     backward = run([9, 8, 7, 6, 5], [2, 4, 1, 3, 1])[:-1].flip(0)

@@ -109,7 +109,7 @@ class FusedCPUDecoder:
         attend: PagedCPUStep,
         taps: Sequence[int] = (),
         rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """x [T, hidden], the embedded tokens, which are used up -> [T, hidden] after the final norm, or those of `rows`
         alone; and what the layers `taps` read [taps, T, hidden]."""
         out = x if rows is None else x.new_empty(len(rows), x.shape[1])
@@ -132,7 +132,7 @@ class FusedCPUDecoder:
         self.network.taps[:] = -1
         self.network.taps[list(taps)] = range(len(taps))
         self._team.run(decode_step, self.network, step, self.room_for(len(x), x.shape[1]))
-        return out, torch.from_numpy(step.tapped)
+        return out, torch.from_numpy(step.tapped) if taps else None
 
     def stored(self, storage: KVStorage) -> tuple[np.ndarray, np.ndarray]:
         """The keys and values of its first layer and those behind it."""

@@ -6,14 +6,13 @@ import time
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from chairlift.attention import AttentionBackend, KVStorage
 from chairlift.attention.base import Attend
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
-from chairlift.models.base import CausalLM
+from chairlift.models.base import CausalLM, HiddenStates
 from chairlift.models.input_batch import InputBatch, build_batch
 from chairlift.models.torch_threads import few_threads
 from chairlift.runner.host_blocks import HostBlocks, make_copies
@@ -69,7 +68,7 @@ class ModelRunner:
             timing = StepTiming(built - begun, time.perf_counter() - built)
             return StepResult(plan, [], [], timing, batch.num_padding)
         num_scored = len(sampling) + plan.num_drafts  # the rows of idle seats come last
-        scored = hidden if rows is not None else hidden[batch.sampled_rows]
+        scored = hidden.last if rows is not None else hidden.last[batch.sampled_rows]
         logits = self.model.logits(scored)[:num_scored].float()
         forwarded = time.perf_counter()
         candidates = beam_candidates(plan.chunks, logits, one_by_one=self.one_by_one)  # before the sampler changes them
@@ -89,7 +88,7 @@ class ModelRunner:
         return StepResult(plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted, candidates)
 
     def _show_drafter(
-        self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: Tensor, accepted: Mapping[str, int]
+        self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: HiddenStates, accepted: Mapping[str, int]
     ) -> None:
         if self.drafter is not None:
             self.drafter.network.follow(ComputedBatch(plan, batch, attend, hidden, accepted, self.storage))

@@ -30,6 +30,7 @@ from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.rope import RotaryEmbedding
+from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder import Decoder, DecoderLayer
 from chairlift.models.weights import fill
@@ -57,7 +58,7 @@ class DraftHead:
         if not all(0 <= tap < len(target.layers) for tap in config.taps):
             raise CorruptCheckpoint(f"the draft head reads layers {config.taps} of a model of {len(target.layers)}")
         self.target = target
-        target.taps = tuple(sorted({*target.taps, *config.taps}))  # another head may read others
+        target.tap(config.taps)
         self._taps = config.taps
         self.hidden_size = config.hidden_size
         self.feature_size = config.feature_size
@@ -155,14 +156,14 @@ class DraftHead:
     def num_weight_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts())
 
-    def features(self, hidden: Tensor) -> Tensor:
-        """What the target has just computed [T, hidden] -> what the head reads of it [T, features], in memory of its
+    def features(self, hidden: HiddenStates) -> Tensor:
+        """What the target has just computed for T tokens -> what the head reads of it [T, features], in memory of its
         own: the next step may overwrite the target's."""
         if not self._taps:
-            return hidden.clone()
-        tapped = self.target.tapped
-        assert tapped is not None
-        return torch.cat([*(tapped[self.target.taps.index(tap)] for tap in self._taps), hidden], dim=-1)
+            return hidden.last.clone()
+        assert hidden.taps is not None
+        taps = [hidden.taps[self.target.taps.index(tap)] for tap in self._taps]
+        return torch.cat([*taps, hidden.last], dim=-1)
 
     def join(self, features: Tensor) -> Tensor:
         """[T, features] -> [T, hidden]."""

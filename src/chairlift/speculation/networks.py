@@ -8,7 +8,6 @@ and values ever be stale, its guesses get worse; what comes out is never affecte
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +17,7 @@ from torch import Tensor
 from chairlift.attention.base import Attend, KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
-from chairlift.models.base import CausalLM
+from chairlift.models.base import CausalLM, HiddenStates
 from chairlift.models.decoder import Decoder
 from chairlift.models.input_batch import InputBatch
 
@@ -32,7 +31,7 @@ class ComputedBatch:
     plan: StepPlan
     batch: InputBatch
     attend: Attend
-    hidden: Tensor  # [T, hidden]
+    hidden: HiddenStates
     accepted: Mapping[str, int]  # by request id: how many of its drafts were right
     storage: KVStorage
 
@@ -78,8 +77,7 @@ class FirstLayers:
 
     def __init__(self, model: Decoder, num_layers: int) -> None:
         self.token_ids: Tensor | None = None
-        self._model = copy.copy(model)
-        self._model.use_layers(num_layers)
+        self._model = model.first_layers(num_layers)
 
     def first_position(self, request: Request) -> int:
         return request.num_computed
@@ -139,4 +137,4 @@ class SmallModel:
 
 
 def _scores(model: CausalLM, batch: InputBatch, last_rows: Tensor, attend: Attend) -> Tensor:
-    return model.logits(model.hidden_states(batch.tokens, batch.positions, attend, last_rows))
+    return model.logits(model.hidden_states(batch.tokens, batch.positions, attend, last_rows).last)

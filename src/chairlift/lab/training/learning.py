@@ -76,10 +76,9 @@ class Lesson:
         texts, length = tokens.shape
         flat, positions = tokens.flatten(), torch.arange(length, device=tokens.device).repeat(texts)
         with torch.inference_mode():
-            hidden = self._target.hidden_states(flat, positions, WholeTexts(length))
-            tapped = self._target.tapped
+            hidden, taps = self._target.hidden_states(flat, positions, WholeTexts(length))
             # Each of the same size, however large the stream has grown.
-            features = hidden if tapped is None else torch.cat([unit(state) for state in (*tapped, hidden)], dim=-1)
+            features = hidden if taps is None else torch.cat([unit(state) for state in (*taps, hidden)], dim=-1)
             found = hidden, features, self._target.embed(flat)
         hidden, features, embedded = (copied(states).view(texts, length, -1) for states in found)
         return hidden, features, embedded

@@ -130,7 +130,7 @@ class _Training:
         say(f"guesses    among {size:,} tokens, {counts[token_ids].sum() / counts.sum():.1%} of what is written")
         self._token_ids = token_ids.to(target.device)
         self._config = _head_config(target, size)
-        target.taps = self._config.taps
+        target.tap(self._config.taps)
         torch.manual_seed(settings.seed)
         self._head = TrainableHead(self._config, target).to(target.device)
         self._lesson = Lesson(target, self._token_ids)

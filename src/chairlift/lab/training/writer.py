@@ -32,7 +32,7 @@ class Writer:
         target, device = self._target, self._target.device
         self._attention.column = column
         positions = torch.full((len(tokens),), column, device=device)
-        hidden = target.hidden_states(torch.from_numpy(tokens).long().to(device), positions, self._attention)
+        hidden = target.hidden_states(torch.from_numpy(tokens).long().to(device), positions, self._attention).last
         warmth = torch.from_numpy(temperatures).float().to(device)
         parts = zip(hidden.split(SCORED_AT_ONCE), warmth.split(SCORED_AT_ONCE), strict=True)
         chosen = [self._choose(*part) for part in parts]

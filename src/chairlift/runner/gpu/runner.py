@@ -24,7 +24,6 @@ from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.models.base import CausalLM
-from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu.batch import BatchShape, Shapes, fill_with_nobody, round_up
 from chairlift.runner.gpu.graphs import Graphs, can_capture, has_room
 from chairlift.runner.gpu.packing import Packed, Packer
@@ -147,11 +146,10 @@ class GPURunner:
         attend = self.attention.attend(self._paged_batch(shape, view), self.storage)
         rows = view["sample_row"]
         if self.drafter is None:
-            seen, kept = None, self.model.hidden_states(tokens, view["position"], attend, rows)
+            seen, kept = None, self.model.hidden_states(tokens, view["position"], attend, rows).last
         else:
-            hidden = self.model.hidden_states(tokens, view["position"], attend)
-            seen = Seen(tokens, hidden, getattr(self.model, "tapped", None))
-            kept = picked_rows(hidden, rows)
+            seen = Seen(tokens, self.model.hidden_states(tokens, view["position"], attend))
+            kept = picked_rows(seen.hidden.last, rows)
         logits = self.model.logits(kept)
         sampled = torch.empty(shape.samples, dtype=torch.int32, device=self.device)
         sample(
@@ -254,12 +252,8 @@ class GPURunner:
         assert step.seen is not None
         view = shape.device_views(self._inputs)
         attend = self.attention.attend(self._paged_batch(shape, view), self.storage)
-        if isinstance(self.model, Decoder):
-            self.model.tapped = step.seen.tapped  # which a replayed graph does not say
         batch = step.seen.batch(plan, offsets, view)
         drafter.network.follow(ComputedBatch(plan, batch, attend, step.seen.hidden, accepted, self.storage))
-        if isinstance(self.model, Decoder):
-            self.model.tapped = None  # else it would be in memory beside the next step's
 
     def _show_prompt_of_nobody(self, drafter: NetworkProposer, shape: BatchShape, step: ComputedStep) -> None:
         request = Request("rehearsal", [0] * shape.tokens, SamplingParams(), max_new_tokens=1, arrival=0.0)
@@ -273,10 +267,7 @@ class GPURunner:
         nobody = np.zeros(shape.size, np.int32)
         fill_with_nobody(shape.host_views(nobody), self.slots.idle_cell)
         self._inputs[: shape.size].copy_(torch.from_numpy(nobody))
-        step = self._forward(shape)
-        if isinstance(self.model, Decoder):
-            self.model.tapped = None  # what a network that guesses would have been shown, and nobody takes
-        return step
+        return self._forward(shape)
 
     def _prepare(self, shape: BatchShape) -> int:
         """Compute such a step for nobody; return the bytes that it takes beside weights and cache."""

@@ -11,6 +11,7 @@ from chairlift.attention import RaggedLayout
 from chairlift.core.beam.search import Candidates
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
+from chairlift.models.base import HiddenStates
 from chairlift.models.input_batch import InputBatch
 from chairlift.runner.gpu.packing import Packed
 from chairlift.runner.gpu.staging import Staging
@@ -21,8 +22,7 @@ class Seen:
     """What a network that guesses reads of a step, besides its tokens: it learns from what the model has computed."""
 
     tokens: Tensor  # [T] int32
-    hidden: Tensor  # [T, hidden]
-    tapped: Tensor | None  # [taps, T, hidden], of models that keep what some layers read
+    hidden: HiddenStates
 
     def batch(self, plan: StepPlan, offsets: Sequence[int], view: Mapping[str, Tensor]) -> InputBatch:
         """`offsets`: the first row of each chunk. `view`: what the device was sent of the step."""

@@ -122,7 +122,7 @@ def score(runner: ModelRunner | GPURunner, tokens: Sequence[int], block_size: in
     plan = StepPlan(step=0, chunks=(Chunk(request, start=0, count=len(tokens), table=table, samples=False),))
     batch = build_batch(plan, runner.storage, runner.model.device, rectangular=runner.attention.rectangular)
     attend = runner.attention.plan(batch.layout, runner.storage)
-    hidden = runner.model.hidden_states(batch.tokens, batch.positions, attend)
+    hidden = runner.model.hidden_states(batch.tokens, batch.positions, attend).last
     losses, likeliest = [], []
     following = torch.tensor(tokens[1:], device=hidden.device)
     for first in range(0, len(following), ROWS):

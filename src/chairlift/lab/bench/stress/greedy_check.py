@@ -36,7 +36,7 @@ def greedy_gaps(model: CausalLM, sequences: Sequence[tuple[Sequence[int], Sequen
     storage = _storage(model, used + 1)
     batch = build_batch(StepPlan(0, tuple(chunks)), storage, model.device)
     attend = BurstedAttention().plan(batch.layout, storage)
-    hidden = model.hidden_states(batch.tokens, batch.positions, attend)
+    hidden = model.hidden_states(batch.tokens, batch.positions, attend).last
     scores = model.logits(hidden[torch.tensor(rows, device=model.device)]).double()
     chosen = torch.tensor([token for _, output in sequences for token in output], device=model.device)
     return (scores.max(dim=-1).values - scores.gather(-1, chosen[:, None])[:, 0]).cpu()

@@ -32,9 +32,11 @@ Choice = TypeVar("Choice")
 class Registry(Generic[T]):
     """All choices of one parameter, by name. A module is imported when its choice is first asked for."""
 
-    def __init__(self, parameter: str, package: str) -> None:
+    def __init__(self, parameter: str, package: str, module: str = "") -> None:
+        """With `module`, a choice is a folder of the package, and that module of it registers the choice."""
         self.parameter = parameter
         self.package = package
+        self._module = f".{module}" if module else ""
         self._registered: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[Choice], Choice]:
@@ -60,7 +62,7 @@ class Registry(Generic[T]):
             choices = ", ".join(self.names())
             raise InvalidParameter(self.parameter, f"unknown {self.parameter} {name!r}; choose from {choices}")
         if name not in self._registered:
-            import_module(f"{self.package}.{name.replace('-', '_')}")
+            import_module(f"{self.package}.{name.replace('-', '_')}{self._module}")
         return self._registered[name]
 
     def _own_names(self) -> list[str]:

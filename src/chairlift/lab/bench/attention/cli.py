@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import ReportOptions, parse_numbers, show_table, watch
-from chairlift.terminal.options import with_option_groups
 
 if TYPE_CHECKING:
     from chairlift.lab.bench.attention.kernels import SharingPoint, TilingPoint
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 _LAYER, _BATCH = "Layer", "Batches"
 
 
-@with_option_groups
+@bench(
+    "attention",
+    "chairlift bench attention",
+    "chairlift bench attention --experiments tiling --sizes 1024,4096 --plot tiling.png",
+)
 def bench_attention(
     report: ReportOptions,
     experiments: Annotated[str, typer.Option(help="What to measure.")] = "modes,tiling,sharing,cache",

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import ReportOptions, parse_numbers, show_table, watch
 from chairlift.terminal.console import show_log
-from chairlift.terminal.options import EngineOptions, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, refuse_given
 
 _TRAFFIC = "Traffic"
 _CHOSEN_HERE = (
@@ -26,7 +27,11 @@ _CHOSEN_HERE = (
 )
 
 
-@with_option_groups
+@bench(
+    "chunking",
+    "chairlift bench chunking",
+    "chairlift bench chunking --targets-ms 100,200 --plot chunking.png",
+)
 def bench_chunking(
     context: typer.Context,
     engine: EngineOptions,

@@ -11,9 +11,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import ReportOptions, parse_numbers, watch
 from chairlift.terminal.console import show_log
-from chairlift.terminal.options import EngineOptions, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, refuse_given
 
 if TYPE_CHECKING:
     from chairlift.lab.bench.claims.claim import Outcome
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 _COLOURS = {"yes": "green", "partly": "yellow", "no": "red"}
 
 
-@with_option_groups
+@bench(
+    "claims",
+    "chairlift bench claims",
+    "chairlift bench claims --claims tiling,cache --plot claims.png",
+)
 def bench_claims(
     context: typer.Context,
     engine: EngineOptions,

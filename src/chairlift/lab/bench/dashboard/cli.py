@@ -8,14 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import ReportOptions, show_table, watch
 from chairlift.terminal.console import show_log
-from chairlift.terminal.options import EngineOptions, given, with_option_groups
+from chairlift.terminal.options import EngineOptions, given
 
 STEPS_IN_VIEW = 5000
 
 
-@with_option_groups
+@bench(
+    "dashboard",
+    "chairlift bench dashboard --json result.json",
+    "chairlift bench dashboard --streams 64 --pairs 2 --seconds 5 --frames",
+)
 def bench_dashboard(
     context: typer.Context,
     engine: EngineOptions,

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from chairlift.errors import UnsupportedModel
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import JsonOptions, parse_numbers, show_table, watch
 from chairlift.lab.common.shape_options import ShapeOptions, ceilings_line, model_settings
-from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 
 # The engine's that matter here.
 _OPTIONS = (
@@ -25,7 +26,12 @@ _OPTIONS = (
 )
 
 
-@with_option_groups
+@bench(
+    "kernels",
+    "chairlift bench kernels",
+    "chairlift bench kernels --quantization int8 --kernels products --rows 1,8,32",
+    "chairlift bench kernels --model-config qwen3-0.6b --device cuda --batch 1,64,256 --json result.json",
+)
 def bench_kernels(
     context: typer.Context,
     engine: EngineOptions,

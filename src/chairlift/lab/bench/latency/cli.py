@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import JsonOptions, parse_numbers, show_table, watch
 from chairlift.lab.common.shape_options import ShapeOptions, ceilings_line, model_settings
-from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 
 if TYPE_CHECKING:
     from chairlift.lab.bench.latency.run import LatencyPoint
@@ -22,7 +23,12 @@ HEADINGS = (
 )
 
 
-@with_option_groups
+@bench(
+    "latency",
+    "chairlift bench latency",
+    "chairlift bench latency Qwen/Qwen3-0.6B --batch 1 --prompt-tokens 128,2048 --output-tokens 128",
+    "chairlift bench latency --model-config llama3-8b --device cuda --batch 1,8,32,128 --json result.json",
+)
 def bench_latency(
     context: typer.Context,
     engine: EngineOptions,

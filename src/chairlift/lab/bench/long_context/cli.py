@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import JsonOptions, parse_numbers, show_table, watch
 from chairlift.lab.common.shape_options import ShapeOptions, ceilings_line, model_settings
-from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,11 @@ HEADINGS = (
 )
 
 
-@with_option_groups
+@bench(
+    "long-context",
+    "chairlift bench long-context --lengths 1024,4096",
+    "chairlift bench long-context --model-config llama3-8b --device cuda --json result.json",
+)
 def bench_long_context(
     context: typer.Context,
     engine: EngineOptions,

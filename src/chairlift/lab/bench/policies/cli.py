@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import ReportOptions, parse_numbers, show_table, watch
 from chairlift.terminal.console import show_log
-from chairlift.terminal.options import EngineOptions, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, refuse_given
 
 if TYPE_CHECKING:
     from chairlift.lab.bench.policies.run import PolicyPoint
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
 _WORKLOAD = "Workload"
 
 
-@with_option_groups
+@bench(
+    "policies",
+    "chairlift bench policies",
+    "chairlift bench policies --strategies continuous,continuous/padded,static/padded --arrivals at-once",
+)
 def bench_policies(
     context: typer.Context,
     engine: EngineOptions,

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import ReportOptions, show_table, watch
 from chairlift.terminal.console import show_log
-from chairlift.terminal.options import EngineOptions, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, refuse_given
 
 if TYPE_CHECKING:
     from chairlift.lab.bench.prefix.run import PrefixPoint
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
 _CHAT, _RAG, _AGENTS = "Chat", "RAG", "Agents"
 
 
-@with_option_groups
+@bench(
+    "prefix",
+    "chairlift bench prefix",
+    "chairlift bench prefix --scenarios agents --tools 1000 -q",
+)
 def bench_prefix(
     context: typer.Context,
     engine: EngineOptions,

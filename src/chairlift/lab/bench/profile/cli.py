@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 
 from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import show_comparison, show_table, watch
 from chairlift.lab.common.report import check_writable, machine
-from chairlift.terminal.options import EngineOptions, given, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, given, refuse_given
 
 if TYPE_CHECKING:
     from chairlift.config import EngineConfig
@@ -24,7 +25,12 @@ _RUN = "The recorded run"
 _OF_THE_RUN = ("requests", "prompt_len", "output_len", "load", "seed")
 
 
-@with_option_groups
+@bench(
+    "profile",
+    "chairlift bench profile --out profile.json",
+    "chairlift bench profile --model path/to/model --out profile.json",
+    "chairlift simulate --profile profile.json --rate 1",
+)
 def bench_profile(
     context: typer.Context,
     engine: EngineOptions,

@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import ReportOptions, show_table, watch
 from chairlift.loading.store import DEFAULT_MODEL
 from chairlift.terminal.console import show_log
-from chairlift.terminal.options import with_option_groups
 
 if TYPE_CHECKING:
     from chairlift.lab.bench.quality.run import Quality
 
 
-@with_option_groups
+@bench(
+    "quality",
+    "chairlift bench quality --json quality.json --plot quality.png",
+    "chairlift bench quality --model path/to/model --modes 'int8, KV bfloat16'",
+)
 def bench_quality(
     report: ReportOptions,
     model: Annotated[str, typer.Option("--model", "-m", help="Which model to judge.")] = DEFAULT_MODEL,

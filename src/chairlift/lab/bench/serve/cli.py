@@ -11,6 +11,7 @@ import typer
 from chairlift.client.address import Address
 from chairlift.client.blocking import BlockingClient
 from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.base import bench
 from chairlift.lab.bench.serve.run import OwnServer, Plan, Target, local_model_facts, measure_server
 from chairlift.lab.common.measure import add_speedups
 from chairlift.lab.common.output import ReportOptions
@@ -23,10 +24,17 @@ from chairlift.lab.load.report import show_rows, watch_load
 from chairlift.lab.load.run import ClosedLoop, LoadRun
 from chairlift.lab.load.traces import TraceEntry
 from chairlift.terminal.console import note
-from chairlift.terminal.options import EngineOptions, given, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, given, refuse_given
 
 
-@with_option_groups
+@bench(
+    "serve",
+    "chairlift bench serve",
+    "chairlift bench serve --compare-offline --repeat 3 --json result.json --plot result.png",
+    "chairlift bench serve --rate 2 --arrivals bursty --max-ttft-ms 2000 --max-tpot-ms 150",
+    "chairlift bench serve --url http://localhost:8000 --concurrency 32 --prompt-len 256 --output-len 128",
+    "chairlift bench serve --trace azure_2023_conversation.csv --trace-speed 0.2 --duration 120",
+)
 def bench_serve(
     context: typer.Context,
     engine: EngineOptions,

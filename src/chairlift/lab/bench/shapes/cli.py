@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 
 from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import ReportOptions, show_table, watch
-from chairlift.terminal.options import refuse_given, with_option_groups
+from chairlift.terminal.options import refuse_given
 
 if TYPE_CHECKING:
     from chairlift.lab.bench.shapes.peer import Comparison, ShapePeer
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
 _PEER = "Another engine"
 
 
-@with_option_groups
+@bench(
+    "shapes",
+    "chairlift bench shapes qwen3-0.6b",
+    "chairlift bench shapes llama3-8b --cases decode-1,load-256 --json result.json",
+    "chairlift bench shapes path/to/config.json --device cpu --cases decode-2 --scale 16",
+    "chairlift bench shapes qwen3-0.6b --peer vllm --peer-python vllm/bin/python",
+)
 def bench_shapes(
     context: typer.Context,
     report: ReportOptions,

@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import ReportOptions, parse_numbers, show_table, watch
 from chairlift.terminal.console import show_log
-from chairlift.terminal.options import EngineOptions, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, refuse_given
 
 if TYPE_CHECKING:
     from chairlift.lab.bench.speculation.run import SpeculationPoint
 
 
-@with_option_groups
+@bench(
+    "speculation",
+    "chairlift bench speculation",
+    "chairlift bench speculation --proposers ngram,draft:smollm2-135m --scenarios chat --plot speed.png",
+)
 def bench_speculation(
     context: typer.Context,
     engine: EngineOptions,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.base import bench
 from chairlift.lab.common.output import JsonOptions, show_table, watch
-from chairlift.terminal.options import with_option_groups
 
 if TYPE_CHECKING:
     from chairlift.lab.bench.stress.run import StressFigures
@@ -19,7 +19,12 @@ _FIGURES = (
 )
 
 
-@with_option_groups
+@bench(
+    "stress",
+    "chairlift bench stress --seconds 10",
+    "chairlift bench stress --device cuda --seconds 180 --speculate ngram --json result.json",
+    "chairlift bench stress --family qwen3_moe --batch-invariant",
+)
 def bench_stress(
     report: JsonOptions,
     seconds: Annotated[float, typer.Option(help="Of traffic, for all rounds together.")] = 20.0,

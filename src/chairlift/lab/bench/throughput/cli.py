@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.base import bench
 from chairlift.lab.bench.throughput.options import PeerOptions, WorkloadOptions
 from chairlift.lab.bench.throughput.rounds import Rounds, Table
 from chairlift.lab.bench.throughput.run import ENGINES, OWN_ENGINES, Comparison, parse_engines
@@ -22,10 +23,17 @@ from chairlift.lab.common.output import show_table
 from chairlift.lab.common.report import check_writable, machine, machine_line, write_report
 from chairlift.lab.common.workload import Workload
 from chairlift.terminal.console import show_log
-from chairlift.terminal.options import EngineOptions, given, with_option_groups
+from chairlift.terminal.options import EngineOptions, given
 
 
-@with_option_groups
+@bench(
+    "throughput",
+    "chairlift bench throughput",
+    "chairlift bench throughput --requests 16 --prompt-len 128 --output-len 32:64 --engines chairlift",
+    "chairlift bench throughput --workload workload.json --concurrency 32 --json result.json",
+    "chairlift bench throughput --peers llama.cpp,openvino --concurrency 1,8,32 --repeat 3 "
+    "--peer-python llama.cpp=llama/bin/python --peer-python openvino=ov/bin/python --peer-model openvino=OV_FOLDER",
+)
 def bench_throughput(
     context: typer.Context,
     engine: EngineOptions,

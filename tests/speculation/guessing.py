@@ -17,7 +17,7 @@ class Guesser:
 
     name = "guesser"
     max_length = 7
-    judges = sleeps = False
+    judges = sleeps = asleep = False
     spent = catching_up = 0.0
 
     def __init__(self, right: Continue, vocab: int = 997, seed: int = 0) -> None:

@@ -160,7 +160,8 @@ class SlowAndCut(Guesser):
 
 def test_drafts_that_a_grammar_cuts_are_neither_wrong_nor_free() -> None:
     length = AdaptiveLength(cost_model(step=0.02, token=0.0001))
-    speculation = SpeculationController(SlowAndCut(lambda request, length: []), length)
+    proposer = SlowAndCut(lambda request, length: [])
+    speculation = SpeculationController(proposer, length)
     scheduler = make_scheduler(speculation=speculation)
     scheduler.submit(make_request("a", 10, 90), 0.0)
     ran = []
@@ -169,7 +170,8 @@ def test_drafts_that_a_grammar_cuts_are_neither_wrong_nor_free() -> None:
         result = run_plan(plan)
         scheduler.apply(result, 0.0)
         assert not plan.num_drafts
-        ran.append(speculation.note_step(result, 0.25 + plan.guess_seconds))
+        proposed = speculation._proposing.first_chunk is plan.chunks[0]
+        ran.append(speculation.observe(result, 0.25 + proposed * proposer.spent))
     assert set(ran) == {0.25}, "what the cost model is told is what running the steps took"
     assert not [event for event in scheduler.drain_events() if isinstance(event, DraftsVerified)]
     assert length.chance("a", 0) == FIRST_GUESS
@@ -216,7 +218,8 @@ def test_drafts_are_not_judged_by_steps_that_only_catch_up_with_a_long_pause() -
         plan = scheduler.schedule(0.0)
         result = run_plan(plan, lambda request: 7)
         scheduler.apply(result, 0.0)
-        speculation.note_step(result, 1.0 + 0.001 * plan.num_tokens + plan.guess_seconds)
+        proposed = speculation._proposing.first_chunk is plan.chunks[0]
+        speculation.observe(result, 1.0 + 0.001 * plan.num_tokens + proposed * proposer.spent)
         drafts.append(plan.num_drafts)
         paused += batch.pause > 0
     assert paused == 2047, "the one pause that there was"

@@ -71,7 +71,7 @@ class Watched:
             self._computed = False
             follow(step)
             prompts = not all(chunk.decodes for chunk in step.plan.chunks)
-            self.steps.append((step.plan.guesses_sleep, prompts, self._computed))
+            self.steps.append((network.asleep, prompts, self._computed))
 
         def noting(compute: Callable[..., Any]) -> Callable[..., Any]:
             def noted(*given: Any) -> Any:

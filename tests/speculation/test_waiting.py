@@ -27,10 +27,10 @@ def test_steps_that_waited_for_guesses_count_as_theirs_even_if_there_were_none()
     speculation = SpeculationController(Guesser(lambda request, length: []), AdaptiveLength(CostModel()))
     result = StepResult(StepPlan(0, (chunk,)), [5], [None])
     for _ in range(8):
-        speculation.note_step(result, 1.0)
+        speculation.observe(result, 1.0)
     assert speculation.length.allows_drafts(1)
     for _ in range(60):
-        speculation.note_step(result, 1.2, waited=True)
+        speculation.observe(result, 1.2, waited=True)
     assert not speculation.length.allows_drafts(1)
 
 

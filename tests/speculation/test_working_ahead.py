@@ -103,6 +103,7 @@ class Proposer:
     max_length: int = 7
     judges: bool = False
     sleeps: bool = False
+    asleep: bool = False
     spent: float = 0.0
     catching_up: float = 0.0
     asked: list[int] = field(default_factory=list)

@@ -79,9 +79,6 @@ class StepPlan:
     idle_rows: int = 0  # seats that a static batch keeps for finished requests: computed, and the result dropped
     swap_outs: tuple[BlockSwap, ...] = ()  # to be made first of all: others may write to these blocks in this step
     swap_ins: tuple[BlockSwap, ...] = ()  # to be made next, before the copies of the chunks
-    guess_seconds: float = 0.0  # that its drafts took, also if none was good enough to be verified
-    catch_up_seconds: float = 0.0  # of these, what went into tokens that were missed while there were no drafts
-    guesses_sleep: bool = False  # there will be none for a while: what is generated is not shown to what guesses
 
     @property
     def num_tokens(self) -> int:

@@ -23,8 +23,6 @@ class PlanBuilder:
         self.memory_was_short = False
         self.swap_outs: list[BlockSwap] = []
         self.swap_ins: list[BlockSwap] = []
-        self.guess_seconds = self.catch_up_seconds = 0.0
-        self.guesses_sleep = False
         self._restrained: Collection[str] = ()
         self._restrained_room = 0
 

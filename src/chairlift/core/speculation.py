@@ -1,4 +1,4 @@
-"""What the scheduler and the engine need of speculative decoding; `chairlift.speculation` implements it."""
+"""Interface of speculative decoding as the scheduler and the engine use it; `chairlift.speculation` implements it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from chairlift.core.plan import StepResult
 from chairlift.core.plan_builder import PlanBuilder
-from chairlift.core.request import Request
 
 if TYPE_CHECKING:
     from chairlift.core.scheduler.state import SchedulerState
 
 
 class Speculation(Protocol):
-    """Adds draft tokens to step plans and learns from how many were accepted."""
+    """Adds draft tokens to step plans and learns from the results."""
 
-    guesses: bool  # whether upcoming steps carry drafts, so that each must be planned after the last one is read
+    drafting: bool  # whether upcoming steps carry drafts, so that each must be planned after the last one is read
 
     @property
     def speedup(self) -> float:
@@ -26,12 +25,12 @@ class Speculation(Protocol):
         """Add draft tokens to the decodes of a plan, within the memory and token budget that is left."""
         ...
 
-    def note_step(self, result: StepResult, seconds: float, waited: bool = False, typical: bool = True) -> float:
-        """Record a step's duration; return the seconds that were not spent on proposing drafts."""
-        ...
+    def observe(self, result: StepResult, seconds: float, waited: bool = False, typical: bool = True) -> float:
+        """Record a step's result and duration; return the seconds that were not spent on proposing drafts.
 
-    def learn(self, request: Request, proposed: int, accepted: int) -> None:
-        """Record how many of a request's drafts were accepted."""
+        `waited`: the step was planned late, after the result of the one before, for the sake of drafts.
+        `typical`: later steps of the same shape will take about as long (not so if a CUDA graph was captured).
+        """
         ...
 
     def forget(self, request_id: str) -> None:

@@ -366,7 +366,7 @@ class Engine:
     def _waits_for_tokens(self) -> bool:
         """Whether the next step is planned once the last one is read, though the executor could work ahead."""
         speculation = self.scheduler.speculation
-        return self._steps_ahead > 0 and speculation is not None and speculation.guesses
+        return self._steps_ahead > 0 and speculation is not None and speculation.drafting
 
     def _begin(self, plan: StepPlan, begun: float, waited: bool) -> None:
         schedule_seconds = self._clock() - begun
@@ -410,7 +410,7 @@ class Engine:
         speculation = self.scheduler.speculation
         # Steps that were launched before this one was read took their time out of this one's.
         typical = all(one.pending.typical for one in (step, *self._under_way))
-        running = seconds if speculation is None else speculation.note_step(result, seconds, step.waited, typical)
+        running = seconds if speculation is None else speculation.observe(result, seconds, step.waited, typical)
         if typical:
             self.cost_model.observe(shape, running)
         return StepDone(

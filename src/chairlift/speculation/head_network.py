@@ -35,6 +35,7 @@ class Head:
         self.token_ids: Tensor | None = head.token_ids
         self.one_call = head.guesses_in_one_call  # whether it has `guess`
         self._head = head
+        self.asleep = False
         self._ahead: dict[str, _Ahead] = {}  # by request id
         self._guessed: dict[str, Tensor] = {}  # by request id: the head's own state of the last guess
 
@@ -114,11 +115,11 @@ class Head:
         # States are parts of whole steps', which whoever has had to leave would keep in memory. Others only sit out.
         for ahead in [ahead for ahead in self._ahead.values() if ahead.request.status is not Status.RUNNING]:
             self.forget(ahead.request.id)
-        if step.plan.guesses_sleep:
+        if self.asleep:
             for chunk in chunks:
                 if chunk.decodes:
                     self.forget(chunk.request.id)
-        if has_prompts or not step.plan.guesses_sleep:
+        if has_prompts or not self.asleep:
             self._take_in(step, has_prompts)
 
     def bytes_kept(self, num_requests: int) -> int:
@@ -144,7 +145,7 @@ class Head:
         spans: list[range] = []  # their rows
         for offset, chunk in zip(offsets, chunks, strict=False):
             last = next(rows) if chunk.samples else offset + chunk.count - 1
-            if not (chunk.decodes and step.plan.guesses_sleep):
+            if not (chunk.decodes and self.asleep):
                 first = offset if self._goes_on(chunk) else last
                 taken.append((chunk, chunk.start + last - offset + 1))
                 spans.append(range(first, last + 1))

@@ -58,6 +58,7 @@ class NetworkProposer:
         self.name = name
         self.network = network
         self.sleeps = isinstance(network, Head)
+        self._asleep = False
         self.max_length = MOST_ASKED if isinstance(network, Head) else MAX_LENGTH
         self._target = target
         self._draws = draws
@@ -69,6 +70,16 @@ class NetworkProposer:
         # By whether the target takes its likeliest token: else it agrees less often with the likeliest guess.
         self._confidence = {True: Confidence(), False: Confidence()}
         self._levels: dict[str, list[int]] = {}  # by request id: how sure the network was of its last guesses
+
+    @property
+    def asleep(self) -> bool:
+        return self._asleep
+
+    @asleep.setter
+    def asleep(self, value: bool) -> None:
+        self._asleep = value
+        if isinstance(self.network, Head):
+            self.network.asleep = value
 
     def warm_up(self, request: Request) -> None:
         """As the runner's own, for this request of one token in block 0. The time that compiling takes says nothing."""

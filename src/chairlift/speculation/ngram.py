@@ -27,7 +27,7 @@ class NgramProposer:
 
     name = "ngram"
     max_length = MAX_DRAFTS["ngram"]
-    sleeps = False
+    sleeps = asleep = False
     judges = False  # how likely its guesses are, their kind says
     spent = catching_up = 0.0  # not worth a look at the clock
 

@@ -39,6 +39,14 @@ class GrammaticalDrafts:
         self._structured = structured
 
     @property
+    def asleep(self) -> bool:
+        return self._proposer.asleep
+
+    @asleep.setter
+    def asleep(self, value: bool) -> None:
+        self._proposer.asleep = value
+
+    @property
     def spent(self) -> float:
         return self._proposer.spent
 

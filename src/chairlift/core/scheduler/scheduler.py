@@ -246,10 +246,7 @@ class Scheduler:
             request.num_unread += chunk.samples
         self._num_steps += 1
         swaps = tuple(draft.swap_outs), tuple(draft.swap_ins)
-        guessing = draft.guess_seconds, draft.catch_up_seconds
-        return StepPlan(
-            self._num_steps - 1, chunks, len(self.idle), *swaps, *guessing, guesses_sleep=draft.guesses_sleep
-        )
+        return StepPlan(self._num_steps - 1, chunks, len(self.idle), *swaps)
 
     def _drop_late(self, now: float) -> None:
         for request in self._deadlines.passed(now):
@@ -331,8 +328,6 @@ class Scheduler:
 
     def _note_drafts(self, chunk: Chunk, accepted: int, now: float) -> None:
         self.state.events.append(DraftsVerified(now, chunk.request.id, len(chunk.drafts), accepted))
-        if self.speculation is not None:
-            self.speculation.learn(chunk.request, len(chunk.drafts), accepted)
 
     def abandon(self, plan: StepPlan, now: float) -> None:
         """A planned step will have no result: set its requests back, since what it wrote and copied is not known."""

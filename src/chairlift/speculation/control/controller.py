@@ -20,7 +20,7 @@ from typing import Protocol
 
 from chairlift.core.plan import Chunk, StepResult
 from chairlift.core.plan_builder import PlanBuilder
-from chairlift.core.request import Request
+from chairlift.core.request import Request, Status
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.speculation.control.draft_length import DraftLength
 
@@ -45,6 +45,7 @@ class Proposer(Protocol):
     max_length: int
     judges: bool  # whether it leaves out what is less likely than wanted; so one may ask for more than is likely
     sleeps: bool  # whether in long pauses it takes no note of what is generated, and has to wake before it guesses
+    asleep: bool  # set by the controller
 
     @property
     def spent(self) -> float:
@@ -78,6 +79,15 @@ class Proposer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Proposing:
+    """The time spent on the drafts of a step, which is found again by its first chunk."""
+
+    first_chunk: Chunk | None
+    seconds: float = 0.0
+    catching_up: float = 0.0
+
+
 class SpeculationController:
     """Adds drafts to a step that is otherwise complete: they use what memory and budget the others leave."""
 
@@ -88,11 +98,13 @@ class SpeculationController:
         self.most_drafts = most_drafts
         # Whether the steps now are to have drafts. Then each is planned when the tokens of the one before are known, on
         # devices that could otherwise be given it sooner.
-        self.guesses = False
+        self.drafting = False
+        self._proposing = _Proposing(None)  # of the last step that any time went into drafts of
 
     def add_drafts(self, state: SchedulerState, plan: PlanBuilder) -> None:
-        self.guesses = False
-        plan.guesses_sleep = self.proposer.sleeps and self.length.sleeps(len(plan.chunks))
+        self.drafting = False
+        if self.proposer.sleeps:
+            self.proposer.asleep = self.length.sleeps(len(plan.chunks))
         # Blocks that are still to be copied to the host must not be given to drafts, which may be written before that.
         if plan.memory_was_short or plan.swap_outs or not plan.room:
             return
@@ -104,18 +116,19 @@ class SpeculationController:
         if not candidates:
             return
         lengths = self.length.choose(candidates, plan.chunks.values(), self.proposer)
-        self.guesses = any(lengths)
+        self.drafting = any(lengths)
         wanted = self._reserve(candidates, lengths, state, plan)
         if not wanted:
             return
         proposed = self.proposer.propose(wanted)
-        plan.guess_seconds, plan.catch_up_seconds = self.proposer.spent, self.proposer.catching_up
         for one, drafts in zip(wanted, proposed, strict=True):
             request = one.request
             if drafts:
                 plan.add_drafts(request, drafts)
             if len(drafts) < one.length:
                 state.kv.trim(request, request.num_planned + plan.count(request))
+        first = next(iter(plan.chunks.values()))
+        self._proposing = _Proposing(first, self.proposer.spent, self.proposer.catching_up)
 
     def _reserve(
         self,
@@ -140,7 +153,7 @@ class SpeculationController:
                 room -= length
         return wanted
 
-    def note_step(self, result: StepResult, seconds: float, waited: bool = False, typical: bool = True) -> float:
+    def observe(self, result: StepResult, seconds: float, waited: bool = False, typical: bool = True) -> float:
         """A step took so long. Returns how much of that went into running it and not into guessing. `waited`: it could
         have been planned before the tokens of the one before were known, but for guesses. That is part of their price,
         even if there were none in the end. `typical`: later steps of its kind will take about as long; others, such as
@@ -149,26 +162,32 @@ class SpeculationController:
         Guesses that a grammar has cut are not among its drafts, for the model did not see them. But they took their
         time, so that the step says nothing of those without speculation."""
         plan = result.plan
+        for chunk in plan.chunks:
+            if chunk.drafts:
+                self._learn(chunk.request, len(chunk.drafts), result.accepted.get(chunk.request.id, 0))
+        known, nothing = self._proposing, _Proposing(None)
+        proposing = known if plan.chunks and plan.chunks[0] is known.first_chunk else nothing
         if typical and all(chunk.decodes for chunk in plan.chunks):
             accepted = sum(result.accepted.values())
-            guessed = waited or plan.num_drafts > 0 or plan.guess_seconds > plan.catch_up_seconds
+            guessed = waited or plan.num_drafts > 0 or proposing.seconds > proposing.catching_up
             self.length.payoff.observe(
                 len(plan.chunks),
                 guessed,
                 accepted,
                 seconds,
-                catching_up=plan.catch_up_seconds,
-                guessing=plan.guess_seconds,
+                catching_up=proposing.catching_up,
+                guessing=proposing.seconds,
                 num_drafts=plan.num_drafts,
             )
-        return seconds - plan.guess_seconds
+        return seconds - proposing.seconds
 
     @property
     def speedup(self) -> float:
         return self.length.payoff.speedup
 
-    def learn(self, request: Request, proposed: int, accepted: int) -> None:
-        self.length.learn(request.id, proposed, accepted)
+    def _learn(self, request: Request, proposed: int, accepted: int) -> None:
+        if request.status is not Status.FINISHED:  # which is forgotten already
+            self.length.learn(request.id, proposed, accepted)
         self.proposer.learn(request, proposed, accepted)
 
     def forget(self, request_id: str) -> None:

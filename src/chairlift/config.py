@@ -1,110 +1,272 @@
-"""What an engine can be told, checked before anything is loaded."""
+"""The engine's options: declared here once, and checked before anything is loaded."""
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-
-from chairlift.attention import BACKENDS
 from chairlift.byte_sizes import parse_bytes
-from chairlift.core.budgets.adaptive import check_budget
-from chairlift.core.kv.swap import check_mode
+from chairlift.core.budgets.adaptive import BUDGETS, check_budget
+from chairlift.core.kv.swap import MODES, check_mode
 from chairlift.core.orderings.base import Ordering, make_ordering, parse_weights
-from chairlift.core.policies.base import Policy, make_policy
+from chairlift.core.policies.base import POLICIES, Policy, make_policy
 from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
-from chairlift.speculation.control.option import check_speculate
+from chairlift.options.checks import above, at_least, strictly_between
+from chairlift.options.declaration import check_options, option
+from chairlift.speculation.control.option import Speculate, check_speculate
 
-LOAD_FORMATS = ("auto", "dummy")
+DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "fp8")
 QUANTIZATIONS = ("auto", "none", "int8", "fp8")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn}
+ORDERINGS = ("fcfs", "priority", "shortest", "fair")
+ATTENTION_BACKENDS = ("ragged", "bursted", "padded")
+LOAD_FORMATS = ("auto", "dummy")
+
+MODEL, DEVICE, BATCHING = "Model", "Device and precision", "Batching"
+SCHEDULING, KV_CACHE, SPECULATION = "Scheduling", "KV cache", "Speculative decoding"
+
+
+def _check_device(parameter: str, value: str) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise InvalidParameter(parameter, f"unknown device {value!r:.100}; choose auto, cpu, cuda or cuda:N")
+
+
+def _check_weights(parameter: str, value: Mapping[str, float] | Sequence[str]) -> None:
+    parse_weights(value)
+
+
+def _check_speculate(parameter: str, value: str) -> None:
+    Speculate.parse(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """None means: chosen from the model and the machine."""
+    """How an engine runs a model. None means: chosen from the model and the machine."""
 
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    dtype: str = "auto"  # auto, float32, bfloat16, float16
-    quantization: str | None = "auto"  # none, int8 (CPU), fp8 (GPU; both: weights and their factors), auto
-    kv_dtype: str = "auto"  # of the KV cache: auto, float32, bfloat16, float16, fp8 (GPU)
-    max_model_len: int | None = None  # longest prompt + output; the model's own limit by default
-    max_batch_tokens: int | None = None  # tokens per step, of all requests together
-    max_prefill_tokens: int | None = None  # the part of those that may be prompt tokens
-    max_batch_requests: int | None = None  # seats
-    budget: str | None = None  # fixed, knee or latency: how much of those tokens a step uses; see docs/scheduling.md
-    target_tpot_ms: float | None = None  # time per output token that running requests should keep
-    target_ttft_ms: float | None = None  # time to the first token that new requests should keep
-    block_size: int = 16
-    kv_memory: int | str | None = None  # bytes, or "2GiB"
-    memory_share: float | None = None  # without kv_memory: this share of the memory that is free after loading
-    prefix_caching: bool = True
-    policy: str = "continuous"  # when requests board: continuous, static, dynamic
-    max_delay_ms: float | None = None  # how long a static or dynamic batch waits to be filled
-    order: str = "fcfs"  # who boards first: fcfs, priority, shortest, fair
-    tenant_weights: Mapping[str, float] | Sequence[str] | None = None  # for order fair: {"name": 2} or ["name=2"]
-    preemption: str = "recompute"  # what becomes of a victim's KV blocks: recompute, swap (to the host), auto
-    swap_memory: int | str | None = None  # host memory for that; as much as the KV cache by default
-    max_overtakes: int = MAX_OVERTAKES  # how often a waiting request may be overtaken before nobody boards ahead of it
-    speculate: str | None = None  # where guesses of the next tokens come from: ngram, layers:N, draft:PATH
-    draft_length: int | None = None  # how many guesses at a time; by default as many as pay
-    attention: str = "auto"
-    batch_invariant: bool = False  # a request's tokens are the same, bit for bit, whatever shares its batch; slower
-    cuda_graphs: bool = True  # on a GPU: capture steps and replay them
-    load_format: str = "auto"  # dummy: random weights for a config.json
-    seed: int | None = None  # makes the requests that bring no seed of their own repeatable
+    load_format: str = option(
+        "auto",
+        help="How weights are read; dummy fills a config.json with random weights.",
+        group=MODEL,
+        choices=LOAD_FORMATS,
+    )
+    max_model_len: int | None = option(
+        None,
+        help="Maximum number of tokens of a prompt and its output together.",
+        group=MODEL,
+        check=at_least(1),
+        default_text="the model's limit",
+    )
+    device: str = option(
+        "auto",
+        help="Where the model runs; auto takes a GPU if there is one.",
+        group=DEVICE,
+        check=_check_device,
+        metavar="[auto|cpu|cuda|cuda:N]",
+    )
+    dtype: str = option(
+        "auto",
+        help="Type of weights and activations; auto is float32 on a CPU and bfloat16 on a GPU.",
+        group=DEVICE,
+        choices=("auto", *DTYPES),
+    )
+    quantization: str | None = option(
+        "auto",
+        help="Format of the weights: int8 on a CPU, fp8 on a GPU. auto takes int8 where it is faster, unless a dtype "
+        "is given.",
+        group=DEVICE,
+        choices=QUANTIZATIONS,
+    )
+    kv_dtype: str = option(
+        "auto",
+        help="Type of the KV cache; fp8 needs a GPU.",
+        group=DEVICE,
+        choices=("auto", *KV_DTYPES),
+        aliases=("kv_cache_dtype",),
+    )
+    attention: str = option(
+        "auto",
+        help="Attention backend; auto takes the fastest one that supports the model.",
+        group=DEVICE,
+        choices=("auto", *ATTENTION_BACKENDS),
+    )
+    cuda_graphs: bool = option(
+        True,
+        help="On a GPU, capture steps as CUDA graphs and replay them.",
+        group=DEVICE,
+        opposite_aliases=("enforce_eager",),
+    )
+    batch_invariant: bool = option(
+        False,
+        help="Make a request's tokens independent of the rest of the batch, bit for bit; slower.",
+        group=DEVICE,
+    )
+    max_batch_tokens: int | None = option(
+        None,
+        help="Maximum number of tokens per step, of all requests together.",
+        group=BATCHING,
+        check=at_least(1),
+        aliases=("max_num_batched_tokens",),
+        default_text="from the machine",
+    )
+    max_prefill_tokens: int | None = option(
+        None,
+        help="Maximum number of prompt tokens among them.",
+        group=BATCHING,
+        check=at_least(1),
+        default_text="all of them",
+    )
+    max_batch_requests: int | None = option(
+        None,
+        help="Maximum number of requests per step.",
+        group=BATCHING,
+        check=at_least(1),
+        aliases=("max_num_seqs", "max_batch_size"),
+        default_text="from the machine",
+    )
+    budget: str | None = option(
+        None,
+        help="How much of --max-batch-tokens a step uses: all of it (fixed), what throughput needs (knee), or what "
+        "the latency targets leave (latency).",
+        group=BATCHING,
+        choices=BUDGETS,
+        default_text="latency if there is a target, else fixed",
+    )
+    target_tpot_ms: float | None = option(
+        None,
+        help="Time per output token to keep for running requests while others arrive.",
+        group=BATCHING,
+        check=above(0),
+        default_text="none",
+    )
+    target_ttft_ms: float | None = option(
+        None,
+        help="Time to the first token to keep for new requests.",
+        group=BATCHING,
+        check=above(0),
+        default_text="none",
+    )
+    policy: str = option(
+        "continuous",
+        help="When requests are admitted: at every step (continuous), or in batches that run to the end (static, "
+        "dynamic).",
+        group=SCHEDULING,
+        choices=POLICIES,
+    )
+    max_delay_ms: float | None = option(
+        None,
+        help="How long a static or dynamic batch waits to be filled.",
+        group=SCHEDULING,
+        check=at_least(0),
+        default_text="dynamic 50, static 10000",
+    )
+    order: str = option(
+        "fcfs",
+        help="Which waiting request is admitted first: first come first served (fcfs), by priority, least work "
+        "(shortest), or fair between tenants.",
+        group=SCHEDULING,
+        choices=ORDERINGS,
+        aliases=("scheduling_policy",),
+    )
+    tenant_weights: Mapping[str, float] | Sequence[str] | None = option(
+        None,
+        help="A tenant's share with --order fair, such as alice=2; may be repeated.",
+        group=SCHEDULING,
+        check=_check_weights,
+        flag="--tenant-weight",
+        metavar="NAME=WEIGHT",
+        default_text="1 each",
+    )
+    max_overtakes: int = option(
+        MAX_OVERTAKES,
+        help="How often a waiting request may be passed over before it must be admitted next.",
+        group=SCHEDULING,
+        check=at_least(1),
+    )
+    preemption: str = option(
+        "recompute",
+        help="What happens to a request's KV blocks when memory runs out: recompute them later, swap them to host "
+        "memory, or auto (whichever is measured to be cheaper).",
+        group=SCHEDULING,
+        choices=MODES,
+    )
+    swap_memory: int | str | None = option(
+        None,
+        help="Host memory for swapped blocks, such as 4GiB.",
+        group=SCHEDULING,
+        check=parse_bytes,
+        metavar="BYTES",
+        default_text="as much as the KV cache",
+    )
+    block_size: int = option(16, help="Tokens per block of the KV cache.", group=KV_CACHE, check=at_least(1))
+    kv_memory: int | str | None = option(
+        None,
+        help="Memory for the KV cache, such as 2GiB.",
+        group=KV_CACHE,
+        check=parse_bytes,
+        aliases=("kv_cache_memory_bytes",),
+        metavar="BYTES",
+        default_text="a share of the free memory",
+    )
+    memory_share: float | None = option(
+        None,
+        help="Instead of --kv-memory: this share of the memory that is free after loading.",
+        group=KV_CACHE,
+        check=strictly_between(0, 1),
+        aliases=("gpu_memory_utilization",),
+        default_text="0.25 on a CPU, 0.9 on a GPU",
+    )
+    prefix_caching: bool = option(
+        True,
+        help="Reuse the cached KV blocks of earlier prompts that start the same.",
+        group=KV_CACHE,
+        aliases=("enable_prefix_caching",),
+    )
+    speculate: str | None = option(
+        None,
+        help="Draft the next tokens and verify several in one step: from the text so far (ngram), with the model's "
+        "first N layers, or with a draft model (see train-draft). The output does not change.",
+        group=SPECULATION,
+        check=_check_speculate,
+        metavar="[ngram|layers:N|draft:PATH]",
+        default_text="no",
+    )
+    draft_length: int | None = option(
+        None,
+        help="Draft tokens per request and step.",
+        group=SPECULATION,
+        check=at_least(1),
+        aliases=("num_speculative_tokens",),
+        default_text="as many as pay off",
+    )
+    seed: int | None = option(
+        None,
+        help="Makes requests without a seed of their own repeatable.",
+        group=MODEL,
+        check=at_least(0),
+        default_text="random",
+        on_command_line=False,  # a command's --seed is that of its requests
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_batch_tokens", "max_prefill_tokens", "max_batch_requests"):
-            _positive(name, getattr(self, name), optional=True)
-        _positive("block_size", self.block_size)
+        check_options(self)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
         check_budget(self.budget, self.target_tpot_ms, self.target_ttft_ms)
-        _positive("max_overtakes", self.max_overtakes)
         check_mode(self.preemption, self.swap_memory)
         check_speculate(self.speculate, self.draft_length)
-        if self.swap_memory is not None:
-            parse_bytes("swap_memory", self.swap_memory)
         self.make_policy()
         self.make_ordering()
-        if self.dtype != "auto" and self.dtype not in DTYPES:
-            raise InvalidParameter("dtype", f"unknown type {self.dtype!r}; choose from auto, {', '.join(DTYPES)}")
-        if self.kv_dtype != "auto" and self.kv_dtype not in KV_DTYPES:
-            choices = ", ".join(KV_DTYPES)
-            raise InvalidParameter("kv_dtype", f"unknown type {self.kv_dtype!r}; choose from auto, {choices}")
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
-            choices = ", ".join(QUANTIZATIONS)
-            raise InvalidParameter("quantization", f"unknown {self.quantization!r}; choose from {choices}")
-        if self.attention != "auto" and self.attention not in BACKENDS:
-            choices = ", ".join(BACKENDS)
-            raise InvalidParameter("attention", f"unknown backend {self.attention!r}; choose from auto, {choices}")
-        if self.load_format not in LOAD_FORMATS:
-            choices = ", ".join(LOAD_FORMATS)
-            raise InvalidParameter("load_format", f"unknown format {self.load_format!r}; choose from {choices}")
-        for name in ("prefix_caching", "cuda_graphs", "batch_invariant"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParameter(name, f"must be true or false, got {getattr(self, name)!r}")
+        if self.memory_share is not None and self.kv_memory is not None:
+            raise InvalidParameter("memory_share", "was given together with kv_memory; give one")
+        if self.max_batch_requests is not None and self.max_batch_tokens is not None:
+            check_batch_requests(self.max_batch_requests, self.max_batch_tokens)
         if self.batch_invariant and self.speculate not in (None, "ngram"):
-            problem = (
-                f"is not possible with speculate={self.speculate!r}: how many tokens are guessed depends on the load"
-            )
-            raise InvalidParameter("batch_invariant", f"{problem}, and drawn guesses decide over tokens")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
-            raise InvalidParameter("seed", f"must be an integer of at least 0, got {self.seed!r}")
-        if self.kv_memory is not None:
-            parse_bytes("kv_memory", self.kv_memory)
-        if self.memory_share is not None:
-            if isinstance(self.memory_share, bool) or not isinstance(self.memory_share, (int, float)):
-                raise InvalidParameter("memory_share", f"must be a number, got {self.memory_share!r}")
-            if not 0.0 < self.memory_share < 1.0:
-                raise InvalidParameter("memory_share", f"must be above 0 and below 1, got {self.memory_share}")
-            if self.kv_memory is not None:
-                raise InvalidParameter("memory_share", "was given together with kv_memory; give one")
-        self.torch_device()
+            problem = f"is not possible with speculate={self.speculate!r}"
+            reason = "the number of draft tokens depends on the load, and sampled drafts change the tokens"
+            raise InvalidParameter("batch_invariant", f"{problem}: {reason}")
 
     def make_policy(self) -> Policy:
         return make_policy(self.policy, self.max_delay_ms)
@@ -112,56 +274,10 @@ class EngineConfig:
     def make_ordering(self) -> Ordering:
         return make_ordering(self.order, parse_weights(self.tenant_weights))
 
-    def torch_device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            raise InvalidParameter("device", f"unknown device {self.device!r}; choose auto, cpu or cuda") from None
-        if device.type not in ("cpu", "cuda"):
-            raise InvalidParameter("device", f"{device.type!r} is not supported; choose auto, cpu or cuda")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise InvalidParameter("device", "torch sees no CUDA device here; choose cpu")
-        return device
 
-    def torch_dtype(self) -> torch.dtype:
-        if self.dtype == "auto":
-            return torch.float32 if self.torch_device().type == "cpu" else torch.bfloat16
-        return DTYPES[self.dtype]
-
-    def seats(self) -> int:
-        """`max_batch_requests`, never more than the tokens of a step: a seat without a token is no use."""
-        default = 1024 if self.torch_device().type == "cuda" else 64
-        if self.max_batch_requests is None:
-            return min(default, self.batch_tokens())
-        if self.max_batch_requests > self.batch_tokens():
-            problem = f"{self.max_batch_requests} requests need a token each, but max_batch_tokens is"
-            raise InvalidParameter("max_batch_requests", f"{problem} {self.batch_tokens()}")
-        return self.max_batch_requests
-
-    def batch_tokens(self) -> int:
-        """`max_batch_tokens`: by default what saturates the machine's arithmetic, and not much more, since every
-        running request waits for the whole step."""
-        if self.max_batch_tokens is not None:
-            return self.max_batch_tokens
-        if self.torch_device().type == "cuda":
-            return 8192
-        return max(256, min(128 * (os.cpu_count() or 1), 2048))
-
-    def for_throughput(self) -> EngineConfig:
-        """The same where nobody watches tokens arrive: on a GPU steps may carry more, which saves launching some."""
-        if self.max_batch_tokens is not None or self.torch_device().type != "cuda":
-            return self
-        return replace(self, max_batch_tokens=2 * self.batch_tokens())
-
-    def prefill_tokens(self) -> int:
-        """`max_prefill_tokens`: by default as many as fit in a step."""
-        return min(self.max_prefill_tokens or self.batch_tokens(), self.batch_tokens())
-
-
-def _positive(name: str, value: Any, *, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidParameter(name, f"must be an integer of at least 1, got {value!r}")
+def check_batch_requests(requests: int, tokens: int) -> None:
+    """Raise if a step could not compute a token of each request."""
+    if requests > tokens:
+        raise InvalidParameter(
+            "max_batch_requests", f"{requests} requests need a token each, but max_batch_tokens is {tokens}"
+        )

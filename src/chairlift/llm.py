@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from chairlift.config import EngineConfig
 from chairlift.core.events import (
     Event,
     RequestBoarded,
@@ -19,7 +20,8 @@ from chairlift.core.events import (
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.option_aliases import translate_options
+from chairlift.options.aliases import translate_options
+from chairlift.options.declaration import options_of
 from chairlift.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamedText
 
 if TYPE_CHECKING:
@@ -42,11 +44,11 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2-135m", *, progress: bool = True, **options: Any) -> None:
-        config_options = translate_options(options)
-        from chairlift.config import EngineConfig  # imports torch, so only when a model is really wanted
+        config = _make_config(options)
+        from chairlift.engine.machine_defaults import for_throughput  # these import torch, which takes seconds
         from chairlift.engine.startup import load_engine
 
-        loaded = load_engine(model, EngineConfig(**config_options).for_throughput(), progress=progress)
+        loaded = load_engine(model, for_throughput(config), progress=progress)
         self.engine = loaded.engine
         self.runner = loaded.runner
         self.memory = loaded.memory
@@ -309,6 +311,13 @@ class _Batch:
         self._shown[request_id] = len(completion.text), len(completion.token_ids)
         text, token_ids = completion.text[characters:], completion.token_ids[tokens:]
         return StreamedText(prompt, index, text, token_ids, completion.finish_reason)
+
+
+def _make_config(options: Mapping[str, Any]) -> EngineConfig:
+    own = translate_options(options, options_of(EngineConfig))
+    if "dtype" in own:
+        own["dtype"] = str(own["dtype"]).removeprefix("torch.")
+    return EngineConfig(**own)
 
 
 def _take_in_all(batches: Sequence[_Batch], events: Sequence[Event]) -> None:

@@ -1,16 +1,17 @@
 from unittest.mock import patch
 
 from chairlift.config import EngineConfig
+from chairlift.engine.machine_defaults import batch_tokens, for_throughput
 
 
-def test_without_an_audience_steps_on_a_gpu_may_carry_more():
+def test_offline_steps_on_a_gpu_are_larger():
     with patch("torch.cuda.is_available", return_value=True):
         config = EngineConfig(device="cuda")
-        assert config.for_throughput().batch_tokens() == 2 * config.batch_tokens()
-        asked = EngineConfig(device="cuda", max_batch_tokens=100)
-        assert asked.for_throughput() is asked
+        assert batch_tokens(for_throughput(config)) == 2 * batch_tokens(config)
+        chosen = EngineConfig(device="cuda", max_batch_tokens=100)
+        assert for_throughput(chosen) is chosen
 
 
-def test_a_cpu_gains_nothing_by_longer_steps():
+def test_offline_steps_on_a_cpu_are_the_same():
     config = EngineConfig(device="cpu")
-    assert config.for_throughput() is config
+    assert for_throughput(config) is config

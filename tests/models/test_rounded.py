@@ -113,7 +113,7 @@ def test_what_cannot_be_rounded_says_why(tmp_path: Path) -> None:
         load(tmp_path, config, quantization="int8", dtype=torch.bfloat16)
     with pytest.raises(InvalidParameter, match="unknown 'int3'"):
         EngineConfig(quantization="int3")
-    with pytest.raises(InvalidParameter, match="unknown type"):
+    with pytest.raises(InvalidParameter, match="kv_dtype: unknown 'int8'"):
         EngineConfig(kv_dtype="int8")
 
 

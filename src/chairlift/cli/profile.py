@@ -45,6 +45,7 @@ def profile(
     Requests are random tokens, greedy. Prompts are computed before the
     steps that count.
     """
+    from chairlift.engine.machine_defaults import prefill_tokens
     from chairlift.engine.startup import load_engine
     from chairlift.lab.profile.chrome_trace import write_trace
     from chairlift.lab.profile.run import profile_engine
@@ -63,7 +64,7 @@ def profile(
     ):
         note("loading")
         started = load_engine(path, settings.with_seats(config), progress=not engine.quiet)
-        found = profile_engine(started, settings, config.prefill_tokens(), note)
+        found = profile_engine(started, settings, prefill_tokens(config), note)
     _show(found, name)
     asked = {"batch": list(settings.batches), "prompt_tokens": prompt_tokens, "steps": steps}
     asked |= model_settings(name, started.runner.model, found.ceilings)

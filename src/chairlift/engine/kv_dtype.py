@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from chairlift.config import KV_DTYPES, EngineConfig
+from chairlift.config import EngineConfig
+from chairlift.engine.machine_defaults import KV_DTYPES
 from chairlift.errors import InvalidParameter
 from chairlift.layers.fp8 import FP8, fp8_obstacles
 from chairlift.models.base import CausalLM

@@ -9,6 +9,7 @@ import torch
 from chairlift.attention import AttentionBackend, AttentionLayer, PagedGPUAttention
 from chairlift.config import EngineConfig
 from chairlift.engine.kv_dtype import kv_dtype
+from chairlift.engine.machine_defaults import batch_requests, batch_tokens
 from chairlift.errors import InvalidParameter
 from chairlift.models.base import CausalLM
 from chairlift.runner.cpu import ModelRunner
@@ -52,7 +53,7 @@ class RunnerFactory:
     @property
     def _max_drafts(self) -> int:
         """Of a step on a GPU."""
-        return 0 if self.draft is None else min(MOST_DRAFTS_ON_GPU, self.config.batch_tokens())
+        return 0 if self.draft is None else min(MOST_DRAFTS_ON_GPU, batch_tokens(self.config))
 
     def _plan(self, step_bytes: int = 0) -> tuple[MemoryPlan, int]:
         config = self.config
@@ -65,10 +66,10 @@ class RunnerFactory:
             device=self.model.device,
             block_size=config.block_size,
             max_model_len=self.max_model_len,
-            max_batch_requests=config.seats(),
+            max_batch_requests=batch_requests(config),
             step_bytes=step_bytes,
         )
-        return memory, config.max_batch_requests or memory.seats(config.seats())
+        return memory, config.max_batch_requests or memory.seats(batch_requests(config))
 
     def _rehearse(self, memory: MemoryPlan, seats: int) -> int:
         """Bytes of the largest step, which is computed with a cache of one block, and shown to what guesses."""
@@ -93,7 +94,7 @@ class RunnerFactory:
             self.attention,
             storage,
             seats=seats,
-            max_batch_tokens=config.batch_tokens(),
+            max_batch_tokens=batch_tokens(config),
             max_model_len=self.max_model_len,
             graphs=config.cuda_graphs,
             structured=self.structured,

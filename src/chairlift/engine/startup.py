@@ -23,6 +23,7 @@ from chairlift.core.scheduler.tenant_isolation import TenantIsolation
 from chairlift.core.scheduler.work_forecast import WorkForecast
 from chairlift.engine.engine import Engine
 from chairlift.engine.kv_dtype import check_kv_dtype
+from chairlift.engine.machine_defaults import batch_requests, batch_tokens, prefill_tokens, torch_device, torch_dtype
 from chairlift.engine.runner_factory import RunnerFactory
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
@@ -69,13 +70,13 @@ class StartedEngine:
 
 def load_engine(name: str, config: EngineConfig, *, progress: bool = True) -> StartedEngine:
     """Fetch `name` if need be, load it, and start an engine on it."""
-    config.seats()  # contradictions show before minutes of loading
+    batch_requests(config)  # contradictions show before minutes of loading
     return start_engine(load_model(name, config, progress=progress), config)
 
 
 def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedModel:
     begun = time.perf_counter()
-    check_kv_dtype(config.kv_dtype, config.torch_dtype(), config.torch_device())
+    check_kv_dtype(config.kv_dtype, torch_dtype(config), torch_device(config))
     checkpoint, tokenizer = _open(name, config, progress=progress)
     info = describe(checkpoint.config)
     _max_model_len(config, info.max_len)
@@ -86,8 +87,8 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
         model = build_model(
             checkpoint.config,
             read_ahead(checkpoint.tensors()),
-            dtype=config.torch_dtype(),
-            device=config.torch_device(),
+            dtype=torch_dtype(config),
+            device=torch_device(config),
             max_len=config.max_model_len,
             quantization=quantization,
             batch_invariant=config.batch_invariant,
@@ -103,7 +104,7 @@ def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: 
         return config.quantization
     if config.dtype != "auto" or num_parameters < SMALLEST_ROUNDED:
         return "none"
-    if int8_obstacles(checkpoint.config, config.torch_dtype(), config.torch_device()):
+    if int8_obstacles(checkpoint.config, torch_dtype(config), torch_device(config)):
         return "none"
     from chairlift.kernels.cpu.simd import PLAIN, find_instruction_set  # numba takes its time
 
@@ -115,7 +116,7 @@ def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: 
 
 def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoint, Tokenizer]:
     if config.load_format == "dummy":
-        return DummyCheckpoint(name, config.torch_device()), dummy_tokenizer()
+        return DummyCheckpoint(name, torch_device(config)), dummy_tokenizer()
     checkpoint = open_checkpoint(resolve_model(name, progress=progress))
     return checkpoint, make_tokenizer(checkpoint)
 
@@ -154,7 +155,7 @@ def start_engine(
         structured=structured,
         clock=clock,
     )
-    step = f"up to {config.batch_tokens()} tokens ({config.prefill_tokens()} of prompts)"
+    step = f"up to {batch_tokens(config)} tokens ({prefill_tokens(config)} of prompts)"
     for line in (
         *memory.lines(),
         f"step       {step} of {seats} requests{_targets(config)}, {attention.name} attention",
@@ -180,7 +181,7 @@ def _make_scheduler(
     cost_model: CostModel,
     speculation: SpeculationController | None,
 ) -> Scheduler:
-    prompts = config.prefill_tokens()
+    prompts = prefill_tokens(config)
     drafts = drafts_per_request(config.speculate, config.draft_length)
     forecast = WorkForecast(cost_model, prompts, most_per_step=1 + drafts)
     ordering = config.make_ordering()
@@ -189,7 +190,7 @@ def _make_scheduler(
         make_budget(
             config.budget,
             cost_model,
-            max_batch_tokens=config.batch_tokens(),
+            max_batch_tokens=batch_tokens(config),
             max_prefill_tokens=prompts,
             target_tpot_ms=config.target_tpot_ms,
             target_ttft_ms=config.target_ttft_ms,

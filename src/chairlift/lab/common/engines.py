@@ -12,6 +12,7 @@ import torch
 from chairlift.attention import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.kv_dtype import kv_dtype
+from chairlift.engine.machine_defaults import batch_tokens, torch_device, torch_dtype
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.runner.memory import bytes_per_token
 
@@ -64,7 +65,7 @@ class EngineMaker:
 
         config = self.config()
         if config.load_format == "dummy":
-            return describe(DummyCheckpoint(self.loaded.name, config.torch_device()).config).num_parameters
+            return describe(DummyCheckpoint(self.loaded.name, torch_device(config)).config).num_parameters
         return describe(open_checkpoint(resolve_model(self.loaded.name)).config).num_parameters
 
     def settings(self) -> dict[str, Any]:
@@ -74,11 +75,11 @@ class EngineMaker:
         config = self.config()
         return {
             "model": self.loaded.name,
-            "device": str(config.torch_device()),
-            "dtype": str(config.torch_dtype()).removeprefix("torch."),
+            "device": str(torch_device(config)),
+            "dtype": str(torch_dtype(config)).removeprefix("torch."),
             "quantization": getattr(self.loaded.model, "quantization", "none"),
             "kv_dtype": str(kv_dtype(config, self.loaded.model)).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "block_size": config.block_size,
-            "max_batch_tokens": config.batch_tokens(),
+            "max_batch_tokens": batch_tokens(config),
         }

@@ -12,6 +12,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.events import RequestFinished, StepDone
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.engine import Engine
+from chairlift.engine.machine_defaults import batch_requests, batch_tokens
 from chairlift.engine.startup import StartedEngine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.step_work import Work, step_work, total
@@ -36,10 +37,10 @@ class ProfileSettings:
     def with_seats(self, config: EngineConfig) -> EngineConfig:
         """With a seat for every request of the largest batch, unless the number of seats was asked for."""
         most = max(self.batches)
-        if config.max_batch_requests is not None or most <= config.seats():
+        if config.max_batch_requests is not None or most <= batch_requests(config):
             return config
-        if most > config.batch_tokens():
-            problem = f"{most} requests need a token each, but max_batch_tokens is {config.batch_tokens()}"
+        if most > batch_tokens(config):
+            problem = f"{most} requests need a token each, but max_batch_tokens is {batch_tokens(config)}"
             raise InvalidParameter("batch", problem)
         return replace(config, max_batch_requests=most)
 

@@ -55,6 +55,7 @@ def bench_attention(
     and MQA. cache: keys and values kept, or computed anew for every token.
     """
     from chairlift.config import EngineConfig
+    from chairlift.engine.machine_defaults import torch_device, torch_dtype
     from chairlift.lab.bench.attention.plot import plot_attention
     from chairlift.lab.bench.attention.run import AttentionSettings, parse_experiments, run_attention
 
@@ -72,10 +73,10 @@ def bench_attention(
     chosen, engine = parse_experiments(experiments), EngineConfig(device=device, dtype=dtype)
     report.check()
     with watch(enabled=not quiet) as note:
-        results = run_attention(settings, engine.torch_device(), engine.torch_dtype(), experiments=chosen, note=note)
+        results = run_attention(settings, torch_device(engine), torch_dtype(engine), experiments=chosen, note=note)
     show_attention(results)
-    asked = asdict(settings) | {"experiments": chosen, "device": str(engine.torch_device())}
-    asked["dtype"] = str(engine.torch_dtype()).removeprefix("torch.")
+    asked = asdict(settings) | {"experiments": chosen, "device": str(torch_device(engine))}
+    asked["dtype"] = str(torch_dtype(engine)).removeprefix("torch.")
     report.write("attention", asked, results.rows(), lambda path, here: plot_attention(path, results, here))
 
 

@@ -61,6 +61,7 @@ def bench_chunking(
     throughput of an adaptive budget is compared with the highest of all fixed
     chunks that meet the same target by the same rule.
     """
+    from chairlift.engine.machine_defaults import torch_device
     from chairlift.lab.bench.chunking.long_prompts import ChunkingSettings
     from chairlift.lab.bench.chunking.plot import plot_chunking
     from chairlift.lab.bench.chunking.run import CHUNKS, chunking_rows, sweep_chunks
@@ -83,7 +84,7 @@ def bench_chunking(
     with watch(enabled=not engine.quiet) as note:
         note(f"loading {engine.model}")
         maker = EngineMaker.load(engine.model, engine.config(), progress=not engine.quiet)
-        sizes = sizes or list(CHUNKS[maker.config().torch_device().type])
+        sizes = sizes or list(CHUNKS[torch_device(maker.config()).type])
         points = sweep_chunks(maker, settings, chunks=sizes, targets=targets, note=note)
     rows = chunking_rows(points)
     show_chunking(rows)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chairlift.config import EngineConfig
+from chairlift.engine.machine_defaults import torch_device, torch_dtype
 from chairlift.engine.startup import LoadedModel
 from chairlift.lab.bench.chunking.long_prompts import ChunkingSettings, engine_for_long_prompts, run_long_prompts
 from chairlift.lab.common.engines import EngineMaker
@@ -40,7 +41,7 @@ class StallPoint:
 def random_maker(device: str = "auto", dtype: str = "auto") -> EngineMaker:
     """Engines around a small random model with a context long enough."""
     config = EngineConfig(device=device, dtype=dtype)
-    model = random_llama(config.torch_device(), config.torch_dtype())
+    model = random_llama(torch_device(config), torch_dtype(config))
     loaded = LoadedModel("a small random Llama", model, dummy_tokenizer(), frozenset())
     return EngineMaker(loaded, {"device": device, "dtype": dtype})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from chairlift.engine.machine_defaults import torch_device, torch_dtype
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.attention.run import AttentionResults, AttentionSettings, run_attention
 from chairlift.lab.bench.claims import about_batching as batching
@@ -120,8 +121,8 @@ class _Claims:
         config = self._maker.config()
         return run_attention(
             self._settings.attention,
-            config.torch_device(),
-            config.torch_dtype(),
+            torch_device(config),
+            torch_dtype(config),
             experiments=[experiment],
             note=self._note,
         )

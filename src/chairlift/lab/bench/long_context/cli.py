@@ -52,6 +52,7 @@ def bench_long_context(
     one token by itself, beside the time in which the bandwidth measured in the same
     run brings its keys and values.
     """
+    from chairlift.engine.machine_defaults import prefill_tokens
     from chairlift.engine.startup import load_engine
     from chairlift.lab.bench.long_context.run import LongContextSettings, made_longer, measure_long_contexts
     from chairlift.lab.common.floor import ceilings_for
@@ -78,7 +79,7 @@ def bench_long_context(
         ceilings = ceilings_for(started.runner.model)
         points = measure_long_contexts(started, ceilings, settings, note)
     show_table(name, HEADINGS, [_cells(point) for point in points], f"{_growth_line(points)}{ceilings_line(ceilings)}")
-    asked = {"lengths": list(settings.lengths), "output_tokens": output_tokens, "chunk": config.prefill_tokens()}
+    asked = {"lengths": list(settings.lengths), "output_tokens": output_tokens, "chunk": prefill_tokens(config)}
     report.write(
         "long-context",
         asked | model_settings(name, started.runner.model, ceilings),

@@ -113,6 +113,7 @@ def bench_profile(
 
 def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
     """A simulated engine that plans as this one does."""
+    from chairlift.engine.machine_defaults import batch_tokens
     from chairlift.lab.simulate.run import ReplicaSettings
 
     scheduler = engine.scheduler
@@ -120,7 +121,7 @@ def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
         num_blocks=scheduler.kv.num_blocks,
         block_size=scheduler.kv.block_size,
         seats=scheduler.max_batch_requests,
-        max_batch_tokens=config.batch_tokens(),
+        max_batch_tokens=batch_tokens(config),
         max_prefill_tokens=config.max_prefill_tokens,
         policy=config.policy,
         order=config.order,

@@ -15,6 +15,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.machine_defaults import torch_device
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.quality.texts import TEXTS
@@ -76,7 +77,7 @@ class Quality:
 
 
 def modes_on(device: str) -> Mapping[str, Mapping[str, str]]:
-    return MODES if EngineConfig(device=device).torch_device().type == "cpu" else GPU_MODES
+    return MODES if torch_device(EngineConfig(device=device)).type == "cpu" else GPU_MODES
 
 
 def measure_quality(

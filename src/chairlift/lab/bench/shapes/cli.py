@@ -81,6 +81,7 @@ def bench_shapes(
     the first is free for the second.
     """
     from chairlift.config import EngineConfig
+    from chairlift.engine.machine_defaults import for_throughput
     from chairlift.lab.bench.shapes.run import run_shape
 
     if scale < 1:
@@ -96,7 +97,8 @@ def bench_shapes(
         max_batch_tokens=None if seats <= 256 else max(16384, seats),
         cuda_graphs=cuda_graphs,
         batch_invariant=batch_invariant,
-    ).for_throughput()
+    )
+    config = for_throughput(config)
     names = [name.strip() for name in cases.split(",")]
     other = _peer(context, peer, peer_python, peer_timeout)
     report.check()

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from chairlift.config import KV_DTYPES, EngineConfig
+from chairlift.config import EngineConfig
+from chairlift.engine.machine_defaults import KV_DTYPES, torch_device, torch_dtype
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.lab.bench.shapes.run import Case, CaseResult, ShapeRun, config_file, make_cases, warm_up_of
 from chairlift.lab.common.floor import Ceilings
@@ -98,7 +99,7 @@ class ShapePeer:
     ) -> tuple[PeerRun | None, PeerFailed | None]:
         """The same cases, in the same number format. If it fails, as much as it had answered by then."""
         job = {
-            "dtype": str(config.torch_dtype()).removeprefix("torch."),
+            "dtype": str(torch_dtype(config)).removeprefix("torch."),
             "max_model_len": config.max_model_len,
             "prefix_caching": config.prefix_caching,
             "cases": [asdict(case) for case in cases],
@@ -209,13 +210,13 @@ def _refuse_other_formats(config: EngineConfig, title: str) -> None:
     problem = f"cannot be compared: {title} is run with weights and cache in the number format that --dtype names"
     if config.quantization != "none":
         raise InvalidParameter("quantization", problem)
-    if config.kv_dtype != "auto" and KV_DTYPES[config.kv_dtype] != config.torch_dtype():
+    if config.kv_dtype != "auto" and KV_DTYPES[config.kv_dtype] != torch_dtype(config):
         raise InvalidParameter("kv_dtype", problem)
 
 
 def _only_this(config: EngineConfig) -> dict[str, str]:
     """Variables with which a process that takes the first GPU it sees takes the one that `config` names, or none."""
-    if config.torch_device().type == "cpu":
+    if torch_device(config).type == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
     index = config.device.partition(":")[2]
     if not index:

@@ -53,6 +53,7 @@ def bench_stress(
     rounding to --dtype does).
     """
     from chairlift.config import EngineConfig
+    from chairlift.engine.machine_defaults import torch_device, torch_dtype
     from chairlift.lab.bench.stress.model import stress_model
     from chairlift.lab.bench.stress.run import stress, stress_config
 
@@ -69,7 +70,7 @@ def bench_stress(
     }
     report.check()
     machine = EngineConfig(device=device, dtype=dtype)
-    loaded = stress_model(family, machine.torch_device(), machine.torch_dtype(), batch_invariant=batch_invariant)
+    loaded = stress_model(family, torch_device(machine), torch_dtype(machine), batch_invariant=batch_invariant)
     configs = [stress_config(loaded, name, **options) for name in rounds]
     with watch(enabled=not quiet) as note:
         found = [

@@ -58,25 +58,28 @@ class Comparison:
 
     def seats(self) -> int:
         """The most requests in a step."""
-        seats: int = self._config().seats()
-        return seats
+        from chairlift.engine.machine_defaults import batch_requests
+
+        return batch_requests(self._config())
 
     def settings(self) -> dict[str, Any]:
         """The choices that were left open, as they were made here."""
         import torch
+
+        from chairlift.engine.machine_defaults import batch_requests, batch_tokens, torch_device, torch_dtype
 
         config = self._config()
         return {
             "model": self.model,
             "engines": list(self.engines),
             "threads": torch.get_num_threads(),
-            "device": str(config.torch_device()),
-            "dtype": str(config.torch_dtype()).removeprefix("torch."),
+            "device": str(torch_device(config)),
+            "dtype": str(torch_dtype(config)).removeprefix("torch."),
             "quantization": config.quantization,
-            "concurrency": config.seats(),
+            "concurrency": batch_requests(config),
             "max_model_len": config.max_model_len,
-            "max_batch_tokens": config.batch_tokens(),
-            "max_prefill_tokens": config.max_prefill_tokens or config.batch_tokens(),
+            "max_batch_tokens": batch_tokens(config),
+            "max_prefill_tokens": config.max_prefill_tokens or batch_tokens(config),
             "block_size": config.block_size,
             "kv_memory": config.kv_memory,
             "prefix_caching": config.prefix_caching,
@@ -111,12 +114,14 @@ class Comparison:
         return EngineConfig(**(dict(self.options) | changes))
 
     def _run_batched(self, workload: Workload, advance: Advance, **changes: Any) -> Measurement:
+        from chairlift.engine.machine_defaults import batch_requests
         from chairlift.engine.startup import load_engine
         from chairlift.lab.common.engine_run import measure_engine
 
         config = self._config(**changes)
         loaded = load_engine(self.model, config, progress=self.progress)
-        return measure_engine(loaded.engine, workload, advance, in_flight=config.seats() if self.closed_loop else None)
+        in_flight = batch_requests(config) if self.closed_loop else None
+        return measure_engine(loaded.engine, workload, advance, in_flight=in_flight)
 
     def _run_fp32(self, workload: Workload, advance: Advance) -> Measurement:
         return self._run_batched(workload, advance, quantization="none", dtype="float32")
@@ -126,16 +131,17 @@ class Comparison:
         return self._run_batched(workload, advance, max_batch_requests=1, prefix_caching=False)
 
     def _run_transformers(self, workload: Workload, advance: Advance) -> Measurement:
+        from chairlift.engine.machine_defaults import batch_requests, torch_device, torch_dtype
         from chairlift.lab.peers.transformers_run import TransformersSetup, measure_transformers
         from chairlift.loading.store import resolve_model
 
         config = self._config()
         setup = TransformersSetup(
             checkpoint=resolve_model(self.model, progress=self.progress),
-            dtype=config.torch_dtype(),
-            device=config.torch_device(),
+            dtype=torch_dtype(config),
+            device=torch_device(config),
             max_batch_tokens=self._transformers_batch_tokens(),
-            max_batch_requests=config.seats(),
+            max_batch_requests=batch_requests(config),
         )
         return measure_transformers(setup, workload, advance)
 

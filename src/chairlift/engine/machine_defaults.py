@@ -1,0 +1,63 @@
+"""What `auto` and None in an `EngineConfig` mean on this machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from chairlift.config import EngineConfig, check_batch_requests
+from chairlift.errors import InvalidParameter
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn}
+
+MAX_REQUESTS_ON_GPU, MAX_REQUESTS_ON_CPU = 1024, 64
+BATCH_TOKENS_ON_GPU = 8192
+
+
+def torch_device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidParameter("device", "torch sees no CUDA device here; choose cpu")
+    return device
+
+
+def torch_dtype(config: EngineConfig) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.float32 if torch_device(config).type == "cpu" else torch.bfloat16
+    return DTYPES[config.dtype]
+
+
+def batch_tokens(config: EngineConfig) -> int:
+    """`max_batch_tokens`: by default what saturates the machine's arithmetic, and not much more, since every running
+    request waits for the whole step."""
+    if config.max_batch_tokens is not None:
+        return config.max_batch_tokens
+    if torch_device(config).type == "cuda":
+        return BATCH_TOKENS_ON_GPU
+    return max(256, min(128 * (os.cpu_count() or 1), 2048))
+
+
+def prefill_tokens(config: EngineConfig) -> int:
+    """`max_prefill_tokens`: by default as many as fit in a step."""
+    return min(config.max_prefill_tokens or batch_tokens(config), batch_tokens(config))
+
+
+def batch_requests(config: EngineConfig) -> int:
+    """`max_batch_requests`: never more than the tokens of a step, since each request needs at least one."""
+    tokens = batch_tokens(config)
+    if config.max_batch_requests is None:
+        return min(MAX_REQUESTS_ON_GPU if torch_device(config).type == "cuda" else MAX_REQUESTS_ON_CPU, tokens)
+    check_batch_requests(config.max_batch_requests, tokens)
+    return config.max_batch_requests
+
+
+def for_throughput(config: EngineConfig) -> EngineConfig:
+    """The config for offline use, where no user watches tokens arrive: steps on a GPU are larger and fewer."""
+    if config.max_batch_tokens is not None or torch_device(config).type != "cuda":
+        return config
+    return replace(config, max_batch_tokens=2 * batch_tokens(config))

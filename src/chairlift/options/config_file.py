@@ -1,0 +1,63 @@
+"""Options from a YAML or TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+from chairlift.options.aliases import translate_options
+from chairlift.options.declaration import Option
+
+_PARAMETER = "config"
+
+
+def read_config_file(path: Path, options: tuple[Option, ...]) -> dict[str, Any]:
+    """The checked values in a file, by option name. Its keys are option names or aliases, with - or _ between words."""
+    found = {str(key).replace("-", "_"): value for key, value in _parse(path).items()}
+    try:
+        values = translate_options(found, options)
+        for option in options:
+            if option.name in values:
+                option.check_value(values[option.name])
+    except InvalidParameter as error:
+        raise InvalidParameter(_PARAMETER, f"{path}: {error}") from None
+    return values
+
+
+def _parse(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameter(_PARAMETER, f"cannot read {str(path)!r} ({error})") from None
+    match path.suffix.lower():
+        case ".toml":
+            parsed = _parse_toml(path, text)
+        case ".yaml" | ".yml":
+            parsed = _parse_yaml(path, text)
+        case _:
+            raise InvalidParameter(_PARAMETER, f"{str(path)!r} must end in .yaml, .yml or .toml")
+    if parsed is None:  # an empty YAML file
+        return {}
+    if not isinstance(parsed, Mapping):
+        raise InvalidParameter(_PARAMETER, f"{path}: must map option names to values")
+    return parsed
+
+
+def _parse_toml(path: Path, text: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidParameter(_PARAMETER, f"{path}: is not TOML ({error})") from None
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise InvalidParameter(_PARAMETER, f"{path}: is not YAML ({problem})") from None

@@ -48,7 +48,7 @@ def make_engine(requests: int) -> Engine:
         cast(CausalLM, model),
         cast(PagedGPUAttention, SimpleNamespace(tile_queries=lambda layers, dtype: 16)),
         cast(KVStorage, SimpleNamespace(block_size=BLOCK_SIZE)),
-        seats=requests,
+        max_batch_requests=requests,
         max_batch_tokens=8192,
         max_model_len=4096,
     )

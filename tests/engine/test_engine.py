@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from chairlift.core.events import Event, RequestFinished, RequestPreempted, TextProduced, TokenProduced
+from chairlift.core.executor import Executor, FinishedStep
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.request import FinishReason
@@ -24,16 +25,16 @@ from tests.text import backends
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6)
 
 
-class PretendExecutor:
+class PretendExecutor(Executor):
     """Samples a token that depends on the request's own tokens alone; `before` may interfere with a step."""
 
     def __init__(self) -> None:
         self.before: Callable[[StepPlan], None] = lambda plan: None
         self.forgotten: list[str] = []
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         self.before(plan)
-        return run_plan(plan, lambda request: 3 + deterministic_token(request) % 300)
+        return FinishedStep(run_plan(plan, lambda request: 3 + deterministic_token(request) % 300))
 
     def forget(self, request_id: str) -> None:
         self.forgotten.append(request_id)
@@ -125,10 +126,10 @@ def test_a_failure_while_taking_in_a_step_ends_every_request_too(monkeypatch: py
     engine, executor = make_engine()
     ids = [engine.submit([10 + i], PARAMS)[0] for i in range(3)]
 
-    def too_few(plan: StepPlan) -> StepResult:
-        return StepResult(plan, [5], [None])
+    def too_few(plan: StepPlan) -> FinishedStep:
+        return FinishedStep(StepResult(plan, [5], [None]))
 
-    monkeypatch.setattr(executor, "run", too_few)
+    monkeypatch.setattr(executor, "launch", too_few)
     events = engine.step()
     endings = {event.request_id: event.ending.reason for event in events if isinstance(event, RequestFinished)}
     assert endings == dict.fromkeys(ids, FinishReason.ERROR)

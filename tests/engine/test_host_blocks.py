@@ -10,8 +10,8 @@ from chairlift.core.plan import BlockCopy, BlockSwap, Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import InvalidParameter
-from chairlift.runner.host_blocks import HostBlocks, make_copies, num_host_slots
-from chairlift.runner.memory import MemoryPlan
+from chairlift.runner.host_blocks import HostBlocks, make_copies
+from chairlift.engine.memory_plan import MemoryPlan, plan_host_slots
 
 
 def storage(num_blocks: int = 6) -> KVStorage:
@@ -67,7 +67,7 @@ def test_the_speed_is_measured_and_leaves_the_cache_as_it_was() -> None:
 
 def test_how_many_slots() -> None:
     plan = MemoryPlan(0, bytes_per_token=100, block_size=4, num_blocks=10, max_model_len=64, source="")
-    assert num_host_slots(1000, plan) == 2
-    assert num_host_slots(None, plan) == 10
+    assert plan_host_slots(1000, plan) == 2
+    assert plan_host_slots(None, plan) == 10
     with pytest.raises(InvalidParameter, match="swap_memory: is too little"):
-        num_host_slots(399, plan)
+        plan_host_slots(399, plan)

@@ -10,8 +10,9 @@ import torch
 from chairlift.attention import AttentionLayer
 from chairlift.byte_sizes import parse_bytes
 from chairlift.errors import InvalidParameter
-from chairlift.runner import memory
-from chairlift.runner.memory import MemoryPlan, plan_memory
+from chairlift.engine import memory_plan
+from chairlift.runner import device_memory
+from chairlift.engine.memory_plan import MemoryPlan, plan_memory
 
 CPU = torch.device("cpu")
 SMOLLM2_LAYERS = [AttentionLayer(i, num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125) for i in range(30)]
@@ -47,7 +48,7 @@ def test_the_log_shows_the_arithmetic_as_documented() -> None:
 
 def test_a_share_of_free_memory_but_no_more_than_all_seats_could_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     per_block = 46_080 * 16
-    monkeypatch.setattr(memory, "free_memory", lambda device: 4 * 1000 * per_block)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda device: 4 * 1000 * per_block)
     assert plan(None).num_blocks == 1000
     assert plan(None, memory_share=0.5).num_blocks == 2000
     assert plan(None, max_batch_requests=2).num_blocks == 2 * 2048 // 16
@@ -58,7 +59,7 @@ def test_a_share_of_free_memory_but_no_more_than_all_seats_could_fill(monkeypatc
 
 def test_a_step_gets_its_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
     per_block = 46_080 * 16
-    monkeypatch.setattr(memory, "free_memory", lambda device: 4000 * per_block)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda device: 4000 * per_block)
     beside = plan(None, step_bytes=400 * per_block)
     assert beside.num_blocks == 900
     assert "25% of free memory beside 281.2 MiB for the largest step" in beside.source
@@ -85,22 +86,22 @@ def test_other_amounts_are_refused(text: int | str) -> None:
 def test_a_container_limit_counts_but_not_the_file_pages_that_can_be_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "_available_to_machine", lambda: 1000)
-    assert memory.free_memory(CPU) == 1000
+    monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(device_memory, "_available_to_machine", lambda: 1000)
+    assert device_memory.free_memory(CPU) == 1000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_memory(CPU) == 1000
+    assert device_memory.free_memory(CPU) == 1000
     (tmp_path / "memory.max").write_text("800\n")
     (tmp_path / "memory.current").write_text("700\n")
-    assert memory.free_memory(CPU) == 100
+    assert device_memory.free_memory(CPU) == 100
     (tmp_path / "memory.stat").write_text("anon 200\nfile 500\ninactive_file 400\nactive_file 100\n")
-    assert memory.free_memory(CPU) == 500
+    assert device_memory.free_memory(CPU) == 500
 
 
 def test_there_are_no_more_seats_than_short_sequences_that_fit() -> None:
     whole = plan("2GiB")
-    assert whole.seats(64) == 64
+    assert whole.max_requests(64) == 64
     small = plan(whole.bytes_per_token * whole.block_size * 20)
     assert small.num_tokens == 320
-    assert small.seats(64) == 5
-    assert plan(whole.bytes_per_token * whole.block_size).seats(64) == 1
+    assert small.max_requests(64) == 5
+    assert plan(whole.bytes_per_token * whole.block_size).max_requests(64) == 1

@@ -11,12 +11,13 @@ import torch
 from chairlift.attention import BACKENDS
 from chairlift.config import EngineConfig
 from chairlift.core.events import StepDone, TokenProduced
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.executor import Executor, PendingStep
+from chairlift.core.plan import StepPlan
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.models.base import HiddenStates
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
 from tests.tiny import write_tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -38,15 +39,14 @@ def start(tiny: LoadedModel, attention: str) -> StartedEngine:
     return start_engine(tiny, EngineConfig(device="cpu", kv_memory="4MiB", attention=attention, prefix_caching=False))
 
 
-class WithIdleSeats:
+class WithIdleSeats(Executor):
     """Runs every plan as if `seats` finished requests still sat in the batch, as a static policy has it."""
 
     def __init__(self, runner: ModelRunner, seats: int) -> None:
         self._runner, self._seats = runner, seats
-        self.forget = runner.forget
 
-    def run(self, plan: StepPlan) -> StepResult:
-        return self._runner.run(replace(plan, idle_rows=self._seats))
+    def launch(self, plan: StepPlan) -> PendingStep:
+        return self._runner.launch(replace(plan, idle_rows=self._seats))
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[StepDone]]:

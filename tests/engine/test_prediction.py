@@ -9,6 +9,7 @@ from chairlift.core.budgets.adaptive import KneeBudget, LatencyBudget
 from chairlift.core.budgets.base import FixedBudget, TokenBudget
 from chairlift.core.cost_model import StepShape
 from chairlift.core.events import BudgetDecided, StepDone
+from chairlift.core.executor import Executor, FinishedStep
 from chairlift.core.plan import StepPlan, StepResult, StepTiming
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.engine import Engine
@@ -21,7 +22,7 @@ from tests.text import backends
 from tests.tiny import write_tiny_checkpoint
 
 
-class TimedExecutor:
+class TimedExecutor(Executor):
     """Its steps take on a clock of its own what `cpu_like` says."""
 
     def __init__(self) -> None:
@@ -30,14 +31,11 @@ class TimedExecutor:
     def clock(self) -> float:
         return self.now
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         seconds = cpu_like(StepShape.of(plan))
         self.now += seconds
         result = run_plan(plan, lambda request: 5)
-        return StepResult(plan, result.tokens, result.logprobs, StepTiming(forward=seconds))
-
-    def forget(self, request_id: str) -> None:
-        pass
+        return FinishedStep(StepResult(plan, result.tokens, result.logprobs, StepTiming(forward=seconds)))
 
 
 def test_every_step_teaches_and_says_what_was_expected_of_it() -> None:

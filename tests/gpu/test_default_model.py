@@ -11,7 +11,7 @@ import torch
 
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import LoadedModel, load_model
-from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu import runner as gpu_runner
 from tests.comparison import compare, reference_tokens
 from tests.gpu.greedy import compare_rounded, generate
 from tests.gpu.test_families import rounding_row
@@ -60,7 +60,7 @@ def test_greedy_tokens_equal_transformers(
             {"num_blocks": 110, "max_batch_requests": 32, "preemption": "swap", "swap_memory": "1GiB"},
         )
     ]
-    monkeypatch.setattr(GPURunner, "steps_ahead", 0)
+    monkeypatch.setattr(gpu_runner, "STEPS_AHEAD", 0)
     runs += [generate(loaded, asked, NEW_TOKENS), generate(loaded, asked, NEW_TOKENS, cuda_graphs=False)]
     assert runs[4].num_preemptions > 0
     assert runs[5].num_preemptions > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu import runner as gpu_runner
 from tests.comparison import compare, reference_tokens
 from tests.gpu.greedy import compare_rounded, generate, load_tiny
 from tests.models.checkpoints import SIZES, make_reference, prompts, save
@@ -41,7 +41,7 @@ def test_greedy_tokens_equal_transformers(
     runs = {}
     for waits in (False, True):  # for a step before the next one is queued
         if waits:
-            monkeypatch.setattr(GPURunner, "steps_ahead", 0)
+            monkeypatch.setattr(gpu_runner, "STEPS_AHEAD", 0)
         for setting, options in SETTINGS.items():
             runs[setting, waits] = generate(loaded, asked, NEW_TOKENS if "num_blocks" not in options else 10, **options)
     ties = 0

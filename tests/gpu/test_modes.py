@@ -13,8 +13,8 @@ import transformers
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from chairlift.lab.bench.quality.run import score
-from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.memory import memory_taken
+from chairlift.runner.gpu import runner as gpu_runner
+from chairlift.runner.device_memory import memory_taken
 from tests.engine.test_batch_invariant import check_all_batches, config, prompts
 from tests.gpu.greedy import compare_rounded, generate, load_tiny
 from tests.models.checkpoints import SIZES, make_reference, save
@@ -75,7 +75,7 @@ def test_invariant_tokens_in_every_way_to_run(
         assert generate(loaded, [asked[place]], 40, **options).outputs == [together[place]]
     assert generate(loaded, asked, 40, cuda_graphs=False, **options).outputs == together
     assert generate(loaded, asked, 40, max_prefill_tokens=11, **options).outputs == together
-    monkeypatch.setattr(GPURunner, "steps_ahead", 0)
+    monkeypatch.setattr(gpu_runner, "STEPS_AHEAD", 0)
     assert generate(loaded, asked, 40, **options).outputs == together
     assert generate(loaded, asked, 40, cuda_graphs=False, **options).outputs == together
 

@@ -12,7 +12,7 @@ from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.models.fused_gpu import FusedGPUDecoder, can_fuse
-from chairlift.runner.memory import MemoryPlan, allocate_storage
+from chairlift.runner.kv_storage import allocate_storage
 from tests.kernels.tiny_config import CONFIG
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ def test_fused_layers_are_the_layers(family: str, device: torch.device, monkeypa
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
     model = make_model(FAMILIES[family], device)
     storage = allocate_storage(
-        model.attention_layers, MemoryPlan(0, 0, 8, 12, 24, "test"), torch.float16, torch.device("cpu")
+        model.attention_layers, 12, 8, torch.float16, torch.device("cpu")
     )
     torch.manual_seed(1)
     for side in (*storage.keys, *storage.values):

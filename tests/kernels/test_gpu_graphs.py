@@ -14,7 +14,7 @@ import torch
 from chairlift.attention import AttentionLayer, PagedGPUAttention
 from chairlift.attention.paged_gpu import LONG_CONTEXT
 from chairlift.core.plan import StepPlan
-from chairlift.engine import runner_factory as runner_making
+from chairlift.engine import runner_factory
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
 from chairlift.errors import InvalidParameter
@@ -27,8 +27,8 @@ from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu.batch import BatchShape, Shapes
 from chairlift.runner.gpu.graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs, has_room
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.gpu.step import ComputedStep, PendingStep
-from chairlift.runner.memory import MemoryPlan
+from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
+from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.speculation.draft_head import DraftHead
 from chairlift.speculation.head_network import MOST_STATES, Head
 from tests.kernels.test_gpu_speculation import (
@@ -275,13 +275,13 @@ def test_the_largest_step_is_computed_before_the_cache_is_sized(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [16])
-    monkeypatch.setattr(runner_making, "_rehearses", lambda device: True)
+    monkeypatch.setattr(runner_factory, "_measures_steps", lambda device: True)
     done: list[object] = []
     taken: list[int] = []  # nothing but the 1000 where there is no GPU
-    rehearse, plan_memory = GPURunner.rehearse, runner_making.plan_memory
+    rehearse, plan_memory = GPURunner.measure_largest_step, runner_factory.plan_memory
 
     def rehearsed(runner: GPURunner) -> int:
-        done.append((runner.seats, len(runner.storage.keys[0])))
+        done.append((runner.max_batch_requests, len(runner.storage.keys[0])))
         taken.append(rehearse(runner) + 1000)
         return taken[-1]
 
@@ -289,8 +289,8 @@ def test_the_largest_step_is_computed_before_the_cache_is_sized(
         done.append(options["step_bytes"])
         return plan_memory(*layers, **options)
 
-    monkeypatch.setattr(GPURunner, "rehearse", rehearsed)
-    monkeypatch.setattr(runner_making, "plan_memory", planned)
+    monkeypatch.setattr(GPURunner, "measure_largest_step", rehearsed)
+    monkeypatch.setattr(runner_factory, "plan_memory", planned)
     work = work_of(GREEDY.clone(max_tokens=3))
     engine = start(tiny, max_batch_tokens=8, speculate="layers:1", draft_length=2)
     assert done == [0, (4, 2), *taken]
@@ -299,7 +299,7 @@ def test_the_largest_step_is_computed_before_the_cache_is_sized(
     def exhausted(runner: GPURunner) -> int:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(GPURunner, "rehearse", exhausted)
+    monkeypatch.setattr(GPURunner, "measure_largest_step", exhausted)
     with pytest.raises(InvalidParameter, match=r"max_batch_tokens.*lower it"):
         start(tiny)
 
@@ -308,11 +308,11 @@ def test_what_a_draft_head_takes_is_counted(tiny: LoadedModel, tmp_path: Path, m
     """It is shown the largest step before the cache is sized, and what it keeps from step to step is added."""
     assert isinstance(tiny.model, Decoder)
     monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [16])
-    monkeypatch.setattr(runner_making, "_rehearses", lambda device: True)
+    monkeypatch.setattr(runner_factory, "_measures_steps", lambda device: True)
     speculate = f"draft:{write_random_head(tmp_path, tiny.model)}"
     shown: list[int] = []
     counted: list[int] = []
-    rehearse, states = GPURunner.rehearse, DraftHead.states
+    rehearse, states = GPURunner.measure_largest_step, DraftHead.states
 
     def rehearsed(runner: GPURunner) -> int:
         monkeypatch.setattr(DraftHead, "states", watched)
@@ -331,7 +331,7 @@ def test_what_a_draft_head_takes_is_counted(tiny: LoadedModel, tmp_path: Path, m
         shown.append(len(tokens))
         return states(head, tokens, *given)
 
-    monkeypatch.setattr(GPURunner, "rehearse", rehearsed)
+    monkeypatch.setattr(GPURunner, "measure_largest_step", rehearsed)
     engine = start(tiny, max_batch_tokens=8, speculate=speculate, draft_length=2)
     features = 2 * 64  # the last layer's and one in the middle's
     kept = MOST_STATES * 4 * features * 4
@@ -354,9 +354,9 @@ def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.Mon
     work = work_of(GREEDY, GREEDY.clone(temperature=0.7, seed=2), GREEDY.clone(max_tokens=5, frequency_penalty=0.5))
     expected = plain(tiny, work)
     launch = GPURunner.launch
-    steps: list[PendingStep] = []
+    steps: list[LaunchedStep] = []
 
-    def watched(runner: GPURunner, plan: StepPlan) -> PendingStep:
+    def watched(runner: GPURunner, plan: StepPlan) -> LaunchedStep:
         steps.append(launch(runner, plan))
         return steps[-1]
 
@@ -373,10 +373,10 @@ def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.Mon
     assert device.type == "cuda" or Replayed.count > 5
     graphs._captured.clear()
     graphs._pool = None  # it goes with its last graph
-    assert engine.use_idle_time()
+    assert engine.prepare()
     assert list(graphs._captured) == [BatchShape(1, 1, 1, 0, 1, 8)]
     turns = 1
-    while engine.use_idle_time():
+    while engine.prepare():
         turns += 1
     decodes = list(graphs._captured)
     assert [shape.tokens for shape in decodes] == [1, 2, 4, 8]  # up to the seats

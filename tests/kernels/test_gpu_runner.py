@@ -18,13 +18,14 @@ from chairlift.models import build_model
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import DecoderLayer
 from chairlift.models.fused_gpu import FusedGPUDecoder
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
+from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu import batch as gpu_batch
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu.batch import BatchShape, Shapes
 from chairlift.runner.gpu.graphs import Graphs
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.memory import MemoryPlan, allocate_storage
+from chairlift.runner.kv_storage import allocate_storage
 from chairlift.text.tokenizer import Tokenizer
 from tests.kernels.tiny_config import CONFIG
 from tests.text import backends
@@ -49,16 +50,15 @@ def model(device: torch.device) -> CausalLM:
 def make_engine(
     model: CausalLM, *, gpu: bool, num_blocks: int = 64, prefill: int = 24, attention: PagedGPUAttention | None = None
 ) -> Engine:
-    plan = MemoryPlan(0, 0, BLOCK_SIZE, num_blocks, MAX_LEN, "test")
-    storage = allocate_storage(model.attention_layers, plan, model.dtype, model.device)
-    runner: GPURunner | ModelRunner
+    storage = allocate_storage(model.attention_layers, num_blocks, BLOCK_SIZE, model.dtype, model.device)
+    runner: ModelRunner
     if gpu:
         backend = attention or PagedGPUAttention()
-        runner = GPURunner(model, backend, storage, seats=SEATS, max_batch_tokens=32, max_model_len=MAX_LEN)
+        runner = GPURunner(model, backend, storage, max_batch_requests=SEATS, max_batch_tokens=32, max_model_len=MAX_LEN)
         runner.warm_up()
     else:
         bursted = choose_backend("bursted", model.attention_layers, model.device, model.dtype)
-        runner = ModelRunner(model, bursted, storage)
+        runner = CPURunner(model, bursted, storage)
     scheduler = Scheduler(KVCache(num_blocks, BLOCK_SIZE), FixedBudget(32, prefill), ContinuousPolicy(), SEATS)
     tokenizer = Tokenizer(backends.byte_level())
     return Engine(scheduler, runner, tokenizer, vocab_size=model.vocab_size, max_model_len=MAX_LEN, seed=1)
@@ -178,7 +178,7 @@ def test_a_rehearsal_is_as_large_as_steps_get_and_leaves_nothing_behind(
     logits: list[torch.Size] = []
     head = runner.model.logits
     monkeypatch.setattr(runner.model, "logits", lambda hidden: logits.append(hidden.shape) or head(hidden))
-    runner.rehearse()
+    runner.measure_largest_step()
     assert [shape[0] for shape in logits] == [SEATS]
     assert runner._largest.tokens == 32 + SEATS
     assert all(tensor.view(torch.uint8).equal(old) for tensor, old in zip(remembered, before, strict=True))

@@ -148,7 +148,7 @@ def test_a_model_that_guesses_itself_is_always_right(tiny: LoadedModel, folder: 
     engine = start(tiny, speculate=f"draft:{folder}", seed=None)
     speculation_of(engine).length = Alternating()
     ahead = []
-    engine.subscribe(lambda events: ahead.append(len(engine._under_way)))
+    engine.subscribe(lambda events: ahead.append(len(engine._pipeline)))
     found = run(engine, work)
     greedy = [name for name, _ in zip(expected.outcomes, work[:2], strict=False)]
     assert [found.outcomes[name].tokens for name in greedy] == [expected.outcomes[name].tokens for name in greedy]

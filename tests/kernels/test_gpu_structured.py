@@ -15,9 +15,10 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.structure import Structure
 from chairlift.engine.engine import Engine
 from chairlift.models.base import CausalLM
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
+from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.memory import MemoryPlan, allocate_storage
+from chairlift.runner.kv_storage import allocate_storage
 from chairlift.structured.compiler import GrammarCompiler
 from chairlift.structured.output import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
@@ -34,22 +35,21 @@ END = frozenset({2})
 def make_engine(model: CausalLM, *, gpu: bool) -> Engine:
     tokenizer = Tokenizer(backends.byte_level())
     structured = StructuredOutput(GrammarCompiler(tokenizer, model.vocab_size, END), model.vocab_size)
-    plan = MemoryPlan(0, 0, BLOCK_SIZE, 64, MAX_LEN, "test")
-    storage = allocate_storage(model.attention_layers, plan, model.dtype, model.device)
-    runner: GPURunner | ModelRunner
+    storage = allocate_storage(model.attention_layers, 64, BLOCK_SIZE, model.dtype, model.device)
+    runner: ModelRunner
     if gpu:
         runner = GPURunner(
             model,
             PagedGPUAttention(),
             storage,
-            seats=SEATS,
+            max_batch_requests=SEATS,
             max_batch_tokens=32,
             max_model_len=MAX_LEN,
             structured=structured,
         )
     else:
         bursted = choose_backend("bursted", model.attention_layers, model.device, model.dtype)
-        runner = ModelRunner(model, bursted, storage, structured)
+        runner = CPURunner(model, bursted, storage, structured=structured)
     scheduler = Scheduler(KVCache(64, BLOCK_SIZE), FixedBudget(32, 24), ContinuousPolicy(), SEATS)
     return Engine(
         scheduler,

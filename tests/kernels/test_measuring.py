@@ -24,7 +24,7 @@ from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.memory import MemoryPlan
+from chairlift.engine.memory_plan import MemoryPlan
 from tests.kernels.test_gpu_runner import make_engine
 from tests.kernels.tiny_config import CONFIG
 from tests.lab.bench.test_step_profile import number_of_weights, one_step

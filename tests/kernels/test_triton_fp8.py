@@ -28,7 +28,8 @@ from chairlift.models.dummy import dummy_tensors
 from chairlift.models.read_config import decoder_config
 from chairlift.models.weights import fill
 from chairlift.runner.host_blocks import HostBlocks
-from chairlift.runner.memory import MemoryPlan, allocate_storage, bytes_per_token
+from chairlift.engine.memory_plan import bytes_per_token
+from chairlift.runner.kv_storage import allocate_storage
 from tests.kernels.test_triton_attention import error, make_case, reference, run_decode, run_prefill
 from tests.kernels.test_triton_invariant import attend
 from tests.kernels.tiny_config import CONFIG
@@ -161,7 +162,7 @@ def store_in_8_bits(qkv: Tensor, *, heads: int, positions: list[int]) -> tuple[T
 
 def test_blocks_are_copied_and_swapped() -> None:
     layers = decoder_config(CONFIG).attention_layers
-    storage = allocate_storage(layers, MemoryPlan(0, 0, 4, 3, 64, "test"), FP8, torch.device("cpu"))
+    storage = allocate_storage(layers, 3, 4, FP8, torch.device("cpu"))
     shape = storage.keys[0].shape
     storage.keys[0].copy_(torch.randn(shape).to(FP8))
     first = storage.keys[0][0].float().clone()

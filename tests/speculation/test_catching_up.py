@@ -9,7 +9,7 @@ import pytest
 
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.startup import LoadedModel
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
 from chairlift.speculation import network_proposer as drafter
 from chairlift.speculation.control.controller import Wanted
 from tests.speculation.running import run, start

@@ -12,7 +12,7 @@ import torch
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
 from chairlift.speculation.control.confidence import LEVELS, Confidence
 from chairlift.speculation.control.controller import SpeculationController, Wanted
 from chairlift.speculation.control.draft_length import FixedLength

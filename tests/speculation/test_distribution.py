@@ -13,7 +13,7 @@ from chairlift.core.randomness import uniform
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
 from chairlift.sampling.edits import TokenMasks
 from chairlift.sampling.sampler import Sampler
 from chairlift.speculation.control.controller import SpeculationController

@@ -12,7 +12,7 @@ from chairlift.core.request import Status
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
 from chairlift.speculation.head_network import Head
 from chairlift.speculation.networks import ComputedBatch
 from tests.speculation.running import run, start

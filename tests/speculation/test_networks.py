@@ -23,7 +23,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.training.train_draft import TrainSettings, train_draft
 from chairlift.lab.training.trainable_head import Seen, TrainableHead, WholeTexts
 from chairlift.models.decoder import Decoder
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
 from chairlift.speculation import head_network as draft_head
 from chairlift.speculation import network_proposer as drafter
 from chairlift.speculation import networks as draft_networks

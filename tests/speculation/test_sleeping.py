@@ -16,7 +16,7 @@ from chairlift.core.plan import StepPlan
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, load_model
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
 from chairlift.runner.host_blocks import make_copies
 from chairlift.speculation.control.controller import Wanted
 from chairlift.speculation.control.draft_length import AdaptiveLength, FixedLength

@@ -12,6 +12,7 @@ import pytest
 from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.events import TokenProduced
+from chairlift.core.executor import Executor, ExecutorCapabilities
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.policies.base import ContinuousPolicy
@@ -34,26 +35,23 @@ def right_token(place: int) -> int:
 
 
 @dataclass
-class Device:
+class Device(Executor):
     """Computes one step after the other, while the host does something else."""
 
     now: float = 0.0
     free_at: float = 0.0
-    steps_ahead: int = 1
 
     def clock(self) -> float:
         return self.now
 
-    def run(self, plan: StepPlan) -> StepResult:
-        return self.launch(plan).result()
+    @property
+    def capabilities(self) -> ExecutorCapabilities:
+        return ExecutorCapabilities(steps_ahead=1)
 
     def launch(self, plan: StepPlan) -> Pending:
         self.now += HOST
         self.free_at = max(self.now, self.free_at) + STEP + TOKEN * plan.num_tokens
         return Pending(self, plan, self.free_at)
-
-    def forget(self, request_id: str) -> None:
-        pass
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A runner with its KV cache: how much memory that gets depends on what the runner's steps take."""
+"""Builds a runner with its KV cache, whose size depends on the memory that the runner's steps take."""
 
 from __future__ import annotations
 
@@ -6,25 +6,37 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chairlift.attention import AttentionBackend, AttentionLayer, PagedGPUAttention
+from chairlift.attention import AttentionBackend, AttentionLayer, KVStorage, PagedGPUAttention
 from chairlift.config import EngineConfig
 from chairlift.engine.kv_dtype import kv_dtype
 from chairlift.engine.machine_defaults import batch_requests, batch_tokens
+from chairlift.engine.memory_plan import MemoryPlan, plan_host_slots, plan_memory
 from chairlift.errors import InvalidParameter
 from chairlift.models.base import CausalLM
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
+from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.memory import MemoryPlan, allocate_storage, plan_memory
+from chairlift.runner.host_blocks import HostBlocks
+from chairlift.runner.kv_storage import allocate_storage
+from chairlift.speculation.control.controller import Proposer
 from chairlift.speculation.draft_model import Draft
 from chairlift.speculation.network_proposer import NetworkProposer
 from chairlift.structured.output import StructuredOutput
 
-MOST_DRAFTS_ON_GPU = 256  # of a step: beyond some hundred rows, arithmetic takes what a guess is to save
+MAX_DRAFTS_ON_GPU = 256  # draft tokens per step: beyond some hundred rows, arithmetic takes what a draft is to save
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRunner:
+    runner: ModelRunner
+    memory: MemoryPlan
+    max_batch_requests: int
+    proposer: Proposer | None  # what proposes draft tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerFactory:
-    """What a runner is made of, but for its cache."""
+    """All that a runner is made of except its cache."""
 
     model: CausalLM
     attention: AttentionBackend
@@ -33,29 +45,31 @@ class RunnerFactory:
     structured: StructuredOutput
     draft: Draft | None
 
-    def make(self) -> tuple[ModelRunner | GPURunner, MemoryPlan, int]:
-        """And its seats."""
-        attention, device = self.attention, self.model.device
-        memory, seats = self._plan()
-        if not isinstance(attention, PagedGPUAttention):
-            return self._runner(memory, seats), memory, seats
-        # Its steps need memory too, the more the more seats there are.
-        attention.reserve(self._layers, seats + self._max_drafts, device)
-        step_bytes = self._rehearse(memory, seats) if _rehearses(device) else 0
-        memory, left = self._plan(step_bytes)
-        seats = min(seats, left)
-        return self._runner(memory, seats, step_bytes), memory, seats
+    def build(self) -> BuiltRunner:
+        """Build the runner; return it with its memory plan and batch-size limit."""
+        memory, max_requests = self._plan()
+        if not isinstance(self.attention, PagedGPUAttention):
+            return self._build(memory, max_requests)
+        # Steps on a GPU need memory too, and more of it the more requests they have.
+        self.attention.reserve(self._layers, max_requests + self._max_drafts, self.model.device)
+        step_bytes = self._measure_step(memory, max_requests) if _measures_steps(self.model.device) else 0
+        memory, limit = self._plan(step_bytes)
+        return self._build(memory, min(max_requests, limit), step_bytes)
 
     @property
     def _layers(self) -> tuple[AttentionLayer, ...]:
-        return (*self.model.attention_layers, *(self.draft.layers if self.draft else ()))
+        return (*self.model.attention_layers, *self._draft_layers)
+
+    @property
+    def _draft_layers(self) -> tuple[AttentionLayer, ...]:
+        return self.draft.layers if self.draft else ()
 
     @property
     def _max_drafts(self) -> int:
-        """Of a step on a GPU."""
-        return 0 if self.draft is None else min(MOST_DRAFTS_ON_GPU, batch_tokens(self.config))
+        return 0 if self.draft is None else min(MAX_DRAFTS_ON_GPU, batch_tokens(self.config))
 
     def _plan(self, step_bytes: int = 0) -> tuple[MemoryPlan, int]:
+        """The memory plan beside `step_bytes` for the largest step, and how many requests may run."""
         config = self.config
         memory = plan_memory(
             self._layers,
@@ -69,41 +83,72 @@ class RunnerFactory:
             max_batch_requests=batch_requests(config),
             step_bytes=step_bytes,
         )
-        return memory, config.max_batch_requests or memory.seats(batch_requests(config))
+        return memory, config.max_batch_requests or memory.max_requests(batch_requests(config))
 
-    def _rehearse(self, memory: MemoryPlan, seats: int) -> int:
-        """Bytes of the largest step, which is computed with a cache of one block, and shown to what guesses."""
-        runner = self._runner(replace(memory, num_blocks=1), seats)
+    def _build(self, memory: MemoryPlan, max_requests: int, step_bytes: int = 0) -> BuiltRunner:
+        storage = self._allocate(memory)
+        proposer = self._make_proposer(storage, repeatable=self.config.seed is not None)
+        host_blocks = None
+        if self.config.preemption != "recompute":
+            host_blocks = HostBlocks(storage, plan_host_slots(self.config.swap_memory, memory))
+        runner = self._runner(storage, max_requests, proposer, host_blocks, step_bytes)
+        return BuiltRunner(runner, memory, max_requests, proposer)
+
+    def _measure_step(self, memory: MemoryPlan, max_requests: int) -> int:
+        """Bytes of the largest step, computed with a cache of one block."""
+        storage = self._allocate(replace(memory, num_blocks=1))
+        runner = self._runner(storage, max_requests, self._make_proposer(storage, repeatable=True))
         assert isinstance(runner, GPURunner)
-        if self.draft is not None:
-            proposer = self.draft.make_proposer(self.attention, runner.storage, self.model, repeatable=True)
-            runner.drafter = proposer if isinstance(proposer, NetworkProposer) else None
         try:
-            return runner.rehearse()
+            return runner.measure_largest_step()
         except torch.OutOfMemoryError:
             problem = "a step of so many tokens takes more memory than the weights leave; lower it"
             raise InvalidParameter("max_batch_tokens", problem) from None
 
-    def _runner(self, memory: MemoryPlan, seats: int, step_bytes: int = 0) -> ModelRunner | GPURunner:
-        model, config = self.model, self.config
-        storage = allocate_storage(self._layers, memory, kv_dtype(config, model), model.device)
+    def _allocate(self, memory: MemoryPlan) -> KVStorage:
+        dtype, device = kv_dtype(self.config, self.model), self.model.device
+        return allocate_storage(self._layers, memory.num_blocks, memory.block_size, dtype, device)
+
+    def _make_proposer(self, storage: KVStorage, *, repeatable: bool) -> Proposer | None:
+        if self.draft is None:
+            return None
+        return self.draft.make_proposer(self.attention, storage, self.model, repeatable=repeatable)
+
+    def _runner(
+        self,
+        storage: KVStorage,
+        max_requests: int,
+        proposer: Proposer | None,
+        host_blocks: HostBlocks | None = None,
+        step_bytes: int = 0,
+    ) -> ModelRunner:
+        drafter = proposer if isinstance(proposer, NetworkProposer) else None
         if not isinstance(self.attention, PagedGPUAttention):
-            return ModelRunner(model, self.attention, storage, self.structured)
+            return CPURunner(
+                self.model,
+                self.attention,
+                storage,
+                structured=self.structured,
+                drafter=drafter,
+                host_blocks=host_blocks,
+            )
         return GPURunner(
-            model,
+            self.model,
             self.attention,
             storage,
-            seats=seats,
-            max_batch_tokens=batch_tokens(config),
+            max_batch_requests=max_requests,
+            max_batch_tokens=batch_tokens(self.config),
             max_model_len=self.max_model_len,
-            graphs=config.cuda_graphs,
+            graphs=self.config.cuda_graphs,
             structured=self.structured,
+            drafter=drafter,
+            host_blocks=host_blocks,
             max_drafts=self._max_drafts,
-            draft_layers=self.draft.layers if self.draft else (),
+            draft_layers=self._draft_layers,
             step_bytes=step_bytes,
         )
 
 
-def _rehearses(device: torch.device) -> bool:
+def _measures_steps(device: torch.device) -> bool:
     """Whether a step's memory is measured before the cache takes its own."""
     return device.type == "cuda"

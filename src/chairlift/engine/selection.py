@@ -1,4 +1,4 @@
-"""Of the completions that are generated, those the caller hears of: all, or with beam search and `best_of` the best."""
+"""Which of the generated completions a caller gets: all, or with beam search and `best_of` the best."""
 
 from __future__ import annotations
 
@@ -9,114 +9,119 @@ from chairlift.core.events import Event, RequestFinished, TextProduced, TokenPro
 from chairlift.core.request import FinishReason
 from chairlift.core.sampling_params import SamplingParams
 
-_SAID = (TokenProduced, TextProduced, RequestFinished)
+Output = TokenProduced | TextProduced | RequestFinished
+_OUTPUT = (TokenProduced, TextProduced, RequestFinished)
 
 
-def scored(params: SamplingParams) -> SamplingParams:
-    """As the completions are sampled: each token's log-probability is needed to compare them."""
+def with_logprobs(params: SamplingParams) -> SamplingParams:
+    """The same with the log-probability of each token, by which completions are compared."""
     return params if params.logprobs is not None else params.clone(logprobs=0)
 
 
-class Selection:
-    """Between the engine and those who listen to it. What becomes of the other completions can be heard, but not what
-    they say."""
+class CompletionSelection:
+    """Filters events before they are published.
+
+    Output events of completions that are not among the best are removed; all other events, and all endings, pass.
+    """
 
     def __init__(self) -> None:
         self._hidden: set[str] = set()  # beams beyond the n best
-        self._contests: dict[str, _Contest] = {}  # by the id of each completion: what `best_of` compares
+        self._comparisons: dict[str, _Comparison] = {}  # by the id of each completion that `best_of` compares
 
     def open(self, ids: Sequence[str], params: SamplingParams) -> None:
-        """These will be generated to choose `params.n` from."""
+        """Note the completions of a new request, of which `params.n` are to be published."""
         if params.best_of is not None:
-            self._contests.update(dict.fromkeys(ids, _Contest(list(ids), params)))
+            self._comparisons.update(dict.fromkeys(ids, _Comparison(list(ids), params)))
         else:
-            self._hidden.update(ids[params.n :])  # a search is over for all its beams at once, the best first
+            self._hidden.update(ids[params.n :])  # all beams of a search end at once, the best first
 
     def holds(self, request_id: str) -> bool:
-        """Whether something is yet to be said of it."""
-        return request_id in self._contests or request_id in self._hidden
+        """Whether events of this completion are still to be published."""
+        return request_id in self._comparisons or request_id in self._hidden
 
-    def rivals(self, request_id: str) -> Sequence[str]:
+    def compared_with(self, request_id: str) -> Sequence[str]:
         """The completions that `request_id` is compared with, itself included."""
-        contest = self._contests.get(request_id)
-        return (request_id,) if contest is None else contest.ids
+        comparison = self._comparisons.get(request_id)
+        return (request_id,) if comparison is None else comparison.ids
 
-    def pass_on(self, events: list[Event]) -> list[Event]:
-        """What others may hear now."""
-        if not self._contests and not self._hidden:
+    def filter(self, events: list[Event]) -> list[Event]:
+        """The events that can be published now."""
+        if not self._comparisons and not self._hidden:
             return events
-        heard: list[Event] = []
+        published: list[Event] = []
         for event in events:
             request_id = getattr(event, "request_id", "")
-            if request_id in self._hidden and isinstance(event, _SAID):
+            if request_id in self._hidden and isinstance(event, _OUTPUT):
                 if isinstance(event, RequestFinished):
                     self._hidden.remove(request_id)
-                    heard.append(event)
-            elif request_id in self._contests:
-                heard += self._listen(self._contests[request_id], event)
+                    published.append(event)
+            elif request_id in self._comparisons:
+                published += self._compare(self._comparisons[request_id], event)
             else:
-                heard.append(event)
-        return heard
+                published.append(event)
+        return published
 
-    def _listen(self, contest: _Contest, event: Event) -> list[Event]:
-        if not isinstance(event, _SAID):
+    def _compare(self, comparison: _Comparison, event: Event) -> list[Event]:
+        if not isinstance(event, _OUTPUT):
             return [event]
-        contest.said[event.request_id].append(event)
-        heard: list[Event] = []
-        if isinstance(event, RequestFinished) and event.request_id not in contest.told:
-            heard.append(event)
-        if contest.over:
-            for request_id in contest.ids:
-                del self._contests[request_id]
-            heard += contest.result()
-        return heard
+        comparison.outputs[event.request_id].append(event)
+        published: list[Event] = []
+        if isinstance(event, RequestFinished) and event.request_id not in comparison.published_ids:
+            published.append(event)
+        if comparison.over:
+            for request_id in comparison.ids:
+                del self._comparisons[request_id]
+            published += comparison.best()
+        return published
 
 
 @dataclass(slots=True)
-class _Contest:
+class _Comparison:
+    """The completions of one request with `best_of`, whose output is kept until all are finished."""
+
     ids: list[str]
     params: SamplingParams
-    said: dict[str, list[TokenProduced | TextProduced | RequestFinished]] = field(init=False)
+    outputs: dict[str, list[Output]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.said = {request_id: [] for request_id in self.ids}
+        self.outputs = {request_id: [] for request_id in self.ids}
 
     @property
-    def told(self) -> list[str]:
+    def published_ids(self) -> list[str]:
         return self.ids[: self.params.n]
 
     @property
     def over(self) -> bool:
-        return all(said and isinstance(said[-1], RequestFinished) for said in self.said.values())
+        return all(output and isinstance(output[-1], RequestFinished) for output in self.outputs.values())
 
-    def result(self) -> list[Event]:
-        """All that the best have said, under the ids that the caller knows."""
-        ranked = sorted((_Entry(said) for said in self.said.values()), key=lambda entry: entry.rank)
+    def best(self) -> list[Event]:
+        """The output of the best completions, under the ids that the caller knows."""
+        ranked = sorted((_Completion(output) for output in self.outputs.values()), key=lambda one: one.rank)
         return [
             event
-            for request_id, entry in zip(self.told, ranked, strict=False)
-            for event in entry.as_said_by(request_id, keep_logprobs=self.params.logprobs is not None)
+            for request_id, completion in zip(self.published_ids, ranked, strict=False)
+            for event in completion.renamed(request_id, keep_logprobs=self.params.logprobs is not None)
         ]
 
 
-class _Entry:
-    def __init__(self, said: Sequence[TokenProduced | TextProduced | RequestFinished]) -> None:
-        self.said = said
-        self.finished = said[-1]
-        scores = [event.logprobs.logprob for event in said if isinstance(event, TokenProduced) and event.logprobs]
+class _Completion:
+    def __init__(self, output: Sequence[Output]) -> None:
+        self.output = output
+        self.finished = output[-1]
+        scores = [event.logprobs.logprob for event in output if isinstance(event, TokenProduced) and event.logprobs]
         self.logprob = sum(scores)
         self.mean = self.logprob / len(scores) if scores else None
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Those that came to their own end first, the likeliest of them first of all."""
+        """Completions that ended by themselves come first; among those, the likeliest."""
         assert isinstance(self.finished, RequestFinished)
-        whole = self.finished.ending.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        return not whole, -self.mean if self.mean is not None else float("inf")
+        complete = self.finished.ending.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return not complete, -self.mean if self.mean is not None else float("inf")
 
-    def as_said_by(self, request_id: str, *, keep_logprobs: bool) -> list[Event]:
+    def renamed(self, request_id: str, *, keep_logprobs: bool) -> list[Event]:
         events: list[Event] = []
-        for event in self.said:
+        for event in self.output:
             if isinstance(event, TokenProduced) and not keep_logprobs:
                 event = replace(event, logprobs=None)
             elif isinstance(event, RequestFinished):

@@ -24,7 +24,8 @@ from chairlift.core.scheduler.work_forecast import WorkForecast
 from chairlift.engine.engine import Engine
 from chairlift.engine.kv_dtype import check_kv_dtype
 from chairlift.engine.machine_defaults import batch_requests, batch_tokens, prefill_tokens, torch_device, torch_dtype
-from chairlift.engine.runner_factory import RunnerFactory
+from chairlift.engine.memory_plan import MemoryPlan
+from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.read_ahead import read_ahead
@@ -33,14 +34,10 @@ from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.models import build_model, describe, int8_obstacles
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
-from chairlift.runner.cpu import ModelRunner
-from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.host_blocks import HostBlocks, num_host_slots
-from chairlift.runner.memory import MemoryPlan
+from chairlift.runner.base import ModelRunner
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.option import drafts_per_request
 from chairlift.speculation.draft_model import load_draft
-from chairlift.speculation.network_proposer import NetworkProposer
 from chairlift.speculation.setup import make_speculation
 from chairlift.structured.compiler import GrammarCompiler
 from chairlift.structured.output import StructuredOutput
@@ -64,7 +61,7 @@ class LoadedModel:
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
     engine: Engine
-    runner: ModelRunner | GPURunner
+    runner: ModelRunner
     memory: MemoryPlan
 
 
@@ -132,19 +129,16 @@ def start_engine(
     attention = _choose_attention(config, model, layers, max_model_len)
     compiler = GrammarCompiler(loaded.tokenizer, model.vocab_size, loaded.eos_ids)
     structured = StructuredOutput(compiler, model.vocab_size)
-    making = RunnerFactory(model, attention, config, max_model_len, structured, draft)
-    runner, memory, seats = making.make()
+    built = RunnerFactory(model, attention, config, max_model_len, structured, draft).build()
+    runner, memory = built.runner, built.memory
     cost_model = CostModel()
     speculation = None
-    if draft is not None:
-        proposer = draft.make_proposer(attention, runner.storage, model, repeatable=config.seed is not None)
-        if isinstance(proposer, NetworkProposer):
-            runner.drafter = proposer
-        most_drafts = runner.max_drafts if isinstance(runner, GPURunner) else None
-        speculation = make_speculation(proposer, config.draft_length, cost_model, structured, most_drafts)
+    if built.proposer is not None:
+        max_drafts = runner.capabilities.max_drafts
+        speculation = make_speculation(built.proposer, config.draft_length, cost_model, structured, max_drafts)
     runner.warm_up()
     engine = Engine(
-        _make_scheduler(config, memory, seats, runner, cost_model, speculation),
+        _make_scheduler(config, built, cost_model, speculation),
         runner,
         loaded.tokenizer,
         vocab_size=model.vocab_size,
@@ -158,7 +152,7 @@ def start_engine(
     step = f"up to {batch_tokens(config)} tokens ({prefill_tokens(config)} of prompts)"
     for line in (
         *memory.lines(),
-        f"step       {step} of {seats} requests{_targets(config)}, {attention.name} attention",
+        f"step       {step} of {built.max_batch_requests} requests{_targets(config)}, {attention.name} attention",
     ):
         log.info(line)
     return StartedEngine(engine, runner, memory)
@@ -175,9 +169,7 @@ def _choose_attention(
 
 def _make_scheduler(
     config: EngineConfig,
-    memory: MemoryPlan,
-    seats: int,
-    runner: ModelRunner | GPURunner,
+    built: BuiltRunner,
     cost_model: CostModel,
     speculation: SpeculationController | None,
 ) -> Scheduler:
@@ -186,7 +178,7 @@ def _make_scheduler(
     forecast = WorkForecast(cost_model, prompts, most_per_step=1 + drafts)
     ordering = config.make_ordering()
     return Scheduler(
-        KVCache(memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
+        KVCache(built.memory.num_blocks, config.block_size, prefix_caching=config.prefix_caching),
         make_budget(
             config.budget,
             cost_model,
@@ -196,11 +188,11 @@ def _make_scheduler(
             target_ttft_ms=config.target_ttft_ms,
         ),
         config.make_policy(),
-        seats,
+        built.max_batch_requests,
         ordering=ordering,
         max_overtakes=config.max_overtakes,
         forecast=forecast,
-        swap=_make_swap_space(runner, config, memory, forecast),
+        swap=_make_swap_space(config, built, forecast),
         speculation=speculation,
         tenant_isolation=TenantIsolation(ordering, cost_model, prompts) if isinstance(ordering, FairOrdering) else None,
     )
@@ -215,18 +207,14 @@ def _targets(config: EngineConfig) -> str:
     return ", at the throughput knee" if config.budget == "knee" else ""
 
 
-def _make_swap_space(
-    runner: ModelRunner | GPURunner, config: EngineConfig, memory: MemoryPlan, forecast: WorkForecast
-) -> SwapSpace:
-    if config.preemption == "recompute":
+def _make_swap_space(config: EngineConfig, built: BuiltRunner, forecast: WorkForecast) -> SwapSpace:
+    host_blocks, memory = built.runner.host_blocks, built.memory
+    if host_blocks is None:
         return SwapSpace()
-    slots = num_host_slots(config.swap_memory, memory)
-    if not slots:
-        raise InvalidParameter("swap_memory", "the host has no free memory for a single block")
-    runner.host = HostBlocks(runner.storage, slots)
+    slots = host_blocks.num_slots
     if config.preemption == "swap":
         return SwapSpace(slots)
-    speed = runner.host.bytes_per_second()
+    speed = host_blocks.bytes_per_second()
     per_block = memory.bytes_per_token * memory.block_size
     log.info(f"swap       {slots:,} blocks on the host, {format_bytes(speed)}/s")
     return SwapSpace(slots, SwapCost(per_block, speed, forecast))

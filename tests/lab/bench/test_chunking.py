@@ -144,14 +144,14 @@ def test_the_stall_of_a_long_prompt_shrinks_with_the_chunk(monkeypatch: pytest.M
     """On a clock that counts tokens."""
 
     def run(engine: Engine, *arguments: Any, **options: Any) -> ChunkingRun:
-        computed, compute = 0.0, engine.executor.run
+        computed, compute = 0.0, engine.executor.launch
 
-        def counting(plan: StepPlan) -> StepResult:
+        def counting(plan: StepPlan) -> PendingStep:
             nonlocal computed
             computed += plan.num_tokens
             return compute(plan)
 
-        monkeypatch.setattr(engine.executor, "run", counting)
+        monkeypatch.setattr(engine.executor, "launch", counting)
         monkeypatch.setattr(engine, "_clock", lambda: computed)
         return run_long_prompts(engine, *arguments, **options)
 

@@ -11,7 +11,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.quality.run import MODES, Scores, measure_quality, parse_modes, score
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
 from tests.tiny import SENTENCES, write_tiny_checkpoint
 
 

@@ -10,7 +10,7 @@ from chairlift.lab.explain.palette import DARK, LIGHT
 from chairlift.lab.explain.recording import Run
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topics import heads, paging, prefix
-from chairlift.runner.memory import bytes_per_token
+from chairlift.engine.memory_plan import bytes_per_token
 
 
 @pytest.fixture(scope="module")

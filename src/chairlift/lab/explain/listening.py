@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.base import Attend, AttentionBackend, AttentionLayer, KVStorage, RaggedLayout
-from chairlift.runner.cpu import ModelRunner
+from chairlift.runner.base import ModelRunner
 
 if TYPE_CHECKING:
     from chairlift.engine.startup import StartedEngine

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from chairlift.core.events import Event, RequestBoarded, RequestFinished, RequestQueued, StepDone
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.executor import Executor, ExecutorCapabilities, FinishedStep
+from chairlift.core.plan import StepPlan
 from chairlift.core.sampling_params import SamplingParams
-from chairlift.engine.engine import Engine, Executor
+from chairlift.engine.engine import Engine
 from chairlift.errors import ChairliftError
 
 
@@ -76,7 +77,7 @@ class Run:
         return [event for event in self.events if isinstance(event, RequestFinished)]
 
 
-class _Recorder:
+class _Recorder(Executor):
     """An executor that writes down what it passes on."""
 
     def __init__(self, engine: Engine) -> None:
@@ -85,7 +86,11 @@ class _Recorder:
         self.turn = 0
         self.steps: list[StepRecord] = []
 
-    def run(self, plan: StepPlan) -> StepResult:
+    @property
+    def capabilities(self) -> ExecutorCapabilities:
+        return self.inner.capabilities
+
+    def launch(self, plan: StepPlan) -> FinishedStep:
         kv = self.scheduler.kv
         # Noted before the step runs: `tables` change as requests finish.
         chunks = tuple(
@@ -127,7 +132,7 @@ class _Recorder:
                 cached,
             )
         )
-        return result
+        return FinishedStep(result)
 
     def forget(self, request_id: str) -> None:
         self.inner.forget(request_id)

@@ -54,7 +54,7 @@ class Stage:
         """An engine with a KV cache of so many blocks; `options` are those of EngineConfig."""
         from chairlift.config import EngineConfig
         from chairlift.engine.startup import start_engine
-        from chairlift.runner.memory import bytes_per_token
+        from chairlift.engine.memory_plan import bytes_per_token
 
         model = self.loaded.model
         per_block = block_size * bytes_per_token(model.attention_layers, model.dtype)

@@ -30,8 +30,7 @@ from chairlift.layers.linear import Linear
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import Decoder
-from chairlift.runner.cpu import ModelRunner
-from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.base import ModelRunner
 
 REST, PYTHON = "rest of model", "Python"  # the latter with scheduling
 _PARTS_OF_PIECES = {"product": GEMM, "attention": ATTENTION}  # by the first word
@@ -40,7 +39,7 @@ _PARTS_OF_PIECES = {"product": GEMM, "attention": ATTENTION}  # by the first wor
 class Watch:
     """Writes down what a model does while it runs."""
 
-    def __init__(self, runner: ModelRunner | GPURunner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         model = runner.model
         self.spans: list[Span] = []
         self._attention = runner.attention

@@ -20,33 +20,34 @@ from torch import Tensor
 from chairlift.attention import AttentionLayer, KVStorage, PagedBatch, PagedGPUAttention
 from chairlift.attention.base import sent
 from chairlift.attention.paged_gpu import LONG_CONTEXT
-from chairlift.core.plan import Chunk, StepPlan, StepResult
+from chairlift.core.executor import ExecutorCapabilities
+from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.models.base import CausalLM
+from chairlift.runner.base import ModelRunner
 from chairlift.runner.gpu.batch import BatchShape, Shapes, fill_with_nobody, round_up
 from chairlift.runner.gpu.graphs import Graphs, can_capture, has_room
 from chairlift.runner.gpu.packing import Packed, Packer
 from chairlift.runner.gpu.slots import Slots
 from chairlift.runner.gpu.staging import Staging
-from chairlift.runner.gpu.step import Chosen, ComputedStep, PendingStep, Seen
+from chairlift.runner.gpu.step import Chosen, ComputedStep, LaunchedStep, Seen
 from chairlift.runner.host_blocks import HostBlocks, make_copies
-from chairlift.runner.memory import memory_taken
+from chairlift.runner.device_memory import memory_taken
 from chairlift.sampling.beams import beam_candidates
-from chairlift.sampling.sampler import Sampler
 from chairlift.speculation.network_proposer import NetworkProposer
 from chairlift.speculation.networks import ComputedBatch
 from chairlift.structured.output import MaskJob, StructuredOutput
 
 HOST_COPIES = 4  # float32 scores of a row that the host samples: as they came, edited, as probabilities and their logs
-STAGING_BUFFERS = 3  # one being filled, and those of the steps that may be under way
+STEPS_AHEAD = 1
+STAGING_BUFFERS = STEPS_AHEAD + 2  # one being filled, and those of the steps in flight
 
 
-class GPURunner:
+class GPURunner(ModelRunner):
     """An executor whose steps can be queued one ahead."""
 
-    steps_ahead = 1
-    finds_candidates = True
+    attention: PagedGPUAttention
 
     def __init__(
         self,
@@ -54,35 +55,32 @@ class GPURunner:
         attention: PagedGPUAttention,
         storage: KVStorage,
         *,
-        seats: int,
+        max_batch_requests: int,
         max_batch_tokens: int,
         max_model_len: int,
         graphs: bool = True,
         structured: StructuredOutput | None = None,
+        drafter: NetworkProposer | None = None,
+        host_blocks: HostBlocks | None = None,
         max_drafts: int = 0,
         draft_layers: Sequence[AttentionLayer] = (),
         step_bytes: int = 0,
     ) -> None:
-        """`max_drafts`: of all requests of a step together. `draft_layers`: of a network that guesses. `step_bytes`:
-        what the largest step takes beside weights and cache, which graphs are to leave it."""
-        self.model = model
-        self.attention = attention
-        self.storage = storage
-        self.structured = structured
-        self.seats = seats
+        """`max_drafts`: of all requests of a step together. `draft_layers`: those of the draft network. `step_bytes`:
+        what the largest step takes beside weights and cache, which graphs must leave free."""
+        super().__init__(
+            model, attention, storage, structured=structured, drafter=drafter, host_blocks=host_blocks
+        )
+        self.max_batch_requests = max_batch_requests
         self.max_drafts = max_drafts
         self.device = model.device
-        self.drafter: NetworkProposer | None = None  # what guesses, if it is a network; to be set before the first step
-        self.host: HostBlocks | None = None  # where preempted requests leave their blocks, if anywhere
-        self.one_by_one = bool(getattr(model, "batch_invariant", False))  # rows are sampled
-        self.sampler = Sampler(model.vocab_size, model.device, one_by_one=self.one_by_one)
-        self.slots = Slots(seats, -(-max_model_len // storage.block_size), storage.block_size)
+        self.slots = Slots(max_batch_requests, -(-max_model_len // storage.block_size), storage.block_size)
         self.tile_queries = attention.tile_queries((*model.attention_layers, *draft_layers), model.dtype)
         self.tables = self._zeros(self.slots.count + 1, self.slots.table_width)
         self.last_token = self._zeros(self.slots.count + 1)
         use_graphs = graphs and can_capture(self.device)
         self.shapes = Shapes(
-            *(seats, seats + max_drafts, self.tile_queries),
+            *(max_batch_requests, max_batch_requests + max_drafts, self.tile_queries),
             graphs=use_graphs,
             long_contexts=max_model_len > LONG_CONTEXT,
             cuts_more=partial(attention.cuts_more, (*model.attention_layers, *draft_layers)),
@@ -95,7 +93,7 @@ class GPURunner:
         self._compiled: set[BatchShape] = set()
         self.graphs: Graphs | None = None
         if use_graphs:
-            likely = self.shapes.all_decodes([size for size in self.shapes.decode_buckets if size <= 2 * seats])
+            likely = self.shapes.all_decodes([size for size in self.shapes.decode_buckets if size <= 2 * max_batch_requests])
             room = partial(has_room, self.device, step_bytes)
             self.graphs = Graphs(self._prepare, self._forward, likely, room)
 
@@ -104,14 +102,15 @@ class GPURunner:
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
-    def run(self, plan: StepPlan) -> StepResult:
-        return self.launch(plan).result()
+    @property
+    def capabilities(self) -> ExecutorCapabilities:
+        return ExecutorCapabilities(STEPS_AHEAD, beam_search=True, max_drafts=self.max_drafts)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step; its result may be asked for later."""
         begun = time.perf_counter()
-        make_copies(plan, self.storage, self.host)
+        make_copies(plan, self.storage, self.host_blocks)
         staging = self._staging[self._num_steps % STAGING_BUFFERS]
         self._num_steps += 1
         packed = self.packer.pack(plan, staging)
@@ -128,7 +127,7 @@ class GPURunner:
         chosen = self._sample_on_host(packed, by_host, step.logits, masks) if by_host else {}
         staging.tokens[: packed.shape.samples].copy_(step.tokens, non_blocking=True)
         staging.finished.record()
-        pending = PendingStep(plan, packed, staging, chosen, candidates, time.perf_counter() - begun, typical)
+        pending = LaunchedStep(plan, packed, staging, chosen, candidates, time.perf_counter() - begun, typical)
         if self.drafter is not None:
             self._show_drafter(self.drafter, pending, step)
         return pending
@@ -231,7 +230,7 @@ class GPURunner:
 
     # ---- the network that guesses, if there is one ------------------------------------------------------------------
 
-    def _show_drafter(self, drafter: NetworkProposer, pending: PendingStep, step: ComputedStep) -> None:
+    def _show_drafter(self, drafter: NetworkProposer, pending: LaunchedStep, step: ComputedStep) -> None:
         """What it is shown is overwritten by the next step, so a step with drafts is waited for here."""
         plan, packed = pending.plan, pending.packed
         accepted = pending.result().accepted if plan.num_drafts else {}
@@ -274,7 +273,7 @@ class GPURunner:
         return memory_taken(lambda: self._forward_nobody(shape), self.device)
 
     @torch.inference_mode()
-    def rehearse(self) -> int:
+    def measure_largest_step(self) -> int:
         """The bytes of the largest step there can be, which is computed for nobody. Single tokens would add nothing to
         that but the time to compile their kernel. What a network that guesses makes of it is computed, too. What the
         host samples is not but counted, and so is what that network keeps from step to step."""
@@ -292,7 +291,7 @@ class GPURunner:
         kept = (
             0
             if drafter is None
-            else drafter.network.bytes_kept(round_up(self.seats, self.shapes.decode_buckets) or self.seats)
+            else drafter.network.bytes_kept(round_up(self.max_batch_requests, self.shapes.decode_buckets) or self.max_batch_requests)
         )
         taken = memory_taken(compute, self.device)
         return taken + kept + HOST_COPIES * largest.samples * self.model.vocab_size * 4
@@ -337,7 +336,7 @@ class GPURunner:
     def _uncompiled(self, shapes: Sequence[BatchShape]) -> list[BatchShape]:
         return [shape for shape in dict.fromkeys(shapes) if shape not in self._compiled]
 
-    def use_idle_time(self) -> bool:
+    def prepare(self) -> bool:
         """Capture a step that is likely to come or, once all are, compile what single tokens need beside prompts: the
         first of them would wait for it. False if there is nothing left; without graphs there never is anything."""
         if self.graphs is None:
@@ -360,5 +359,5 @@ class GPURunner:
                 self.graphs.capture(shape)
 
     def forget(self, request_id: str) -> None:
+        super().forget(request_id)
         self.slots.release(request_id)
-        self.sampler.forget(request_id)

@@ -56,7 +56,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingStep:
+class LaunchedStep:
     plan: StepPlan
     packed: Packed
     staging: Staging

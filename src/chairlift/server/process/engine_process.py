@@ -99,7 +99,7 @@ class EngineProcess:
     def _turn(self) -> None:
         """Hear what there is to hear, then step: whoever has cancelled before a step began is not in it."""
         self.turn_began = time.monotonic()
-        prepared = self.engine.use_idle_time()
+        prepared = self.engine.prepare()
         self._take_messages(0 if prepared else min(1000 * self.engine.pause(), IDLE_POLL_MS))
         if self.engine.has_work:
             events = self.engine.step()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from chairlift.lab.bench.attention.modes import BLOCK_SIZE, Shape, time_modes
 from chairlift.lab.common.timing import Note, best_seconds, peak_bytes
-from chairlift.runner.memory import bytes_per_token, free_memory, plan_memory
+from chairlift.engine.memory_plan import bytes_per_token, plan_memory
+from chairlift.runner.device_memory import free_memory
 
 KV_MEMORY = 2**30  # for comparing how many sequences fit
 

@@ -16,8 +16,10 @@ from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.random_model import random_llama
 from chairlift.lab.common.timing import Note
-from chairlift.runner.cpu import ModelRunner
-from chairlift.runner.memory import allocate_storage, plan_memory
+from chairlift.runner.base import ModelRunner
+from chairlift.runner.cpu import CPURunner
+from chairlift.engine.memory_plan import plan_memory
+from chairlift.runner.kv_storage import allocate_storage
 
 BLOCK_SIZE = 16
 
@@ -62,7 +64,8 @@ def _runner(device: torch.device, dtype: torch.dtype, longest: int) -> ModelRunn
         max_batch_requests=1,
     )
     attention = choose_backend("auto", layers, device, dtype)
-    runner = ModelRunner(model, attention, allocate_storage(layers, memory, dtype, device))
+    storage = allocate_storage(layers, memory.num_blocks, BLOCK_SIZE, dtype, device)
+    runner = CPURunner(model, attention, storage)
     runner.warm_up()
     return runner
 

@@ -25,7 +25,8 @@ from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.models.decoder import Decoder
 from chairlift.models.input_batch import build_batch
-from chairlift.runner.memory import MemoryPlan, allocate_storage, bytes_per_token
+from chairlift.engine.memory_plan import bytes_per_token
+from chairlift.runner.kv_storage import allocate_storage
 from chairlift.sampling.sampler import Sampler
 
 KINDS = ("products", "attention", "norms", "sampling")
@@ -186,8 +187,7 @@ def attention_case(
     def random(*sizes: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*sizes, device=device, dtype=torch.float32).to(dtype)
 
-    memory = MemoryPlan(0, bytes_per_token(layers, kv_dtype), BLOCK_SIZE, num_blocks, num_blocks * BLOCK_SIZE, name)
-    storage = allocate_storage([first] * count, memory, kv_dtype, device)
+    storage = allocate_storage([first] * count, num_blocks, BLOCK_SIZE, kv_dtype, device)
     for layer_side in (*storage.keys, *storage.values):
         layer_side.copy_(random(*shape, dtype=kv_dtype))
     batch = build_batch(plan, storage, device, rectangular=backend.rectangular)

@@ -20,8 +20,7 @@ from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.quality.texts import TEXTS
 from chairlift.models.input_batch import build_batch
-from chairlift.runner.cpu import ModelRunner
-from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.base import ModelRunner
 
 Note = Callable[[str], None]
 
@@ -114,7 +113,7 @@ def measure_quality(
 
 
 @torch.inference_mode()
-def score(runner: ModelRunner | GPURunner, tokens: Sequence[int], block_size: int) -> Scores:
+def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores:
     """One text as one chunk, through the same code that serves requests."""
     if len(tokens) < 2:
         raise InvalidParameter("texts", "a text must have at least two tokens")

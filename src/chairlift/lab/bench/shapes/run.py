@@ -24,8 +24,7 @@ from chairlift.lab.common.plots import save_panels
 from chairlift.lab.common.step_work import linear_bytes, products, total
 from chairlift.lab.common.timing import Note
 from chairlift.models.decoder import Decoder
-from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.memory import bytes_per_token
+from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.server.gc_tuning import loaded_objects_frozen
 
 VOCABULARY = 10_001  # tokens that prompts are drawn from
@@ -192,9 +191,8 @@ def run_shape(shape: str, config: EngineConfig, cases: Sequence[str], note: Note
     model = started.runner.model
     run_case(started.engine, Case("first", [[1]], [1]), None, None)
     ready = time.perf_counter() - begun
-    if isinstance(started.runner, GPURunner):
-        note("capturing graphs")
-        started.runner.capture_decodes()
+    note("capturing graphs")
+    started.runner.capture_decodes()
     note("measuring what the device can do")
     ceilings = ceilings_for(model)
     cost = model_cost(started)

@@ -27,7 +27,6 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.speculation.texts import SCENARIOS
 from chairlift.lab.common.engines import EngineMaker, touch_cache
 from chairlift.lab.common.timing import Note
-from chairlift.runner.gpu.runner import GPURunner
 
 PLAIN = "none"
 TWIN = "none again"  # shows the noise
@@ -148,8 +147,7 @@ def _engine(maker: EngineMaker, proposer: str, settings: SpeculationSettings, to
     storage = started.runner.storage
     blocks = 2 * tokens // storage.block_size  # some are begun by several, and not shared
     touch_cache(storage, blocks)
-    if isinstance(started.runner, GPURunner):
-        started.runner.capture_decodes()  # as a server does when nobody waits
+    started.runner.capture_decodes()  # as a server does when nobody waits
     return started.engine
 
 

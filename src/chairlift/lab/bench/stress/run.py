@@ -36,7 +36,7 @@ from chairlift.lab.bench.stress.greedy_check import greedy_gaps
 from chairlift.lab.bench.stress.model import END
 from chairlift.lab.bench.stress.traffic import LONGEST_OUTPUT, LONGEST_PROMPT, PATTERN, Asked, Traffic
 from chairlift.lab.common.timing import Note
-from chairlift.runner.memory import bytes_per_token
+from chairlift.engine.memory_plan import bytes_per_token
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, SEATS = 4, 64, 32, 12  # of the cache, of the host's memory, and requests per step
 MOST_OPEN = 30

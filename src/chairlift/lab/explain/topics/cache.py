@@ -14,7 +14,7 @@ from chairlift.lab.explain.topic import Picture, Topic
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from chairlift.runner.cpu import ModelRunner
+    from chairlift.runner.base import ModelRunner
 
 PROMPT, NEW = 5, 9
 CHANGED = 6  # the place of the token that is exchanged in the second experiment

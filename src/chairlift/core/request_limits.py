@@ -1,0 +1,21 @@
+"""The lengths that a model sets to requests, as plain numbers that a front end in another process can use too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chairlift.errors import InvalidParameter
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and output together
+
+    def check_prompt_length(self, num_tokens: int, parameter: str = "prompt") -> None:
+        """Raise if a prompt of `num_tokens` is empty or leaves no room for output."""
+        if num_tokens < 1:
+            raise InvalidParameter(parameter, "is empty; give at least one token")
+        if num_tokens >= self.max_model_len:
+            problem = f"has {num_tokens} tokens, but at most {self.max_model_len - 1} leave room for an answer"
+            raise InvalidParameter(parameter, f"{problem} (max_model_len is {self.max_model_len})")

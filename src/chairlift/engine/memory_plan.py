@@ -1,0 +1,112 @@
+"""How much memory the KV cache gets, with the arithmetic laid open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chairlift.attention import AttentionLayer
+from chairlift.byte_sizes import format_bytes, parse_bytes
+from chairlift.errors import InvalidParameter
+from chairlift.runner.device_memory import free_memory
+
+SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.9}
+SHARE_OF_HOST_MEMORY = 0.25  # for the blocks of preempted requests
+SHORT_SEQUENCE = 64  # tokens, prompt and output: few requests have less
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How the memory that is left beside the weights becomes KV blocks."""
+
+    weight_bytes: int
+    bytes_per_token: int  # keys and values of one token in all layers
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    source: str  # where the amount came from
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_size * self.bytes_per_token
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def max_requests(self, most: int) -> int:
+        """`most`, or fewer if there is not even memory for so many short sequences.
+
+        How many really run depends on their lengths, and is decided when they are admitted.
+        """
+        return max(1, min(most, self.num_tokens // SHORT_SEQUENCE))
+
+    def lines(self) -> list[str]:
+        """The arithmetic, for the start-up log."""
+        sequences = self.num_tokens / self.max_model_len
+        block_bytes = self.bytes_per_token * self.block_size
+        return [
+            f"weights    {format_bytes(self.weight_bytes)}",
+            f"KV cache   {format_bytes(self.kv_bytes)} ({self.source})",
+            f"           {self.bytes_per_token:,} bytes per token x {self.block_size} tokens per block"
+            f" = {format_bytes(block_bytes)} per block",
+            f"           {self.num_blocks:,} blocks = {self.num_tokens:,} tokens"
+            f" = {sequences:.1f} sequences of the full {self.max_model_len:,} tokens",
+        ]
+
+
+def plan_memory(
+    layers: Sequence[AttentionLayer],
+    *,
+    weight_bytes: int,
+    kv_memory: int | str | None,
+    memory_share: float | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
+    max_model_len: int,
+    max_batch_requests: int,
+    step_bytes: int = 0,
+) -> MemoryPlan:
+    """`kv_memory` as given, or a share of what is free beside `step_bytes`, but no more than a full batch can use."""
+    per_token = bytes_per_token(layers, dtype)
+    per_block = per_token * block_size
+    free = free_memory(device) - step_bytes
+    if kv_memory is not None:
+        budget, source = parse_bytes("kv_memory", kv_memory), "kv_memory"
+        if step_bytes and budget > free:
+            problem = f"{format_bytes(budget)} is more than the {format_bytes(max(0, free))} that are free beside"
+            problem = f"{problem} {format_bytes(step_bytes)} for the largest step; lower it, or max_batch_tokens"
+            raise InvalidParameter("kv_memory", problem)
+    else:
+        share = memory_share or SHARE_OF_FREE_MEMORY[device.type]
+        beside = f" beside {format_bytes(step_bytes)} for the largest step" if step_bytes else ""
+        budget, source = max(0, int(free * share)), f"{share:.0%} of free memory{beside}"
+    num_blocks = budget // per_block
+    most = max_batch_requests * -(-max_model_len // block_size)
+    if kv_memory is None and num_blocks > most:
+        num_blocks, source = most, f"enough for all {max_batch_requests} requests of a batch"
+    if num_blocks < 1:
+        needed = f"one block of {block_size} tokens takes {format_bytes(per_block)}"
+        raise InvalidParameter("kv_memory", f"{format_bytes(budget)} is too little: {needed}")
+    return MemoryPlan(weight_bytes, per_token, block_size, num_blocks, max_model_len, source)
+
+
+def bytes_per_token(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
+    return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
+
+
+def plan_host_slots(swap_memory: int | str | None, plan: MemoryPlan) -> int:
+    """Blocks that fit in `swap_memory`; by default as many as the KV cache has, in a quarter of the host's memory."""
+    per_block = plan.bytes_per_token * plan.block_size
+    if swap_memory is None:
+        slots = int(min(plan.kv_bytes, SHARE_OF_HOST_MEMORY * free_memory(torch.device("cpu")))) // per_block
+        if not slots:
+            raise InvalidParameter("swap_memory", "the host has no free memory for a single block")
+        return slots
+    slots = parse_bytes("swap_memory", swap_memory) // per_block
+    if not slots:
+        raise InvalidParameter("swap_memory", f"is too little: one block takes {format_bytes(per_block)}")
+    return slots

@@ -1,0 +1,113 @@
+"""Everything that can be wrong with a request, checked before it is queued."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from operator import countOf
+
+import numpy as np
+
+from chairlift.core.beam.search import BeamSearch
+from chairlift.core.orderings.base import PriorityOrdering
+from chairlift.core.request_limits import RequestLimits
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.structure import Structure
+from chairlift.errors import InvalidParameter
+from chairlift.structured.output import StructuredOutput
+
+
+class RequestValidator:
+    """Checks requests against what the model, the KV cache and the executor of one engine can do."""
+
+    def __init__(
+        self,
+        limits: RequestLimits,
+        scheduler: Scheduler,
+        structured: StructuredOutput | None,
+        eos_ids: frozenset[int],
+        *,
+        beam_search: bool,
+    ) -> None:
+        self.limits = limits
+        self._scheduler = scheduler
+        self._structured = structured
+        self._eos_ids = eos_ids
+        self._beam_search = beam_search
+
+    def check(self, prompt: Sequence[int], params: SamplingParams, timeout: float | None, priority: int) -> int:
+        """Raise InvalidParameter if this cannot be served; return how many tokens it may generate."""
+        self.limits.check_prompt_length(len(prompt))
+        self._check_tokens("prompt", prompt)
+        self._check_tokens("stop_token_ids", params.stop_ids)
+        self._check_tokens("logit_bias", list(params.logit_bias or ()))
+        if params.structure is not None:
+            self.structures(params.structure).check(params.structure)
+        _check_timeout(timeout)
+        self._check_priority(priority)
+        max_new_tokens = self._max_new_tokens(len(prompt), params)
+        if params.beam_width is not None:
+            self._check_beams(params)
+        return max_new_tokens
+
+    def structures(self, structure: Structure) -> StructuredOutput:
+        """What compiles and enforces `structure`; raises if the engine has no such thing."""
+        if self._structured is None:
+            raise InvalidParameter(structure.parameter, "this engine has no structured output")
+        return self._structured
+
+    def _max_new_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        """`max_tokens`, or as many as the context and, without `max_tokens`, the KV cache have room for."""
+        beams = params.beam_width or 1
+        room = self.limits.max_model_len - num_prompt
+        if params.max_tokens is None:
+            room = min(room, max(1, self._scheduler.most_new_tokens(num_prompt, beams)))
+        if params.min_tokens > room:
+            problem = f"{params.min_tokens} exceeds the {room} tokens that the prompt leaves of the context"
+            raise InvalidParameter("min_tokens", problem)
+        max_new_tokens = min(params.max_tokens or room, room)
+        self._scheduler.check_fits(num_prompt, max_new_tokens, beams)
+        return max_new_tokens
+
+    def _check_tokens(self, parameter: str, tokens: Sequence[int]) -> None:
+        vocab_size = self.limits.vocab_size
+        if _are_token_ids(tokens, vocab_size):
+            return
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidParameter(parameter, f"token ids must be integers, got {token!r}")
+            if not 0 <= token < vocab_size:
+                raise InvalidParameter(parameter, f"token id {token} is outside the vocabulary of {vocab_size}")
+
+    def _check_priority(self, priority: int) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+            raise InvalidParameter("priority", f"must be an integer, got {priority!r:.40}")
+        ordering = self._scheduler.ordering
+        if priority and not isinstance(ordering, PriorityOrdering):
+            raise InvalidParameter("priority", f"has no effect in the order {ordering.name!r}; start with 'priority'")
+
+    def _check_beams(self, params: SamplingParams) -> None:
+        if not self._beam_search:
+            raise InvalidParameter("beam_width", "is not supported on this device")
+        needed = BeamSearch(params, self._eos_ids, max_new_tokens=1).num_candidates
+        if needed > self.limits.vocab_size:
+            problem = f"a search of this width compares {needed} tokens, but there are {self.limits.vocab_size}"
+            raise InvalidParameter("beam_width", problem)
+
+
+def _check_timeout(timeout: float | None) -> None:
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
+
+
+def _are_token_ids(tokens: Sequence[int], vocab_size: int) -> bool:
+    """Whether all are plain integers from 0 to `vocab_size` - 1, found without a Python loop: prompts are long."""
+    if not len(tokens):
+        return True
+    if countOf(map(type, tokens), int) < len(tokens):
+        return False  # or subclasses of int, which are checked one by one
+    try:
+        return int(np.frombuffer(array("I", tokens), np.uint32).max()) < vocab_size
+    except OverflowError:  # below 0, or beyond 32 bits
+        return False

@@ -1,0 +1,64 @@
+"""How much memory a device has left, and how much a computation takes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could still be allocated on `device`, a container's limit included."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    left = _left_of_container_limit()
+    return _available_to_machine() if left is None else min(_available_to_machine(), left)
+
+
+def memory_taken(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes of GPU memory that `run` takes at its peak beyond what is in use, which are free again afterwards.
+
+    Counted as torch asks the driver for them, with what lies unused between tensors. On a CPU, whose system lends more
+    memory than there is, 0.
+    """
+    if device.type != "cuda":
+        run()
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    return peak - before
+
+
+def _available_to_machine() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        if found:
+            return int(found[1]) * 1024
+    # Without a better source (macOS has none in the standard library), count half of what is installed.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _left_of_container_limit() -> int | None:
+    limit = _cgroup_text("memory.max").strip()
+    if not limit.isdigit():
+        return None
+    used = int(_cgroup_text("memory.current") or 0)
+    # Files that were read, such as the model's, count as used until the memory is needed.
+    reclaimable = re.search(r"^inactive_file (\d+)$", _cgroup_text("memory.stat"), re.MULTILINE)
+    return max(0, int(limit) - used + int(reclaimable[1] if reclaimable else 0))
+
+
+def _cgroup_text(name: str) -> str:
+    path = CGROUP / name
+    return path.read_text() if path.exists() else ""

@@ -9,9 +9,9 @@ from chairlift.attention import KVStorage
 from chairlift.core.plan import BlockCopy, BlockSwap, Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.memory_plan import MemoryPlan, plan_host_slots
 from chairlift.errors import InvalidParameter
 from chairlift.runner.host_blocks import HostBlocks, make_copies
-from chairlift.engine.memory_plan import MemoryPlan, plan_host_slots
 
 
 def storage(num_blocks: int = 6) -> KVStorage:

@@ -9,10 +9,10 @@ import torch
 
 from chairlift.attention import AttentionLayer
 from chairlift.byte_sizes import parse_bytes
-from chairlift.errors import InvalidParameter
 from chairlift.engine import memory_plan
-from chairlift.runner import device_memory
 from chairlift.engine.memory_plan import MemoryPlan, plan_memory
+from chairlift.errors import InvalidParameter
+from chairlift.runner import device_memory
 
 CPU = torch.device("cpu")
 SMOLLM2_LAYERS = [AttentionLayer(i, num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125) for i in range(30)]

@@ -65,9 +65,7 @@ def test_fused_layers_are_the_layers(family: str, device: torch.device, monkeypa
         pytest.skip("tests of whole models on the GPU compare with transformers")
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
     model = make_model(FAMILIES[family], device)
-    storage = allocate_storage(
-        model.attention_layers, 12, 8, torch.float16, torch.device("cpu")
-    )
+    storage = allocate_storage(model.attention_layers, 12, 8, torch.float16, torch.device("cpu"))
     torch.manual_seed(1)
     for side in (*storage.keys, *storage.values):
         side.copy_(torch.randn_like(side.float()))

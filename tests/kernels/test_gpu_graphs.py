@@ -16,6 +16,7 @@ from chairlift.attention.paged_gpu import LONG_CONTEXT
 from chairlift.core.plan import StepPlan
 from chairlift.engine import runner_factory
 from chairlift.engine.engine import Engine
+from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.startup import LoadedModel
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.speculation.run import SpeculationSettings, compare_speculation
@@ -28,7 +29,6 @@ from chairlift.runner.gpu.batch import BatchShape, Shapes
 from chairlift.runner.gpu.graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs, has_room
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
-from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.speculation.draft_head import DraftHead
 from chairlift.speculation.head_network import MOST_STATES, Head
 from tests.kernels.test_gpu_speculation import (

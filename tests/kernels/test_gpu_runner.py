@@ -54,7 +54,9 @@ def make_engine(
     runner: ModelRunner
     if gpu:
         backend = attention or PagedGPUAttention()
-        runner = GPURunner(model, backend, storage, max_batch_requests=SEATS, max_batch_tokens=32, max_model_len=MAX_LEN)
+        runner = GPURunner(
+            model, backend, storage, max_batch_requests=SEATS, max_batch_tokens=32, max_model_len=MAX_LEN
+        )
         runner.warm_up()
     else:
         bursted = choose_backend("bursted", model.attention_layers, model.device, model.dtype)

@@ -11,6 +11,7 @@ import torch
 
 from chairlift.attention import PagedGPUAttention
 from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.startup import StartedEngine
 from chairlift.kernels.triton.attention import queries_per_tile
 from chairlift.lab.bench.kernels import run as kernel_speed
@@ -24,7 +25,6 @@ from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.engine.memory_plan import MemoryPlan
 from tests.kernels.test_gpu_runner import make_engine
 from tests.kernels.tiny_config import CONFIG
 from tests.lab.bench.test_step_profile import number_of_weights, one_step

@@ -15,6 +15,7 @@ from chairlift.attention.bursted import BurstedAttention
 from chairlift.attention.padded import PaddedAttention
 from chairlift.config import EngineConfig
 from chairlift.engine.kv_dtype import kv_dtype
+from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import load_model
 from chairlift.errors import InvalidParameter
 from chairlift.kernels.triton import fp8 as triton_fp8
@@ -28,7 +29,6 @@ from chairlift.models.dummy import dummy_tensors
 from chairlift.models.read_config import decoder_config
 from chairlift.models.weights import fill
 from chairlift.runner.host_blocks import HostBlocks
-from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.runner.kv_storage import allocate_storage
 from tests.kernels.test_triton_attention import error, make_case, reference, run_decode, run_prefill
 from tests.kernels.test_triton_invariant import attend

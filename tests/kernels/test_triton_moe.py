@@ -78,7 +78,9 @@ def test_the_step_tells_experts_whose_rows_are_nobodys(device: torch.device, mon
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
     monkeypatch.setattr(MixtureOfExperts, "__call__", lambda self, x, where: self.grouped(x, *self._route(x), where))
     storage = allocate_storage(model.attention_layers, 4, 8, model.dtype, device)
-    runner = GPURunner(model, PagedGPUAttention(), storage, max_batch_requests=4, max_batch_tokens=8, max_model_len=32, graphs=False)
+    runner = GPURunner(
+        model, PagedGPUAttention(), storage, max_batch_requests=4, max_batch_tokens=8, max_model_len=32, graphs=False
+    )
     request = Request("one", [3, 4], SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
     chunk = Chunk(request, start=0, count=2, table=[0], samples=True)
     full = runner.run(StepPlan(step=0, chunks=(chunk,), idle_rows=2))

@@ -61,5 +61,5 @@ class Executor(ABC):
         """Do one piece of work for later steps while there is nothing to run; False if none is left."""
         return False
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:  # noqa: B027 (most executors keep nothing)
         """Drop what is kept for a request that has ended, or whose steps were lost."""

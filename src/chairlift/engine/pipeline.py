@@ -61,9 +61,7 @@ class Pipeline:
     def add(self, plan: StepPlan, pending: PendingStep, scheduled: float) -> None:
         """Note a step that was launched in this turn, and when its planning was done."""
         used = self._scheduler.kv.pool.num_used
-        self._steps.append(
-            StepInFlight(plan, pending, self._begun, scheduled - self._begun, used, self._waits)
-        )
+        self._steps.append(StepInFlight(plan, pending, self._begun, scheduled - self._begun, used, self._waits))
 
     def due(self, launched: bool) -> StepInFlight | None:
         """The oldest step, if it is to be read in this turn: always if nothing was `launched` in it."""

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.core.events import StepDone
-from chairlift.core.plan import StepPlan, StepResult, StepTiming
+from chairlift.core.executor import PendingStep
+from chairlift.core.plan import StepPlan, StepTiming
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.chunking.long_prompts import (

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
+from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.lab.explain.palette import DARK, LIGHT
 from chairlift.lab.explain.recording import Run
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topics import heads, paging, prefix
-from chairlift.engine.memory_plan import bytes_per_token
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from chairlift.attention import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.kv_dtype import kv_dtype
 from chairlift.engine.machine_defaults import batch_tokens, torch_device, torch_dtype
-from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.engine.memory_plan import bytes_per_token
+from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine

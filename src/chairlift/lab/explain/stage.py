@@ -53,8 +53,8 @@ class Stage:
     ) -> StartedEngine:
         """An engine with a KV cache of so many blocks; `options` are those of EngineConfig."""
         from chairlift.config import EngineConfig
-        from chairlift.engine.startup import start_engine
         from chairlift.engine.memory_plan import bytes_per_token
+        from chairlift.engine.startup import start_engine
 
         model = self.loaded.model
         per_block = block_size * bytes_per_token(model.attention_layers, model.dtype)

@@ -26,6 +26,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
+from chairlift.runner.device_memory import memory_taken
 from chairlift.runner.gpu.batch import BatchShape, Shapes, fill_with_nobody, round_up
 from chairlift.runner.gpu.graphs import Graphs, can_capture, has_room
 from chairlift.runner.gpu.packing import Packed, Packer
@@ -33,7 +34,6 @@ from chairlift.runner.gpu.slots import Slots
 from chairlift.runner.gpu.staging import Staging
 from chairlift.runner.gpu.step import Chosen, ComputedStep, LaunchedStep, Seen
 from chairlift.runner.host_blocks import HostBlocks, make_copies
-from chairlift.runner.device_memory import memory_taken
 from chairlift.sampling.beams import beam_candidates
 from chairlift.speculation.network_proposer import NetworkProposer
 from chairlift.speculation.networks import ComputedBatch
@@ -68,9 +68,7 @@ class GPURunner(ModelRunner):
     ) -> None:
         """`max_drafts`: of all requests of a step together. `draft_layers`: those of the draft network. `step_bytes`:
         what the largest step takes beside weights and cache, which graphs must leave free."""
-        super().__init__(
-            model, attention, storage, structured=structured, drafter=drafter, host_blocks=host_blocks
-        )
+        super().__init__(model, attention, storage, structured=structured, drafter=drafter, host_blocks=host_blocks)
         self.max_batch_requests = max_batch_requests
         self.max_drafts = max_drafts
         self.device = model.device
@@ -93,7 +91,9 @@ class GPURunner(ModelRunner):
         self._compiled: set[BatchShape] = set()
         self.graphs: Graphs | None = None
         if use_graphs:
-            likely = self.shapes.all_decodes([size for size in self.shapes.decode_buckets if size <= 2 * max_batch_requests])
+            likely = self.shapes.all_decodes(
+                [size for size in self.shapes.decode_buckets if size <= 2 * max_batch_requests]
+            )
             room = partial(has_room, self.device, step_bytes)
             self.graphs = Graphs(self._prepare, self._forward, likely, room)
 
@@ -291,7 +291,9 @@ class GPURunner(ModelRunner):
         kept = (
             0
             if drafter is None
-            else drafter.network.bytes_kept(round_up(self.max_batch_requests, self.shapes.decode_buckets) or self.max_batch_requests)
+            else drafter.network.bytes_kept(
+                round_up(self.max_batch_requests, self.shapes.decode_buckets) or self.max_batch_requests
+            )
         )
         taken = memory_taken(compute, self.device)
         return taken + kept + HOST_COPIES * largest.samples * self.model.vocab_size * 4

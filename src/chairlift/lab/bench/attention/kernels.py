@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.engine.memory_plan import bytes_per_token, plan_memory
 from chairlift.lab.bench.attention.modes import BLOCK_SIZE, Shape, time_modes
 from chairlift.lab.common.timing import Note, best_seconds, peak_bytes
-from chairlift.engine.memory_plan import bytes_per_token, plan_memory
 from chairlift.runner.device_memory import free_memory
 
 KV_MEMORY = 2**30  # for comparing how many sequences fit

@@ -13,12 +13,12 @@ from chairlift.attention import choose_backend
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
+from chairlift.engine.memory_plan import plan_memory
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.random_model import random_llama
 from chairlift.lab.common.timing import Note
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
-from chairlift.engine.memory_plan import plan_memory
 from chairlift.runner.kv_storage import allocate_storage
 
 BLOCK_SIZE = 16

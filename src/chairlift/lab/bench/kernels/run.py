@@ -25,7 +25,6 @@ from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.models.decoder import Decoder
 from chairlift.models.input_batch import build_batch
-from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.runner.kv_storage import allocate_storage
 from chairlift.sampling.sampler import Sampler
 

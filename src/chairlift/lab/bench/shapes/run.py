@@ -17,6 +17,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.events import StepDone, TokenProduced
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.engine import Engine
+from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import StartedEngine, load_engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.floor import Ceilings, ModelCost, ceilings_for, floor_seconds
@@ -24,7 +25,6 @@ from chairlift.lab.common.plots import save_panels
 from chairlift.lab.common.step_work import linear_bytes, products, total
 from chairlift.lab.common.timing import Note
 from chairlift.models.decoder import Decoder
-from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.server.gc_tuning import loaded_objects_frozen
 
 VOCABULARY = 10_001  # tokens that prompts are drawn from

@@ -30,13 +30,13 @@ from chairlift.core.integrity import check_accounting, check_plan, check_quiesce
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import FinishReason, completion_ids
 from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import LoadedModel, start_engine
 from chairlift.errors import ChairliftError
 from chairlift.lab.bench.stress.greedy_check import greedy_gaps
 from chairlift.lab.bench.stress.model import END
 from chairlift.lab.bench.stress.traffic import LONGEST_OUTPUT, LONGEST_PROMPT, PATTERN, Asked, Traffic
 from chairlift.lab.common.timing import Note
-from chairlift.engine.memory_plan import bytes_per_token
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, SEATS = 4, 64, 32, 12  # of the cache, of the host's memory, and requests per step
 MOST_OPEN = 30

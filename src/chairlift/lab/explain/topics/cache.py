@@ -58,7 +58,7 @@ def run(stage: Stage) -> CacheData:
 
 def _without_cache(stage: Stage, prompt: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
     """Generate as if nothing were kept: every step reads the whole text from its first token."""
-    runner: ModelRunner = stage.start(prefix_caching=False).runner  # type: ignore[assignment]
+    runner: ModelRunner = stage.start(prefix_caching=False).runner
     tokens, spans = list(prompt), []
     for _ in range(NEW):
         tokens.append(_next_token(runner, tokens))

@@ -58,13 +58,13 @@ def _middle_divisor(heads: int) -> int:
 
 
 def _variant(stage: Stage, name: str, kv_heads: int, *, own: bool) -> Variant:
-    from chairlift.engine.memory_plan import plan_memory
+    from chairlift.engine.memory_plan import MemoryPlan, plan_memory
     from chairlift.runner.kv_storage import allocate_storage
 
     model = stage.loaded.model
     layers = [replace(layer, num_kv_heads=kv_heads) for layer in model.attention_layers]
 
-    def plan(memory: int | None) -> object:
+    def plan(memory: int | None) -> MemoryPlan:
         return plan_memory(
             layers,
             weight_bytes=0,
@@ -77,11 +77,11 @@ def _variant(stage: Stage, name: str, kv_heads: int, *, own: bool) -> Variant:
         )
 
     large, small = plan(GIB), plan(64 * 2**20)
-    storage = allocate_storage(layers, small.num_blocks, small.block_size, model.dtype, model.device)  # type: ignore[arg-type]
+    storage = allocate_storage(layers, small.num_blocks, small.block_size, model.dtype, model.device)
     slots = storage.keys[0].shape[0] * storage.block_size
     measured = sum(tensor.nbytes for tensor in (*storage.keys, *storage.values)) // slots
     blocks = -(-CONTEXT // 16)
-    return Variant(name, kv_heads, measured, large.num_blocks // blocks, own)  # type: ignore[attr-defined]
+    return Variant(name, kv_heads, measured, large.num_blocks // blocks, own)
 
 
 def draw(data: HeadsData, theme: Theme) -> Sheet:

@@ -22,7 +22,7 @@ from chairlift.kernels.cpu.decoder import attend_layer, rounded_linear
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows, round_row
 from chairlift.kernels.cpu.scalar_math import exp, narrow, widen
 from chairlift.kernels.cpu.simd import AVX2, GROUP, PANEL, PLAIN, SPAN, VNNI_256, VNNI_512, InstructionSet, int8_tile
-from chairlift.kernels.cpu.threads import Team, claim, meet, the_team
+from chairlift.kernels.cpu.threads import Team, barrier, claim, the_team
 from chairlift.speculation.control.option import MAX_DRAFTS
 
 torch = pytest.importorskip("torch")
@@ -157,7 +157,7 @@ def _work(shared: Any, members: int, done: Any) -> None:
             if piece >= done.shape[1]:
                 break
             done[turn, piece] += 1 if turn == 0 or done[turn - 1].all() else 100
-        meet(shared, members)
+        barrier(shared, members)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -43,7 +43,7 @@ def covered(grouping: triton_moe.Grouping, experts: Tensor) -> list[int]:
     """The places in `order` that tiles hold, each of them the right expert's."""
     order, places = grouping.order.tolist(), []
     for expert, begin, end in zip(*(tensor.tolist() for tensor in grouping[1:]), strict=True):
-        if expert != triton_moe.NOBODY.value:
+        if expert != triton_moe.NO_EXPERT.value:
             assert 0 < end - begin <= 16
             assert all(experts.flatten()[pair] == expert for pair in order[begin:end])
             places += range(begin, end)

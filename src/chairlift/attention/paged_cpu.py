@@ -14,7 +14,7 @@ from torch import Tensor
 from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout
 
 if TYPE_CHECKING:  # numba takes its time
-    from chairlift.kernels.cpu.attention_work import Work
+    from chairlift.kernels.cpu.attention_work import AttentionWork
 
 
 class PagedCPUAttention:
@@ -44,9 +44,9 @@ class PagedCPUStep:
     layout: RaggedLayout
     storage: KVStorage
     invariant: bool = False  # a token's result does not depend on how many are computed with it
-    _work: dict[tuple[int, int], Work] | None = None
+    _work: dict[tuple[int, int], AttentionWork] | None = None
 
-    def work(self, layer: AttentionLayer) -> Work:
+    def work(self, layer: AttentionLayer) -> AttentionWork:
         """The step's attention cut into pieces: the same for all layers of the same shape."""
         from chairlift.kernels.cpu.attention_work import FEW, split_work
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.base import AttentionLayer, KVStorage
-from chairlift.kernels.cpu.attention_work import Work, work_by_rows
+from chairlift.kernels.cpu.attention_work import AttentionWork, work_by_rows
 from chairlift.kernels.cpu.decoder import Buffers, Step
 from chairlift.kernels.cpu.draft import Certain, Choices, Guessed, HeadWeights, Room, guess, remember
 from chairlift.kernels.cpu.int8 import PackedWeight
@@ -104,7 +104,7 @@ class FusedHead:
         positions: np.ndarray,
         slots: np.ndarray,
         tables: np.ndarray,
-        work: Work,
+        work: AttentionWork,
         storage: KVStorage,
     ) -> Step:
         cos, sin = self._angles(positions[None])
@@ -135,7 +135,7 @@ class FusedHead:
             requests=requests,
         )
 
-    def _work(self, sequences: np.ndarray, lengths: np.ndarray) -> Work:
+    def _work(self, sequences: np.ndarray, lengths: np.ndarray) -> AttentionWork:
         return work_by_rows(sequences.tolist(), lengths.tolist(), self._layer.num_heads, self._layer.head_dim)
 
     def _angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

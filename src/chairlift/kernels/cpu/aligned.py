@@ -1,4 +1,4 @@
-"""Large memory on a CPU, where the machine likes it."""
+"""Allocates large aligned arrays on a CPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ LINE = 64  # bytes of a cache line
 
 
 def aligned(shape: tuple[int, ...], dtype: type[np.generic] = np.uint8) -> np.ndarray:
-    """An array that is not filled and starts on a cache line, for what is read in whole vectors.
+    """Return an uninitialised array that starts on a cache line.
 
-    From numpy, because it asks for huge pages: what is read here and there takes longer to find in small ones.
+    Allocated by numpy, because it requests huge pages: scattered reads then miss the TLB less often.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = np.empty(size + LINE, dtype=np.uint8)

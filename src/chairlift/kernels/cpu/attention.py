@@ -1,9 +1,9 @@
-"""Ragged paged attention for a team of threads: scores, softmax and sum in one pass, straight from the blocks.
+"""Ragged paged attention for a team of threads: scores, softmax and sum in one pass over the KV blocks.
 
-A few new tokens of a sequence are computed row by row: reading the cache is what costs. Many of them are computed
-in tiles of queries and keys: there the products cost, and a tile of keys that was loaded serves all queries of its
-tile. Both keep a running maximum and sum, so that no matrix of scores is ever stored. Keys and values are used for all
-query heads that share them.
+A few new tokens of a sequence are computed row by row, where reading the cache is the cost. More new tokens are
+computed in tiles of queries and keys, where arithmetic is the cost and a loaded tile of keys serves all queries of the
+tile. Both keep a running maximum and sum (as FlashAttention does), so no score matrix is stored. Each key and value is
+loaded once for all query heads that share it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from chairlift.kernels.cpu.attention_work import PIECE, QUERIES, Partial, Pieces, Tiles, Work
+from chairlift.kernels.cpu.attention_work import PIECE, QUERIES, AttentionWork, Partial, Pieces, Tiles
 from chairlift.kernels.cpu.scalar_math import FAST, compiled, exp, from_sortable, narrow, sortable, widen
 from chairlift.kernels.cpu.simd import F32_COLUMNS, F32_ROWS, LANES, dots, f32_tile, prefetch, transpose_16, widen_row
 from chairlift.kernels.cpu.threads import claim
 
-KEYS = F32_COLUMNS  # positions of a tile
+KEYS = F32_COLUMNS  # key positions of a tile
 NOTHING = np.float32(-1e30)
 
 _tile, _tile_4, _tile_3, _tile_2, _tile_1 = (f32_tile(rows) for rows in (F32_ROWS, 4, 3, 2, 1))
@@ -25,7 +25,7 @@ _F32 = np.float32(0.0)
 
 
 class Score(NamedTuple):
-    """How a layer scores."""
+    """How a layer computes its scores."""
 
     scale: np.float32
     window: int  # 0: none
@@ -33,7 +33,7 @@ class Score(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """One layer of the paged cache, and where each sequence's positions are in it."""
+    """One layer of the paged cache, and the block tables of the sequences."""
 
     keys: np.ndarray  # [blocks, block_size, kv_heads, head_dim] float32, or bfloat16 as uint16
     values: np.ndarray
@@ -41,7 +41,7 @@ class Cache(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """A thread's own memory; all float32. R: rows of a tile of queries, one per token and query head."""
+    """Scratch memory of one thread, all float32. R: rows of a query tile, one per token and query head."""
 
     queries: np.ndarray  # [R, head_dim], scaled
     sums: np.ndarray  # [R, padded head_dim]
@@ -64,15 +64,16 @@ def store(cache: Cache, slot: int, k: Any, v: Any) -> None:
 
 
 @compiled(FAST)
-def attend(shared: Any, members: int, q: Any, cache: Cache, work: Work, how: Score, out: Any) -> None:
-    """q, out [T, heads, head_dim] float32. The team shares the work: call `meet` before and after, and then `merge`
-    for every row."""
+def attend(shared: Any, members: int, q: Any, cache: Cache, work: AttentionWork, how: Score, out: Any) -> None:
+    """Compute out from q, both [T, heads, head_dim] float32, with all threads of the team.
+
+    Call `barrier` before and after, then `merge` for every row."""
     pieces, tiles = work.pieces, work.tiles
     kv_heads, head_dim = cache.keys.shape[2], cache.keys.shape[3]
     group = q.shape[1] // kv_heads
     padded = (head_dim + F32_COLUMNS - 1) // F32_COLUMNS * F32_COLUMNS
     queries = QUERIES if tiles.rows.shape[0] > 0 else 1
-    most = max(queries * group, q.shape[1]) + F32_ROWS  # a tile may reach beyond the last row
+    most = max(queries * group, q.shape[1]) + F32_ROWS  # a tile may extend past the last row
     scratch = _Scratch(
         np.zeros((most, head_dim), dtype=np.float32),
         np.zeros((most, padded), dtype=np.float32),
@@ -86,12 +87,12 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: Work, how: Sco
     num_pieces = pieces.rows.shape[0]
     while True:
         item = claim(shared, 1)
-        if item < num_tiles:  # first the large ones, and of them the last first, for they see the most
+        if item < num_tiles:  # tiles first, the last one first: it has the longest context
             _attend_tile(
                 tiles.rows.shape[0] - 1 - item // kv_heads, item % kv_heads, q, cache, tiles, how, scratch, out
             )
         elif item < num_tiles + num_pieces:
-            following = item - num_tiles + members  # what this thread is likely to do next
+            following = item - num_tiles + members  # the piece this thread is likely to claim next
             if following < num_pieces:
                 start, end = pieces.starts[following], pieces.lengths[following]
                 _fetch_ahead(cache.keys, cache.values, cache.tables, pieces.sequences[following], start, end)
@@ -100,15 +101,15 @@ def attend(shared: Any, members: int, q: Any, cache: Cache, work: Work, how: Sco
             return
 
 
-# In what follows arrays are passed one by one and indexed in full: numba counts references to every slice that it makes
-# and to every member that it takes out of a tuple, which costs more than the arithmetic.
+# Below, arrays are passed one by one and indexed in full: numba counts references to every slice and every tuple
+# member, which costs more than the arithmetic.
 
 
 @compiled(FAST)
 def _attend_piece(
     piece: int, q: Any, cache: Cache, pieces: Pieces, how: Score, partial: Partial, scratch: Any, out: Any
 ) -> None:
-    """All heads of a piece: their keys and values lie side by side."""
+    """Compute all heads of one piece; their keys and values are adjacent in memory."""
     heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.keys.shape[2]
     group, whole = heads // kv_heads, pieces.counts[piece] == 1
     row, length, start, sequence = (
@@ -122,7 +123,7 @@ def _attend_piece(
     end = min(length, start + PIECE)
     low = max(0, length - how.window) if how.window > 0 else 0
     _begin_rows(q, row, 1, 0, heads, how.scale, queries, sums, peaks, totals)
-    # Whole tiles only: a row is then summed in the same order whatever the window cuts off.
+    # Start at a tile boundary, so that the order of summation does not depend on the window.
     for base in range(max(start, low // KEYS * KEYS), end, KEYS):
         count = min(KEYS, end - base)
         _fetch_ahead(cache.keys, cache.values, cache.tables, sequence, base + KEYS, end)
@@ -132,7 +133,7 @@ def _attend_piece(
             for first in range(kv_head * group, (kv_head + 1) * group, F32_ROWS):
                 last = min(first + F32_ROWS, (kv_head + 1) * group)
                 _score(queries, first, last, cache.keys, cache.tables, sequence, base, count, kv_head, scores)
-                for line in range(last - first, F32_ROWS):  # a tile adds all its rows: these are nobody's
+                for line in range(last - first, F32_ROWS):  # padding rows: a tile adds all its rows
                     for j in range(KEYS):
                         scores[line, j] = np.float32(0.0)
                 for head in range(first, last):
@@ -164,11 +165,11 @@ def _score(
     kv_head: int,
     scores: Any,
 ) -> None:
-    """Lines of scores: the products of some queries with stored keys."""
+    """Compute rows of scores: the products of queries with cached keys."""
     like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
     whole, stride = head_dim // LANES * LANES, side.shape[2] * head_dim
     j = 0
-    while j < count:  # by blocks: divisions cost more than products
+    while j < count:  # by blocks, to divide once per block
         block, slot = tables[sequence, (base + j) // block_size], (base + j) % block_size
         run = min(block_size - slot, count - j)
         start = side.ctypes.data + (((block * block_size + slot) * side.shape[2] + kv_head) * head_dim) * size
@@ -192,7 +193,7 @@ def _score(
 
 @compiled()
 def _fetch_ahead(keys: Any, values: Any, tables: Any, sequence: int, base: int, end: int) -> None:
-    """Ask for the keys and values of the next tile: the machine cannot foresee which blocks they are in."""
+    """Prefetch the keys and values of the next tile; the hardware prefetcher cannot follow block tables."""
     block_size, row = keys.shape[1], keys.shape[2] * keys.shape[3] * keys.itemsize
     for first in range(base, min(base + KEYS, end), block_size):
         start = tables[sequence, first // block_size] * block_size * row
@@ -214,7 +215,7 @@ def _add_stored(
     count: int,
     kv_head: int,
 ) -> None:
-    """As `_add_values`, straight from the blocks."""
+    """Like `_add_values`, reading values from the blocks."""
     like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
     padded, stride = sums.shape[1], side.shape[2] * head_dim
     j = 0
@@ -241,8 +242,8 @@ def _add_stored(
 
 
 @compiled(FAST)
-def merge(row: int, work: Work, out: Any) -> None:
-    """If the row came in several pieces, make it one: out [T, heads, head_dim]."""
+def merge(row: int, work: AttentionWork, out: Any) -> None:
+    """Merge the pieces of a row into out [T, heads, head_dim], if it was computed in several."""
     first = work.several[row]
     if first < 0:
         return
@@ -280,14 +281,14 @@ def _attend_tile(
         for first in range(0, rows, F32_ROWS):
             last = min(first + F32_ROWS, rows)
             if base > position + (last - 1) // group:
-                continue  # all of it lies in the future of these rows
+                continue  # every key of the tile is after these rows
             for line in range(F32_ROWS):
                 for j in range(KEYS):
                     scores[line, j] = np.float32(0.0)
             left = queries.ctypes.data + first * head_dim * 4
             _tile(scores.ctypes.data, KEYS, left, head_dim, keys.ctypes.data, keys.shape[1], head_dim, _F32)
             for row in range(first, last):
-                sees = position + row // group + 1 - base  # so many of these positions, or fewer
+                sees = position + row // group + 1 - base  # visible positions of this tile, if positive
                 cut = max(sees - window, 0) if window > 0 else 0
                 _soften(scores, row - first, peaks, totals, sums, row, cut, min(sees, count), softcap)
             _add_values(sums, first, scores, values, count)
@@ -322,8 +323,7 @@ def _begin_rows(
 def _soften(
     scores: Any, line: int, peaks: Any, totals: Any, sums: Any, row: int, low: int, high: int, softcap: Any
 ) -> None:
-    """A line of scores, of which only [low, high) count, to weights; what was summed before shrinks with the new
-    maximum."""
+    """Turn the scores in [low, high) of a row into softmax weights and rescale its earlier sums to the new maximum."""
     if softcap > 0:
         for j in range(KEYS):
             bent = exp(np.float32(2.0) * scores[line, j] / softcap)
@@ -351,7 +351,7 @@ def _soften(
 
 @compiled()
 def _add_values(sums: Any, first: int, scores: Any, values: Any, count: int) -> None:
-    """Add the values, each by its weight, to some rows' sums."""
+    """Add the weighted values to the sums of some rows."""
     padded = sums.shape[1]
     for column in range(0, padded, F32_COLUMNS):
         target, source = sums.ctypes.data + (first * padded + column) * 4, values.ctypes.data + column * 4
@@ -367,7 +367,7 @@ def _finish_row(sums: Any, totals: Any, row: int, out: Any, to: int, head: int) 
 
 @compiled(FAST)
 def _load_rows(side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, target: Any) -> None:
-    """target [KEYS, head_dim] = what one side of the cache holds of `count` positions."""
+    """Load `count` positions of the keys or of the values into target [KEYS, head_dim]."""
     like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
     whole = head_dim // 16 * 16
     j = 0
@@ -383,7 +383,7 @@ def _load_rows(side: Any, tables: Any, sequence: int, base: int, count: int, kv_
 
 @compiled(FAST)
 def _load_columns(side: Any, tables: Any, sequence: int, base: int, count: int, kv_head: int, target: Any) -> None:
-    """The same, transposed: target [head_dim, KEYS]."""
+    """Like `_load_rows`, transposed: target [head_dim, KEYS]."""
     like, size, head_dim, block_size = side[0, 0, 0, 0], side.itemsize, side.shape[3], side.shape[1]
     whole, stride = head_dim // 16 * 16, side.shape[2] * head_dim
     j = 0

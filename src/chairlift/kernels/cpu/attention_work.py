@@ -1,4 +1,4 @@
-"""How the attention of a step is cut up among threads: rows by stretches of their context, long chunks by tiles."""
+"""Splits the attention of a step into work items for threads: spans of a row's context, or tiles of long chunks."""
 
 from __future__ import annotations
 
@@ -7,57 +7,58 @@ from typing import NamedTuple
 
 import numpy as np
 
-# New tokens of a sequence up to which they are computed row by row. A token and its drafts are no more than that, so
-# that each comes out as it would alone: tiles add up in another order.
+# Chunks of at most this many tokens are computed row by row. A decode with its draft tokens is no longer than that, so
+# its result equals that of single-token steps; tiles sum in another order.
 FEW = 16
-QUERIES = 64  # tokens of a tile
-PIECE = 256  # positions of a row that one thread goes through; always the same, so that a row is summed in one order
+QUERIES = 64  # tokens per query tile
+PIECE = 256  # context positions per work item; fixed, so that a row is always summed in the same order
 
 
 class Pieces(NamedTuple):
-    """What is to be computed row by row: each a stretch of positions of one row. All [pieces] int64."""
+    """AttentionWork items computed row by row: each is a span of one row's context. All [pieces] int64."""
 
     rows: np.ndarray
     sequences: np.ndarray
-    lengths: np.ndarray  # positions that the row sees, itself included
-    starts: np.ndarray  # the first position of this stretch
-    counts: np.ndarray  # stretches of this row; the first of them stands where the row's index says
+    lengths: np.ndarray  # visible positions of the row, itself included
+    starts: np.ndarray  # first position of this span
+    counts: np.ndarray  # number of spans of this row
 
 
 class Tiles(NamedTuple):
-    """What is to be computed in tiles: each some neighbouring rows of one sequence. All [tiles] int64."""
+    """AttentionWork items computed in tiles: each is a run of rows of one sequence. All [tiles] int64."""
 
-    rows: np.ndarray  # the first row
+    rows: np.ndarray  # first row
     counts: np.ndarray  # rows
     sequences: np.ndarray
-    positions: np.ndarray  # of the first row
+    positions: np.ndarray  # position of the first row
 
 
 _NO_TILES = Tiles(*(np.empty(0, dtype=np.int64) for _ in Tiles._fields))
 
 
 class Partial(NamedTuple):
-    """What a stretch of a row came to, before it is merged with the row's others."""
+    """Results of the spans, before those of one row are merged."""
 
     sums: np.ndarray  # [pieces, heads, head_dim] float32
     peaks: np.ndarray  # [pieces, heads] float32
     totals: np.ndarray  # [pieces, heads] float32
 
 
-class Work(NamedTuple):
-    """The attention of one step, cut up. The same for all layers."""
+class AttentionWork(NamedTuple):
+    """The attention work of one step, the same for all layers."""
 
     pieces: Pieces
     tiles: Tiles
     partial: Partial
-    several: np.ndarray  # [T] int64: the first piece of a row that comes in several, else -1
+    several: np.ndarray  # [T] int64: first piece of a row that has several, else -1
 
 
 def split_work(
     offsets: np.ndarray, starts: np.ndarray, ends: np.ndarray, heads: int, head_dim: int, *, few: int = FEW
-) -> Work:
-    """Sequence i owns the rows [offsets[i], offsets[i + 1]), its tokens at the positions [starts[i], ends[i]). More
-    than `few` of them are computed in tiles."""
+) -> AttentionWork:
+    """Split a step: sequence i has the rows [offsets[i], offsets[i + 1]) at the positions [starts[i], ends[i]).
+
+    Sequences with more than `few` new tokens are computed in tiles."""
     counts = ends - starts
     by_row = np.flatnonzero(counts <= few)
     sequence, place = _enumerate(by_row, counts[by_row])
@@ -78,12 +79,12 @@ def split_work(
         sequence,
         starts[sequence] + skipped,
     )
-    return Work(pieces, tiles, _room_for_partial(len(of) if len(first) else 0, heads, head_dim), several)
+    return AttentionWork(pieces, tiles, _room_for_partial(len(of) if len(first) else 0, heads, head_dim), several)
 
 
-def work_by_rows(sequences: Sequence[int], lengths: Sequence[int], heads: int, head_dim: int) -> Work:
-    """Row i is a token of this sequence that sees so many positions. The same as `split_work` of rows without tiles,
-    and for a handful of them sooner done."""
+def work_by_rows(sequences: Sequence[int], lengths: Sequence[int], heads: int, head_dim: int) -> AttentionWork:
+    """AttentionWork of single rows: row i is a token of sequences[i] with lengths[i] visible positions. Faster than
+    `split_work` for a few rows."""
     found = [
         (row, sequence, length, start, -(-length // PIECE))
         for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True))
@@ -94,7 +95,7 @@ def work_by_rows(sequences: Sequence[int], lengths: Sequence[int], heads: int, h
     first = np.flatnonzero((pieces.starts == 0) & (pieces.counts > 1))
     several[pieces.rows[first]] = first
     num_partial = len(found) if len(first) else 0
-    return Work(pieces, _NO_TILES, _room_for_partial(num_partial, heads, head_dim), several)
+    return AttentionWork(pieces, _NO_TILES, _room_for_partial(num_partial, heads, head_dim), several)
 
 
 def _room_for_partial(pieces: int, heads: int, head_dim: int) -> Partial:
@@ -106,5 +107,5 @@ def _room_for_partial(pieces: int, heads: int, head_dim: int) -> Partial:
 
 
 def _enumerate(items: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each item as often as its count says, with 0, 1, ... beside it."""
+    """Repeat each item `count` times, numbered 0, 1, ... within its repetitions."""
     return np.repeat(items, counts), np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,6 +1,6 @@
-"""A whole decoder step on a team of threads: from embedded tokens to normed hidden states, without leaving the kernel.
+"""A whole decoder step as one kernel on a team of threads, from embedded tokens to normed hidden states.
 
-Ten pieces of work per layer, each shared by the team, which meets after every one.
+A layer has ten phases; the threads share each phase and barrier at a barrier after it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from chairlift.kernels.cpu.aligned import aligned
 from chairlift.kernels.cpu.attention import Cache, Score, attend, merge, store
-from chairlift.kernels.cpu.attention_work import Work
+from chairlift.kernels.cpu.attention_work import AttentionWork
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows, multiply, round_row
 from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept, exp
-from chairlift.kernels.cpu.threads import claim, meet, the_team
+from chairlift.kernels.cpu.threads import barrier, claim, the_team
 
 SILU, GELU_TANH = 0, 1
 _HALF, _ONE, _TWO = np.float32(0.5), np.float32(1.0), np.float32(2.0)
@@ -24,7 +24,7 @@ _GELU_A, _GELU_B = np.float32(0.7978845608028654), np.float32(0.044715)
 
 
 class Network(NamedTuple):
-    """The weights of all L layers. An empty last axis: there is no such bias or norm."""
+    """The weights of all L layers. An empty last axis means that the model has no such bias or norm."""
 
     before_attention: np.ndarray  # [L, hidden] float32
     qkv: PackedWeight
@@ -41,31 +41,31 @@ class Network(NamedTuple):
     final_norm: np.ndarray  # [hidden]
     eps: np.float32
     activation: int
-    ropes: np.ndarray  # [L] int64: which rotation each layer uses, -1: none
+    ropes: np.ndarray  # [L] int64: index of the rotation of each layer, -1: none
     scales: np.ndarray  # [L] float32, of scores
     windows: np.ndarray  # [L] int64, 0: none
     softcaps: np.ndarray  # [L] float32, 0: none
-    taps: np.ndarray  # [L] int64: which of the step's `tapped` keeps what the layer reads, -1: none
+    taps: np.ndarray  # [L] int64: index in `tapped` of the layer's input, -1: not kept
 
 
 class Step(NamedTuple):
-    """What one step reads and changes. T tokens."""
+    """Inputs and outputs of one step of T tokens."""
 
-    x: np.ndarray  # [T, hidden] float32: embedded tokens, and what the layers make of them
+    x: np.ndarray  # [T, hidden] float32: the residual stream, embedded tokens at first
     cos: np.ndarray  # [ropes, T, pairs] float32
     sin: np.ndarray
     slots: np.ndarray  # [T] int64
     keys: np.ndarray  # [L, blocks, block_size, kv_heads, head_dim] float32 or uint16 (bfloat16)
     values: np.ndarray
     tables: np.ndarray  # [S, longest] int32
-    work: Work
+    work: AttentionWork
     tapped: np.ndarray  # [taps, T, hidden] float32: the residual stream before some layers
-    rows: np.ndarray  # [R] int64: those that are read of the last layer, all different
-    out: np.ndarray  # [R, hidden] float32: their normed hidden states; may be `x` itself if these are all, in order
+    rows: np.ndarray  # [R] int64: rows whose final hidden states are needed, all different
+    out: np.ndarray  # [R, hidden] float32: their normed hidden states; may be `x` itself if rows are all rows in order
 
 
 class Buffers(NamedTuple):
-    """Room for what the pieces of work hand on, for as many rows as a step may have."""
+    """Intermediate results between phases, for the largest number of rows of a step."""
 
     qkv: np.ndarray  # [rows, heads + 2 * kv_heads, head_dim] float32
     attended: np.ndarray  # [rows, heads, head_dim] float32
@@ -92,21 +92,21 @@ def decode_step(shared: Any, members: int, net: Network, step: Step, buffers: Bu
     for layer in range(last + 1):
         if net.taps[layer] >= 0:
             _keep(shared, step.x, step.tapped[net.taps[layer]])
-            meet(shared, members)
+            barrier(shared, members)
         decode_layer(shared, members, net, layer, step, buffers, layer == last)
     while True:
         row = claim(shared, 1)
         if row >= step.out.shape[0]:
             break
         norm_row(step.out[row], net.final_norm, net.eps, step.out[row])
-    meet(shared, members)
+    barrier(shared, members)
 
 
 @compiled(FAST)
 def decode_layer(
     shared: Any, members: int, net: Network, layer: int, step: Step, buffers: Buffers, picks: bool
 ) -> None:
-    """`picks`: what follows the attention is computed for the step's `rows` alone, in `out`."""
+    """Compute one layer. With `picks`, everything after attention is computed for the step's `rows` only, in `out`."""
     x = step.out if picks else step.x
     count = x.shape[0]
     heads = buffers.attended.shape[1]
@@ -115,40 +115,40 @@ def decode_layer(
 
     store_layer(shared, members, net, layer, step, buffers)
     attend(shared, members, buffers.qkv[:, :heads], cache, step.work, how, buffers.attended)
-    meet(shared, members)
+    barrier(shared, members)
     _merge_and_round(shared, step, buffers, picks)
-    meet(shared, members)
+    barrier(shared, members)
     weight = PackedWeight(net.output.numbers[layer], net.output.scales[layer])
     multiply(shared, buffers.attended_rows, count, weight, net.output_bias[layer], True, x)
-    meet(shared, members)
+    barrier(shared, members)
     _norm_and_round(shared, x, net.before_mlp[layer], net.eps, buffers.hidden_rows)
-    meet(shared, members)
+    barrier(shared, members)
     weight = PackedWeight(net.gate_up.numbers[layer], net.gate_up.scales[layer])
     multiply(shared, buffers.hidden_rows, count, weight, net.gate_up_bias[layer], False, buffers.gate_up)
-    meet(shared, members)
+    barrier(shared, members)
     _activate_and_round(shared, count, buffers, net.activation)
-    meet(shared, members)
+    barrier(shared, members)
     weight = PackedWeight(net.down.numbers[layer], net.down.scales[layer])
     multiply(shared, buffers.inner_rows, count, weight, net.down_bias[layer], True, x)
-    meet(shared, members)
+    barrier(shared, members)
 
 
 @compiled(FAST)
 def store_layer(shared: Any, members: int, net: Network, layer: int, step: Step, buffers: Buffers) -> None:
-    """The first three of the ten pieces: queries are made, keys and values also stored."""
+    """Run the first three phases: project and rotate queries, keys and values; store keys and values."""
     flat = buffers.qkv.reshape(buffers.qkv.shape[0], -1)
     cache = Cache(step.keys[layer], step.values[layer], step.tables)
     _norm_and_round(shared, step.x, net.before_attention[layer], net.eps, buffers.hidden_rows)
-    meet(shared, members)
+    barrier(shared, members)
     weight = PackedWeight(net.qkv.numbers[layer], net.qkv.scales[layer])
     multiply(shared, buffers.hidden_rows, step.x.shape[0], weight, net.qkv_bias[layer], False, flat)
-    meet(shared, members)
+    barrier(shared, members)
     _rotate_and_store(shared, step, buffers.qkv, buffers.attended.shape[1], step.keys.shape[3], net, layer, cache)
-    meet(shared, members)
+    barrier(shared, members)
 
 
 def rounded_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_features: int) -> Tensor:
-    """x [..., depth] float32 -> [..., out_features]."""
+    """Multiply x [..., depth] float32 by an 8-bit weight; returns [..., out_features]."""
     flat = x.reshape(-1, x.shape[-1]).float().contiguous()
     out = torch.empty(len(flat), out_features)
     no_bias = np.empty(0, dtype=np.float32)
@@ -159,15 +159,15 @@ def rounded_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, out_fea
 
 @compiled_and_kept(FAST)
 def linear(shared: Any, members: int, x: Any, rows: Rows, weight: PackedWeight, bias: Any, out: Any) -> None:
-    """out [T, channels] = x [T, depth] times weight, plus bias."""
+    """Compute out [T, channels] = x [T, depth] times weight, plus bias."""
     while True:
         row = claim(shared, 1)
         if row >= x.shape[0]:
             break
         round_row(x[row], rows, row)
-    meet(shared, members)
+    barrier(shared, members)
     multiply(shared, rows, x.shape[0], weight, bias, False, out)
-    meet(shared, members)
+    barrier(shared, members)
 
 
 @compiled(FAST)
@@ -220,9 +220,9 @@ def _rotate_and_store(
 
 @compiled(FAST)
 def _rotate(values: Any, cos: Any, sin: Any) -> None:
-    """Number i of the first half is paired with i of the second."""
+    """Rotate a head in place; element i of the first half is paired with element i of the second."""
     pairs = cos.shape[0]
-    first, second = values[:pairs], values[pairs : 2 * pairs]  # indices from zero: others are not vectorised
+    first, second = values[:pairs], values[pairs : 2 * pairs]  # loops from index zero are vectorised, others are not
     for i in range(pairs):
         x, y = first[i], second[i]
         first[i] = x * cos[i] - y * sin[i]
@@ -231,8 +231,8 @@ def _rotate(values: Any, cos: Any, sin: Any) -> None:
 
 @compiled(FAST)
 def _merge_and_round(shared: Any, step: Step, buffers: Buffers, picks: bool) -> None:
-    """Rows of the attention's output to integers, after their pieces, where they came in several, are one. Those that
-    are picked move up, and so does what they will be added to."""
+    """Merge the pieces of attention rows and quantize them. With `picks`, only the picked rows, moved to the front
+    together with their residuals."""
     flat = buffers.attended.reshape(buffers.attended.shape[0], -1)
     count = step.rows.shape[0] if picks else step.x.shape[0]
     while True:
@@ -266,20 +266,29 @@ def _activate_and_round(shared: Any, count: int, buffers: Buffers, activation: i
 
 @compiled_and_kept(FAST)
 def attend_layer(
-    shared: Any, members: int, q: Any, k: Any, v: Any, slots: Any, cache: Cache, work: Work, how: Score, out: Any
+    shared: Any,
+    members: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    slots: Any,
+    cache: Cache,
+    work: AttentionWork,
+    how: Score,
+    out: Any,
 ) -> None:
-    """The attention of one layer by itself: q, out [T, heads, head_dim]; k, v [T, kv_heads, head_dim]."""
+    """Store k, v [T, kv_heads, head_dim] and compute the attention of one layer: q, out [T, heads, head_dim]."""
     while True:
         row = claim(shared, 1)
         if row >= q.shape[0]:
             break
         store(cache, slots[row], k[row], v[row])
-    meet(shared, members)
+    barrier(shared, members)
     attend(shared, members, q, cache, work, how, out)
-    meet(shared, members)
+    barrier(shared, members)
     while True:
         row = claim(shared, 1)
         if row >= q.shape[0]:
             break
         merge(row, work, out)
-    meet(shared, members)
+    barrier(shared, members)

@@ -1,5 +1,5 @@
-"""All guesses of a draft head in one call: each is a pass over few weights, and leaving the kernel between two of them
-would take as long as the pass itself."""
+"""All draft tokens of a draft head in one kernel call: a pass reads few weights, and returning to Python between two
+passes would take as long as a pass."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chairlift.kernels.cpu.aligned import aligned
-from chairlift.kernels.cpu.attention_work import Pieces, Work
+from chairlift.kernels.cpu.attention_work import AttentionWork, Pieces
 from chairlift.kernels.cpu.decoder import Buffers, Network, Step, decode_layer, norm_row, store_layer
 from chairlift.kernels.cpu.int8 import PackedWeight, Rows, multiply, round_row
 from chairlift.kernels.cpu.scalar_math import FAST, compiled, compiled_and_kept, exp, widen
-from chairlift.kernels.cpu.threads import claim, meet, nanoseconds
+from chairlift.kernels.cpu.threads import barrier, claim, nanoseconds
 
 
 class HeadWeights(NamedTuple):
-    net: Network  # one layer, and the norm behind it
-    joint: PackedWeight  # [hidden, features]; without panels: there is nothing to join
+    net: Network  # one layer and the final norm
+    joint: PackedWeight  # [hidden, features]; no panels if there is one feature
     mix: PackedWeight  # [hidden, 2 * hidden]
     head: PackedWeight  # [draft vocab, hidden]
-    embedded: np.ndarray  # [draft vocab, hidden] bfloat16 as uint16: the tokens to guess, each of mean square one
+    embedded: np.ndarray  # [draft vocab, hidden] bfloat16 as uint16: token embeddings of unit mean square
 
 
 class Certain(NamedTuple):
-    """What the first guesses are made from: T tokens of R requests."""
+    """Inputs of the first pass: T known tokens of R requests."""
 
-    step: Step  # its x is filled here
+    step: Step  # the kernel fills its x
     embedded: np.ndarray  # [T, hidden] float32
-    features: np.ndarray  # [T, n * hidden] float32: what the target knew before each token
+    features: np.ndarray  # [T, n * hidden] float32: the target's hidden states before each token
     last_rows: np.ndarray  # [R] int64
 
 
 class Guessed(NamedTuple):
-    """What the other guesses are made from: the P before them, of R requests. Those that want most come first."""
+    """Inputs of the later passes: P draft positions of R requests, those with the most drafts first."""
 
-    x: np.ndarray  # [R, hidden] float32, filled here
+    x: np.ndarray  # [R, hidden] float32, filled by the kernel
     cos: np.ndarray  # [P, R, pairs] float32
     sin: np.ndarray
     slots: np.ndarray  # [P, R] int64
     tables: np.ndarray  # [R, longest] int32
-    work: Work  # of the last guesses
-    lengths: np.ndarray  # [P, pieces] int64: as the pieces of that have them, at each place
-    pieces: np.ndarray  # [P] int64: how many pieces are wanted at each place
-    requests: np.ndarray  # [P] int64: and by how many of the first requests
+    work: AttentionWork  # of the last pass
+    lengths: np.ndarray  # [P, pieces] int64: lengths of the pieces at each position
+    pieces: np.ndarray  # [P] int64: number of pieces at each position
+    requests: np.ndarray  # [P] int64: number of requests at each position
 
 
 class Choices(NamedTuple):
-    """What is guessed for R requests, P + 1 places at most: no more places than one of them is likely to need."""
+    """Outputs: the draft tokens of R requests, at most P + 1 each."""
 
-    tokens: np.ndarray  # [R, P + 1] int64, as rows of the head
-    levels: np.ndarray  # [R, P + 1] int64: how sure the head is of each, from 0 to LEVELS - 1
-    kept: np.ndarray  # [R] int64: how many of each request's guesses are likely enough
-    likely: np.ndarray  # [R] float32: the chance that all guesses so far are right
-    least: np.ndarray  # [2, R] float32: what that must be for the last to be kept, and for another to be made
-    chances: np.ndarray  # [R, LEVELS] float32: how often a guess of each level is right
-    passes: np.ndarray  # [1] int64: places at which guesses were made
-    clock: np.ndarray  # [2] int64: when the first guesses were done, and when all were, in nanoseconds
+    tokens: np.ndarray  # [R, P + 1] int64: row indices of the head
+    levels: np.ndarray  # [R, P + 1] int64: confidence level of each, 0 to LEVELS - 1
+    kept: np.ndarray  # [R] int64: number of draft tokens kept
+    likely: np.ndarray  # [R] float32: probability that all drafts so far are accepted
+    least: np.ndarray  # [2, R] float32: least probability to keep the last draft, and to make another
+    chances: np.ndarray  # [R, LEVELS] float32: acceptance rate of each confidence level
+    passes: np.ndarray  # [1] int64: number of passes
+    clock: np.ndarray  # [2] int64: end of the first pass and of the last, in nanoseconds
 
     @classmethod
     def none_yet(cls, places: int, least: np.ndarray, chances: np.ndarray) -> Choices:
@@ -68,13 +68,13 @@ class Choices(NamedTuple):
 
     @property
     def pass_seconds(self) -> float | None:
-        """What each guess but the first took; None if there was no other."""
+        """Seconds per pass after the first; None if there was only one."""
         later = int(self.passes[0]) - 1
         return float(self.clock[1] - self.clock[0]) / 1e9 / later if later else None
 
 
 class Room(NamedTuple):
-    """For what the pieces of work hand on: T tokens, R requests."""
+    """Intermediate results for T tokens and R requests."""
 
     joined: np.ndarray  # [T, hidden] float32
     pairs: np.ndarray  # [T, 2 * hidden] float32
@@ -99,8 +99,7 @@ class Room(NamedTuple):
 
 @compiled_and_kept(FAST)
 def remember(shared: Any, members: int, head: HeadWeights, certain: Certain, buffers: Buffers, room: Room) -> None:
-    """Only the keys and values of tokens that nothing is guessed behind. The head has one layer, so that they hang on
-    the tokens by themselves, and not on what those attend to."""
+    """Store keys and values of tokens without drafting. The head has one layer, so they do not depend on attention."""
     _mix(shared, members, head, certain, room)
     store_layer(shared, members, head.net, 0, certain.step, buffers)
 
@@ -128,11 +127,11 @@ def guess(
             return
         x, old = guessed.x[:active], guessed.work.pieces
         multiply(shared, room.pair_rows, active, head.mix, no_bias, False, x)
-        meet(shared, members)
+        barrier(shared, members)
         pieces = Pieces(
             old.rows[:last], old.sequences[:last], guessed.lengths[place, :last], old.starts[:last], old.counts[:last]
         )
-        work = Work(pieces, guessed.work.tiles, guessed.work.partial, guessed.work.several)
+        work = AttentionWork(pieces, guessed.work.tiles, guessed.work.partial, guessed.work.several)
         cos, sin = guessed.cos[place : place + 1], guessed.sin[place : place + 1]
         slots = guessed.slots[place]
         rows = every[:active]
@@ -145,31 +144,31 @@ def guess(
 
 @compiled(FAST)
 def _mix(shared: Any, members: int, head: HeadWeights, certain: Certain, room: Room) -> None:
-    """What the layer reads of tokens that are certain."""
+    """Compute the layer's input of known tokens."""
     step, count, no_bias = certain.step, certain.step.x.shape[0], np.empty(0, dtype=np.float32)
     joined = certain.features
     if head.joint.numbers.shape[0] > 0:
         joined = room.joined
         _unit_and_round(shared, certain.features, certain.embedded.shape[1], head.net.eps, room.feature_rows)
-        meet(shared, members)
+        barrier(shared, members)
         multiply(shared, room.feature_rows, count, head.joint, no_bias, False, joined)
-        meet(shared, members)
+        barrier(shared, members)
     _pair_up(shared, certain.embedded, joined, head.net.eps, room)
-    meet(shared, members)
+    barrier(shared, members)
     multiply(shared, room.pair_rows, count, head.mix, no_bias, False, step.x)
-    meet(shared, members)
+    barrier(shared, members)
 
 
 @compiled(FAST)
 def _goes_on(choices: Choices, place: int, active: int) -> bool:
-    """Whether any of the first `active` requests still wants a guess at `place`: all of the team say the same."""
+    """Whether any of the first `active` requests needs a draft at `place`; the same on all threads."""
     likely = choices.likely[:active] >= choices.least[1, :active]
     return bool(np.any(likely & (choices.kept[:active] == place)))
 
 
 @compiled(FAST)
 def _unit_and_round(shared: Any, x: Any, size: int, eps: Any, rows: Rows) -> None:
-    """Every `size` numbers of a row by themselves."""
+    """Normalise each `size` elements of a row and quantize the row."""
     scaled = np.empty(x.shape[1], dtype=np.float32)
     while True:
         row = claim(shared, 1)
@@ -182,7 +181,7 @@ def _unit_and_round(shared: Any, x: Any, size: int, eps: Any, rows: Rows) -> Non
 
 @compiled(FAST)
 def _pair_up(shared: Any, embedded: Any, states: Any, eps: Any, room: Room) -> None:
-    """Each token beside the state of the one before it, as the mixture reads them."""
+    """Concatenate each token's embedding with the state before it, quantized for the mixing product."""
     hidden = embedded.shape[1]
     while True:
         row = claim(shared, 1)
@@ -197,7 +196,7 @@ def _pair_up(shared: Any, embedded: Any, states: Any, eps: Any, room: Room) -> N
 def _choose(
     shared: Any, members: int, head: HeadWeights, x: Any, chosen_rows: Any, room: Room, choices: Choices, place: int
 ) -> None:
-    """The likeliest token behind each of these rows of x; and it beside the row's state, for the next guess."""
+    """Choose the most likely token after each row and prepare the input of the next pass."""
     count, hidden, net = chosen_rows.shape[0], x.shape[1], head.net
     while True:
         row = claim(shared, 1)
@@ -205,9 +204,9 @@ def _choose(
             break
         norm_row(x[chosen_rows[row]], net.final_norm, net.eps, room.states[row])
         round_row(room.states[row], room.state_rows, row)
-    meet(shared, members)
+    barrier(shared, members)
     multiply(shared, room.state_rows, count, head.head, np.empty(0, dtype=np.float32), False, room.scores)
-    meet(shared, members)
+    barrier(shared, members)
     while True:
         row = claim(shared, 1)
         if row >= count:
@@ -222,17 +221,17 @@ def _choose(
             room.pairs[row, i] = widen(head.embedded[best, i])
         _unit(room.states[row], net.eps, room.pairs[row, hidden:])
         round_row(room.pairs[row], room.pair_rows, row)
-    meet(shared, members)
+    barrier(shared, members)
 
 
 @compiled(FAST)
 def _judge(scores: Any, highest: Any, choices: Choices, row: int, place: int) -> None:
-    """How likely is the guess with the highest score? It is kept if those before it are, and it is likely enough."""
+    """Rate the draft with the highest score, and keep it if all before it are kept and it is likely enough."""
     total = np.float32(0.0)
     for token in range(scores.shape[0]):
         total += exp(scores[token] - highest)
     levels = choices.chances.shape[1]
-    level = max(0, min(levels - 1, int(np.float32(levels) / total)))  # also if the scores are no numbers
+    level = max(0, min(levels - 1, int(np.float32(levels) / total)))  # in range for NaN scores, too
     choices.levels[row, place] = level
     choices.likely[row] *= choices.chances[row, level]
     if choices.kept[row] == place and choices.likely[row] >= choices.least[0, row]:
@@ -241,7 +240,7 @@ def _judge(scores: Any, highest: Any, choices: Choices, row: int, place: int) ->
 
 @compiled(FAST)
 def _unit(values: Any, eps: Any, out: Any) -> None:
-    """Scaled to a mean square of one."""
+    """Scale to unit mean square."""
     squares = np.float32(0.0)
     for i in range(values.shape[0]):
         squares += values[i] * values[i]

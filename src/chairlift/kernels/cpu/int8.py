@@ -1,10 +1,9 @@
-"""Products with 8-bit weights.
+"""Matrix products with 8-bit weights.
 
-A weight is rounded once, each of its output channels with a scale of its own. Activations are rounded at every step,
-every SPAN numbers of a row with a scale of their own: a row has a few numbers that are far larger than all others, and
-one scale for all would leave the others few steps. So a request's numbers do not depend on who shares its batch.
-Products of integers are exact and spans are added in order, hence neither do they depend on how rows are grouped into
-tiles.
+Weights are quantized once, with one scale per output channel. Activations are quantized at every step, with one scale
+per SPAN elements of a row: a row has a few outliers, and a single scale would leave few levels for all other elements.
+Scales are per row, so a request's results do not depend on the rest of its batch. Integer products are exact and spans
+are added in order, so results do not depend on the tiling either.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ from chairlift.kernels.cpu.threads import claim
 
 ISA = find_instruction_set()
 ROWS, PANELS = ISA.rows, ISA.panels
-COLUMNS = PANELS * PANEL  # of a tile
+COLUMNS = PANELS * PANEL  # per tile
 ROW_TYPE = np.int16 if ISA.wide_rows else np.int8
 ROW_BYTES = np.dtype(ROW_TYPE).itemsize
-ROWS_AT_ONCE = 192  # rows that one claim of work goes through: they stay in the second-level cache
+ROWS_AT_ONCE = 192  # rows per claimed work item: they fit into the L2 cache
 LARGEST = np.float32(127.0)
 
 _round_span = span_rounder(ISA.wide_rows)
 _finish = tile_finisher(COLUMNS)
 _tile_all, _tile_4, _tile_3, _tile_2, _tile_1 = (int8_tile(ISA, rows) for rows in (ROWS, 4, 3, 2, 1))
-# A few rows are one tile, for which every weight is read once. More of them would rather have smaller tiles.
+# A few rows form one tile, so that every weight is read once; more rows use smaller tiles.
 FEW = ISA.few_rows
 _tile_8, _tile_7, _tile_6, _tile_5 = (int8_tile(ISA, min(rows, FEW)) for rows in (8, 7, 6, 5))
 
 
 class PackedWeight(NamedTuple):
-    """Columns are the output channels, in panels of PANEL; channels that fill up the last tile are zero.
+    """A quantized weight: output channels in panels of PANEL, padded with zeros to whole tiles.
 
-    A leading axis may count layers.
+    All arrays may have a leading axis of layers.
     """
 
     numbers: np.ndarray  # [panels, depth / GROUP, PANEL, GROUP] uint8
@@ -68,7 +67,7 @@ class PackedWeight(NamedTuple):
         return cls(numbers, np.zeros((layers, panels * PANEL), dtype=np.float32))
 
     def fill(self, weight: np.ndarray) -> None:
-        """Round `weight` [channels, depth] float32."""
+        """Quantize and pack `weight` [channels, depth] float32."""
         _pack(np.ascontiguousarray(weight), self.numbers, self.scales)
 
 
@@ -92,11 +91,11 @@ def _pack(weight: Any, numbers: Any, scales: Any) -> None:
 
 
 class Rows(NamedTuple):
-    """Rounded activations."""
+    """Quantized activations."""
 
-    numbers: np.ndarray  # [rows, spans * SPAN] ROW_TYPE, filled up with zeros
+    numbers: np.ndarray  # [rows, spans * SPAN] ROW_TYPE, padded with zeros
     scales: np.ndarray  # [rows, spans] float32
-    starts: np.ndarray  # [rows, spans] int32: what makes good for the offset of the weights
+    starts: np.ndarray  # [rows, spans] int32: corrects for the unsigned offset of the weights
 
     @classmethod
     def empty(cls, rows: int, depth: int) -> Rows:
@@ -107,14 +106,14 @@ class Rows(NamedTuple):
 
 @compiled()
 def round_row(values: Any, rows: Rows, row: int) -> None:
-    """Round `values` [depth] float32 into a row. What is not a number makes all products of the row so."""
+    """Quantize `values` [depth] float32 into a row. A NaN makes all products of the row NaN."""
     spans, whole = rows.scales.shape[1], values.shape[0] // SPAN
     numbers = rows.numbers.ctypes.data + row * spans * SPAN * ROW_BYTES
     scales, starts = rows.scales.ctypes.data + row * spans * 4, rows.starts.ctypes.data + row * spans * 4
     for span in range(whole):
         source, to = values.ctypes.data + span * SPAN * 4, numbers + span * SPAN * ROW_BYTES
         _round_span(source, to, scales + span * 4, starts + span * 4)
-    if whole < spans:  # the last one is filled up
+    if whole < spans:  # pad the last span
         last = np.zeros(SPAN, dtype=np.float32)
         last[: values.shape[0] - whole * SPAN] = values[whole * SPAN :]
         _round_span(last.ctypes.data, numbers + whole * SPAN * ROW_BYTES, scales + whole * 4, starts + whole * 4)
@@ -122,16 +121,16 @@ def round_row(values: Any, rows: Rows, row: int) -> None:
 
 @compiled(FAST)
 def multiply(shared: Any, rows: Rows, count: int, weight: PackedWeight, bias: Any, adding: bool, out: Any) -> None:
-    """out [count, channels] = rows times weight + bias (an empty one is none), or added to what is there.
+    """Compute out [count, channels] = rows times weight + bias (empty: none), or add that to `out`.
 
-    The team shares the work: call `meet` before and after.
+    All threads of the team call this, with a `barrier` before and after.
     """
     tiles = weight.numbers.shape[0] // PANELS
     at_once = max(1, tiles // 16)
     claims = -(-tiles // at_once)
     blocks = -(-count // ROWS_AT_ONCE)
     room = np.empty(FEW * COLUMNS + 16, dtype=np.float32)
-    start = -room.ctypes.data % 64 // 4  # of a cache line: sums are stored and loaded for every span
+    start = -room.ctypes.data % 64 // 4  # align to a cache line: sums are stored and loaded once per span
     sums = room[start : start + FEW * COLUMNS].reshape(FEW, COLUMNS)
     while True:
         piece = claim(shared, 1)
@@ -150,7 +149,7 @@ def multiply(shared: Any, rows: Rows, count: int, weight: PackedWeight, bias: An
 
 @compiled()
 def _prefetch_target(out: Any, row: int, count: int, first: int) -> None:
-    """Ask for the lines that a tile will be written to: they arrive while it is computed."""
+    """Prefetch the cache lines that a tile will be written to."""
     for i in range(count):
         start = out.ctypes.data + ((row + i) * out.shape[1] + first) * 4
         for line in range(0, COLUMNS * 4, 64):
@@ -159,7 +158,7 @@ def _prefetch_target(out: Any, row: int, count: int, first: int) -> None:
 
 @compiled()
 def _one_tile(sums: Any, rows: Rows, row: int, left: int, weight: PackedWeight, tile: int) -> int:
-    """The products of as many of the `left` rows as there is a tile for; says how many."""
+    """Compute a tile of at most `left` rows; return the number of rows."""
     spans, to = rows.scales.shape[1], sums.ctypes.data
     stride, panel_stride = rows.numbers.shape[1] * ROW_BYTES, rows.numbers.shape[1] * PANEL
     source = rows.numbers.ctypes.data + row * stride

@@ -1,4 +1,4 @@
-"""Numbers: what compiled loops need and numba offers only as slow calls."""
+"""Scalar functions for compiled loops that numba only offers as slow calls, and the decorators that compile kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def compiled(fastmath: set[str] | bool = False, **more: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Machine code that runs without the interpreter's lock."""
+    """Compile to machine code that releases the GIL."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         return numba.njit(function, fastmath=fastmath, nogil=True, error_model="numpy", **more)
@@ -29,14 +29,14 @@ def compiled(fastmath: set[str] | bool = False, **more: Any) -> Callable[[Callab
 
 
 def compiled_and_kept(fastmath: set[str] | bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """The same, kept on disk where a place to write is found: for what is called from Python."""
+    """Like `compiled`, cached on disk where it is writable: for functions called from Python."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         before = numba.config.CACHE_DIR
         try:
             numba.config.CACHE_DIR = str(_cache_folder())
             return compiled(fastmath, cache=True)(function)
-        except RuntimeError:  # nowhere to keep it, as in a read-only container: compiled again at every start
+        except RuntimeError:  # no writable cache, as in a read-only container: compile at every start
             return compiled(fastmath)(function)
         finally:
             numba.config.CACHE_DIR = before
@@ -46,8 +46,8 @@ def compiled_and_kept(fastmath: set[str] | bool = False) -> Callable[[Callable[.
 
 @cache
 def _cache_folder() -> Path:
-    """One for each version of the kernels: numba itself sees only whether the file of a function has changed, and not
-    those of the functions that it calls."""
+    """The cache folder of this version of the kernels. numba only checks the file of a function, not those of the
+    functions it calls."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chairlift" / "kernels" / digest
@@ -55,7 +55,7 @@ def _cache_folder() -> Path:
 
 @intrinsic
 def bits(_: Any, number: Any) -> Any:
-    """The 32 bits of a float32, as an integer."""
+    """Reinterpret a float32 as an int32."""
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         return b.bitcast(args[0], ir.IntType(32))
@@ -65,7 +65,7 @@ def bits(_: Any, number: Any) -> Any:
 
 @intrinsic
 def from_bits(_: Any, number: Any) -> Any:
-    """The float32 that has these bits."""
+    """Reinterpret an int32 as a float32."""
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         return b.bitcast(args[0], ir.FloatType())
@@ -75,7 +75,7 @@ def from_bits(_: Any, number: Any) -> Any:
 
 @intrinsic
 def nearest(_: Any, number: Any) -> Any:
-    """The nearest whole number, as a float32."""
+    """Round to the nearest integer, as a float32."""
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         return b.call(b.module.declare_intrinsic("llvm.rint", [ir.FloatType()]), args)
@@ -93,7 +93,7 @@ _ONE = np.float32(1.0)
 
 @compiled({"contract"})
 def exp(x: Any) -> Any:
-    """e to the x for float32, to within 2 units in the last place; 0 below -87. Loops over it vectorise."""
+    """exp of a float32 to within 2 units in the last place, 0 below -87; vectorises."""
     inside = min(max(x, _LOWEST), _HIGHEST)
     whole = nearest(inside * _LOG2_E)
     rest = inside - whole * _LN2_HIGH - whole * _LN2_LOW
@@ -104,7 +104,7 @@ def exp(x: Any) -> Any:
 
 @intrinsic
 def widen(_: Any, number: Any) -> Any:
-    """A float32, whether it is stored as one or as its upper half (bfloat16, which numba sees as uint16)."""
+    """Convert a stored number to float32: from float32, or from bfloat16 (a uint16 to numba)."""
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         if number == types.float32:
@@ -117,7 +117,7 @@ def widen(_: Any, number: Any) -> Any:
 
 @intrinsic
 def narrow(_: Any, number: Any, like: Any) -> Any:
-    """The opposite of `widen`, rounded to the nearest: as what `like` is stored."""
+    """Convert a float32 to the stored type of `like`, rounded to nearest: the inverse of `widen`."""
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         if like == types.float32:
@@ -132,7 +132,7 @@ def narrow(_: Any, number: Any, like: Any) -> Any:
 
 @compiled()
 def sortable(number: Any) -> Any:
-    """The bits of a float32 as an integer that compares as the float does: the maximum of such vectorises."""
+    """Map a float32 to an integer of the same order, so that a maximum vectorises."""
     word = bits(number)
     return word ^ ((word >> np.int32(31)) & np.int32(0x7FFFFFFF))
 

@@ -1,7 +1,7 @@
-"""Tiles of matrix products in SIMD instructions that numba has no words for.
+"""Matrix product tiles in SIMD instructions that numba cannot express.
 
-Each is a few lines of LLVM, inlined into the kernels that use it: no compiler is needed where Chairlift is installed.
-A tile is the inner loop of a matrix product, with all its sums in registers. Everything is passed by address.
+Each tile is a few lines of LLVM IR, inlined into the kernels that use it, so no compiler is needed at installation.
+A tile is the inner loop of a matrix product with all its sums in registers. Arrays are passed by address.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
-PANEL = 16  # columns of a weight that lie together
-GROUP = 4  # numbers of one column that lie together: as many as one dot-product instruction adds up
-SPAN = 64  # numbers of a row of activations that share a scale
-OFFSET = 128  # weights are stored as unsigned numbers: the instructions want it so
-F32_ROWS, F32_COLUMNS = 6, 64  # of a tile of floats
+PANEL = 16  # adjacent columns of a packed weight
+GROUP = 4  # adjacent elements of one column: as many as one dot-product instruction adds
+SPAN = 64  # activations of a row that share a scale
+OFFSET = 128  # weights are stored unsigned, as the dot-product instructions require
+F32_ROWS, F32_COLUMNS = 6, 64  # of a float32 tile
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-# Of the machine that numba compiles for: this one, if NUMBA_CPU_FEATURES, NUMBA_CPU_NAME=generic and NUMBA_ENABLE_AVX
-# do not say otherwise.
+# CPU features of the compilation target: this machine, unless NUMBA_CPU_FEATURES, NUMBA_CPU_NAME=generic or
+# NUMBA_ENABLE_AVX override it.
 _TARGET = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
 _FEATURES = {feature[1:]: feature[0] == "+" for feature in _TARGET.split(",") if feature}
-LANES = 16 if _FEATURES.get("avx512f") else 8  # float32 numbers in a register
+LANES = 16 if _FEATURES.get("avx512f") else 8  # float32 lanes of a register
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """How a machine multiplies small integers."""
+    """How a CPU multiplies 8-bit integers."""
 
     name: str
-    rows: int  # of a tile
-    few_rows: int  # of the largest tile, if there are no more
-    panels: int  # of a tile, side by side
-    wide_rows: bool  # whether the left side comes as 16-bit integers
+    rows: int  # rows per tile
+    few_rows: int  # rows of the largest tile, used when there are no more rows
+    panels: int  # adjacent panels per tile
+    wide_rows: bool  # activations are 16-bit integers
 
 
 VNNI_512 = InstructionSet("AVX-512 VNNI", rows=4, few_rows=8, panels=3, wide_rows=False)
@@ -57,8 +57,8 @@ def find_instruction_set() -> InstructionSet:
 
 
 def span_rounder(wide: bool) -> Any:
-    """Rounds SPAN float32 numbers to integers from -127 to 127, of 16 bits if `wide`, and finds their scale and what
-    their products start with. What is not a number makes the scale so."""
+    """Build a function that quantizes SPAN float32 numbers to -127..127 (16 bits if `wide`) and returns their scale and
+    the start value of their sums. A NaN makes the scale NaN."""
 
     @intrinsic
     def round_span(_: Any, values: Any, numbers: Any, scale: Any, start: Any) -> Any:
@@ -94,7 +94,7 @@ def _fold(vectors: list[ir.Value], combine: Callable[[ir.Value, ir.Value], ir.Va
 
 
 def _reduce(b: ir.IRBuilder, name: str, vector: ir.Value) -> ir.Value:
-    """One integer from all lanes."""
+    """Reduce all lanes of an integer vector."""
     signature = ir.FunctionType(I32, [vector.type])
     function = cgutils.get_or_insert_function(b.module, signature, f"llvm.vector.reduce.{name}.v{vector.type.count}i32")
     return b.call(function, [vector])
@@ -103,8 +103,8 @@ def _reduce(b: ir.IRBuilder, name: str, vector: ir.Value) -> ir.Value:
 def int8_tile(isa: InstructionSet, rows: int) -> Any:
     """sums [rows, panels * PANEL] float32 = left [rows, SPAN * spans] times neighbouring panels of a packed weight.
 
-    The weight's numbers are unsigned and the left side's signed, because that is what the instructions take. Every SPAN
-    numbers of a row of the left side have a scale of their own, and an integer that its sum starts with.
+    Weights are unsigned and activations signed, as the instructions require. Every SPAN activations of a row have their
+    own scale and their own start value of the sum.
     """
     multiply = _multiply_add_pairs if isa.wide_rows else _multiply_add_fours
 
@@ -130,7 +130,7 @@ def int8_tile(isa: InstructionSet, rows: int) -> Any:
 
 
 class _Operands(NamedTuple):
-    """Of a tile of integers: addresses, strides in bytes, and how many spans there are to go through."""
+    """Operands of an integer tile: addresses, strides in bytes, and the number of spans."""
 
     sums: ir.Value
     left: ir.Value
@@ -142,21 +142,22 @@ class _Operands(NamedTuple):
     panel_stride: ir.Value
 
     def of_span(self, b: ir.IRBuilder, table: ir.Value, row: int, span: ir.Value, kind: ir.Type) -> ir.Value:
-        """What `table`, the scales or the starts, has for a span of a row."""
+        """Load the entry of a span of a row from `table`, the scales or the starts."""
         index = b.add(b.mul(self.spans, I64(row)), span)
         return _load(b, b.add(table, b.mul(index, I64(4))), kind, 4)
 
 
 def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Operands) -> None:
-    """One instruction multiplies four pairs of each lane and adds them to its sum. With several rows that takes about
-    as long as reading the weights, so the next tile's are asked for meanwhile: else one would wait for the other."""
+    """Emit a tile with dot-product instructions: four pairs per lane and instruction.
+
+    With several rows, arithmetic takes about as long as reading weights, so the next tile's weights are prefetched."""
     lanes = 16 if isa is VNNI_512 else 8
     words, numbers = ir.VectorType(I32, lanes), ir.VectorType(I8, 4 * lanes)
     # LLVM 22 changed the type of the operands.
     operand = numbers if llvmlite.binding.llvm_version_info[0] >= 22 else words
     signature = ir.FunctionType(words, [words, operand, operand])
     instruction = cgutils.get_or_insert_function(b.module, signature, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}")
-    parts = range(0, 64, 4 * lanes)  # of a group of a panel, in bytes: as much as a register holds
+    parts = range(0, 64, 4 * lanes)  # byte offsets of registers within a group of a panel
     addresses = [
         b.add(b.add(of.weight, b.mul(of.panel_stride, I64(panel))), I64(part))
         for panel in range(isa.panels)
@@ -176,7 +177,7 @@ def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Op
         with cgutils.for_range(b, I64(SPAN // GROUP)) as loop:
             group = b.add(b.mul(span.index, I64(SPAN // GROUP)), loop.index)
             columns = [_load(b, b.add(address, b.mul(group, I64(64))), operand, 1) for address in addresses]
-            if rows > 1:  # one row is done with a tile before the next could come
+            if rows > 1:  # with one row a prefetch would come too late
                 for address in addresses:
                     _prefetch(b, b.add(b.add(address, b.mul(group, I64(64))), next_tile))
             for row in range(rows):
@@ -191,8 +192,8 @@ def _multiply_add_fours(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Op
 
 
 def _multiply_add_pairs(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Operands) -> None:
-    """Without dot products of bytes: widened to 16 bits, where products of two neighbours are added exactly. Half a
-    panel at a time, for the sums of a group come in two lanes and would not fit into the registers otherwise."""
+    """Emit a tile without byte dot products: widen to 16 bits, where sums of two products are exact. Half a panel at a
+    time, since the sums of a group take two lanes and would not fit into the registers."""
     bytes_, shorts, words = ir.VectorType(I8, 16), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
     zero = ir.Constant(words, None)
     for half in range(2):
@@ -220,7 +221,7 @@ def _multiply_add_pairs(b: ir.IRBuilder, isa: InstructionSet, rows: int, of: _Op
 
 
 def _add_scaled(b: ir.IRBuilder, integers: ir.Value, scale: ir.Value, place: ir.Value) -> None:
-    """Add integers times a scale to the numbers that are at `place`."""
+    """Add integers times a scale to the floats at `place`."""
     lanes = integers.type.count
     numbers = ir.VectorType(F32, lanes)
     _store(
@@ -229,8 +230,8 @@ def _add_scaled(b: ir.IRBuilder, integers: ir.Value, scale: ir.Value, place: ir.
 
 
 def tile_finisher(columns: int) -> Any:
-    """target [rows, columns] = sums [rows, columns] times scales [columns], or added to what is there; the stride of
-    the target is in bytes. In LLVM because numba counts references to every slice."""
+    """Build a function for target [rows, columns] = (or +=) sums [rows, columns] times scales [columns]; the stride of
+    the target is in bytes. In LLVM IR because numba counts references to every slice."""
     numbers = ir.VectorType(F32, 16)
 
     @intrinsic
@@ -269,15 +270,16 @@ def _pair_products(b: ir.IRBuilder, isa: InstructionSet, x: ir.Value, y: ir.Valu
 
 
 def _add_neighbours(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
-    """The sums of lanes 0 and 1, 2 and 3, and so on to 15: of two registers of 8, or of one of 16 given twice."""
+    """Add neighbouring lanes (0 + 1, 2 + 3, ... 14 + 15) of two registers of 8, or of one register of 16 given
+    twice."""
     even, odd = (_pick(b, low, high, range(first, 16, 2)) for first in (0, 1))
     return b.add(even, odd)
 
 
 def f32_tile(rows: int) -> Any:
-    """sums [rows, F32_COLUMNS] += left [rows, depth] times right [depth, F32_COLUMNS]. All are float32, but the right
-    side's numbers may be bfloat16. The strides count numbers from one row to the next."""
-    vectors_at_once = 4 if _FEATURES.get("avx512f") else 1  # as many as fit into the registers
+    """Build a function for sums [rows, F32_COLUMNS] += left [rows, depth] times right [depth, F32_COLUMNS], float32;
+    the right side may be bfloat16. Strides count elements."""
+    vectors_at_once = 4 if _FEATURES.get("avx512f") else 1  # limited by the number of registers
     numbers = ir.VectorType(F32, 16)
 
     @intrinsic
@@ -290,7 +292,7 @@ def f32_tile(rows: int) -> Any:
         right: Any,
         right_stride: Any,
         depth: Any,
-        like: Any,  # a number of the right side, for its type
+        like: Any,  # an element of the right side, for its type
     ) -> Any:
         size = like.bitwidth // 8
 
@@ -326,8 +328,8 @@ def f32_tile(rows: int) -> Any:
 
 @intrinsic
 def dots(_: Any, sums: Any, left: Any, right: Any, right_stride: Any, depth: Any, like: Any) -> Any:
-    """sums [LANES] = the products of one row with LANES others, float32 or bfloat16 as `like` is; `right_stride` counts
-    numbers, and `depth` is a multiple of LANES."""
+    """Compute sums [LANES]: the dot products of one row with LANES others of the type of `like` (float32 or bfloat16).
+    `right_stride` counts elements, `depth` is a multiple of LANES."""
     size = like.bitwidth // 8
     numbers = ir.VectorType(F32, LANES)
 
@@ -349,8 +351,7 @@ def dots(_: Any, sums: Any, left: Any, right: Any, right_stride: Any, depth: Any
 
 
 def _sum_each(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """The sum of each of n vectors of n lanes, as one vector: at every level two become one, with half of their lanes
-    added to the other half."""
+    """Sum each of n vectors of n lanes into one vector, by pairwise reduction."""
     lanes = width = len(vectors)
     while len(vectors) > 1:
         width //= 2
@@ -363,7 +364,7 @@ def _sum_each(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
 
 
 def prefetcher(writing: bool) -> Any:
-    """Asks for a cache line that will be read, or written, soon."""
+    """Build a function that prefetches a cache line for reading or writing."""
 
     @intrinsic
     def prefetch(_: Any, address: Any) -> Any:
@@ -377,7 +378,7 @@ def prefetcher(writing: bool) -> Any:
 
 
 def _prefetch(b: ir.IRBuilder, address: ir.Value, *, writing: bool = False) -> None:
-    """To the first-level cache what is to be written, and else to the second, which is large enough for a tile."""
+    """Prefetch into L1 for writing, and into L2, which holds a whole tile, for reading."""
     pointer = I8.as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
@@ -389,7 +390,7 @@ prefetch, prefetch_to_write = prefetcher(writing=False), prefetcher(writing=True
 
 @intrinsic
 def widen_row(_: Any, target: Any, source: Any, count: Any, like: Any) -> Any:
-    """target = source, as float32; `count` is a multiple of 16."""
+    """Copy `count` numbers (a multiple of 16) to float32."""
     size = like.bitwidth // 8
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
@@ -404,14 +405,15 @@ def widen_row(_: Any, target: Any, source: Any, count: Any, like: Any) -> Any:
 
 @intrinsic
 def transpose_16(_: Any, target: Any, target_stride: Any, source: Any, source_stride: Any, like: Any) -> Any:
-    """target [16, 16] float32 = source [16, 16] transposed, float32 or bfloat16 as `like` is. Strides count numbers."""
+    """Transpose source [16, 16] of the type of `like` (float32 or bfloat16) into target, float32. Strides count
+    elements."""
     size = like.bitwidth // 8
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> Any:
         target, target_stride, source, source_stride, _like = args
         from_bytes, to_bytes = b.mul(source_stride, I64(size)), b.mul(target_stride, I64(4))
         rows = [_load_numbers(b, b.add(source, b.mul(from_bytes, I64(row))), size) for row in range(16)]
-        for half in (8, 4, 2, 1):  # squares of this size change places across the diagonal, in every square of twice it
+        for half in (8, 4, 2, 1):  # swap squares of this size across the diagonal
             for row in (row for row in range(16) if not row & half):
                 x, y = rows[row], rows[row + half]
                 rows[row] = _pick(b, x, y, [lane if not lane & half else 16 + lane - half for lane in range(16)])
@@ -424,7 +426,7 @@ def transpose_16(_: Any, target: Any, target_stride: Any, source: Any, source_st
 
 
 def _load_numbers(b: ir.IRBuilder, address: ir.Value, size: int, lanes: int = 16) -> ir.Value:
-    """Numbers as float32, from float32 or bfloat16."""
+    """Load float32 or bfloat16 numbers as float32."""
     numbers, words = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
     if size == 4:
         return _load(b, address, numbers, 4)
@@ -433,7 +435,7 @@ def _load_numbers(b: ir.IRBuilder, address: ir.Value, size: int, lanes: int = 16
 
 
 def _multiply_add(b: ir.IRBuilder, lanes: int) -> ir.Function:
-    """One instruction where there is one, and otherwise two: rounding only once in software would take a hundred."""
+    """Return a fused multiply-add where the CPU has one, else a product and a sum: software FMA is 100 instructions."""
     numbers = ir.VectorType(F32, lanes)
     signature = ir.FunctionType(numbers, [numbers] * 3)
     return cgutils.get_or_insert_function(b.module, signature, f"llvm.fmuladd.v{lanes}f32")

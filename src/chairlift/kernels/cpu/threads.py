@@ -1,9 +1,9 @@
 """A team of threads that run one kernel together.
 
-A step of a model is hundreds of small pieces of work, each needing what the one before it made. Starting threads for
-every piece would cost more than many of the pieces, so the whole step is one call: every member of the team runs the
-same kernel, takes the next share of a piece whenever it is free (`claim`), and waits for the others at its end
-(`meet`). A member that has waited long lets others have its core.
+A model step has hundreds of small phases, each depending on the one before. Waking threads for every phase would cost
+more than many of the phases, so the whole step is one call: every thread runs the same kernel, claims work items of a
+phase until none is left (`claim`), and waits for the others at its end (`barrier`). A thread that has waited long
+yields its core.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from numba.extending import intrinsic
 
 from chairlift.kernels.cpu.scalar_math import compiled
 
-ARRIVED, ROUND, CLAIMED, BROKEN = 0, 64, 128, 192  # bytes into the shared state, on cache lines of their own
+ARRIVED, ROUND, CLAIMED, BROKEN = 0, 64, 128, 192  # byte offsets into the shared state, each on its own cache line
 NOTHING_LEFT = 2**62
-PATIENCE = 100  # looks at the shared state before a waiting thread offers its core to others
+SPINS = 100  # reads of the shared state before a waiting thread yields its core
 _I64 = ir.IntType(64)
 
 
 @intrinsic
 def _fetch_add(_: Any, address: Any, amount: Any) -> Any:
-    """Add to a shared number, and return what it was."""
+    """Add to a shared number atomically and return its old value."""
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         return b.atomic_rmw("add", b.inttoptr(args[0], _I64.as_pointer()), args[1], "seq_cst")
@@ -59,8 +59,8 @@ def _write(_: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _give_way(_: Any) -> Any:
-    """Let another thread have this core, if there is one."""
+def _yield_core(_: Any) -> Any:
+    """Yield the core to another thread."""
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, _args: Sequence[ir.Value]) -> Any:
         b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.IntType(32), []), "sched_yield"), [])
@@ -71,7 +71,7 @@ def _give_way(_: Any) -> Any:
 
 @intrinsic
 def nanoseconds(_: Any) -> Any:
-    """The time on a clock that only goes forward."""
+    """Read a monotonic clock."""
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, _args: Sequence[ir.Value]) -> ir.Value:
         parts = ir.ArrayType(_I64, 2)  # seconds, nanoseconds
@@ -86,9 +86,9 @@ def nanoseconds(_: Any) -> Any:
 
 
 @compiled()
-def meet(shared: Any, members: int) -> None:
-    """Return once every member of the team is here; then there is nothing claimed again. If one of them has failed,
-    return at once: nothing more will be claimed, and the caller is told."""
+def barrier(shared: Any, members: int) -> None:
+    """Wait for all threads of the team and reset the claims. Returns at once if a thread has failed; then nothing more
+    can be claimed and `Team.run` raises."""
     address = shared.ctypes.data
     now = _read(address + ROUND)
     if _fetch_add(address + ARRIVED, 1) == members - 1:
@@ -99,28 +99,28 @@ def meet(shared: Any, members: int) -> None:
     looks = 0
     while _read(address + ROUND) == now and _read(address + BROKEN) == 0:
         looks += 1
-        if looks > PATIENCE:
-            _give_way()
+        if looks > SPINS:
+            _yield_core()
 
 
 @compiled()
 def claim(shared: Any, amount: int) -> Any:
-    """The first of the next `amount` pieces of work that nobody has taken since the team last met."""
+    """Claim the next `amount` work items since the last barrier; returns the index of the first."""
     return _fetch_add(shared.ctypes.data + CLAIMED, amount)
 
 
 class Team:
-    """`size` threads, the caller's among them."""
+    """`size` threads, including the caller's."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._shared = np.zeros(64, dtype=np.int64)
         self._set_up()
-        # The child of a fork has none of the threads, and a lock that another thread held stays closed there for ever.
+        # A forked child has none of the threads, and a lock held by another thread stays locked there.
         os.register_at_fork(after_in_child=self._set_up)
 
     def _set_up(self) -> None:
-        """Alone; the others are called in when there is something to do."""
+        """Set up the state; worker threads start on the first run."""
         self._lock = threading.Lock()  # one kernel at a time
         self._kernel: Callable[..., None] | None = None
         self._arguments: tuple[Any, ...] = ()
@@ -135,7 +135,7 @@ class Team:
             self._starts.append(start)
 
     def run(self, kernel: Callable[..., None], *arguments: Any) -> None:
-        """`kernel(shared, size, *arguments)` on every thread of the team; returns when all are done."""
+        """Run `kernel(shared, size, *arguments)` on every thread of the team; returns when all are done."""
         with self._lock:
             self._call_in()
             self._kernel, self._arguments, self._failure = kernel, arguments, None
@@ -147,7 +147,7 @@ class Team:
                     started += 1
                 kernel(self._shared, self.size, *arguments)
             except BaseException:
-                self._give_up()
+                self._fail()
                 raise
             finally:
                 for _ in range(started):
@@ -156,8 +156,8 @@ class Team:
             if self._failure is not None:
                 raise self._failure
 
-    def _give_up(self) -> None:
-        """Nothing is left to claim, and nobody waits for anybody."""
+    def _fail(self) -> None:
+        """Mark the team as failed, so that barriers return and claims end."""
         self._shared[CLAIMED // 8] = NOTHING_LEFT
         self._shared[BROKEN // 8] = 1
 
@@ -167,9 +167,9 @@ class Team:
             try:
                 assert self._kernel is not None
                 self._kernel(self._shared, self.size, *self._arguments)
-            except BaseException as error:  # the caller is told, and the team goes on
+            except BaseException as error:  # raised in the caller; the team stays usable
                 self._failure = error
-                self._give_up()
+                self._fail()
             finally:
                 self._done.release()
 
@@ -178,7 +178,7 @@ _team: Team | None = None
 
 
 def the_team() -> Team:
-    """The one team of this process: as many threads as torch would use."""
+    """The team of this process, with as many threads as torch would use."""
     global _team
     if _team is None:
         _team = Team(min(torch.get_num_threads(), _cpu_quota()))
@@ -186,7 +186,7 @@ def the_team() -> Team:
 
 
 def _cpu_quota() -> int:
-    """How many cores a container may use: threads beyond them would only wait for each other."""
+    """Number of cores a container may use; more threads would only wait for each other."""
     file = Path("/sys/fs/cgroup/cpu.max")
     quota, period = file.read_text().split() if file.exists() else ("max", "")
     return max(1, -(-int(quota) // int(period))) if quota != "max" else sys.maxsize

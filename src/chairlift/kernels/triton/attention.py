@@ -1,8 +1,8 @@
-"""Paged attention of chunks of prompts on a GPU, and what all attention kernels share. Single tokens: triton_decode.py.
+"""Paged attention of prompt chunks on a GPU, and what all attention kernels share. Single tokens: decode.py.
 
-Keys and values are read where they lie, through the block tables, with a running softmax, so that no score matrix is
-ever written. Queries that share a key head (GQA) are packed into one tile, so each key and value is loaded once for all
-of them. One program per (tile of queries, key head) walks the context from its start to the diagonal.
+Keys and values are read in place through the block tables, with a running softmax, so no score matrix is written.
+Queries that share a key head (GQA) are packed into one tile, so each key and value is loaded once for all of them. One
+program per (tile of queries, key head) walks the context from its start to the diagonal.
 
 Everything that changes from step to step is read from device memory, so a captured graph can be replayed for any
 batch that fits its grid: programs without work return at once.
@@ -24,7 +24,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def in_type_of(cached, q):
-    """Keys or values as the queries are. Before Hopper there is no way from 8-bit floats to bfloat16 but this."""
+    """Convert keys or values to the type of the queries. Before Hopper, fp8 converts to bfloat16 only via float16."""
     if cached.dtype == tl.float8e4nv:
         cached = cached.to(tl.float32)
     return cached.to(q.dtype)
@@ -32,13 +32,13 @@ def in_type_of(cached, q):
 
 @triton.jit
 def scores_of(q, k, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """q [M, D], k [D, N] -> scores in units of log 2."""
+    """Scores of q [M, D] and k [D, N], scaled for exp2."""
     return cap_scores(tl.dot(q, k, input_precision=PRECISION) * scale_log2, SOFTCAP)
 
 
 @triton.jit
 def cap_scores(scores, SOFTCAP: tl.constexpr):
-    """With a cap they come divided by it: tanh(x) = 1 - 2 / (exp(2x) + 1)."""
+    """Soft-cap scores that are already divided by the cap: tanh(x) = 1 - 2 / (exp(2x) + 1)."""
     if SOFTCAP > 0:
         scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * (SOFTCAP * 1.4426950408889634)
     return scores
@@ -46,14 +46,14 @@ def cap_scores(scores, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE: tl.constexpr):
-    """Where in the cache the keys and values of these positions begin."""
+    """Offsets of these positions' keys and values in the cache."""
     block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     return block * kv_block_stride + (position % BLOCK_SIZE) * kv_token_stride
 
 
 @triton.jit
 def _unscaled(q, k, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Scores, and what is left to multiply them by: that, and to subtract the largest of them, is one operation."""
+    """Scores and the factor that is still to be applied: scaling and subtracting the maximum are then one operation."""
     scores = tl.dot(q, tl.trans(in_type_of(k, q)), input_precision=PRECISION)
     left = scale_log2
     if SOFTCAP > 0:
@@ -64,7 +64,7 @@ def _unscaled(q, k, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _weighed(scores, left, new_best, v, q, best, total, acc, PRECISION: tl.constexpr):
-    """The running softmax with one tile more: its weights [ROWS, N] and values [N, D]."""
+    """Update the running softmax with a tile of scores [ROWS, N] and values [N, D]."""
     weights = tl.exp2(scores * left - new_best[:, None])
     shrink = tl.exp2(best - new_best)
     total = total * shrink + tl.sum(weights, 1)
@@ -103,7 +103,7 @@ def _prefill_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    # Later tiles of a prompt have more to do: start them first.
+    # Later tiles of a prompt have longer contexts: start them first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head = tl.program_id(0)
     chunk = tl.load(tile_chunk_ptr + tile)
@@ -129,7 +129,7 @@ def _prefill_kernel(
     q_head = head * GROUP + m % GROUP_PADDED
     q = tl.load(q_ptr + q_place[:, None] * q_stride + q_head[:, None] * D + d[None, :], mask=keep, other=0.0)
     table = tables_ptr + slot * table_stride
-    seen_by = start + token  # the last position each row may look at
+    seen_by = start + token  # last visible position of each row
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PADDED], tl.float32)
@@ -137,13 +137,12 @@ def _prefill_kernel(
     in_row = in_head[None, :]
     end = start + count
     begin = tl.maximum(start - window + 1, 0) // N * N
-    # Tiles that every row sees whole, then those on the diagonal. Where a window is shorter than what there is, any
-    # tile may be cut off.
+    # Tiles visible to every row need no mask; those on the diagonal do, and any tile may with a sliding window.
     whole = tl.where(begin + window < end, begin, tl.maximum((start + 1) // N * N, begin))
     place = places(table, begin + n, begin + n < whole, kv_block_stride, kv_token_stride, BLOCK_SIZE)
     for at in range(begin, whole, N):
         tile_at = place[:, None] + head_offset[None, :]
-        # Where the next tile is, is looked up while this one is computed.
+        # Load the block table of the next tile while this one is computed.
         place = places(table, at + N + n, at + N + n < whole, kv_block_stride, kv_token_stride, BLOCK_SIZE)
         k = tl.load(keys_ptr + tile_at) if D == D_PADDED else tl.load(keys_ptr + tile_at, mask=in_row, other=0.0)
         scores, left = _unscaled(q, k, scale_log2, SOFTCAP, PRECISION)
@@ -161,7 +160,7 @@ def _prefill_kernel(
         visible = (position[None, :] <= seen_by[:, None]) & (position[None, :] > seen_by[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1) * left)
-        # A row that has seen nothing yet (a window that begins later) has no best: keep NaN out.
+        # A row without a visible key so far (its window begins later) has no maximum: avoid NaN.
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)
         v = tl.load(values_ptr + place[:, None] + head_offset[None, :], mask=mask, other=0.0)
         total, acc = _weighed(scores, left, safe, v, q, best, total, acc, PRECISION)
@@ -172,7 +171,7 @@ def _prefill_kernel(
 
 
 def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Tokens whose queries make one tile of the prefill kernel, all heads of a key head together."""
+    """Tokens per query tile of the prefill kernel; all query heads of a key head share the tile."""
     rows = 128 if dtype != torch.float32 and head_dim <= 128 else 32
     group = next_power_of_2(num_heads // num_kv_heads)
     return max(16 // group, rows // group, 1)  # a matrix product has at least 16 rows
@@ -197,8 +196,8 @@ def prefill_attention(
     softcap: float | None = None,
     deep: bool = False,
 ) -> None:
-    """Chunks of several tokens each, cut into the tiles that `tile_chunk` and `tile_offset` name. `deep`: some follow a
-    long context."""
+    """Attention of prompt chunks, split into the tiles in `tile_chunk` and `tile_offset`. `deep`: some contexts are
+    long."""
     _, num_heads, dim = q.shape
     _, block_size, kv_heads, _ = keys.shape
     group = num_heads // kv_heads
@@ -239,7 +238,7 @@ def prefill_attention(
 
 
 class KeyTile(NamedTuple):
-    """How many keys and values are read at once, by how many warps, and how far ahead."""
+    """Keys per tile, warps per program and pipeline stages."""
 
     keys: int
     warps: int
@@ -250,8 +249,8 @@ DEEP_TILE = KeyTile(128, 8, 3)
 
 
 def _key_tile(rows: int, padded_dim: int, dtype: torch.dtype, shared: int, deep: bool) -> KeyTile:
-    """The fastest on an H200, for tiles of so many rows of queries. Large tiles of keys, of which a multiprocessor
-    holds those of one program, take 7 to 9% off contexts of 64k tokens, and lose where most is on the diagonal."""
+    """The fastest key tile on an H200 for a query tile of `rows`. Large tiles (one program per multiprocessor) save 7
+    to 9% at contexts of 64k tokens and lose where most work is on the diagonal."""
     if dtype == torch.float32:
         return KeyTile(32, 4, 1)
     kept = dtype.itemsize * padded_dim * (rows + 2 * DEEP_TILE.stages * DEEP_TILE.keys)  # queries, keys and values
@@ -263,5 +262,5 @@ def scale_in_log2(scale: float, softcap: float | None) -> float:
 
 
 def precision_for(dtype: torch.dtype) -> str:
-    """float32 is kept exact; other types have no choice."""
+    """Precision of tl.dot: exact for float32; irrelevant for other types."""
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,9 +1,8 @@
-"""Compiling the kernels of a step side by side.
+"""Compiles the kernels of a step in parallel.
 
-A kernel is compiled when it is first launched, and so is the C function that launches it: half a second each, and a
-first step has some twenty of them, one after the other. Here a step is walked through without launching anything, and
-all that is missing is compiled at once, by as many threads as there are processors: most of the time goes to ptxas, the
-C compiler and LLVM, which do not hold up Python.
+Triton compiles a kernel and its launcher at the first launch, half a second each, and a first step has about twenty of
+them in sequence. Here a step runs without launching anything, and all missing kernels are compiled by as many threads
+as there are processors: most of the time is spent in ptxas, the C compiler and LLVM, outside the GIL.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _one_at_a_time = threading.Lock()
 
 
 def compile_kernels(walk: Callable[[], None], device: torch.device, *, launched: Sequence[object] = ()) -> None:
-    """Compile what `walk` would launch. The kernels `launched` do run; the others write nothing, so what `walk`
-    computes from their results must not depend on the values. Other threads launch theirs as ever.
+    """Compile the kernels that `walk` would launch. Only those in `launched` run; the others write nothing, so `walk`
+    must not depend on their results. Launches of other threads are not affected.
 
-    What goes wrong here shows again, and better, when the kernel is launched.
+    Errors are ignored here: they show again, with better context, at the launch.
     """
-    if not hasattr(triton, "AsyncCompileMode"):  # came with Triton 3.5
+    if not hasattr(triton, "AsyncCompileMode"):  # added in Triton 3.5
         return
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
     with _one_at_a_time, ThreadPoolExecutor(threads, initializer=_initializer(device)) as pool:
@@ -47,7 +46,7 @@ def compile_kernels(walk: Callable[[], None], device: torch.device, *, launched:
 
 
 def _initializer(device: torch.device) -> Callable[[], None] | None:
-    """Of the threads: they use the same device as we do."""
+    """Initializer of the compiling threads: selects the caller's device."""
     if device.type != "cuda":
         return None
     return partial(torch.cuda.set_device, torch.cuda.current_device() if device.index is None else device.index)
@@ -55,7 +54,7 @@ def _initializer(device: torch.device) -> Callable[[], None] | None:
 
 @contextmanager
 def _not_launching(but: Sequence[object]) -> Iterator[None]:
-    """This thread."""
+    """Suppress launches of this thread, except of the kernels in `but`."""
     run, walker = JITFunction.run, threading.get_ident()
 
     def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
@@ -70,9 +69,9 @@ def _not_launching(but: Sequence[object]) -> Iterator[None]:
 
 
 def _load(kernel: Any) -> None:
-    """Bring it to the device, with what launches it. None: it could not be compiled."""
+    """Load a compiled kernel and its launcher; None if compilation failed."""
     try:
         if kernel is not None:
-            kernel.run  # noqa: B018 - is made when it is first asked for
+            kernel.run  # noqa: B018 - a lazy property that builds the launcher
     except Exception as error:
         log.debug(f"a kernel could not be loaded: {error}")

@@ -1,5 +1,4 @@
-"""Paged attention of single new tokens on a GPU: into how many parts contexts are cut, and how many keys a program of
-`triton_decode_kernel.py` reads at once."""
+"""Paged attention of single new tokens on a GPU: number of context splits and tile sizes for `decode_kernel.py`."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from chairlift.kernels.triton.attention import precision_for, scale_in_log2
 from chairlift.kernels.triton.decode_kernel import decode_kernel
 from chairlift.kernels.triton.launch import last_power_of_2, next_power_of_2, overlapping
 
-PROGRAMS = 512  # about four for each of the 132 multiprocessors of a Hopper chip
+PROGRAMS = 512  # about four per multiprocessor of a Hopper GPU, which has 132
 
 
 def decode_splits(rows: int, num_kv_heads: int, *, long: bool = False) -> int:
-    """Into how many parts a context may be cut: small batches would not fill the chip, and with somewhat more programs
-    than it holds the longest contexts would be read alone at the end. In between, where there is about one program for
-    each place, programs that find no work cost more than they save, unless some context is `long`."""
+    """Maximum splits of a context. Small batches do not fill the GPU without splits; with slightly more programs than
+    it holds, the longest contexts would run alone at the end. In between, empty programs cost more than splits save,
+    unless some context is `long`."""
     programs = rows * num_kv_heads
     if long and programs > PROGRAMS // 4:
         return last_power_of_2(min(8, 4 * PROGRAMS // programs))
@@ -28,10 +27,9 @@ def decode_splits(rows: int, num_kv_heads: int, *, long: bool = False) -> int:
 
 
 class Scratch:
-    """What the splits of the decode kernel hand to each other.
+    """Partial results of the splits of the decode kernel.
 
-    Steps of one stream run one after the other, so that all layers of a shape and all batch sizes share it. Contexts
-    are only cut where there are few programs: see `decode_splits`.
+    Steps of one stream run in sequence, so all layers of a shape and all batch sizes share it.
     """
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
@@ -42,7 +40,7 @@ class Scratch:
 
 
 class Fresh(NamedTuple):
-    """What turns a projection into queries, a key and a value: norms [D], and the rotation [rows, ..., pairs]."""
+    """Norm weights [D] and rotation [rows, ..., pairs] that turn a projection into queries, keys and values."""
 
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -70,10 +68,9 @@ def decode_attention(
     fresh: Fresh | None = None,
     tiling: DecodeTiling | None = None,
 ) -> None:
-    """Rows 0 .. len(row_slot) - 1 of `q` [T, heads, D] are single tokens; writes the same rows of `out`.
+    """Attention of rows 0 .. len(row_slot) - 1 of `q` [T, heads, D], all single tokens; writes the same rows of `out`.
 
-    With `fresh`, `q` is [T, heads + 2 * kv_heads, D] as the projection made it, and keys and values are not in the
-    cache yet: they are written there.
+    With `fresh`, `q` is the projection [T, heads + 2 * kv_heads, D]; the new keys and values are written to the cache.
     """
     rows, (_, num_heads, dim) = len(row_slot), out.shape
     _, block_size, kv_heads, _ = keys.shape
@@ -83,7 +80,7 @@ def decode_attention(
     tiling = tiling or _decode_tiling(rows, kv_heads, dim, q.dtype)
     pairs = 0 if fresh is None or fresh.cos is None else fresh.cos.shape[-1]
     q_norm, k_norm, eps, cos, sin = fresh or Fresh(None, None, 0.0, None, None)
-    # Heads of one row run side by side, since their keys lie side by side.
+    # Heads of one row are neighbours in the grid, since their keys are neighbours in memory.
     decode_kernel[(kv_heads, rows, splits)](
         q,
         keys,
@@ -120,7 +117,9 @@ def decode_attention(
         PAIRS=pairs,
         HAS_NORM=q_norm is not None,
         KV_LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
-        EARLY=tiling.early and fresh is not None and dim * keys.element_size() % 16 == 0,  # what a prefetch wants
+        EARLY=tiling.early
+        and fresh is not None
+        and dim * keys.element_size() % 16 == 0,  # prefetches need 16-byte alignment
         AHEAD=tiling.ahead,
         SOFTCAP=softcap or 0.0,
         PRECISION=precision_for(q.dtype),
@@ -131,22 +130,21 @@ def decode_attention(
 
 
 class DecodeTiling(NamedTuple):
-    keys: int  # keys and values loaded at once
-    min_split: int  # the shortest part of a context that is worth a program of its own
+    keys: int  # keys per tile
+    min_split: int  # shortest split
     warps: int
     stages: int
-    early: bool = False  # the first keys and values are read before the kernel before has ended
-    ahead: bool = False  # a tile's place is looked up while the one before it is computed
+    early: bool = False  # read the first tile before the previous kernel has ended
+    ahead: bool = False  # read the block table one tile ahead
 
 
 def _decode_tiling(rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTiling:
-    """The fastest within whole steps on an H200, over contexts as they are under load: few programs want long loads,
-    many want to fit side by side."""
+    """The fastest tiling on an H200, measured within whole steps under load."""
     if dtype == torch.float32:
         return DecodeTiling(32, 64, 4, 3)
     programs = rows * num_kv_heads
     if head_dim > 128 and programs <= 768:
-        return DecodeTiling(32, 256, 4, 3)  # more does not fit into the shared memory of smaller chips
+        return DecodeTiling(32, 256, 4, 3)  # larger tiles exceed the shared memory of smaller GPUs
     if programs <= 512:
         return DecodeTiling(64, 64 if programs <= 16 else 512, 4, 3, early=True, ahead=True)
     if programs <= 1536:

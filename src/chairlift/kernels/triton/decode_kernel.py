@@ -1,8 +1,8 @@
 """The kernel of paged attention of single new tokens: one program per (request, key head, split of the context).
 
-Keys and values are read where they lie, through the block tables. The last split of a context to finish adds the
-parts up. In a step of single tokens only, the same kernel also normalises and rotates the new token's queries and
-key, and writes its key and value to the cache: only the program that holds the end of the context needs them.
+Keys and values are read in place through the block tables. The last split of a context to finish merges the parts. In a
+step of single tokens only, the same kernel also normalises and rotates the new token's queries and key, and writes its
+key and value to the cache: only the program that holds the end of the context needs them.
 
 Everything that changes from step to step is read from device memory, so a captured graph can be replayed for any
 batch that fits its grid: programs without work return at once.
@@ -31,7 +31,7 @@ def _rotated(
     PAIRS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Heads of a token, normalised and rotated, in float32. Each number is loaded with its partner."""
+    """Load heads of a token, normalised and rotated, in float32; each element is loaded with its rotation partner."""
     x = tl.load(rows + d[None, :], mask=keep, other=0.0).to(tl.float32)
     if PAIRS > 0:
         partner = tl.where(d < PAIRS, d + PAIRS, tl.where(d < 2 * PAIRS, d - PAIRS, d))
@@ -62,11 +62,11 @@ def _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head):
 
 @triton.jit
 def _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """One tile more of keys and values in the running softmax."""
+    """Update the running softmax with one tile of keys and values."""
     scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
     scores = tl.where(inside[None, :], scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
-    safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # a first token has nothing cached: keep NaN out
+    safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # a first token has no cached keys: avoid NaN
     weights = tl.exp2(scores - safe[:, None])
     shrink = tl.exp2(best - safe)
     total = total * shrink + tl.sum(weights, 1)
@@ -97,7 +97,7 @@ def _take_in_all(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """All tiles from `begin` to `end`."""
+    """Update the running softmax with all tiles from `begin` to `end`."""
     if AHEAD:
         inside = begin + n < end
         offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
@@ -131,9 +131,9 @@ def _take_in_new(
     KV_LIMIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """The new token: its key and value go to the cache, and count as the cache holds them."""
+    """Store the new token's key and value, and attend to them as stored."""
     new_k = new_k.to(q.dtype).to(tl.float32)
-    if KV_LIMIT > 0:  # what is not a number stays so: it must not be taken for one later
+    if KV_LIMIT > 0:  # keep NaN: clamping would turn it into a number
         new_k = tl.clamp(new_k, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
         new_v = tl.clamp(new_v, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
     kept_k, kept_v = new_k.to(key_at.dtype.element_ty), new_v.to(value_at.dtype.element_ty)
@@ -163,11 +163,11 @@ def _joined_splits(
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
 ):
-    """What the splits of a context have found, added up. From the L2 cache, where others' numbers are."""
+    """Merge the partial results of a context's splits, read from L2 where other multiprocessors wrote them."""
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D_PADDED], tl.float32)
-    for other in tl.range(num_splits, loop_unroll_factor=4):  # loads of several parts are under way at once
+    for other in tl.range(num_splits, loop_unroll_factor=4):  # keeps several loads in flight
         at = (place + other) * GROUP + m
         lse = tl.load(lse_ptr + at, mask=in_group, other=0.0, cache_modifier=".cg")
         part = tl.load(partial_ptr + at[:, None] * D + d[None, :], mask=keep, other=0.0, cache_modifier=".cg")
@@ -190,9 +190,9 @@ def decode_kernel(
     lse_ptr,  # [rows, kv_heads, splits, GROUP] float32, in log 2
     arrived_ptr,  # [rows, kv_heads] int32, all zero between steps
     tables_ptr,  # [slots, table_stride] int32
-    row_slot_ptr,  # [rows] int32: each row's place in the tables
+    row_slot_ptr,  # [rows] int32: row of the block tables
     row_start_ptr,  # [rows] int32: position of the row's token
-    row_count_ptr,  # [rows] int32: 1, or 0 for a row without work
+    row_count_ptr,  # [rows] int32: 1, or 0 for a padding row
     q_norm_ptr,  # [D]; this and the next four with FRESH only
     k_norm_ptr,
     cos_ptr,  # [rows, PAIRS]
@@ -214,11 +214,11 @@ def decode_kernel(
     SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     FRESH: tl.constexpr,  # the new token's key and value are not in the cache yet
-    PAIRS: tl.constexpr,  # numbers of a head that are rotated, halved
+    PAIRS: tl.constexpr,  # half of the rotated elements of a head
     HAS_NORM: tl.constexpr,
-    KV_LIMIT: tl.constexpr,  # the largest number that the cache can hold, 0 where nothing is larger
-    EARLY: tl.constexpr,  # the first tile is read, and the second asked for, before the kernel before has ended
-    AHEAD: tl.constexpr,  # the place of a tile is looked up while the one before it is computed
+    KV_LIMIT: tl.constexpr,  # largest value of the cache type, 0 if no clamp is needed
+    EARLY: tl.constexpr,  # read the first tile and prefetch the second before the previous kernel has ended
+    AHEAD: tl.constexpr,  # read the block table one tile ahead
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -226,13 +226,13 @@ def decode_kernel(
     head = tl.program_id(0)
     row = tl.program_id(1)
     split = tl.program_id(2)
-    # All three are under way at once: each waits for memory as long as a tile of keys does.
+    # Issue all three loads together: each has the latency of a key tile.
     count = tl.load(row_count_ptr + row)
     slot = tl.load(row_slot_ptr + row).to(tl.int64)
     length = tl.load(row_start_ptr + row) + 1
     first = tl.maximum(length - window, 0)
     cached = length - 1 if FRESH else length
-    # Splits are whole tiles, and no smaller than is worth a program.
+    # Splits are whole tiles and at least the shortest worthwhile split.
     span = tl.maximum(tl.cdiv(tl.cdiv(cached - first, SPLITS), N) * N, MIN_SPLIT)
     num_splits = tl.maximum(tl.cdiv(cached - first, span), 1)
     begin = first + split * span
@@ -245,7 +245,7 @@ def decode_kernel(
     table = tables_ptr + slot * table_stride
     head_offset = head * D + d
     has_work = (count == 1) & (split < num_splits)
-    if EARLY:  # what was cached in earlier steps is older than the kernel before
+    if EARLY:  # keys of earlier steps were written before the previous kernel started
         inside = (begin + n < end) & has_work
         offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
         first_k, first_v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
@@ -269,7 +269,7 @@ def decode_kernel(
     if FRESH:
         k_at = q_at + (num_heads * GROUP + head + tl.arange(0, 1))[:, None] * D
         one = in_head[None, :]
-        if EARLY:  # else registers are scarce
+        if EARLY:  # otherwise registers are scarce
             new_v = tl.load(k_at + num_heads * D + d[None, :], mask=one, other=0.0).to(tl.float32)
             new_k = _rotated(k_at, k_norm_ptr, cos_ptr, sin_ptr, row, d, one, eps, D, PAIRS, HAS_NORM)
         q = _rotated(q_at + q_heads[:, None] * D, q_norm_ptr, cos_ptr, sin_ptr, row, d, keep, eps, D, PAIRS, HAS_NORM)

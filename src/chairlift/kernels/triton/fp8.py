@@ -1,4 +1,4 @@
-"""Rows of activations to 8-bit floats."""
+"""Quantizes rows of activations to fp8."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def _round_rows_kernel(
     for at in range(0, size, BLOCK):
         x = tl.load(x_ptr + row * size + at + lane, mask=at + lane < size, other=0.0).to(tl.float32)
         highest = tl.maximum(highest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-    # A maximum over lanes loses NaN, and so does the clamp below: the scale keeps it, so that bad rows show as such.
+    # The maximum and the clamp below drop NaN; the scale keeps it, so that bad rows stay bad.
     is_bad = tl.max((highest != highest).to(tl.int32), 0) > 0
     scale = tl.where(is_bad, float("nan"), tl.max(highest, 0) / LARGEST)
     factor = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
     tl.store(scales_ptr + row, scale)
     for at in range(0, size, BLOCK):
         x = tl.load(x_ptr + row * size + at + lane, mask=at + lane < size, other=0.0).to(tl.float32)
-        x = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)  # rounding may lead just beyond it
+        x = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)  # rounding may exceed it slightly
         tl.store(numbers_ptr + row * size + at + lane, x.to(numbers_ptr.dtype.element_ty), mask=at + lane < size)
 
 
 def round_rows(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """x [T, size] -> e4m3 numbers [T, size] of up to `largest`, and what each row is to be multiplied with [T]."""
+    """Quantize x [T, size] to e4m3 with magnitudes up to `largest`; returns it with the scale of each row [T]."""
     x = x.contiguous()
     rows, size = x.shape
     numbers = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)

@@ -1,9 +1,8 @@
-"""Matrix products whose rows do not feel each other: bit for bit the same, however many rows are multiplied at once.
+"""Batch-invariant matrix products: each row is bit for bit the same, however many rows are multiplied at once.
 
-Libraries choose a kernel by the number of rows, and another kernel adds up in another order. Here one kernel with one
-tile serves every number of rows, and the sum of an output is always cut into the same parts, added in the same order.
-Only who computes the parts may differ: with few rows, a program for each, so that the chip is filled; with many, one
-program computes them one after the other, so that none has to be stored.
+Libraries choose a kernel by the number of rows, and another kernel sums in another order. Here one kernel with one tile
+serves every number of rows, and the sum of an output is always split into the same parts, added in the same order. With
+few rows each part has its own program, to fill the GPU; with many rows one program computes the parts in sequence.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from torch import Tensor
 
 from chairlift.kernels.triton.launch import Tiling, cdiv, last_power_of_2, overlapping
 
-PARALLEL_ROWS = 256  # up to so many rows the parts of a sum are computed side by side
-PROGRAMS = 264  # two for each multiprocessor of a Hopper chip
+PARALLEL_ROWS = 256  # up to this many rows, the parts of a sum have their own programs
+PROGRAMS = 264  # two per multiprocessor of a Hopper GPU
 
 
 @triton.jit
 def _linear_kernel(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K]
-    x_scale_ptr,  # [M] float32: with SCALED what each row is to be multiplied with
-    weight_scale_ptr,  # [N] float32: with SCALED the same of each column
+    x_scale_ptr,  # [M] float32: row scales, with SCALED
+    weight_scale_ptr,  # [N] float32: column scales, with SCALED
     bias_ptr,  # [N]
-    out_ptr,  # [M, N]; with RESIDUAL the product is added to what is there
+    out_ptr,  # [M, N]; with RESIDUAL the product is added to it
     partial_ptr,  # [tiles, PARTS, BM, BN] float32
     arrived_ptr,  # [tiles] int32, all zero between launches
     M,
@@ -49,7 +48,7 @@ def _linear_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
-    # Neighbouring programs share columns, a band of rows at a time: what they load is then still in the cache.
+    # Neighbouring programs share columns within a band of rows, for reuse in L2.
     tiles_down = tl.cdiv(M, BM)
     band = tile // (BAND * tl.cdiv(N, BN))
     height = tl.minimum(tiles_down - band * BAND, BAND)
@@ -75,7 +74,7 @@ def _linear_kernel(
             inside = (kk < end)[None, :]
             w = tl.load(w_at + kk[None, :], mask=is_column & inside, other=0.0)
             x = tl.load(x_at + kk[None, :], mask=is_row & inside, other=0.0)
-            if SCALED:  # what the chip adds up of 8-bit floats by itself is less exact than float32
+            if SCALED:  # accumulate fp8 products in float32 here: the tensor cores accumulate less exactly
                 acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=BK)
             else:
                 acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
@@ -108,7 +107,7 @@ def _linear_kernel(
 
 @cache
 def _tiling(columns: int, depth: int, dtype: torch.dtype) -> Tiling:
-    """By the weight alone: whatever the batch is, its rows meet the same tile."""
+    """Tiling by the weight's shape alone, so that it does not depend on the batch."""
     if dtype == torch.float32:
         height, width, at_once, stages = 32, 32, 32, 2
     else:
@@ -119,7 +118,7 @@ def _tiling(columns: int, depth: int, dtype: torch.dtype) -> Tiling:
 
 @cache
 def _scratch(size: int, tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Kernels of one stream run one after the other, so they can share this."""
+    """Scratch memory shared by all kernels of one stream, which run in sequence."""
     return torch.empty(size, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
@@ -132,9 +131,9 @@ def invariant_linear(
     scales: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N]; with `add_to` [M, N] it is added to that in place.
+    """x [M, K] times weight [N, K] transposed, plus bias [N]; added in place to `add_to` [M, N] if given.
 
-    `scales`: of 8-bit floats, [M] and [N] float32, with which rows and columns of the product are multiplied.
+    `scales`: row and column scales [M] and [N] float32 of fp8 operands.
     """
     x = x.contiguous()
     (rows, depth), columns = x.shape, len(weight)

@@ -1,10 +1,9 @@
-"""Paged attention whose result for a token depends on nothing but its own sequence: bit for bit the same alone, in any
-batch, and however its prompt was cut into chunks.
+"""Batch-invariant paged attention: a token's result is bit for bit the same alone, in any batch and for any chunking.
 
-One kernel with one tile serves single tokens and chunks alike. A context is cut into spans that begin at fixed
-positions; each is summed by itself, and the spans are added in order. A single token has a program for each span, so
-that long contexts fill the chip; a tile of a longer chunk walks through its spans one after the other, with the same
-arithmetic. What a row may not see adds exact zeros to it.
+One kernel with one tile serves single tokens and chunks. A context is split into spans that begin at fixed positions;
+each is summed separately, and the spans are added in order. A single token has one program per span, so that long
+contexts fill the GPU; a tile of a longer chunk computes its spans in sequence with the same arithmetic. Masked
+positions add exact zeros.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from chairlift.kernels.triton.attention import LOG2_E, in_type_of, scores_of
 from chairlift.kernels.triton.launch import cdiv, next_power_of_2, overlapping
 
 SHORTEST_SPAN = 512
-MOST_SPANS = 32  # that may be computed side by side; programs without a span cost little, but not nothing
+MOST_SPANS = 32  # programs per tile; those without a span cost a little
 
 
 @triton.jit
 def _merged(best, total, acc, lse, part):
-    """A running softmax (its highest score, its weights' sum and its values' sum) and one more span of it."""
+    """Merge one more span into a running softmax (maximum, sum of weights, weighted sum of values)."""
     new_best = tl.maximum(best, lse)
-    safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # nothing seen so far: keep NaN out
+    safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # no visible key so far: avoid NaN
     shrink = tl.exp2(best - safe)
     weight = tl.exp2(lse - safe)
     return new_best, total * shrink + weight, acc * shrink[:, None] + part * weight[:, None]
@@ -66,7 +65,7 @@ def _attention_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later tiles of a prompt have more to do: start them first
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later tiles have longer contexts: start them first
     head = tl.program_id(0)
     chunk = tl.load(tile_chunk_ptr + tile)
     if OVERLAP:
@@ -74,7 +73,7 @@ def _attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if chunk < 0:
         return
-    # A launch with several programs per tile is for chunks of a single token.
+    # Launches with several programs per tile serve chunks of a single token.
     side_by_side = tl.num_programs(2) > 1
     length = tl.load(chunk_count_ptr + chunk)
     if side_by_side & (length != 1):
@@ -103,7 +102,7 @@ def _attention_kernel(
     q_head = head * GROUP + m % GROUP_PADDED
     q = tl.load(q_ptr + q_place[:, None] * q_stride + q_head[:, None] * D + d[None, :], mask=keep, other=0.0)
     table = tables_ptr + slot * table_stride
-    seen_by = (start + token)[:, None]  # the last position each row may look at
+    seen_by = (start + token)[:, None]  # last visible position of each row
     head_offset = head * D + d
     all_best = tl.full([ROWS], float("-inf"), tl.float32)
     all_total = tl.zeros([ROWS], tl.float32)
@@ -137,7 +136,7 @@ def _attention_kernel(
     if side_by_side & (num_spans > 1):
         most_spans = tl.num_programs(2)
         tile_place = tile.to(tl.int64) * tl.num_programs(0) + head
-        one = m < GROUP_PADDED  # a single token has no more rows
+        one = m < GROUP_PADDED  # a single token has only these rows
         lse_at = lse_ptr + tile_place * most_spans * GROUP_PADDED + m
         part_at = partial_ptr + (tile_place * most_spans * GROUP_PADDED + m[:, None]) * D + d[None, :]
         mine = tl.program_id(2) * GROUP_PADDED
@@ -163,26 +162,25 @@ def _attention_kernel(
 
 
 def span_for(longest: int) -> int:
-    """The positions of a span, for contexts of up to `longest` tokens: the same for every request of an engine."""
+    """Positions per span for contexts of up to `longest` tokens; the same for all requests of an engine."""
     return max(SHORTEST_SPAN, next_power_of_2(cdiv(longest, MOST_SPANS)))
 
 
 def queries_per_tile(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Tokens whose queries make one tile. A single token uses up a whole one, so that it is smaller than the one that
-    prompts alone would want."""
+    """Tokens per query tile; smaller than prompts alone would need, since a single token occupies a whole tile."""
     rows = 64 if dtype != torch.float32 and head_dim <= 128 else 32
     group = next_power_of_2(num_heads // num_kv_heads)
     return max(16 // group, rows // group, 1)  # a matrix product has at least 16 rows
 
 
 class SpanScratch:
-    """What the programs of a single token hand to each other, for up to `tiles` tokens; used by every layer."""
+    """Partial results of the spans of up to `tiles` single tokens, shared by all layers."""
 
     def __init__(
         self, tiles: int, num_heads: int, num_kv_heads: int, head_dim: int, longest: int, device: torch.device
     ) -> None:
         self.span = span_for(longest)
-        self.spans = max(2, cdiv(longest, self.span))  # one program per tile would mean: tiles of all lengths
+        self.spans = max(2, cdiv(longest, self.span))  # 1 would select the kernel for chunks of any length
         self.chunks = torch.arange(tiles, dtype=torch.int32, device=device)  # tile i is chunk i
         self.offsets = torch.zeros(tiles, dtype=torch.int32, device=device)
         rows = tiles * num_kv_heads * self.spans * next_power_of_2(num_heads // num_kv_heads)
@@ -211,8 +209,8 @@ def invariant_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """q, out [T, heads, D], cut into the tiles that `tile_chunk` and `tile_offset` name. With `singles` only chunks of
-    a single token are computed, else all that the tiles name."""
+    """Attention of q, out [T, heads, D] in the tiles `tile_chunk` and `tile_offset`; with `singles`, only of chunks of
+    a single token."""
     _, num_heads, dim = q.shape
     _, block_size, kv_heads, _ = keys.shape
     group = num_heads // kv_heads
@@ -250,6 +248,6 @@ def invariant_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=2 if q.dtype != torch.float32 else 1,
-        enable_fp_fusion=False,  # both ways through the kernel must round alike
+        enable_fp_fusion=False,  # both paths through the kernel must round the same way
         **overlapping(q.device),
     )

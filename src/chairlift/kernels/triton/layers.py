@@ -1,4 +1,4 @@
-"""The small operations between the matrix products, each fused into one pass over its data."""
+"""The small operations between matrix products, each fused into one pass over its data."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def _add_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, size], scaled to unit mean square and by the weight."""
+    """RMS norm of x [T, size]."""
     out = empty_rows(*x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, None, weight, out, eps)
     return out
 
 
 def add_rms_norm_(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds `delta` to the residual stream `x` in place, and returns the norm of the sum."""
+    """Add `delta` to the residual stream `x` in place and return the norm of the sum."""
     out = empty_rows(*x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, delta, weight, out, eps)
     return out
@@ -113,15 +113,15 @@ def rotation(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dty
     return cos, sin
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_updates"])  # they change all the time
+@triton.jit(do_not_specialize=["num_tokens", "num_updates"])  # change at every step
 def begin_step_kernel(
-    tokens_ptr,  # [T] int32: a token, or -1: the last one sampled in the row's slot
+    tokens_ptr,  # [T] int32: a token, or -1 for the last token sampled in the row's slot
     slots_ptr,  # [T] int32
     last_token_ptr,  # [slots] int32
     resolved_ptr,  # [T] int32: the result
     cells_ptr,  # [updates] int32
     blocks_ptr,  # [updates] int32
-    tables_ptr,  # int32: cells are places in it
+    tables_ptr,  # int32, indexed by cells
     num_tokens,
     num_updates,
     BLOCK: tl.constexpr,
@@ -130,7 +130,7 @@ def begin_step_kernel(
     inside = at < num_tokens
     token = tl.load(tokens_ptr + at, mask=inside, other=0)
     last = tl.load(last_token_ptr + tl.load(slots_ptr + at, mask=inside, other=0), mask=inside, other=0)
-    # After bad logits there is no last token; the request is over, and what its row computes is nobody's.
+    # After bad logits there is no last token; the request has ended, and the row's result is not used.
     tl.store(resolved_ptr + at, tl.where(token < 0, tl.maximum(last, 0), token), mask=inside)
     changed = at < num_updates
     cell = tl.load(cells_ptr + at, mask=changed, other=0)
@@ -140,7 +140,7 @@ def begin_step_kernel(
 def begin_step(
     tokens: Tensor, slots: Tensor, last_token: Tensor, cells: Tensor, blocks: Tensor, tables: Tensor
 ) -> Tensor:
-    """Brings the block tables up to date, and returns the step's tokens with those that only the device knows."""
+    """Update the block tables and return the step's tokens, including those only known on the device."""
     resolved = torch.empty_like(tokens)
     count = max(len(tokens), len(cells))
     begin_step_kernel[(cdiv(count, 128),)](
@@ -175,7 +175,7 @@ def _embed_kernel(
 
 
 def embed(tokens: Tensor, table: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The rows [T, size] of the table, and their sums of squares [T, 1]."""
+    """Look up rows [T, size] of the embedding; returns them and their sums of squares [T, 1]."""
     count, size = len(tokens), table.shape[1]
     out = empty_rows(count, size, dtype=table.dtype, device=table.device)
     squares = torch.empty(count, 1, dtype=torch.float32, device=table.device)
@@ -204,13 +204,13 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: t
     inside = column < size
     gate = tl.load(gate_up_ptr + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + (row * 2 + 1) * size + column, mask=inside, other=0.0).to(tl.float32)
-    # The gate is rounded before the product, as everywhere else.
+    # Round the gate before the product, as the other backends do.
     gate = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * size + column, (gate * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 * size], the gate's columns first -> silu(gate) * up [T, size]."""
+    """silu(gate) * up [T, size] of gate_up [T, 2 * size], the gate's columns first."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     block = min(next_power_of_2(size), 1024)
@@ -228,7 +228,7 @@ def _rotate_and_store_kernel(
     cos_ptr,  # [T, pairs]
     sin_ptr,
     slots_ptr,  # [T] int32
-    positions_ptr,  # [T] int32, -1 for rows that belong to nobody
+    positions_ptr,  # [T] int32, -1 for padding rows
     tables_ptr,  # [slots, table_stride] int32
     eps,
     table_stride,
@@ -241,13 +241,13 @@ def _rotate_and_store_kernel(
     HALF: tl.constexpr,  # half of D, rounded up to a power of two
     BLOCK_SIZE: tl.constexpr,
     H_TILE: tl.constexpr,
-    KV_LIMIT: tl.constexpr,  # the largest number that the cache can hold, 0 where nothing is larger
+    KV_LIMIT: tl.constexpr,  # largest value of the cache type, 0 if no clamp is needed
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    # What says where the row goes is asked for first: it takes two trips to memory.
+    # Load the row's destination first: it takes two dependent loads.
     position = tl.load(positions_ptr + row)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if OVERLAP:
@@ -258,7 +258,7 @@ def _rotate_and_store_kernel(
     block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
     head = tl.program_id(1) * H_TILE + tl.arange(0, H_TILE)
     i = tl.arange(0, HALF)
-    # A head is read as two halves, which a rotation pairs number by number.
+    # Load a head as two halves: the rotation pairs their elements.
     half: tl.constexpr = PAIRS if HAS_ROPE else D // 2
     rest: tl.constexpr = D - 2 * half
     row_at = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D + head[:, None] * D
@@ -296,7 +296,7 @@ def _rotate_and_store_kernel(
     tl.store(row_at + half + i[None, :], second.to(out), mask=to_query)
     if rest > 0:
         tl.store(row_at + 2 * half + i[None, :], third.to(out), mask=in_rest & is_query)
-    if KV_LIMIT > 0:  # what is not a number stays so: it must not be taken for one later
+    if KV_LIMIT > 0:  # keep NaN: clamping would turn it into a number
         first = tl.clamp(first, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
         second = tl.clamp(second, -KV_LIMIT, KV_LIMIT, propagate_nan=tl.PropagateNan.ALL)
         if rest > 0:
@@ -337,10 +337,10 @@ def rotate_and_store_(
     positions: Tensor,
     tables: Tensor,
 ) -> None:
-    """Normalise and rotate queries and keys; queries stay in `qkv`, keys and values go to their place in the cache.
+    """Normalise and rotate queries and keys; queries stay in `qkv`, keys and values are stored in the cache.
 
     qkv [T, (heads + 2 * kv_heads) * D]; keys, values [blocks, block_size, kv_heads, D]; cos, sin [T, pairs];
-    slots, positions [T] int32 (a position of -1: the row is nobody's); tables [slots, blocks] int32.
+    slots, positions [T] int32 (-1: a padding row); tables [slots, blocks] int32.
     """
     _, block_size, kv_heads, dim = keys.shape
     pairs = 0 if cos is None else cos.shape[-1]

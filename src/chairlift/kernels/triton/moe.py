@@ -1,15 +1,15 @@
-"""Mixtures of experts on a GPU: all experts in one kernel, and nothing that the host would have to wait for.
+"""Mixture of experts on a GPU: all experts in one kernel, without synchronising with the host.
 
-Pairs of a token and one of its experts are sorted by expert. Each expert's run of pairs is cut into tiles of rows, and
-one grid computes the tiles of all experts. How many tiles there will be is known to the device alone, so that the grid
-is as large as the worst case; programs without a tile return at once.
+Pairs of a token and one of its experts are sorted by expert. Each expert's pairs are split into tiles of rows, and one
+grid computes the tiles of all experts. Only the device knows the number of tiles, so the grid has the size of the worst
+case; programs without a tile return at once.
 
     pairs        t0e2 t0e5 t1e2 t1e0          expert of each pair, as routed
     order        3 | 0 2 | 1                  the pairs of expert 0, of 2, of 5
     slots        e0 | _ | e2 | _ | _ | e5     expert e's tiles begin at slot start[e] // ROWS + e
 
-Slots counted that way never overlap, though no expert knows how many tiles the others need: a run of c pairs needs at
-most c // ROWS + 1 of them, and at least as many lie before the next expert's first.
+Slots assigned this way never overlap, without counting other experts' tiles: c pairs need at most c // ROWS + 1 tiles,
+and at least as many slots lie before the next expert's first.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import Tensor
 
 from chairlift.kernels.triton.launch import Tiling, cdiv, next_power_of_2, overlapping
 
-NOBODY = tl.constexpr(-1)  # where an expert is named: none
-BEYOND = tl.constexpr(2**30)  # above every expert's number: neither counted nor taken by any
+NO_EXPERT = tl.constexpr(-1)
+BEYOND = tl.constexpr(2**30)  # above every expert id: no expert counts or takes it
 
 
 @triton.jit
 def _sort_kernel(
     experts_ptr,  # [pairs] int64 or int32: the expert of each pair
-    positions_ptr,  # [tokens] int32, -1 for rows that are nobody's: their pairs are left out
+    positions_ptr,  # [tokens] int32, -1 for padding rows, whose pairs are left out
     order_ptr,  # [pairs] int32: the pairs, sorted by expert
-    tile_expert_ptr,  # [slots] int32, NOBODY for slots without a tile
-    tile_begin_ptr,  # [slots] int32: its first place in `order`
+    tile_expert_ptr,  # [slots] int32, NO_EXPERT for slots without a tile
+    tile_begin_ptr,  # [slots] int32: first index in `order`
     tile_end_ptr,  # [slots] int32
     num_pairs,
     TOP_K: tl.constexpr,
@@ -42,7 +42,7 @@ def _sort_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per expert: it finds its own pairs, in their order, and cuts its own tiles."""
+    """One program per expert collects its pairs in order and splits them into tiles."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -63,21 +63,21 @@ def _sort_kernel(
         tl.store(order_ptr + found + tl.cumsum(is_mine, 0) - 1, at + lane, mask=is_mine == 1)
         found += tl.sum(is_mine, 0)
     first_slot = start // ROWS + me
-    # Whatever pairs of nobody leave unused lies behind the last expert's, who clears it.
+    # The last expert clears the slots that pairs of padding rows leave unused.
     is_last = me == tl.num_programs(0) - 1
     num_slots = tl.where(is_last, num_pairs, end) // ROWS + me + 1 - first_slot
     for at in range(0, num_slots, BLOCK):
         slot = at + lane
         begin = start + slot * ROWS
         inside = slot < num_slots
-        tl.store(tile_expert_ptr + first_slot + slot, tl.where(begin < end, me, NOBODY), mask=inside)
+        tl.store(tile_expert_ptr + first_slot + slot, tl.where(begin < end, me, NO_EXPERT), mask=inside)
         tl.store(tile_begin_ptr + first_slot + slot, begin, mask=inside)
         tl.store(tile_end_ptr + first_slot + slot, tl.minimum(begin + ROWS, end), mask=inside)
 
 
 @triton.jit
 def _expert_of(pair, experts_ptr, positions_ptr, num_pairs, TOP_K: tl.constexpr, HAS_POSITIONS: tl.constexpr):
-    """The expert of each pair, BEYOND for those that are nobody's."""
+    """The expert of each pair, BEYOND for pairs of padding rows."""
     exists = pair < num_pairs
     expert = tl.load(experts_ptr + pair, mask=exists, other=BEYOND)
     if HAS_POSITIONS:
@@ -111,7 +111,7 @@ def _grouped_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.program_id(1)
     expert = tl.load(tile_expert_ptr + slot).to(tl.int64)
-    if expert == NOBODY:
+    if expert == NO_EXPERT:
         return
     place = tl.load(tile_begin_ptr + slot) + tl.arange(0, ROWS)
     is_row = place < tl.load(tile_end_ptr + slot)
@@ -137,7 +137,7 @@ def _grouped_kernel(
 
 @triton.jit
 def _add_up_kernel(pairs_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """out [T, size] = the sum of each token's TOP_K rows of pairs [T * TOP_K, size], always in the same order."""
+    """Sum each token's TOP_K rows of pairs [T * TOP_K, size] into out [T, size], always in the same order."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -151,8 +151,8 @@ def _add_up_kernel(pairs_ptr, out_ptr, size, TOP_K: tl.constexpr, BLOCK: tl.cons
 
 
 def tiling_for(pairs: int, num_experts: int, dtype: torch.dtype, *, invariant: bool) -> Tiling:
-    """Few pairs per expert want few rows, since a tile is never shared by two experts. Invariant products must not see
-    how many there are."""
+    """Tiling for a number of pairs: few pairs per expert use few rows, since experts do not share tiles. Invariant
+    products use one tiling for all."""
     if dtype == torch.float32:
         return Tiling(16, 32, 32, 2)
     if invariant or pairs > 64 * num_experts:
@@ -161,7 +161,7 @@ def tiling_for(pairs: int, num_experts: int, dtype: torch.dtype, *, invariant: b
 
 
 class Grouping(NamedTuple):
-    """Pairs sorted by expert, and the tiles of each. All int32, on the device."""
+    """Pairs sorted by expert and the tiles of each expert, int32 on the device."""
 
     order: Tensor  # [pairs]
     tile_expert: Tensor  # [slots]
@@ -170,10 +170,9 @@ class Grouping(NamedTuple):
 
 
 def group_by_expert(experts: Tensor, num_experts: int, rows: int, positions: Tensor | None = None) -> Grouping:
-    """experts [T, k]: the experts of each token -> its T * k pairs, cut into tiles of `rows`.
+    """Sort the T * k pairs of `experts` [T, k] by expert and split them into tiles of `rows`.
 
-    Tokens whose position [T] is below 0 are nobody's, and in no tile. What `order` holds behind the others is
-    undefined.
+    Tokens with a position [T] below 0 are padding and in no tile; the rest of `order` is undefined.
     """
     pairs, top_k = experts.numel(), experts.shape[1]
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
@@ -197,10 +196,10 @@ def group_by_expert(experts: Tensor, num_experts: int, rows: int, positions: Ten
 def grouped_linear(
     x: Tensor, weight: Tensor, grouping: Grouping, tiling: Tiling, top_k: int, share: Tensor | None = None
 ) -> Tensor:
-    """Every pair's row times its own expert's weight [experts, N, K] transposed -> [pairs, N].
+    """Multiply every pair's row by its expert's weight [experts, N, K] transposed; returns [pairs, N].
 
-    x [T, K]: the result is in sorted order. With `share` [pairs], x [pairs, K] is in sorted order, and the result, each
-    row times its share, in the order of the pairs.
+    For x [T, K] the result is in sorted order. With `share` [pairs], x [pairs, K] is in sorted order, and the result,
+    each row times its share, is in the order of the pairs.
     """
     pairs, (_, columns, depth) = len(grouping.order), weight.shape
     out = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
@@ -226,7 +225,7 @@ def grouped_linear(
 
 
 def add_up(pairs: Tensor, top_k: int) -> Tensor:
-    """[T * k, size] -> [T, size]: the sum of each token's k rows."""
+    """Sum each token's k rows: [T * k, size] -> [T, size]."""
     tokens, size = len(pairs) // top_k, pairs.shape[1]
     out = torch.empty(tokens, size, dtype=pairs.dtype, device=pairs.device)
     block = min(next_power_of_2(size), 1024)

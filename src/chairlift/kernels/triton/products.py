@@ -1,17 +1,17 @@
-"""Matrix products with few rows, as decode steps have them, together with what stands before and after them.
+"""Matrix products with few rows, as in decode steps, fused with the operations before and after them.
 
-All that counts is how fast the weights are read, and how few kernels there are: each costs microseconds, whatever it
-does. So a product takes along
+Such a product is bound by reading weights and by the number of kernels, each of which costs microseconds. So a product
+includes
 
     the norm before it      its weight is part of the matrix already (see `models/fused_gpu.py`), which leaves one
-                            factor per row; the rows' sums of squares come from whoever wrote them
+                            factor per row; the kernel that wrote the rows provides their sums of squares
     the activation after it gate and up are computed by the same program
     the addition to the residual stream, and the sums of squares of the result, for the norm that comes next
 
-Outputs with few columns do not fill the chip; their sum is split among several programs, and the last one to finish
-adds the parts up, always in the same order.
+Outputs with few columns do not fill the GPU; their sum is split among several programs, and the last one to finish adds
+the parts, always in the same order.
 
-Weights are older than the kernel before: they are asked for, into the L2 cache, while that one still runs.
+Weights never change, so they are prefetched into L2 while the previous kernel still runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from chairlift.kernels.triton.launch import (
 
 @triton.jit
 def _sum_of_parts(parts_ptr, tile, A: tl.constexpr, B: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr):
-    """In order, and from the L2 cache, where other multiprocessors' numbers are; all are under way at once."""
+    """Add the parts in order, read from L2 where other multiprocessors wrote them, with all loads in flight."""
     acc = tl.zeros([A, B], tl.float32)
     for other in tl.static_range(SPLITS):
         acc += tl.load(parts_ptr + other * STEP + tile, cache_modifier=".cg")
@@ -47,7 +47,7 @@ def _sum_of_parts(parts_ptr, tile, A: tl.constexpr, B: tl.constexpr, SPLITS: tl.
 
 @triton.jit
 def _tile(tiles, row, rows_at, at, end, BK: tl.constexpr, DESCRIBED: tl.constexpr, EVEN_DEPTH: tl.constexpr):
-    """Columns `at` and on of some rows: by a tensor descriptor that counts rows, or by the rows' places in memory."""
+    """Load a tile of rows from column `at` on, by tensor descriptor or by pointers."""
     k = at + tl.arange(0, BK)
     if DESCRIBED:
         tile = tiles.load([row, at])
@@ -67,15 +67,15 @@ def _plus_product(acc, x, w, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["M"])  # one kernel for all numbers of rows of a tile
+@triton.jit(do_not_specialize=["M"])  # one kernel for all row counts of a tile
 def _product_kernel(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K]; GATED: [2 * N, K], the gate's rows first
     x_tiles,  # the same two as tensor descriptors, if DESCRIBED
     weight_tiles,
     bias_ptr,  # [N]
-    out_ptr,  # [M, N]; with RESIDUAL the product is added to what is there
-    squares_ptr,  # [M, SQUARES] float32: what the sums of squares of x's rows are made of
+    out_ptr,  # [M, N]; with RESIDUAL the product is added to it
+    squares_ptr,  # [M, SQUARES] float32: partial sums of squares of x's rows
     squares_out_ptr,  # [M, programs along the columns] float32
     partial_ptr,  # [programs, SPLITS, 1 or 2, BM * BN] float32
     arrived_ptr,  # [programs] int32, all zero between launches
@@ -87,15 +87,15 @@ def _product_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     SPLITS: tl.constexpr,
-    SQUARES: tl.constexpr,  # 0: x is taken as it is
+    SQUARES: tl.constexpr,  # 0: x is not normalised
     SQUARES_PADDED: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
-    SWAPPED: tl.constexpr,  # the weight is the left factor, which has to have 64 rows or more on Hopper
+    SWAPPED: tl.constexpr,  # the weight is the left operand, which needs at least 64 rows on Hopper
     DESCRIBED: tl.constexpr,
-    PREFETCH: tl.constexpr,  # columns of the weight that are asked for before the kernel before has ended
+    PREFETCH: tl.constexpr,  # columns of the weight prefetched before the previous kernel has ended
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -107,8 +107,8 @@ def _product_kernel(
     per_split = tl.cdiv(K, SPLITS * BK) * BK
     begin = split * per_split
     end = tl.minimum(begin + per_split, K)
-    # Rows and columns past the last are computed from another's numbers, and thrown away. Not all from the same one's:
-    # that would be slow.
+    # Rows and columns past the end read other rows and columns, and their results are dropped. They wrap around,
+    # since reading the same one many times is slow.
     w_at = weight_ptr + (n % N).to(tl.int64) * K
     x_at = x_ptr + (m % M).to(tl.int64) * K
     if OVERLAP:
@@ -175,19 +175,19 @@ def _product_kernel(
         acc += tl.load(out_at, mask=keep, other=0.0).to(tl.float32)
     rounded = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_at, rounded, mask=keep)
-    if RESIDUAL:  # a norm of the sum comes next
+    if RESIDUAL:  # the next norm needs sums of squares
         kept = tl.where(keep, rounded.to(tl.float32), 0.0)
         tl.store(squares_out_ptr + m * tl.num_programs(1) + block, tl.sum(kept * kept, 1), mask=m < M)
 
 
 @cache
 def _scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Kernels of one stream run one after the other, so they can share this."""
+    """Scratch memory shared by all kernels of one stream, which run in sequence."""
     return torch.empty(size, device=device), torch.zeros(programs, dtype=torch.int32, device=device)
 
 
 class ProductTiling(NamedTuple):
-    """How a product is cut: the tile of one program, how far it reads ahead, and into how many parts the sum is."""
+    """Tile of one program, pipeline depth and splits of the sum."""
 
     rows: int
     columns: int
@@ -210,11 +210,11 @@ def product(
     add_to: Tensor | None = None,
     tiling: ProductTiling | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """x [M, K] times weight [N, K] transposed, and what its rows' sums of squares are made of, with `add_to` only.
+    """x [M, K] times weight [N, K] transposed; with `add_to`, also the partial sums of squares of the result's rows.
 
-    `squares` [M, parts]: scale each row of x to unit mean square, by these parts of its sum of squares.
-    `gated`: weight is [2 N, K]; the result is silu of the first half's times the second half's.
-    `add_to` [M, N]: the result is added to that in place.
+    `squares` [M, parts]: normalise each row of x by these partial sums of squares.
+    `gated`: weight is [2 N, K]; the result is silu(first half) * second half.
+    `add_to` [M, N]: add the result to it in place.
     """
     rows, depth = x.shape
     columns = len(weight) // (2 if gated else 1)
@@ -265,8 +265,7 @@ def product(
 
 
 def _rows_and_room(x: Tensor, tiling: ProductTiling) -> TensorDescriptor:
-    """x, and as much of the room behind it as its last tile covers (see `empty_rows`). What lies there makes rows that
-    are thrown away."""
+    """Describe x with the spare rows its last tile covers (see `empty_rows`); their results are dropped."""
     rows, depth = x.shape
     room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // depth
     tiled = min(room, cdiv(rows, tiling.rows) * tiling.rows)
@@ -275,7 +274,7 @@ def _rows_and_room(x: Tensor, tiling: ProductTiling) -> TensorDescriptor:
 
 @cache
 def _fitting(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torch.device) -> ProductTiling:
-    """Smaller where a chip has no room for two tiles, of which one is on its way."""
+    """Shrink the tiling until two stages fit into shared memory."""
     narrow = tiling._replace(columns=min(64, tiling.columns))
     choices = (tiling, narrow, narrow._replace(depth=tiling.depth // 2))
     enough = min(2, _wanted_stages(tiling, dtype))
@@ -284,7 +283,7 @@ def _fitting(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: tor
 
 @cache
 def _stages(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torch.device) -> int:
-    """As many tiles on their way as the tiling says, or as the chip has room for."""
+    """Pipeline stages: as in the tiling, or as many as fit into shared memory."""
     stage = (tiling.rows + tiling.columns * (2 if gated else 1)) * tiling.depth * dtype.itemsize
     room = shared_memory(device) - SPARE_SHARED
     return max(1, min(_wanted_stages(tiling, dtype), room // stage))
@@ -294,13 +293,13 @@ def _wanted_stages(tiling: ProductTiling, dtype: torch.dtype) -> int:
     return tiling.stages if dtype != torch.float32 else max(1, tiling.stages // 2)
 
 
-SPARE_SHARED = 8 * 2**10  # bytes that a program needs besides its tiles, rounded up
-SMALL_WEIGHTS = 8 * 2**20  # numbers: a product with fewer hardly lasts longer than its launch
-PROGRAMS = 128  # about one for each multiprocessor of a Hopper chip
+SPARE_SHARED = 8 * 2**10  # bytes of shared memory besides the tiles, rounded up
+SMALL_WEIGHTS = 8 * 2**20  # elements; a smaller product hardly takes longer than its launch
+PROGRAMS = 128  # about one per multiprocessor of a Hopper GPU
 
 
 def is_faster(rows: int, columns: int, depth: int, gated: bool) -> bool:
-    """Than cuBLAS and the kernels around it, on an H200."""
+    """Whether this kernel is faster than cuBLAS with separate kernels, on an H200."""
     weights = columns * depth * (2 if gated else 1)
     if weights <= SMALL_WEIGHTS:
         return rows <= 256
@@ -312,20 +311,20 @@ def is_faster(rows: int, columns: int, depth: int, gated: bool) -> bool:
 
 
 def _fills_chip(columns: int) -> bool:
-    """With programs that have few columns and all rows."""
+    """Whether programs with few columns and all rows fill the GPU."""
     return columns // 32 >= PROGRAMS
 
 
 @cache
 def reads_ahead(device: torch.device) -> bool:
-    """Whether tiles of tensors are copied by hardware of their own: from Hopper on, and for the interpreter."""
+    """Whether tiles are copied by the tensor memory accelerator: on Hopper and later, and in the interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
 def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
-    """The best of some thirty for each kind of product, measured on an H200, most of them within whole steps: there
-    it is not always the one that is the fastest alone."""
+    """The best of about thirty tilings per kind of product on an H200, most of them measured within whole steps, where
+    the best is not always the one that is fastest alone."""
     if columns * depth * (2 if gated else 1) <= SMALL_WEIGHTS:
         return _small_tiling(rows, columns, depth, gated)
     if rows > 64:
@@ -369,5 +368,5 @@ def _small_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
 
 
 def _splits(programs: int, depth: int) -> int:
-    """Parts of the sum, so that all multiprocessors have some, and each at least 512 numbers."""
+    """Splits of the sum that give every multiprocessor work, with at least 512 elements each."""
     return last_power_of_2(min(PROGRAMS // programs, depth // 512))

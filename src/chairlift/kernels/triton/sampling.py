@@ -1,8 +1,8 @@
 """One token per row, chosen on the device: arg max, or a draw after temperature, top-k, top-p and min-p.
 
-The draw is the one that the host's sampler makes: the cumulative weights, in vocabulary order, are inverted at one
-uniform number. The filters are floors under a token's weight. They are found by bisection instead of sorting: a few
-dozen passes over a row that stays in the cache.
+The draw equals that of the host's sampler: the cumulative weights in vocabulary order are inverted at one uniform
+number. The filters are lower bounds of a token's weight, found by bisection instead of sorting: a few dozen passes over
+a row that stays in the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _weights(row_ptr, column, vocab, highest, inverse_temperature):
 
 @triton.jit
 def _mass_above(row_ptr, vocab, highest, inverse_temperature, floor, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the weights that reach `floor`, or with COUNT how many do."""
+    """Sum, or with COUNT the number, of the weights of at least `floor`."""
     total = tl.zeros([BLOCK], tl.float32)
     for at in range(0, vocab, BLOCK):
         column = at + tl.arange(0, BLOCK)
@@ -39,10 +39,10 @@ def _mass_above(row_ptr, vocab, highest, inverse_temperature, floor, COUNT: tl.c
 
 @triton.jit
 def _floor_for(row_ptr, vocab, highest, inverse_temperature, goal, low, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest floor, from `low` up, above which there still is as much as `goal`. Bisects the exponent, since
-    weights span many magnitudes."""
+    """The highest floor of at least `low` that keeps a mass of `goal`. Bisects the exponent, since weights span many
+    magnitudes."""
     bottom = tl.maximum(tl.log2(tl.maximum(low, 1e-37)), -120.0)
-    top = 0.0  # the heaviest weight is 1
+    top = 0.0  # the largest weight is 1
     for _ in range(40):
         middle = (bottom + top) * 0.5
         mass = _mass_above(row_ptr, vocab, highest, inverse_temperature, tl.exp2(middle), COUNT, BLOCK)
@@ -97,7 +97,7 @@ def _sample_kernel(
     highest = tl.max(high, 0)
     token = tl.min(tl.where(high == highest, where, vocab), 0)  # the lowest id where several tie
     highest = tl.where(tl.max(broken, 0) > 0, float("nan"), highest)
-    # The last part of a row to finish goes on with all of them.
+    # The last part of a row to finish samples from all of them.
     tl.store(best_ptr + row * SPLITS + split, highest)
     tl.store(best_token_ptr + row * SPLITS + split, token)
     tl.debug_barrier()
@@ -140,7 +140,7 @@ def _sample_kernel(
                 found = tl.min(tl.where(passed, column, vocab), 0)
                 heaviest_last = tl.maximum(heaviest_last, tl.max(tl.where(weight > 0.0, column, 0), 0))
                 before += tl.sum(weight, 0)
-        # Rounding may leave the target just above the last sum: then it is the last token that has any weight.
+        # Rounding may put the target just above the last sum: then take the last token with any weight.
         token = tl.where(found == vocab, heaviest_last, found)
     tl.store(tokens_ptr + row, token)
     tl.store(last_token_ptr + slot, token)
@@ -148,7 +148,7 @@ def _sample_kernel(
 
 @cache
 def _scratch(rows: int, splits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps of one stream run one after the other, so they can share this."""
+    """Scratch memory shared by all steps of one stream, which run in sequence."""
     best = torch.empty(rows, splits, device=device)
     return best, torch.empty_like(best, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32, device=device)
 
@@ -165,9 +165,9 @@ def sample(
     min_p: Tensor,
     uniforms: Tensor,
 ) -> None:
-    """Writes one token per row of logits [rows, vocab] to `tokens` [rows] and to `last_token[slots]`.
+    """Sample one token per row of logits [rows, vocab] into `tokens` [rows] and `last_token[slots]`.
 
-    Rows whose slot is -1 are left alone; a row with NaN or infinite logits gets BAD_LOGITS.
+    Rows with slot -1 are skipped; a row with NaN or infinite logits gets BAD_LOGITS.
     """
     rows, vocab = logits.shape
     if not rows:

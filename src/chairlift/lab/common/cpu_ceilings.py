@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from chairlift.kernels.cpu.scalar_math import FAST, compiled_and_kept
-from chairlift.kernels.cpu.threads import claim, meet, the_team
+from chairlift.kernels.cpu.threads import barrier, claim, the_team
 from chairlift.lab.common.floor import Ceilings
 from chairlift.lab.common.timing import best_seconds
 from chairlift.layers.linear import Linear
@@ -54,4 +54,4 @@ def _add_up(shared: Any, members: int, numbers: Any, sums: Any) -> None:
         for i in range(part.shape[0]):
             added += part[i]
         sums[first // AT_ONCE] = added
-    meet(shared, members)
+    barrier(shared, members)

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from chairlift.kernels.cpu import decoder as cpu_decoder
 from chairlift.kernels.cpu.scalar_math import FAST, compiled
-from chairlift.kernels.cpu.threads import ROUND, meet
+from chairlift.kernels.cpu.threads import ROUND, barrier
 from chairlift.models import fused_cpu
 
 # What the team does in a layer, meeting after each.
@@ -102,15 +102,15 @@ def _with_clock(address: int) -> Any:
     """The decoder's kernel, whose threads write the time of their n-th meeting to the n-th number at `address`."""
 
     @compiled()
-    def meet_and_stamp(shared: Any, members: int) -> None:
-        meet(shared, members)
+    def stamped_barrier(shared: Any, members: int) -> None:
+        barrier(shared, members)
         # Stays as it is until this thread, too, comes to the next meeting.
         number = shared[ROUND // 8]
         if number < MOST_STAMPS:
             _write_at(address + 8 * number, _nanoseconds())
 
     def timed(kernel: FunctionType, **others: Any) -> Any:
-        names = kernel.__globals__ | {"meet": meet_and_stamp} | others
+        names = kernel.__globals__ | {"barrier": stamped_barrier} | others
         return compiled(FAST)(FunctionType(kernel.__code__, names, kernel.__name__))
 
     return timed(cpu_decoder.decode_step.py_func, decode_layer=timed(cpu_decoder.decode_layer.py_func))

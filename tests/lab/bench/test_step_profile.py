@@ -110,10 +110,10 @@ def test_kernels_are_sorted_by_their_names() -> None:
     assert {kind: [name for name in each if kind_of(name) == kind] for kind, each in names.items()} == names
 
 
-def test_the_kernels_pieces_are_all_named() -> None:
-    """A piece of work more or less in the kernel must be named here too; but for the one that a draft head needs."""
+def test_every_phase_of_the_kernel_has_a_name() -> None:
+    """The profile names one phase per barrier of the kernel, except the one only a draft head uses."""
     sources = "".join(inspect.getsource(kernel.py_func) for kernel in (store_layer, decode_layer, decode_step))
-    assert sources.count(" meet(") == len([*LAYER_PIECES, LAST_PIECE]) + 1
+    assert sources.count(" barrier(") == len([*LAYER_PIECES, LAST_PIECE]) + 1
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -29,8 +29,8 @@ class GGUFCheckpoint:
         return list(self._sources)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor dequantised to float32 when it is its turn, and not kept."""
-        import torch  # reading the config and the tokenizer does not need it
+        """Yield each tensor dequantized to float32, one at a time."""
+        import torch  # not needed to read config and tokenizer
 
         for name, source in self._sources.items():
             yield name, torch.from_numpy(source.read(self.file))

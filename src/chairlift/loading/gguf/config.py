@@ -18,8 +18,8 @@ from chairlift.loading.gguf.rope import rope_scaling
 
 Config = dict[str, Any]
 
-# What ends a turn or a document in common formats. Many files name only one of the two as their eos, yet a chat
-# model may end with either, and must stop.
+# End-of-turn and end-of-document tokens of common formats. Many files declare only one as eos, but a chat model may
+# end with either.
 _ENDS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 )
@@ -44,7 +44,7 @@ def hf_config(file: GGUFFile) -> Config:
 
 
 def hf_generation_config(file: GGUFFile) -> Config:
-    """The ids that begin and end a text; `eos_token_id` lists every one that ends it."""
+    """The generation config: bos and eos ids, where `eos_token_id` lists every id that ends a text."""
     metadata = Metadata(file)
     tokens = metadata.strings("tokenizer.ggml.tokens") or []
     types = metadata.numbers("tokenizer.ggml.token_type")
@@ -58,7 +58,7 @@ def hf_generation_config(file: GGUFFile) -> Config:
 
 
 def _token_ids(metadata: Metadata) -> dict[str, int | None]:
-    """None where there is none: left out, the family's default id would be taken, of another vocabulary."""
+    """Special token ids, None if absent: a missing key would select the family's default id of another vocabulary."""
     ids = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     return {name: token_id(metadata, kind) for name, kind in ids.items()}
 
@@ -111,7 +111,7 @@ def _vocab_size(model: Metadata) -> int:
     return embeddings.shape[0]
 
 
-# What is particular to each architecture
+# Architecture-specific fields
 
 
 def _llama(model: Metadata, config: Config) -> Config:

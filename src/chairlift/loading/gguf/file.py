@@ -29,7 +29,7 @@ MAX_KEY_BYTES = 1 << 16
 MAX_NAME_BYTES = 256
 MAX_DIMENSIONS = 4
 MAX_ARRAY_DEPTH = 4
-SLAB = 1 << 16  # values dequantised at once: enough for numpy, and its temporaries stay in the CPU cache
+SLAB = 1 << 16  # values dequantized at once: temporaries stay in the CPU cache
 
 _BOOL, _STRING, _ARRAY, _FLOAT32 = 7, 8, 9, 6
 _SCALARS = dict(
@@ -44,9 +44,9 @@ _SCALARS = dict(
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     name: str
-    shape: tuple[int, ...]  # slowest dimension first, as torch has it (the file has it the other way round)
+    shape: tuple[int, ...]  # slowest dimension first, as in torch; the file stores the reverse
     type: int  # a gguf.GGMLQuantizationType
-    offset: int  # from the beginning of the file
+    offset: int  # from the start of the file
     num_bytes: int
 
 
@@ -65,9 +65,9 @@ class GGUFFile:
         self.tensors = _read_tensors(cursor, num_tensors, self.metadata.get("general.alignment", 32))
 
     def read(self, tensor: GGUFTensor, part: int | None = None) -> NDArray[np.float32]:
-        """The tensor's values, or only those of its `part`-th slice along the first dimension.
+        """Dequantize a tensor, or its `part`-th slice along the first dimension.
 
-        Dequantised slab by slab into one array, so that the peak is little more than the result itself.
+        Works slab by slab into one array, so that peak memory is little more than the result.
         """
         gguf = _gguf()
         kind = gguf.GGMLQuantizationType(tensor.type)
@@ -81,7 +81,7 @@ class GGUFFile:
         blocks = data.reshape(-1, type_size)
         values = np.empty((len(blocks), block_size), np.float32)
         step = SLAB // block_size
-        with np.errstate(all="ignore"):  # damaged scales give inf or nan: values like any other
+        with np.errstate(all="ignore"):  # damaged scales give inf or nan, which is not an error here
             for start in range(0, len(blocks), step):
                 slab = blocks[start : start + step]
                 values[start : start + step] = gguf.quants.dequantize(slab.reshape(1, -1), kind).reshape(
@@ -115,7 +115,7 @@ def _map(path: Path) -> NDArray[np.uint8]:
 
 
 class _Cursor:
-    """Walks over the bytes and never past their end."""
+    """Reads bytes in sequence, never past their end."""
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self.path = path
@@ -128,7 +128,7 @@ class _Cursor:
         return len(self.view) - self.position
 
     def advance(self, count: int, what: str) -> int:
-        """Step over `count` bytes; returns where they begin."""
+        """Skip `count` bytes; return their offset."""
         if count > self.remaining:
             corrupt(self.path, f"{what} needs {count} bytes at {self.position} where {self.remaining} are left")
         start = self.position
@@ -140,7 +140,7 @@ class _Cursor:
         return int.from_bytes(self.view[start : start + size], "little")
 
     def count(self, what: str, limit: int, smallest: int) -> int:
-        """How many items follow, each of at least `smallest` bytes."""
+        """Read the number of items that follow, each of at least `smallest` bytes."""
         count = self.integer(what, 8)
         if count > limit or count * smallest > self.remaining:
             corrupt(self.path, f"{what} is {count}, more than the limit ({limit}) or than the file can hold")
@@ -157,7 +157,7 @@ class _Cursor:
             corrupt(self.path, f"{what} is not UTF-8 text")
 
     def strings(self, what: str) -> list[str]:
-        """A whole array of strings. Vocabularies have 256,000 of them, hence the bare loop."""
+        """Read an array of strings; a bare loop, since vocabularies have 256,000 of them."""
         count = self.count(f"the length of {what}", MAX_STRINGS, smallest=8)
         view, position, end = self.view, self.position, len(self.view)
         unpack = struct.Struct("<Q").unpack_from
@@ -182,7 +182,7 @@ class _Cursor:
         if kind == _ARRAY:
             return self.array(what, depth=1)
         value = self.numbers(what, kind, 1)[0]
-        # A float32 stands for the decimal that was written: 1e-05, not 9.999999747378752e-06.
+        # Return the decimal that was written, 1e-05, not 9.999999747378752e-06.
         return float(str(value)) if kind == _FLOAT32 else value.item()
 
     def array(self, what: str, depth: int) -> Any:
@@ -197,7 +197,7 @@ class _Cursor:
         return [self.array(what, depth + 1) for _ in range(count)]
 
     def numbers(self, what: str, kind: int, count: int | None) -> NDArray[Any]:
-        """`count` numbers (None: as many as the file says) as a view of the file, not a copy."""
+        """Read `count` numbers (None: as the file says) as a view of the file."""
         if kind not in _SCALARS:
             corrupt(self.path, f"{what} has the unknown value type {kind}")
         dtype = np.dtype(_SCALARS[kind])
@@ -270,7 +270,7 @@ def _read_description(cursor: _Cursor, index: int, alignment: int) -> tuple[str,
 
 
 def _block(path: Path, name: str, kind: int) -> tuple[int, int]:
-    """(values, bytes) in a block of this tensor type."""
+    """Values and bytes per block of this tensor type."""
     gguf = _gguf()
     try:
         quantization = gguf.GGMLQuantizationType(kind)

@@ -13,7 +13,7 @@ from chairlift.loading.gguf.file import GGUFFile, corrupt
 
 
 class Metadata:
-    """The metadata of a file, seen from below `prefix` (such as "llama.")."""
+    """The metadata of a file with keys below `prefix` (such as "llama.")."""
 
     def __init__(self, file: GGUFFile, prefix: str = "") -> None:
         self.file = file
@@ -40,7 +40,7 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer; a list with one per layer will do if they are all the same."""
+        """Read an integer, or a list with the same integer for every layer."""
         value = self._get(key)
         if value is None and default is not None:
             return default

@@ -1,4 +1,4 @@
-"""Which stored GGUF tensor becomes which Hugging Face tensor, and what must be undone on the way.
+"""Maps GGUF tensors to Hugging Face tensors, and undoes what the GGUF converter changed.
 
 The converter that writes GGUF files changes three things besides the names:
 - `llama` and `smollm3`: the rows of each head of q and k are reordered, since that runtime rotates neighbours
@@ -26,8 +26,8 @@ class Source:
 
     tensor: GGUFTensor
     expert: int | None = None  # only this slice of a stacked tensor
-    interleaved_heads: int = 0  # > 0: rows of so many heads are to be put back in order
-    offset: float = 0.0  # to be subtracted
+    interleaved_heads: int = 0  # > 0: undo the interleaving of rows for this number of heads
+    offset: float = 0.0  # subtracted from the values
 
     def read(self, file: GGUFFile) -> NDArray[np.float32]:
         values = file.read(self.tensor, self.expert)

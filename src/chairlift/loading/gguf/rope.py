@@ -42,10 +42,10 @@ def rope_scaling(model: Metadata, rotary_dim: int) -> dict[str, Any] | None:
 
 
 def _named_or_explicit(model: Metadata, factors: list[float]) -> dict[str, Any] | None:
-    """Llama 3's scaling, of which GGUF stores only the result: one divisor per frequency.
+    """Recover Llama 3's rope scaling, of which GGUF stores only one divisor per frequency.
 
-    Every Llama 3.x so far has the same bounds and differs in the factor alone; if those bounds reproduce the
-    stored divisors, the scaling has its proper name back. Otherwise the divisors speak for themselves.
+    Every Llama 3.x so far has the same bounds and another factor; if those bounds reproduce the stored divisors, the
+    scaling gets its name back. Otherwise the divisors are used as they are.
     """
     if all(factor == 1.0 for factor in factors):
         return None
@@ -66,7 +66,7 @@ def _llama3_factors(scaling: dict[str, Any], theta: float, count: int) -> NDArra
     inv_freq = theta ** -(np.arange(count) / count)
     turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: a fast frequency, left as it is
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: a high frequency, unchanged
     factors: NDArray[np.float64] = 1.0 / (kept + (1.0 - kept) / scaling["factor"])
     return factors
 

@@ -1,4 +1,4 @@
-"""A tokenizer from GGUF metadata, which stores the vocabulary but names the rules around it only by a word."""
+"""Builds a tokenizer from GGUF metadata, which stores the vocabulary and only names the pre-tokenizer."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _cased_words(digits: str, suffix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """How text is cut before byte-level BPE."""
+    """How text is split before byte-level BPE."""
 
-    split: str | None = None  # None: the words of GPT-2
+    split: str | None = None  # None: the GPT-2 pattern
     single_digits: bool = False
     nfc: bool = False
-    whole_words: bool = False  # a word that is in the vocabulary is one token, whatever the merges say
+    whole_words: bool = False  # a word in the vocabulary is one token, regardless of merges
     add_bos: bool = False  # unless the file says otherwise
 
 
@@ -94,7 +94,7 @@ def gguf_tokenizer(file: GGUFFile) -> TokenizerFiles:
         else:
             raise UnsupportedModel(f"{file.path}: the tokenizer {model!r} is not supported, only gpt2 and llama")
         for kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
-            special = kind != _USER_DEFINED  # a user-defined token is found whole in the text, but is text
+            special = kind != _USER_DEFINED  # a user-defined token is matched whole but is ordinary text
             tokenizer.add_tokens(
                 [AddedToken(text, normalized=False, special=special) for text in vocabulary.of_type(kind)]
             )
@@ -161,7 +161,7 @@ def _split_merge(settings: Metadata, merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece_bpe(settings: Metadata, vocabulary: _Vocabulary) -> Tokenizer:
-    """SentencePiece merges whichever neighbours make the piece of the best score: BPE, with merges implied."""
+    """SentencePiece BPE: merges are implied by the scores of the pieces."""
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
     unknown = token_id(settings.below(""), "unknown")
     tokenizer = Tokenizer(
@@ -182,7 +182,7 @@ def _sentencepiece_bpe(settings: Metadata, vocabulary: _Vocabulary) -> Tokenizer
 
 
 def _implied_merges(settings: Metadata, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, best score first; equal scores in the vocabulary's order."""
+    """All pairs of pieces that join into a piece, best score first, ties in vocabulary order."""
     scores = settings.numbers("scores")
     if scores is None or len(scores) != len(vocabulary.tokens) or not np.isfinite(scores).all():
         corrupt(settings.file.path, "tokenizer.ggml.scores must have a number for every token")

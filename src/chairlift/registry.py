@@ -13,7 +13,7 @@ engine process of the server inherits the variable).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -32,11 +32,13 @@ Choice = TypeVar("Choice")
 class Registry(Generic[T]):
     """All choices of one parameter, by name. A module is imported when its choice is first asked for."""
 
-    def __init__(self, parameter: str, package: str, module: str = "") -> None:
-        """With `module`, a choice is a folder of the package, and that module of it registers the choice."""
+    def __init__(self, parameter: str, package: str, module: str = "", *, separator: str = "-") -> None:
+        """With `module`, a choice is a folder of the package, and that module of it registers the choice. `separator`
+        stands between the words of a choice's name, where module names have an underscore."""
         self.parameter = parameter
         self.package = package
         self._module = f".{module}" if module else ""
+        self._separator = separator
         self._registered: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[Choice], Choice]:
@@ -56,20 +58,26 @@ class Registry(Generic[T]):
         load_plugins()
         return tuple(sorted({*self._registered, *self._own_names()}))
 
+    def registered(self) -> Mapping[str, T]:
+        """The choices that plugins and modules imported so far have registered. Imports no module of the package."""
+        load_plugins()
+        return self._registered
+
     def get(self, name: str) -> T:
         """The choice `name`; raises InvalidParameter with all choices if there is none."""
-        if name not in self.names():
-            choices = ", ".join(self.names())
-            raise InvalidParameter(self.parameter, f"unknown {self.parameter} {name!r}; choose from {choices}")
         if name not in self._registered:
-            import_module(f"{self.package}.{name.replace('-', '_')}{self._module}")
+            if name not in self.names():
+                choices = ", ".join(self.names())
+                raise InvalidParameter(self.parameter, f"unknown {self.parameter} {name!r}; choose from {choices}")
+            if name not in self._registered:
+                import_module(f"{self.package}.{name.replace(self._separator, '_')}{self._module}")
         return self._registered[name]
 
     def _own_names(self) -> list[str]:
         spec = find_spec(self.package)
         assert spec is not None
         found = [module.name for module in iter_modules(spec.submodule_search_locations)]
-        return [name.replace("_", "-") for name in found if name != "base" and not name.startswith("_")]
+        return [name.replace("_", self._separator) for name in found if name != "base" and not name.startswith("_")]
 
 
 @cache

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.kernels.triton.sampling import sample
-from chairlift.sampling.draw import draw, filter_weights
+from chairlift.sampling.draw import draw
+from chairlift.sampling.filters import filter_probabilities, filters_of
 
 
 def run(logits: Tensor, params: list[SamplingParams], uniforms: list[float], slots: list[int]) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,7 @@ def expected(logits: Tensor, params: list[SamplingParams], uniforms: list[float]
     logits = logits.cpu().clone()
     temperatures = torch.tensor([p.temperature for p in params])
     weights = logits.div_(temperatures[:, None]).softmax(dim=-1)
-    filter_weights(weights, params)
+    filter_probabilities(weights, [filters_of(one) for one in params])
     return draw(weights, uniforms)
 
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from chairlift.core.randomness import child_seed, uniform
 from chairlift.core.sampling_params import MAX_SEED, SamplingParams
-from chairlift.sampling import draw as sampler_draw
+from chairlift.sampling.draw import draw
+from chairlift.sampling.filters import filter_probabilities, filters_of
+from chairlift.sampling.parameters import top_p as top_p_filter
 from chairlift.sampling.sampler import Sampler
 from tests.sampling import reference
 
@@ -45,7 +47,7 @@ def test_what_is_left_to_draw_from_equals_transformers(fields: dict[str, float])
         scores = warpers.MinPLogitsWarper(params.min_p)(None, scores)
 
     weights = (logits / params.temperature).softmax(-1)
-    sampler_draw.filter_weights(weights, [params] * 16)
+    filter_probabilities(weights, [filters_of(params)] * 16)
     weights /= weights.sum(-1, keepdim=True)
     torch.testing.assert_close(weights, scores.softmax(-1))
     assert ((weights > 0) == scores.isfinite()).all()
@@ -67,7 +69,7 @@ def test_tokens_that_tie_at_a_filter_stay_together() -> None:
     tied = torch.tensor([[0.4, 0.2, 0.2, 0.2]])
     for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.5)):
         weights = tied.clone()
-        sampler_draw.filter_weights(weights, [params])
+        filter_probabilities(weights, [filters_of(params)])
         assert (weights > 0).all()
 
 
@@ -78,16 +80,16 @@ def test_a_draw_never_leaves_the_tokens_that_have_weight(vocab: int, place: floa
     allowed = [vocab // 3, vocab // 2, vocab - 1]
     for row, token in enumerate(allowed):
         weights[row, token] = 0.1 + row
-    assert sampler_draw.draw(weights, [place] * 3).tolist() == allowed
+    assert draw(weights, [place] * 3).tolist() == allowed
     flat = torch.full((1, vocab), 1.0 / vocab)
-    (token,) = sampler_draw.draw(flat, [place]).tolist()
+    (token,) = draw(flat, [place]).tolist()
     assert token == pytest.approx(place * vocab, abs=1.01)
 
 
 def test_rounding_of_the_sums_never_leads_past_the_last_token_with_weight() -> None:
     weights = torch.rand(200, 512, generator=torch.Generator().manual_seed(6))
     weights[:, 300:] = 0
-    tokens = sampler_draw.draw(weights, [1 - 2**-53] * 200)
+    tokens = draw(weights, [1 - 2**-53] * 200)
     assert (tokens == 299).all()
 
 
@@ -102,7 +104,7 @@ def test_drawn_frequencies_follow_the_probabilities(params: SamplingParams) -> N
     """12 tokens, so at most 11 degrees of freedom: chi-square above 31.3 has a chance of one in a thousand."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(4))
     expected = (logits / params.temperature).softmax(-1)[None]
-    sampler_draw.filter_weights(expected, [params])
+    filter_probabilities(expected, [filters_of(params)])
     expected = expected[0] / expected.sum()
     draws, rows = 20_000, 100
     counts: Counter[int] = Counter()
@@ -122,10 +124,10 @@ def test_both_ways_to_find_the_nucleus_agree(seed: int, spread: float, vocab: in
     generator = torch.Generator().manual_seed(seed)
     weights = (torch.randn(5, vocab, generator=generator) * spread).softmax(-1)
     top_p = torch.tensor([[0.05], [0.5], [0.9], [0.99], [0.9999]], dtype=torch.float64)
-    by_row = sampler_draw._nucleus_floor_by_row(weights, top_p)
+    by_row = top_p_filter.nucleus_floor_by_row(weights, top_p)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_draw, "SORTED_AT_ONCE", 2)
-        batched = sampler_draw._nucleus_floor_batched(weights, top_p)
+        patch.setattr(top_p_filter, "ROWS_SORTED_AT_ONCE", 2)
+        batched = top_p_filter.nucleus_floor(weights, top_p)
     for row, floors in enumerate(zip(by_row[:, 0].tolist(), batched[:, 0].tolist(), strict=True)):
         kept = weights[row][weights[row] >= min(floors)].double()
         missing = float(top_p[row]) - float(kept.sum() - kept.min())

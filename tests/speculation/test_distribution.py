@@ -14,8 +14,8 @@ from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
 from chairlift.runner.base import ModelRunner
-from chairlift.sampling.edits import TokenMasks
 from chairlift.sampling.sampler import Sampler
+from chairlift.sampling.token_masks import TokenMasks
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.draft_length import FixedLength
 from chairlift.speculation.network_proposer import NetworkProposer

@@ -24,7 +24,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.models.base import HiddenStates
-from chairlift.sampling import edits as sampler_edits
+from chairlift.sampling import token_masks
 from chairlift.structured.output import OUTGROWN
 from tests.tiny import write_tiny_checkpoint
 
@@ -382,7 +382,7 @@ def test_a_failed_step_ends_those_that_wait_for_a_grammar_too(loaded: LoadedMode
     assert all(outcome.ending for outcome in outcomes.values())
 
 
-@pytest.mark.parametrize("restrict", [sampler_edits.allow_only, sampler_edits._allow_only_batched])
+@pytest.mark.parametrize("restrict", [token_masks.apply_masks, token_masks._apply_batched])
 def test_masks_leave_what_they_allow_and_the_other_rows_alone(restrict: Callable[..., None]) -> None:
     """Both ways to do it: by row, for the CPU, and batched, for a GPU. Bits beyond the vocabulary mean nothing."""
     allowed = np.random.default_rng(0).integers(0, 2**32, (2, 10), dtype=np.uint32)
@@ -391,5 +391,5 @@ def test_masks_leave_what_they_allow_and_the_other_rows_alone(restrict: Callable
     bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, :300].astype(bool)
     for row, allows in zip((3, 1), bits, strict=True):
         expected[row][torch.from_numpy(~allows)] = -torch.inf
-    restrict(logits, sampler_edits.TokenMasks([3, 1], allowed))
+    restrict(logits, token_masks.TokenMasks([3, 1], allowed))
     assert torch.equal(logits, expected)

@@ -1,12 +1,23 @@
-"""What a caller may ask of the sampler, checked when it is made."""
+"""The sampling parameters of a request, checked when they are created."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from chairlift.core.sampling_parameter import (
+    SamplingParameter,
+    Stage,
+    boolean,
+    declared,
+    each,
+    extra_parameter,
+    integer,
+    number,
+    optional,
+    token_biases,
+)
 from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter
 
@@ -14,128 +25,155 @@ MAX_COMPLETIONS = 128
 MAX_BEAM_WIDTH = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 4096  # of all of them: each completion searches for them anew, while the others wait
+MAX_STOP_CHARACTERS = 4096  # of all strings together: each completion searches for them anew, while the others wait
 MAX_SEED = 2**63 - 1
+# Below this, logits divided by the temperature may overflow. The limit is the arg max, so that is what is sampled.
+MIN_TEMPERATURE = 1e-5
 
-_NOT_WITH_BEAMS: tuple[tuple[str, Any], ...] = (  # and what stands for "not given"
-    *(("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("logit_bias", None), ("best_of", None), ("stop", ())),
-    *(("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)),
-)
+
+def _check_stop(name: str, strings: Any) -> None:
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidParameter(name, f"at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
+    if not all(isinstance(text, str) and text for text in strings):
+        raise InvalidParameter(name, "must be non-empty strings")
+    if sum(map(len, strings)) > MAX_STOP_CHARACTERS:
+        raise InvalidParameter(name, f"at most {MAX_STOP_CHARACTERS} characters in all strings together")
+
+
+def _check_structure(name: str, value: Any) -> None:
+    if not isinstance(value, Structure):
+        raise InvalidParameter(name, f"must be a Structure, got {type(value).__name__}")
+
+
+def _check_early_stopping(name: str, value: Any) -> None:
+    if value not in (True, False, "never") or not isinstance(value, (bool, str)):
+        raise InvalidParameter(name, f"must be true, false or 'never', got {value!r:.40}")
+
+
+def _check_extra_args(name: str, values: Any) -> None:
+    if not isinstance(values, Mapping):
+        raise InvalidParameter(name, "must map names of parameters to values")
+    for extra, value in values.items():
+        if extra in PARAMETERS:
+            raise InvalidParameter(name, f"{extra} is a parameter of its own; pass it by name")
+        extra_parameter(extra).check(extra, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the next token, and when to stop. Born valid; never changed.
+    """How to choose the next token, and when to stop. Immutable, and valid from its creation.
 
-    Names and defaults follow what users of this field know. `temperature=0` is greedy. `top_k=0` (or -1)
-    and `top_p=1.0` switch those filters off. `max_tokens=None` means "until the context is full".
+    `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1.0` switch those filters off. `max_tokens=None` means
+    "until the context is full". Each field declares its check, its neutral value and where it can be applied: see
+    `core/sampling_parameter.py`.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    skip_special_tokens: bool = True
-    visible_special_ids: Sequence[int] | None = None  # special tokens that are text even so, such as <tool_call>
-    detokenize: bool = True
-    structure: Structure | None = None
-    best_of: int | None = None  # generate so many, return the `n` with the highest mean log-probability
-    beam_width: int | None = None  # beam search: nothing is drawn, and the `n` best hypotheses are returned
-    length_penalty: float = 1.0  # a hypothesis' score is its log-probability / length ** length_penalty
-    early_stopping: bool | str = False  # when a search ends: True, False or "never", as transformers defines them
+    n: int = declared(1, integer(1, MAX_COMPLETIONS), Stage.REQUEST, with_beams=True)
+    temperature: float = declared(1.0, number(0.0, 100.0), Stage.DRAW, on_device=True, with_beams=True)
+    top_k: int = declared(0, integer(0), Stage.FILTER, on_device=True)
+    top_p: float = declared(1.0, number(0.0, 1.0, low_open=True), Stage.FILTER, on_device=True)
+    min_p: float = declared(0.0, number(0.0, 1.0), Stage.FILTER, on_device=True)
+    repetition_penalty: float = declared(
+        1.0, number(0.0, 100.0, low_open=True), Stage.LOGITS, implementation="penalties"
+    )
+    presence_penalty: float = declared(0.0, number(-2.0, 2.0), Stage.LOGITS, implementation="penalties")
+    frequency_penalty: float = declared(0.0, number(-2.0, 2.0), Stage.LOGITS, implementation="penalties")
+    logit_bias: Mapping[int, float] | None = declared(None, optional(token_biases(-100.0, 100.0)), Stage.LOGITS)
+    seed: int | None = declared(None, optional(integer(0, MAX_SEED)), Stage.DRAW, on_device=True, with_beams=True)
+    max_tokens: int | None = declared(16, optional(integer(1)), Stage.REQUEST, with_beams=True)
+    min_tokens: int = declared(0, integer(0), Stage.LOGITS, with_beams=True)
+    stop: str | Sequence[str] | None = declared(None, _check_stop, Stage.REQUEST, neutral=())
+    stop_token_ids: Sequence[int] | None = declared(None, each(integer(0)), Stage.REQUEST, neutral=(), with_beams=True)
+    include_stop_str_in_output: bool = declared(False, boolean, Stage.REQUEST, with_beams=True)
+    ignore_eos: bool = declared(False, boolean, Stage.REQUEST, with_beams=True)
+    logprobs: int | None = declared(None, optional(integer(0, MAX_LOGPROBS)), Stage.LOGPROBS, with_beams=True)
+    skip_special_tokens: bool = declared(True, boolean, Stage.REQUEST, with_beams=True)
+    # Special tokens that are part of the text even so, such as <tool_call>.
+    visible_special_ids: Sequence[int] | None = declared(
+        None, each(integer(0)), Stage.REQUEST, neutral=(), with_beams=True
+    )
+    detokenize: bool = declared(True, boolean, Stage.REQUEST, with_beams=True)
+    structure: Structure | None = declared(None, optional(_check_structure), Stage.GRAMMAR)  # noqa: RUF009
+    # Generate this many completions, return the `n` with the highest mean log-probability.
+    best_of: int | None = declared(None, optional(integer(1, MAX_COMPLETIONS)), Stage.REQUEST)
+    # Beam search: nothing is drawn, and the `n` best hypotheses are returned.
+    beam_width: int | None = declared(None, optional(integer(2, MAX_BEAM_WIDTH)), Stage.REQUEST, with_beams=True)
+    # A hypothesis' score is its log-probability / length ** length_penalty.
+    length_penalty: float = declared(1.0, number(-10.0, 10.0), Stage.REQUEST, with_beams=True)
+    # When a search ends: True, False or "never", as transformers defines them.
+    early_stopping: bool | str = declared(False, _check_early_stopping, Stage.REQUEST, with_beams=True)
+    # Values of parameters that plugins register, by name.
+    extra_args: Mapping[str, Any] | None = declared(None, optional(_check_extra_args), Stage.REQUEST, with_beams=True)
 
     def __post_init__(self) -> None:
         self._normalise()
-        _integer("n", self.n, 1, MAX_COMPLETIONS)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, 0)
-        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        for token, bias in (self.logit_bias or {}).items():
-            _integer("logit_bias", token, 0)
-            _number("logit_bias", bias, -100.0, 100.0)
-        if self.seed is not None:
-            _integer("seed", self.seed, 0, MAX_SEED)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
+        for name, parameter in PARAMETERS.items():
+            parameter.check(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             problem = f"must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}"
             raise InvalidParameter("min_tokens", problem)
-        for token in self.stop_ids:
-            _integer("stop_token_ids", token, 0)
-        for token in self.visible_special_ids or ():
-            _integer("visible_special_ids", token, 0)
-        if len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise InvalidParameter("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop_strings)}")
-        if not all(isinstance(text, str) and text for text in self.stop_strings):
-            raise InvalidParameter("stop", "must be non-empty strings")
-        if sum(map(len, self.stop_strings)) > MAX_STOP_CHARACTERS:
-            raise InvalidParameter("stop", f"at most {MAX_STOP_CHARACTERS} characters in all strings together")
         if self.stop_strings and not self.detokenize:
             raise InvalidParameter("stop", "needs detokenize=True: stop strings are found in the text")
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParameter(name, f"must be true or false, got {getattr(self, name)!r}")
-        if self.structure is not None and not isinstance(self.structure, Structure):
-            raise InvalidParameter("structure", f"must be a Structure, got {type(self.structure).__name__}")
         if self.best_of is not None:
-            _integer("best_of", self.best_of, self.n, MAX_COMPLETIONS)
+            integer(self.n, MAX_COMPLETIONS)("best_of", self.best_of)
             if self.best_of == self.n:
                 object.__setattr__(self, "best_of", None)  # nothing to choose
         self._check_beams()
 
     def _check_beams(self) -> None:
-        _number("length_penalty", self.length_penalty, -10.0, 10.0)
-        if self.early_stopping not in (True, False, "never") or not isinstance(self.early_stopping, (bool, str)):
-            raise InvalidParameter("early_stopping", f"must be true, false or 'never', got {self.early_stopping!r:.40}")
         if self.beam_width is None:
-            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
-                if getattr(self, name) != default:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) != PARAMETERS[name].neutral:
                     raise InvalidParameter(name, "only goes with beam_width")
             return
-        _integer("beam_width", self.beam_width, 2, MAX_BEAM_WIDTH)
         if self.n > self.beam_width:
             raise InvalidParameter("n", f"must not exceed beam_width ({self.beam_width}), got {self.n}")
         if self.temperature not in (0.0, 1.0):
             raise InvalidParameter("temperature", "must be 0 or 1 with beam_width: beam search draws nothing")
-        for name, default in _NOT_WITH_BEAMS:
-            if getattr(self, name) != default:
-                raise InvalidParameter(name, "is not supported with beam_width")
-        if self.structure is not None:
-            raise InvalidParameter(self.structure.parameter, "is not supported with beam_width")
+        for name, parameter in self._active():
+            if not parameter.with_beams:
+                shown = self.structure.parameter if name == "structure" and self.structure else name
+                raise InvalidParameter(shown, "is not supported with beam_width")
 
     def _normalise(self) -> None:
-        """Turn the spellings that callers use into one: no lists that could change later, no -1 for "off"."""
+        """Reduce the forms that callers use to one: no lists that could change later, no -1 for "off"."""
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(_sequence("stop", self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(_sequence("stop_token_ids", self.stop_token_ids)))
-        visible = tuple(_sequence("visible_special_ids", self.visible_special_ids))
-        object.__setattr__(self, "visible_special_ids", visible)
+        for name in ("stop_token_ids", "visible_special_ids"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise InvalidParameter("logit_bias", "must map token ids to numbers")
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if isinstance(self.extra_args, Mapping):
+            object.__setattr__(self, "extra_args", dict(self.extra_args) or None)
+
+    # ---- where a request is sampled ------------------------------------------------------------------------------
+
+    def value(self, name: str) -> Any:
+        """The value of a field or of an extra parameter, which is neutral if it was not given."""
+        if name in PARAMETERS:
+            return getattr(self, name)
+        return (self.extra_args or {}).get(name, extra_parameter(name).neutral)
+
+    def _active(self) -> list[tuple[str, SamplingParameter]]:
+        """The parameters, extra ones included, whose values are not neutral."""
+        extra = {name: extra_parameter(name) for name in self.extra_args or ()}
+        return [(name, one) for name, one in (*PARAMETERS.items(), *extra.items()) if self.value(name) != one.neutral]
+
+    def implementations(self, stage: Stage) -> list[str]:
+        """Which of SAMPLING_PARAMETERS a stage must apply to this request."""
+        found = [parameter.implementation or name for name, parameter in self._active() if parameter.stage is stage]
+        return [*dict.fromkeys(found)]
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether some parameter that is not neutral lacks device support, so that the host samples this request."""
+        return any(parameter.needs_host for _, parameter in self._active())
+
+    # ---- reading -------------------------------------------------------------------------------------------------
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -153,47 +191,29 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many texts are generated to get `n` of them."""
+        """How many completions are generated to return `n` of them."""
         return self.beam_width or self.best_of or self.n
 
     def check_streamable(self) -> None:
-        """Raise if which completions are returned is not known before all are over."""
+        """Raise if the completions to return are chosen only after all have finished."""
         for name in ("beam_width", "best_of"):
             if getattr(self, name) is not None:
                 raise InvalidParameter(name, "cannot be streamed: which completions are best shows only in the end")
 
-    @property
-    def has_penalties(self) -> bool:
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked like a new one."""
-        known = {field.name for field in fields(self)}
         for name in changes:
-            if name not in known:
+            if name not in PARAMETERS:
                 raise InvalidParameter(name, "is not a sampling parameter")
         return replace(self, **changes)
 
 
-def _sequence(name: str, value: Any) -> Sequence[Any]:
+PARAMETERS: dict[str, SamplingParameter] = {one.name: one.metadata["parameter"] for one in fields(SamplingParams)}
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise InvalidParameter(name, f"must be a list, got {type(value).__name__}")
-    return value
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    limits = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParameter(name, f"must be {limits}, got {value!r}")
-    if value < low or (high is not None and value > high):
-        raise InvalidParameter(name, f"must be {limits}, got {value}")
-
-
-def _number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    limits = f"a number {'above' if low_open else 'of at least'} {low:g} and at most {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidParameter(name, f"must be {limits}, got {value!r}")
-    if value < low or value > high or (low_open and value == low):
-        raise InvalidParameter(name, f"must be {limits}, got {value}")
+    return tuple(value)

@@ -17,7 +17,7 @@ from chairlift.models.input_batch import InputBatch, build_batch
 from chairlift.models.torch_threads import few_threads
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.host_blocks import make_copies
-from chairlift.sampling.beams import beam_candidates
+from chairlift.sampling.beam_candidates import beam_candidates
 from chairlift.speculation.networks import ComputedBatch
 
 

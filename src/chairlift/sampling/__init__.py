@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, for a whole batch."""
+"""Sampling on the host: from the logits of a batch to one token per row."""

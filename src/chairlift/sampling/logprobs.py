@@ -1,4 +1,4 @@
-"""What the model thought of the chosen token and its rivals."""
+"""Log-probabilities of the sampled tokens and of the most likely ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def token_logprobs(
     above = torch.gt(raw, raw.gather(1, chosen), out=torch.empty_like(raw))
     ranks = above.sum(dim=-1).long() + 1
     ids = top_ids(raw, max(top_n))  # [R, n]
-    wanted = torch.cat([chosen, ids], dim=1)
-    entries = zip(tokens, top_n, ranks.tolist(), wanted.tolist(), logprobs.gather(1, wanted).tolist(), strict=True)
+    listed = torch.cat([chosen, ids], dim=1)
+    entries = zip(tokens, top_n, ranks.tolist(), listed.tolist(), logprobs.gather(1, listed).tolist(), strict=True)
     return [
         TokenLogprobs(token, values[0], rank, tuple(zip(found[1 : n + 1], values[1 : n + 1], strict=True)))
         for token, n, rank, found, values in entries
@@ -33,7 +33,7 @@ def token_logprobs(
 
 
 def log_softmax(logits: Tensor, *, one_by_one: bool) -> Tensor:
-    """[R, V] -> [R, V]. `one_by_one`: each row by itself, from an aligned place: the order of a sum depends on both."""
+    """[R, V] -> [R, V]. `one_by_one`: each row by itself in aligned memory, as the order of a sum depends on both."""
     if not one_by_one:
         return logits.log_softmax(dim=-1)
     return rows.one_by_one(lambda row: row.clone().log_softmax(dim=-1), logits)
@@ -42,8 +42,8 @@ def log_softmax(logits: Tensor, *, one_by_one: bool) -> Tensor:
 def top_ids(logits: Tensor, n: int) -> Tensor:
     """The ids [R, n] of each row's highest logits, highest first, the lower id first among equals.
 
-    `topk` leaves the order of equals open. Looking one place further tells the rows where that matters for
-    what is in the list; they are few and are done again with a stable sort.
+    `topk` leaves the order of equals open. One more value than needed shows the rows where that decides which ids are
+    in the list; they are few and are computed again with a stable sort.
     """
     n = min(n, logits.shape[1])
     values, ids = logits.topk(min(n + 1, logits.shape[1]))

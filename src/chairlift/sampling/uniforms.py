@@ -1,4 +1,4 @@
-"""The numbers of `core.randomness`, for many requests at once."""
+"""The random numbers of `core.randomness`, for many requests at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chairlift.core.randomness import FACTORS, GOLDEN
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """What `uniform(seed, position)` is for each pair. Sums and products of uint64 wrap around, as they should.
+    """`uniform(seed, position)` for each pair; sums and products of uint64 wrap around, as SplitMix64 requires.
 
     seeds: [R] uint64; positions: [R]; result: [R] float64."""
     spread = (positions + 1).astype(np.uint64) * np.uint64(GOLDEN)

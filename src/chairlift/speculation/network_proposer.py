@@ -15,12 +15,12 @@ from chairlift.attention.paged_cpu import PagedCPUAttention
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling_params import MIN_TEMPERATURE, SamplingParams
 from chairlift.models.base import CausalLM
 from chairlift.models.input_batch import build_batch
 from chairlift.models.torch_threads import few_threads
-from chairlift.sampling.draw import draw, filter_weights
-from chairlift.sampling.sampler import COLDEST
+from chairlift.sampling.draw import draw
+from chairlift.sampling.filters import filter_probabilities, filters_of
 from chairlift.speculation.control.confidence import LEVELS, Confidence
 from chairlift.speculation.control.controller import Wanted
 from chairlift.speculation.head_config import MOST_ASKED
@@ -258,12 +258,12 @@ class NetworkProposer:
 
 
 def _is_greedy(params: SamplingParams) -> bool:
-    return params.temperature < COLDEST
+    return params.temperature < MIN_TEMPERATURE
 
 
 def _probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """As the requests want their tokens drawn, but for penalties and the like: a guess need not be that good."""
     temperatures = torch.tensor([one.temperature for one in params], device=scores.device)
     weights = (scores.float().nan_to_num() / temperatures[:, None]).softmax(dim=-1)
-    filter_weights(weights, params)
+    filter_probabilities(weights, [filters_of(one) for one in params])
     return weights / weights.sum(dim=-1, keepdim=True)

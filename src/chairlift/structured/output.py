@@ -13,7 +13,7 @@ import numpy as np
 from chairlift.core.request import Ending, FinishReason, Request
 from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter
-from chairlift.sampling.edits import Bits, TokenMasks
+from chairlift.sampling.token_masks import Bits, TokenMasks
 from chairlift.structured.compiler import GrammarCompiler, mask_words
 from chairlift.structured.grammar_source import BadStructure
 

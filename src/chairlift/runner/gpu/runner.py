@@ -34,7 +34,7 @@ from chairlift.runner.gpu.slots import Slots
 from chairlift.runner.gpu.staging import Staging
 from chairlift.runner.gpu.step import Chosen, ComputedStep, LaunchedStep, Seen
 from chairlift.runner.host_blocks import HostBlocks, make_copies
-from chairlift.sampling.beams import beam_candidates
+from chairlift.sampling.beam_candidates import beam_candidates
 from chairlift.speculation.network_proposer import NetworkProposer
 from chairlift.speculation.networks import ComputedBatch
 from chairlift.structured.output import MaskJob, StructuredOutput

@@ -9,15 +9,7 @@ import numpy as np
 
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
-
-COLDEST = 1e-5  # below this a temperature means the arg max, as in the host's sampler
-
-
-def needs_host(params: SamplingParams) -> bool:
-    """Whether a request's tokens are chosen by the host's sampler."""
-    plain = not params.has_penalties and params.logit_bias is None and params.logprobs is None
-    return not plain or params.min_tokens > 0 or params.structure is not None
+from chairlift.core.sampling_params import MIN_TEMPERATURE
 
 
 @dataclass(slots=True)
@@ -68,13 +60,13 @@ class Slots:
 
     def _note_sampling(self, index: int, request: Request) -> None:
         params = request.params
-        self.temperature[index] = 0.0 if params.temperature < COLDEST else params.temperature
+        self.temperature[index] = 0.0 if params.temperature < MIN_TEMPERATURE else params.temperature
         self.top_k[index] = params.top_k
         self.top_p[index] = params.top_p
         self.min_p[index] = params.min_p
         self.seed[index] = request.seed
         self.num_prompt[index] = request.num_prompt
-        self.by_host[index] = needs_host(params)
+        self.by_host[index] = params.needs_host
 
     def table_changes(self, slot: Slot, chunk: Chunk, cells: list[int], blocks: list[int]) -> None:
         """Append the entries of `chunk`'s block table that the device does not know yet."""

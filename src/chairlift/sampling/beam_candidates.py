@@ -1,4 +1,4 @@
-"""What may come next after each beam of a search."""
+"""The candidates for the next token of each beam of a search."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from chairlift.sampling.logprobs import log_softmax, top_ids
 
 
 def beam_candidates(chunks: Sequence[Chunk], logits: Tensor, *, one_by_one: bool = False) -> dict[str, Candidates]:
-    """The likeliest next tokens of every beam among `chunks`, by request id.
+    """The most likely next tokens of every beam among `chunks`, by request id.
 
     logits: [S, V], a row for each chunk that samples and for each of its drafts, in the order of `chunks`.
     """
     if all(chunk.request.group is None for chunk in chunks):  # as in nearly every step
         return {}
-    wanted, row = {}, 0
+    beams, row = {}, 0
     for chunk in chunks:
         if chunk.samples and chunk.request.group is not None:
-            wanted[row] = chunk.request.id, chunk.request.group.search.num_candidates
+            beams[row] = chunk.request.id, chunk.request.group.search.num_candidates
         row += chunk.num_scored
-    if not wanted:  # none of its chunks reaches a last token
+    if not beams:  # no beam's chunk reaches its last token
         return {}
-    chosen = logits.index_select(0, torch.tensor([*wanted], device=logits.device)).float()
-    ids = top_ids(chosen, max(count for _, count in wanted.values()))
+    chosen = logits.index_select(0, torch.tensor([*beams], device=logits.device)).float()
+    ids = top_ids(chosen, max(count for _, count in beams.values()))
     logprobs = log_softmax(chosen, one_by_one=one_by_one).gather(1, ids)
     return {
         request_id: Candidates(tokens[:count], values[:count])
-        for (request_id, count), tokens, values in zip(wanted.values(), ids.tolist(), logprobs.tolist(), strict=True)
+        for (request_id, count), tokens, values in zip(beams.values(), ids.tolist(), logprobs.tolist(), strict=True)
     }

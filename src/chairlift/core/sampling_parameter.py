@@ -1,0 +1,139 @@
+"""Declarations of sampling parameters: which values are valid, which one changes nothing, and what applies it.
+
+The fields of SamplingParams are declared with `declared`. A parameter of a plugin registers an implementation (see
+`sampling/parameters/base.py`) that carries its own declaration; its values are passed as `SamplingParams.extra_args`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar, Protocol
+
+from chairlift.errors import InvalidParameter
+from chairlift.registry import Registry
+
+Check = Callable[[str, Any], None]  # (name, value): raises InvalidParameter
+
+
+class Stage(StrEnum):
+    """The part of generation that a parameter acts on."""
+
+    LOGITS = "logits"  # edits the logits of a row; implemented in sampling/parameters/
+    FILTER = "filter"  # excludes tokens by their probability; implemented in sampling/parameters/
+    GRAMMAR = "grammar"  # masks tokens; implemented in structured/
+    DRAW = "draw"  # temperature and seed
+    LOGPROBS = "logprobs"  # what is reported about a sampled token
+    REQUEST = "request"  # outside the sampler: number of completions, stop conditions, text
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameter:
+    """The declaration of one parameter. A request whose value is not neutral goes where the declaration allows."""
+
+    neutral: Any  # the value that changes nothing
+    check: Check
+    stage: Stage
+    on_device: bool = False  # whether the GPU's sampling kernel implements it; if not, the host samples the request
+    with_beams: bool = False  # whether beam search accepts it
+    implementation: str | None = None  # its name among SAMPLING_PARAMETERS, if it is not the parameter's own
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a request with a value that is not neutral must be sampled by the host."""
+        return self.stage is not Stage.REQUEST and not self.on_device
+
+
+class Implementation(Protocol):
+    """What SAMPLING_PARAMETERS holds: a LogitsEdit or a ProbabilityFilter of sampling/parameters/base.py."""
+
+    declaration: ClassVar[SamplingParameter | None]  # None for the fields of SamplingParams, which declare themselves
+
+
+SAMPLING_PARAMETERS: Registry[Implementation] = Registry(
+    "sampling parameter", "chairlift.sampling.parameters", separator="_"
+)
+
+
+def extra_parameter(name: str) -> SamplingParameter:
+    """The declaration of a parameter that a plugin registered."""
+    implementation = SAMPLING_PARAMETERS.registered().get(name)
+    if implementation is None or implementation.declaration is None:
+        raise InvalidParameter(name, "is not a sampling parameter")
+    return implementation.declaration
+
+
+def extra_parameter_names() -> list[str]:
+    """The names of all parameters that plugins registered."""
+    registered = SAMPLING_PARAMETERS.registered()
+    return [name for name, implementation in registered.items() if implementation.declaration is not None]
+
+
+def declared(default: Any, check: Check, stage: Stage, **options: Any) -> Any:
+    """A dataclass field that carries its SamplingParameter; the default is neutral unless `neutral` is given."""
+    parameter = SamplingParameter(options.pop("neutral", default), check, stage, **options)
+    return field(default=default, metadata={"parameter": parameter})
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------
+
+
+def integer(low: int, high: int | None = None) -> Check:
+    limits = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
+
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidParameter(name, f"must be {limits}, got {value!r}")
+        if value < low or (high is not None and value > high):
+            raise InvalidParameter(name, f"must be {limits}, got {value}")
+
+    return check
+
+
+def number(low: float, high: float, *, low_open: bool = False) -> Check:
+    limits = f"a number {'above' if low_open else 'of at least'} {low:g} and at most {high:g}"
+
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise InvalidParameter(name, f"must be {limits}, got {value!r}")
+        if value < low or value > high or (low_open and value == low):
+            raise InvalidParameter(name, f"must be {limits}, got {value}")
+
+    return check
+
+
+def boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidParameter(name, f"must be true or false, got {value!r}")
+
+
+def optional(check: Check) -> Check:
+    def check_given(name: str, value: Any) -> None:
+        if value is not None:
+            check(name, value)
+
+    return check_given
+
+
+def each(check: Check) -> Check:
+    """For a sequence that holds only values which pass `check`."""
+
+    def check_all(name: str, values: Sequence[Any]) -> None:
+        for value in values:
+            check(name, value)
+
+    return check_all
+
+
+def token_biases(low: float, high: float) -> Check:
+    """For a mapping from token ids to numbers."""
+    check_token, check_bias = integer(0), number(low, high)
+
+    def check(name: str, biases: Mapping[int, float]) -> None:
+        for token, bias in biases.items():
+            check_token(name, token)
+            check_bias(name, bias)
+
+    return check

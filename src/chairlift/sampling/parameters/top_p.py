@@ -1,0 +1,63 @@
+"""top_p: keep the smallest set of most likely tokens (the nucleus) that holds this share of the probability."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chairlift.core.sampling_parameter import SAMPLING_PARAMETERS
+from chairlift.sampling.parameters.base import ProbabilityFilter, column
+
+NUCLEUS_CANDIDATES = 1024
+ROWS_SORTED_AT_ONCE = 32  # a sort takes several times the memory of its input
+
+
+@SAMPLING_PARAMETERS.register("top_p")
+class TopP(ProbabilityFilter):
+    order = 20
+    sums = True
+
+    @staticmethod
+    def floor(weights: Tensor, values: Sequence[float]) -> Tensor:
+        shares = column(values, torch.float64, weights.device)
+        return nucleus_floor_by_row(weights, shares) if weights.device.type == "cpu" else nucleus_floor(weights, shares)
+
+
+def nucleus_floor_by_row(weights: Tensor, top_p: Tensor) -> Tensor:
+    """The lowest weight [R, 1] in each row's nucleus, for the CPU: sorting dominates, so sort only candidates.
+
+    Tokens lighter than (1 - top_p) / V of the total are no candidates: all of them together weigh less than 1 - top_p.
+    """
+    floors = np.zeros(len(weights), dtype=np.float32)
+    for row, (values, share) in enumerate(zip(weights.numpy(), top_p[:, 0].tolist(), strict=True)):
+        total = float(values.sum())
+        candidates = values[np.flatnonzero(values >= np.float32((1.0 - share) * total / len(values)))]
+        if len(candidates):  # none in a row of NaN
+            candidates[::-1].sort()  # heaviest first
+            mass = np.cumsum(candidates, dtype=np.float64)
+            last = min(int(np.searchsorted(mass, share * total)), len(candidates) - 1)
+            floors[row] = candidates[last]
+    return torch.from_numpy(floors)[:, None]
+
+
+def nucleus_floor(weights: Tensor, top_p: Tensor) -> Tensor:
+    """The lowest weight [R, 1] in each row's nucleus, for a GPU: the heaviest tokens hold the nucleus of nearly every
+    row, and only the other rows are sorted whole."""
+    target = top_p * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    heaviest = weights.topk(min(NUCLEUS_CANDIDATES, weights.shape[1])).values
+    floor, complete = _floor_among(heaviest, target)
+    (wide,) = (~complete).nonzero(as_tuple=True)
+    for rows in wide.split(ROWS_SORTED_AT_ONCE) if len(wide) else ():
+        whole = weights[rows].sort(dim=-1, descending=True).values
+        floor[rows], _ = _floor_among(whole, target[rows])
+    return floor
+
+
+def _floor_among(heaviest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight [R, 1] at which the running sum reaches the target, and whether [R] it does."""
+    mass = heaviest.cumsum(dim=-1, dtype=torch.float64)
+    last = (mass < target).sum(dim=-1, keepdim=True).clamp_(max=heaviest.shape[1] - 1)
+    return heaviest.gather(1, last), mass[:, -1] >= target[:, 0]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from chairlift.attention.backends import BACKENDS
 from chairlift.byte_sizes import parse_bytes
 from chairlift.core.budgets.adaptive import BUDGETS, check_budget
 from chairlift.core.kv.swap import MODES, check_mode
@@ -21,7 +22,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "fp8")
 QUANTIZATIONS = ("auto", "none", "int8", "fp8")
 ORDERINGS = ("fcfs", "priority", "shortest", "fair")
-ATTENTION_BACKENDS = ("ragged", "bursted", "padded")
 LOAD_FORMATS = ("auto", "dummy")
 
 MODEL, DEVICE, BATCHING = "Model", "Device and precision", "Batching"
@@ -89,7 +89,7 @@ class EngineConfig:
         "auto",
         help="Attention backend; auto takes the fastest one that supports the model.",
         group=DEVICE,
-        choices=("auto", *ATTENTION_BACKENDS),
+        choices=lambda: ("auto", *BACKENDS.names()),
     )
     cuda_graphs: bool = option(
         True,

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chairlift.attention import BACKENDS, AttentionLayer, KVStorage, RaggedLayout, choose_backend
-from chairlift.attention.base import visible_mask
+from chairlift.attention.backends import BACKENDS
+from chairlift.attention.base import AttentionLayer, RaggedLayout, visible_mask
+from chairlift.attention.choose import choose_backend
+from chairlift.attention.storage import KVStorage
 from chairlift.errors import InvalidParameter
 
 CPU = torch.device("cpu")
@@ -57,7 +59,7 @@ def ragged_cases(draw: st.DrawFn) -> tuple[AttentionLayer, list[tuple[int, int]]
     )
 
 
-@pytest.mark.parametrize("name", sorted(BACKENDS))
+@pytest.mark.parametrize("name", BACKENDS.names())
 @settings(max_examples=60, deadline=None)
 @given(case=ragged_cases())
 def test_backend_equals_the_formula(name: str, case: tuple[AttentionLayer, list[tuple[int, int]], int, int]) -> None:
@@ -82,7 +84,7 @@ def test_backend_equals_the_formula(name: str, case: tuple[AttentionLayer, list[
         sequences.append((keys, values))
         slots.append(slot[start:])
     starts, ends = [start for start, _ in chunks], [start + count for start, count in chunks]
-    rows = batch_rows([count for _, count in chunks], backend.rectangular)
+    rows = batch_rows([count for _, count in chunks], backend.capabilities.rectangular)
     num_rows = rows[-1].stop
     q = torch.randn(num_rows, layer.num_heads, layer.head_dim, generator=generator)
     k, v = (torch.full((num_rows, layer.num_kv_heads, layer.head_dim), math.nan) for _ in range(2))

@@ -15,7 +15,8 @@ from typing import Any, cast
 
 import torch
 
-from chairlift.attention import KVStorage, PagedGPUAttention
+from chairlift.attention.backends.base import AttentionBackend, BatchSpec
+from chairlift.attention.storage import KVStorage
 from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.events import StepDone
 from chairlift.core.kv.kv_cache import KVCache
@@ -46,7 +47,9 @@ def make_engine(requests: int) -> Engine:
     model: Any = SimpleNamespace(device=torch.device("cpu"), vocab_size=VOCAB, attention_layers=(), dtype=torch.float32)
     runner = WithoutKernels(
         cast(CausalLM, model),
-        cast(PagedGPUAttention, SimpleNamespace(tile_queries=lambda layers, dtype: 16)),
+        cast(
+            AttentionBackend, SimpleNamespace(batch_spec=lambda layers, dtype: BatchSpec(16, 8192, lambda rows: False))
+        ),
         cast(KVStorage, SimpleNamespace(block_size=BLOCK_SIZE)),
         max_batch_requests=requests,
         max_batch_tokens=8192,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chairlift.attention import KVStorage
+from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import BlockCopy, BlockSwap, Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams

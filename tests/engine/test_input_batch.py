@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from chairlift.attention import KVStorage
+from chairlift.attention.input_batch import InputBatch, build_batch
+from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
-from chairlift.models.input_batch import InputBatch, build_batch
 
 CPU = torch.device("cpu")
 STORAGE = KVStorage([torch.zeros(10, 4, 1, 1)], [torch.zeros(10, 4, 1, 1)])  # nine blocks of 4, and the scratch block

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chairlift.attention import BACKENDS
+from chairlift.attention.backends import BACKENDS
 from chairlift.config import EngineConfig
 from chairlift.core.events import StepDone, TokenProduced
 from chairlift.core.executor import Executor, PendingStep
@@ -79,7 +79,7 @@ def test_a_prompt_that_joins_a_batch(tiny: LoadedModel, attention: str, padding:
     assert joined.padding_tokens == padding
 
 
-@pytest.mark.parametrize("attention", sorted(BACKENDS))
+@pytest.mark.parametrize("attention", BACKENDS.names())
 def test_idle_seats_are_computed_and_change_nothing(tiny: LoadedModel, attention: str) -> None:
     expected, _ = run(start(tiny, "bursted").engine, PROMPTS)
     started = start(tiny, attention)

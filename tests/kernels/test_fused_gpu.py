@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.attention import KVStorage, PagedGPUAttention
+from chairlift.attention.paged.gpu import PagedGPUAttention
+from chairlift.attention.storage import KVStorage
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
@@ -33,7 +34,7 @@ def make_model(changes: dict[str, Any], device: torch.device) -> Decoder:
 
 def logits(model: Decoder, storage: KVStorage, rows: list[tuple[int, int]]) -> torch.Tensor:
     """One new token for each (position, table's first block), at once."""
-    from chairlift.attention import PagedBatch
+    from chairlift.attention.base import PagedBatch
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.attention import AttentionLayer, PagedGPUAttention
-from chairlift.attention.paged_gpu import LONG_CONTEXT
+from chairlift.attention.base import AttentionLayer
+from chairlift.attention.paged.gpu import LONG_CONTEXT, PagedGPUAttention
 from chairlift.core.plan import StepPlan
 from chairlift.engine import runner_factory
 from chairlift.engine.engine import Engine
@@ -172,7 +172,9 @@ def test_room_is_what_is_left_beside_the_largest_step_after_a_capture(monkeypatc
 
 
 def test_every_batch_fits_its_shape_and_the_largest() -> None:
-    shapes = Shapes(seats=20, rows=276, tile_queries=4, graphs=True, long_contexts=True, cuts_more=lambda rows: False)
+    shapes = Shapes(
+        seats=20, rows=276, tile_queries=4, graphs=True, long_context=LONG_CONTEXT, splits_more=lambda rows: False
+    )
     largest = shapes.largest(max_batch_tokens=3000)
     for singles in (0, 1, 9, 20, 100, 270):
         for long in ([], [2], [17, 30], [300] * 2, [3000]):
@@ -197,7 +199,7 @@ def test_every_batch_fits_its_shape_and_the_largest() -> None:
 
 def test_a_few_long_contexts_are_not_read_by_a_program_each_for_the_sake_of_a_graph() -> None:
     shapes = Shapes(
-        seats=128, rows=128, tile_queries=16, graphs=True, long_contexts=True, cuts_more=lambda rows: rows > 2
+        seats=128, rows=128, tile_queries=16, graphs=True, long_context=LONG_CONTEXT, splits_more=lambda rows: rows > 2
     )
     needs = {"tokens": 600, "chunks": 120, "tiles": 40, "samples": 120, "updates": 9}
     for singles, longest, captured in ((2, LONG_CONTEXT, True), (2, LONG_CONTEXT + 1, False), (90, 10**5, True)):
@@ -212,7 +214,7 @@ def test_a_few_long_contexts_are_not_read_by_a_program_each_for_the_sake_of_a_gr
 
 def test_only_steps_that_cut_long_contexts_otherwise_are_others() -> None:
     shapes = Shapes(
-        seats=48, rows=48, tile_queries=16, graphs=True, long_contexts=True, cuts_more=lambda rows: rows == 32
+        seats=48, rows=48, tile_queries=16, graphs=True, long_context=LONG_CONTEXT, splits_more=lambda rows: rows == 32
     )
     all_ = shapes.all_decodes([1, 32, 48])
     assert [(shape.tokens, shape.long) for shape in all_] == [(1, False), (32, False), (48, False), (32, True)]
@@ -225,7 +227,12 @@ def test_only_steps_that_cut_long_contexts_otherwise_are_others() -> None:
 
 def test_what_steps_with_long_prompts_need_is_known_beforehand() -> None:
     shapes = Shapes(
-        seats=256, rows=256, tile_queries=16, graphs=True, long_contexts=True, cuts_more=lambda rows: rows == 32
+        seats=256,
+        rows=256,
+        tile_queries=16,
+        graphs=True,
+        long_context=LONG_CONTEXT,
+        splits_more=lambda rows: rows == 32,
     )
     prepared = [
         beside for shape in shapes.all_decodes(shapes.decode_buckets) for beside in shapes.beside_prompts(shape)
@@ -247,9 +254,14 @@ def test_where_a_long_context_is_cut_into_more_parts(monkeypatch: pytest.MonkeyP
     full = AttentionLayer(0, 16, 8, 64, scale=1.0)
     window = AttentionLayer(0, 16, 8, 64, scale=1.0, window=1024)
     rows = [1, 8, 16, 32, 48, 64, 96, 128, 256]
-    assert [size for size in rows if PagedGPUAttention().cuts_more([window, full], size)] == [32, 48, 64]
-    assert not any(PagedGPUAttention().cuts_more([window], size) for size in rows)
-    assert not any(PagedGPUAttention(invariant_for=4096).cuts_more([full], size) for size in rows)
+
+    def splitting(backend: PagedGPUAttention, *layers: AttentionLayer) -> list[int]:
+        spec = backend.batch_spec(layers, torch.bfloat16)
+        return [size for size in rows if spec.splits_more(size)]
+
+    assert splitting(PagedGPUAttention(), window, full) == [32, 48, 64]
+    assert splitting(PagedGPUAttention(), window) == []
+    assert splitting(PagedGPUAttention(invariant_for=4096), full) == []
 
 
 def runner_of(engine: Engine) -> GPURunner:
@@ -262,11 +274,12 @@ def test_a_runner_asks_its_attention_where_long_contexts_matter(
     tiny: LoadedModel, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 512)
-    monkeypatch.setattr(gpu_runner, "LONG_CONTEXT", long)
+    monkeypatch.setattr("chairlift.attention.paged.gpu.LONG_CONTEXT", long)
     runner = runner_of(start(tiny))
     rows = [64, 96, 128, 200, 600]
     found = [runner.shapes.decodes(size, long=True).long for size in rows]
-    wanted = [runner.attention.cuts_more(runner.model.attention_layers, size) for size in rows]
+    spec = runner.attention.batch_spec(runner.model.attention_layers, runner.model.dtype)
+    wanted = [spec.splits_more(size) for size in rows]
     assert any(wanted)
     assert found == (wanted if long == 16 else [False] * len(rows))
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.attention import PagedGPUAttention, choose_backend
+from chairlift.attention.choose import choose_backend
+from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.events import RequestPreempted, TokenProduced
 from chairlift.core.kv.kv_cache import KVCache

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from chairlift.attention import PagedGPUAttention, choose_backend
+from chairlift.attention.choose import choose_backend
+from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.config import EngineConfig
 from chairlift.core.events import StepDone
 from chairlift.core.plan import Chunk

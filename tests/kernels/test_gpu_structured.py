@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from chairlift.attention import PagedGPUAttention, choose_backend
+from chairlift.attention.choose import choose_backend
+from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.budgets.base import FixedBudget
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.policies.base import ContinuousPolicy

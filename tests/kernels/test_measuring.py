@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.attention import PagedGPUAttention
+from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.startup import StartedEngine

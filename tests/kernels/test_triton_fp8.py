@@ -10,9 +10,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.attention import AttentionLayer, KVStorage, RaggedLayout
-from chairlift.attention.bursted import BurstedAttention
-from chairlift.attention.padded import PaddedAttention
+from chairlift.attention.backends.bursted import BurstedAttention
+from chairlift.attention.backends.padded import PaddedAttention
+from chairlift.attention.base import AttentionLayer, RaggedLayout
+from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.kv_dtype import kv_dtype
 from chairlift.engine.memory_plan import bytes_per_token

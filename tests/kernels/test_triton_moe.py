@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.attention import PagedGPUAttention
+from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams

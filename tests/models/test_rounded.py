@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.attention import BACKENDS, KVStorage, RaggedLayout, choose_backend
+from chairlift.attention.backends import BACKENDS
+from chairlift.attention.base import RaggedLayout
+from chairlift.attention.choose import choose_backend
+from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
@@ -117,7 +120,7 @@ def test_what_cannot_be_rounded_says_why(tmp_path: Path) -> None:
         EngineConfig(kv_dtype="int8")
 
 
-@pytest.mark.parametrize("attention", sorted(BACKENDS))
+@pytest.mark.parametrize("attention", BACKENDS.names())
 @pytest.mark.parametrize("kv_dtype", ["auto", "float32"])
 def test_tokens_do_not_depend_on_neighbours(attention: str, kv_dtype: str, tmp_path: Path) -> None:
     """Bit for bit, since every row has a scale of its own."""

@@ -1,18 +1,23 @@
-"""The one interface between a model and the KV cache."""
+"""The interface between a model and the attention of one step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from chairlift.attention.storage import KVStorage
+
+if TYPE_CHECKING:  # numba is slow to import
+    from chairlift.kernels.cpu.attention_work import AttentionWork
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What one layer's attention looks like; everything that may differ between the layers of a model."""
+    """The shape of one layer's attention: everything that may differ between the layers of a model."""
 
     index: int  # which layer of the KV storage it reads and writes
     num_heads: int
@@ -24,7 +29,7 @@ class AttentionLayer:
 
 
 class Attend(Protocol):
-    """The attention of one step, handed to the model as an argument.
+    """The attention of one step, passed to the model as an argument.
 
     It stores the new keys and values in the cache and returns, for every token of the ragged batch, the
     attention over its own sequence. T tokens of many sequences are concatenated on the first axis.
@@ -35,9 +40,11 @@ class Attend(Protocol):
         ...
 
 
-@runtime_checkable
-class FusedAttend(Attend, Protocol):
-    """An attention that also does what comes before it: norms of queries and keys, rotation, and the cache write."""
+class FusedAttend:
+    """An `Attend` that also does what comes before it: norms of queries and keys, rotation, and the cache write."""
+
+    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def from_projection(
         self,
@@ -50,76 +57,25 @@ class FusedAttend(Attend, Protocol):
         cos: Tensor | None,
         sin: Tensor | None,
     ) -> Tensor:
-        """qkv [T, (heads + 2 * kv_heads) * head_dim], which is used up; norms [head_dim]; cos, sin [T, pairs]
-        -> [T, heads, head_dim]."""
-        ...
+        """Attend from the QKV projection, which may be overwritten.
+
+        qkv [T, (heads + 2 * kv_heads) * head_dim]; norms [head_dim]; cos, sin [T, pairs] -> [T, heads, head_dim].
+        """
+        raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class KVStorage:
-    """The cache's tensors, one pair per layer, each [num_blocks + 1, block_size, kv_heads, head_dim].
+class HostAttend:
+    """An `Attend` whose batch is in host memory, where a kernel that runs all layers in one call can read it."""
 
-    The last block belongs to nobody: the keys and values of padding are written there.
-    """
+    layout: RaggedLayout
+    storage: KVStorage
 
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-    stacked: tuple[Tensor, Tensor] | None = None  # the same memory as one: the first layers, as far as they are alike
+    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError
 
-    @property
-    def block_size(self) -> int:
-        return int(self.keys[0].shape[1])
-
-    @property
-    def scratch_block(self) -> int:
-        return int(self.keys[0].shape[0]) - 1
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put each token's key and value [T, kv_heads, head_dim] into its slot (block * block_size + offset)."""
-        for side, new in ((self.keys[layer], k), (self.values[layer], v)):
-            as_plain(side.view(-1, *side.shape[2:])).index_copy_(0, slots, as_plain(narrowed(new, side.dtype)))
-
-    def clear(self, layer: int, blocks: Sequence[int]) -> None:
-        """Make these blocks zeros in one layer."""
-        which = sent(blocks, self.keys[layer].device)
-        for side in (self.keys[layer], self.values[layer]):
-            as_plain(side).index_fill_(0, which, 0)
-
-    def read(self, layer: int, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """One sequence's first `length` keys and values, gathered through its block table [blocks]."""
-        used = table[: -(-length // self.block_size)]
-        sides = (self.keys[layer], self.values[layer])
-        keys, values = (
-            as_plain(side).index_select(0, used).view(side.dtype).flatten(0, 1)[:length].to(dtype) for side in sides
-        )
-        return keys, values
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy-on-write. All sources are read before any target is written, so that they may overlap."""
-        device = self.keys[0].device
-        source, target = sent(sources, device), sent(targets, device)
-        for tensor in map(as_plain, (*self.keys, *self.values)):
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
-
-
-def sent(
-    numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
-) -> Tensor:
-    """On a device, without waiting for what it is doing."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-def as_plain(tensor: Tensor) -> Tensor:
-    """The same memory in a type that torch can index: 8-bit floats as bytes."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
-def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another type; what 8-bit floats cannot hold becomes the largest that they can."""
-    if dtype.itemsize == 1:
-        limit = torch.finfo(dtype).max
-        return tensor.clamp(-limit, limit).to(dtype)
-    return tensor.to(dtype)
+    def work(self, layer: AttentionLayer) -> AttentionWork:
+        """The step's attention split into pieces for threads."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,20 +93,27 @@ class RaggedLayout:
     slots: Tensor  # [T] int64: where each token's key and value go
 
 
-class AttentionBackend(Protocol):
-    """A way to compute attention over a ragged batch."""
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """One ragged batch in device memory, as kernels read it: T tokens of C chunks, all int32.
 
-    name: str
-    rectangular: bool  # whether the batch must be a rectangle, sequences x longest chunk, filled up with padding
+    Chunks of a single token come first, so that chunk i of them is row i of the batch.
+    """
 
-    @classmethod
-    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Why this backend cannot serve such a model there; empty if it can."""
-        ...
-
-    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
-        """Prepare what all layers of one step have in common."""
-        ...
+    slots: Tensor  # [T]: the row of `tables` that belongs to each token's request
+    positions: Tensor  # [T]: each token's place in its sequence; -1 in padding rows
+    tables: Tensor  # [slots, blocks]
+    chunk_slot: Tensor  # [C]
+    chunk_row: Tensor  # [C]: the batch row of the chunk's first token
+    chunk_start: Tensor  # [C]: that token's position
+    chunk_count: Tensor  # [C]: 0 for padding
+    num_single: int  # only the first `num_single` chunks may be single tokens
+    tile_chunk: Tensor  # [tiles]: the chunk that each tile of queries belongs to, -1 for none
+    tile_offset: Tensor  # [tiles]: its first query, counted from the chunk's first
+    tile_queries: int  # tokens in a tile
+    one_per_request: bool = False  # no request has two rows: no row reads what another writes in the same step
+    long_contexts: bool = False  # some single token has a long context
+    deep_chunks: bool = False  # some longer chunk has a long context
 
 
 def visible_mask(start: int, end: int, window: int | None, device: torch.device) -> Tensor:

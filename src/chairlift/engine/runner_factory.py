@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chairlift.attention import AttentionBackend, AttentionLayer, KVStorage, PagedGPUAttention
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.base import AttentionLayer
+from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.kv_dtype import kv_dtype
 from chairlift.engine.machine_defaults import batch_requests, batch_tokens
@@ -48,7 +50,7 @@ class RunnerFactory:
     def build(self) -> BuiltRunner:
         """Build the runner; return it with its memory plan and batch-size limit."""
         memory, max_requests = self._plan()
-        if not isinstance(self.attention, PagedGPUAttention):
+        if not self.attention.capabilities.captures:
             return self._build(memory, max_requests)
         # Steps on a GPU need memory too, and more of it the more requests they have.
         self.attention.reserve(self._layers, max_requests + self._max_drafts, self.model.device)
@@ -123,7 +125,7 @@ class RunnerFactory:
         step_bytes: int = 0,
     ) -> ModelRunner:
         drafter = proposer if isinstance(proposer, NetworkProposer) else None
-        if not isinstance(self.attention, PagedGPUAttention):
+        if not self.attention.capabilities.captures:
             return CPURunner(
                 self.model,
                 self.attention,

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
-from chairlift.attention import AttentionBackend, AttentionLayer, choose_backend
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.base import AttentionLayer
+from chairlift.attention.choose import choose_backend
 from chairlift.byte_sizes import format_bytes
 from chairlift.config import EngineConfig
 from chairlift.core.budgets.adaptive import make_budget

@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer, FusedAttend
-from chairlift.attention.paged_cpu import PagedCPUStep
-from chairlift.attention.paged_gpu import PagedGPUStep
+from chairlift.attention.base import Attend, AttentionLayer, FusedAttend, HostAttend
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.moe import MixtureOfExperts
@@ -74,7 +72,7 @@ class SelfAttention:
 
     def __call__(self, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         layer = self.layer
-        if isinstance(attend, PagedGPUStep) and not self._norms_all_heads:
+        if isinstance(attend, FusedAttend) and not self._norms_all_heads:
             return self.attended(self.qkv(x), rotation, attend)
         heads = self.qkv(x).unflatten(-1, (-1, layer.head_dim))  # [T, heads + 2 * kv_heads, head_dim]
         qk, v = heads.split((layer.num_heads + layer.num_kv_heads, layer.num_kv_heads), dim=1)
@@ -314,15 +312,11 @@ class Decoder:
         prompt that is one row, which saves 3% of its prefill in a model of 30 layers.
         """
         rotations = {rope: rotary(positions) for rope, rotary in self.rotary.items()}
-        if (
-            self._fused_gpu is not None
-            and isinstance(attend, PagedGPUStep)
-            and len(tokens) <= self._fused_gpu.most_rows
-        ):
+        if self._fused_gpu is not None and isinstance(attend, FusedAttend) and len(tokens) <= self._fused_gpu.most_rows:
             x, tapped = self._fused_gpu(*self._embed_with_squares(tokens), rotations, attend, self.taps)
             return HiddenStates(self.norm(_picked(x, rows)), tapped)
         x = self.embed(tokens)
-        if self._fused is not None and isinstance(attend, PagedCPUStep):
+        if self._fused is not None and isinstance(attend, HostAttend):
             return HiddenStates(*self._fused(x, rotations, attend, self.taps, rows))
         delta: Tensor | None = None
         inputs = {}

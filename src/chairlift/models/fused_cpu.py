@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import KVStorage
-from chairlift.attention.paged_cpu import PagedCPUStep, as_array
+from chairlift.attention.base import HostAttend
+from chairlift.attention.paged.cpu import as_array
+from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.decoder import GELU_TANH, SILU, Buffers, Network, Step, decode_step
 from chairlift.kernels.cpu.int8 import PackedWeight
 from chairlift.kernels.cpu.threads import the_team
@@ -106,7 +107,7 @@ class FusedCPUDecoder:
         self,
         x: Tensor,
         rotations: Mapping[Rope, Rotation],
-        attend: PagedCPUStep,
+        attend: HostAttend,
         taps: Sequence[int] = (),
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from chairlift.attention import AttentionBackend
-from chairlift.attention.paged_cpu import PagedCPUAttention
+from chairlift.attention.backends.base import AttentionBackend
 from chairlift.models.base import CausalLM
 
 
@@ -16,7 +15,7 @@ from chairlift.models.base import CausalLM
 def few_threads(model: CausalLM, attention: AttentionBackend) -> Iterator[None]:
     """A model that brings its own threads (for the attention that it is made for) needs the cores for itself: torch's
     would go on spinning after each of the small operations that are left to it."""
-    if not getattr(model, "brings_threads", False) or not isinstance(attention, PagedCPUAttention):
+    if not getattr(model, "brings_threads", False) or not attention.capabilities.host_attend:
         yield
         return
     before = torch.get_num_threads()

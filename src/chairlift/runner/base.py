@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from chairlift.attention import AttentionBackend, KVStorage
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.storage import KVStorage
 from chairlift.core.executor import Executor
 from chairlift.models.base import CausalLM
 from chairlift.runner.host_blocks import HostBlocks

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 
 from chairlift.attention.base import Attend
+from chairlift.attention.input_batch import InputBatch, build_batch
 from chairlift.core.executor import ExecutorCapabilities, FinishedStep
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.models.base import HiddenStates
-from chairlift.models.input_batch import InputBatch, build_batch
 from chairlift.models.torch_threads import few_threads
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.host_blocks import make_copies
@@ -38,7 +38,7 @@ class CPURunner(ModelRunner):
     def _run(self, plan: StepPlan) -> StepResult:
         begun = time.perf_counter()
         make_copies(plan, self.storage, self.host_blocks)
-        batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.rectangular)
+        batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.capabilities.rectangular)
         attend = self.attention.plan(batch.layout, self.storage)
         built = time.perf_counter()
         sampling = [chunk.request for chunk in plan.chunks if chunk.samples]

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from chairlift.attention import KVStorage
-from chairlift.attention.base import as_plain
+from chairlift.attention.storage import KVStorage, as_plain
 from chairlift.core.plan import StepPlan
 
 _PROBE_BLOCKS = 32  # copied to measure the speed

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer, KVStorage
-from chairlift.attention.paged_cpu import PagedCPUStep
+from chairlift.attention.base import Attend, AttentionLayer, HostAttend
+from chairlift.attention.storage import KVStorage
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
@@ -175,7 +175,7 @@ class DraftHead:
         """tokens, positions [T], previous [T, hidden]: the states of the tokens before -> [T, hidden]."""
         x = self.mix(torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1))
         rotation = self.rotary(positions)
-        if self._fused is not None and isinstance(attend, PagedCPUStep):
+        if self._fused is not None and isinstance(attend, HostAttend):
             return self._fused(x, {self._rope: rotation}, attend)[0]
         delta = self.layer(x, None, positions, rotation, attend)
         return self.norm(x if delta is None else x + delta)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from chairlift.attention import AttentionBackend, KVStorage
+from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.base import AttentionLayer
+from chairlift.attention.storage import KVStorage
 from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.store import resolve_model

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import AttentionLayer, KVStorage
+from chairlift.attention.base import AttentionLayer
+from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.attention_work import AttentionWork, work_by_rows
 from chairlift.kernels.cpu.decoder import Buffers, Step
 from chairlift.kernels.cpu.draft import Certain, Choices, Guessed, HeadWeights, Room, guess, remember

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, KVStorage, sent
-from chairlift.attention.paged_cpu import PagedCPUStep
+from chairlift.attention.base import Attend, HostAttend
+from chairlift.attention.input_batch import InputBatch
+from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request, Status
-from chairlift.models.input_batch import InputBatch
 from chairlift.speculation.control.controller import Wanted
 from chairlift.speculation.draft_head import DraftHead, Guesses
 from chairlift.speculation.networks import A_FEW, ComputedBatch
@@ -178,7 +178,7 @@ class Head:
             previous.index_fill_(0, sent(unknown, previous.device), 0.0)
         if known:
             previous.index_copy_(0, sent([*known], previous.device), torch.cat([*known.values()]))
-        if self.one_call and isinstance(attend, PagedCPUStep):
+        if self.one_call and isinstance(attend, HostAttend):
             prompts = [range(offset, offset + chunk.count) for offset, chunk in places if not chunk.decodes]
             rows = torch.tensor([row for some in prompts for row in some])
             positions, slots = batch.positions[rows], batch.layout.slots[rows]

@@ -9,15 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from chairlift.attention import AttentionBackend, KVStorage
-from chairlift.attention.base import sent
-from chairlift.attention.paged_cpu import PagedCPUAttention
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.input_batch import build_batch
+from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import MIN_TEMPERATURE, SamplingParams
 from chairlift.models.base import CausalLM
-from chairlift.models.input_batch import build_batch
 from chairlift.models.torch_threads import few_threads
 from chairlift.sampling.draw import draw
 from chairlift.sampling.filters import filter_probabilities, filters_of
@@ -134,7 +133,7 @@ class NetworkProposer:
         """Whether nothing has to be done between two guesses of a request."""
         one_call = isinstance(self.network, Head) and self.network.one_call
         drawn = any(self._is_drawn(one.request.params) for one in wanted)
-        return one_call and isinstance(self._attention, PagedCPUAttention) and not drawn
+        return one_call and self._attention.capabilities.host_attend and not drawn
 
     def _guess_at_once(self, wanted: Sequence[Wanted], chances: Mapping[bool, list[float]]) -> list[list[int]]:
         assert isinstance(self.network, Head)
@@ -195,7 +194,7 @@ class NetworkProposer:
     def _scores(self, chunks: Sequence[Chunk]) -> Tensor:
         device = self._storage.keys[0].device
         plan = StepPlan(step=0, chunks=tuple(chunks))
-        batch = build_batch(plan, self._storage, device, rectangular=self._attention.rectangular)
+        batch = build_batch(plan, self._storage, device, rectangular=self._attention.capabilities.rectangular)
         rows = [offset + chunk.count - 1 for offset, chunk in zip(batch.layout.offsets, chunks, strict=False)]
         attend = self._attention.plan(batch.layout, self._storage)
         return self.network.scores(batch, chunks, sent(rows, device), attend)

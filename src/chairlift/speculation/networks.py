@@ -14,12 +14,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from chairlift.attention.base import Attend, KVStorage
+from chairlift.attention.base import Attend
+from chairlift.attention.input_batch import InputBatch
+from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.models.base import CausalLM, HiddenStates
 from chairlift.models.decoder import Decoder
-from chairlift.models.input_batch import InputBatch
 
 A_FEW = 8  # tokens that a network is behind a request after most steps
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from chairlift.attention import KVStorage
+from chairlift.attention.storage import KVStorage
 from chairlift.cli.main import app
 from chairlift.engine.startup import LoadedModel
 from chairlift.lab.bench.stress.greedy_check import greedy_gaps

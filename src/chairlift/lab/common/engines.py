@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chairlift.attention import KVStorage
+from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.kv_dtype import kv_dtype
 from chairlift.engine.machine_defaults import batch_tokens, torch_device, torch_dtype

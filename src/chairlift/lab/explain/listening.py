@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionBackend, AttentionLayer, KVStorage, RaggedLayout
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.base import Attend, AttentionLayer, RaggedLayout
+from chairlift.attention.storage import KVStorage
 from chairlift.runner.base import ModelRunner
 
 if TYPE_CHECKING:
@@ -36,18 +38,15 @@ class AttentionCall:
 Listener = Callable[[AttentionCall], None]
 
 
-class _Listening:
+class _Listening(AttentionBackend):
     """A backend that tells of its calls."""
 
     def __init__(self, inner: AttentionBackend, listener: Listener) -> None:
+        super().__init__(inner.invariant_for)
         self.inner = inner
         self.listener = listener
-        self.name = inner.name
-        self.rectangular = inner.rectangular
-
-    @classmethod
-    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
-        return []
+        # A fused stack would not call `attend` layer by layer.
+        self.capabilities = replace(inner.capabilities, host_attend=False)  # type: ignore[misc]
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
         attend = self.inner.plan(layout, storage)

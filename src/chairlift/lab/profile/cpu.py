@@ -12,7 +12,8 @@ from unittest.mock import patch
 
 import torch
 
-from chairlift.attention import Attend, KVStorage, RaggedLayout
+from chairlift.attention.base import Attend, RaggedLayout
+from chairlift.attention.storage import KVStorage
 from chairlift.engine.startup import StartedEngine
 from chairlift.lab.common.step_work import ATTENTION, GEMM, SAMPLING
 from chairlift.lab.common.timing import Note

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.paged_gpu import LONG_CONTEXT
-
 FLOATS = ("temperature", "top_p", "min_p", "uniform")
 
 
@@ -98,17 +96,17 @@ class Shapes:
         tile_queries: int,
         *,
         graphs: bool,
-        long_contexts: bool,
-        cuts_more: Callable[[int], bool],
+        long_context: int | None,
+        splits_more: Callable[[int], bool],
     ) -> None:
-        """`rows`: the most single tokens of a step: one of each seat, and their drafts. `long_contexts`: whether there
-        are any. `cuts_more`: whether it matters among so many single tokens."""
+        """`rows`: the most single tokens of a step: one of each seat, and their drafts. `long_context`: the number
+        of tokens beyond which a context is long; None if none can be. `splits_more`: as in BatchSpec."""
         self._seats = seats
         self._rows = rows
         self._tile_queries = tile_queries
         self._graphs = graphs
-        self._long_contexts = long_contexts
-        self._cuts_more = cuts_more
+        self._long_context = long_context
+        self._splits_more = splits_more
         self.decode_buckets = decode_buckets(rows)
 
     def largest(self, max_batch_tokens: int) -> BatchShape:
@@ -128,19 +126,22 @@ class Shapes:
 
     def _cut(self, shape: BatchShape, long: bool) -> BatchShape:
         """Told apart only where it matters: else there would be two graphs of the same step."""
-        cut = long and self._long_contexts and self._cuts_more(shape.singles)
+        cut = long and self._long_context is not None and self._splits_more(shape.singles)
         return replace(shape, long=True) if cut else shape
 
     def all_decodes(self, sizes: Sequence[int]) -> list[BatchShape]:
         """Those with long contexts last, as far as they are others."""
         return [*dict.fromkeys(self.decodes(size, long=long) for long in (False, True) for size in sizes)]
 
+    def _is_long(self, context: int) -> bool:
+        return self._long_context is not None and context > self._long_context
+
     def beside_prompts(self, decodes: BatchShape) -> list[BatchShape]:
         """Steps that are not captured, by what their kernels are: the same single tokens beside a prompt, and a prompt
         that follows a long context."""
         singles = decodes.singles
         found = [replace(decodes, tokens=singles + UNCAPTURED, chunks=singles + 1, tiles=1)]
-        if self._long_contexts:
+        if self._long_context is not None:
             found.append(BatchShape(UNCAPTURED, 1, 0, 1, 1, FEWEST_UPDATES, deep=True))
         return found
 
@@ -158,9 +159,9 @@ class Shapes:
     ) -> tuple[BatchShape, bool]:
         """The shape for this batch, and whether it is one that recurs, so that a graph of it pays. `longest`: the
         longest context of a single token; `deepest`: of a longer chunk. A captured step serves all of the latter."""
-        long = longest > LONG_CONTEXT
+        long = self._is_long(longest)
         updates = min(updates, self._most_updates(tokens, self._seats))
-        exact = BatchShape(tokens, chunks, singles, tiles, samples, updates, deep=deepest > LONG_CONTEXT)
+        exact = BatchShape(tokens, chunks, singles, tiles, samples, updates, deep=self._is_long(deepest))
         if not self._graphs:
             return self._cut(exact, long), False
         if not tiles:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import sent
+from chairlift.attention.storage import sent
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.runner.gpu.batch import BatchShape, Shapes, fill_with_nobody
 from chairlift.runner.gpu.slots import Slots

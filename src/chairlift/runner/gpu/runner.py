@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention import AttentionLayer, KVStorage, PagedBatch, PagedGPUAttention
-from chairlift.attention.base import sent
-from chairlift.attention.paged_gpu import LONG_CONTEXT
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.base import AttentionLayer, PagedBatch
+from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
@@ -47,12 +47,10 @@ STAGING_BUFFERS = STEPS_AHEAD + 2  # one being filled, and those of the steps in
 class GPURunner(ModelRunner):
     """An executor whose steps can be queued one ahead."""
 
-    attention: PagedGPUAttention
-
     def __init__(
         self,
         model: CausalLM,
-        attention: PagedGPUAttention,
+        attention: AttentionBackend,
         storage: KVStorage,
         *,
         max_batch_requests: int,
@@ -73,15 +71,16 @@ class GPURunner(ModelRunner):
         self.max_drafts = max_drafts
         self.device = model.device
         self.slots = Slots(max_batch_requests, -(-max_model_len // storage.block_size), storage.block_size)
-        self.tile_queries = attention.tile_queries((*model.attention_layers, *draft_layers), model.dtype)
+        spec = attention.batch_spec((*model.attention_layers, *draft_layers), model.dtype)
+        self.tile_queries = spec.tile_queries
         self.tables = self._zeros(self.slots.count + 1, self.slots.table_width)
         self.last_token = self._zeros(self.slots.count + 1)
         use_graphs = graphs and can_capture(self.device)
         self.shapes = Shapes(
             *(max_batch_requests, max_batch_requests + max_drafts, self.tile_queries),
             graphs=use_graphs,
-            long_contexts=max_model_len > LONG_CONTEXT,
-            cuts_more=partial(attention.cuts_more, (*model.attention_layers, *draft_layers)),
+            long_context=spec.long_context if max_model_len > spec.long_context else None,
+            splits_more=spec.splits_more,
         )
         self.packer = Packer(self.slots, self.shapes, self.tables, self.tile_queries)
         self._largest = self.shapes.largest(max_batch_tokens)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from chairlift.attention import RaggedLayout
+from chairlift.attention.base import RaggedLayout
+from chairlift.attention.input_batch import InputBatch
 from chairlift.core.beam.search import Candidates
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.models.base import HiddenStates
-from chairlift.models.input_batch import InputBatch
 from chairlift.runner.gpu.packing import Packed
 from chairlift.runner.gpu.staging import Staging
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from chairlift.attention import choose_backend
+from chairlift.attention.choose import choose_backend
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-from chairlift.attention import BACKENDS, AttentionBackend, AttentionLayer, KVStorage, choose_backend
+from chairlift.attention.backends import BACKENDS
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.base import AttentionLayer
+from chairlift.attention.choose import choose_backend
+from chairlift.attention.input_batch import build_batch
+from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.lengths import SpreadLengths
 from chairlift.lab.common.timing import Note, best_seconds
-from chairlift.models.input_batch import build_batch
 
 BLOCK_SIZE = 16
 LONGEST = 8  # times the mean: where lengths are cut off
@@ -37,7 +41,7 @@ class Shape:
 
     def modes(self) -> list[str]:
         """The backends that can run it."""
-        return [name for name in BACKENDS if not self._refuses(name)]
+        return [name for name in BACKENDS.names() if not self._refuses(name)]
 
     def _refuses(self, name: str) -> bool:
         try:
@@ -132,7 +136,7 @@ def random_storage(shape: Shape, num_blocks: int) -> KVStorage:
 
 def _time_backend(shape: Shape, name: str, plan: StepPlan, storage: KVStorage) -> float:
     backend = shape.backend(name)
-    batch = build_batch(plan, storage, shape.device, rectangular=backend.rectangular)
+    batch = build_batch(plan, storage, shape.device, rectangular=backend.capabilities.rectangular)
     # Planned once for all layers of a model, so planning is no part of what a layer costs.
     attend = backend.plan(batch.layout, storage)
     rows = len(batch.tokens)

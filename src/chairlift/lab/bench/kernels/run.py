@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.attention import Attend, AttentionBackend, AttentionLayer, FusedAttend, choose_backend
-from chairlift.attention.paged_gpu import PagedGPUStep
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.base import Attend, AttentionLayer, FusedAttend
+from chairlift.attention.choose import choose_backend
+from chairlift.attention.input_batch import build_batch
+from chairlift.attention.paged.gpu import PagedGPUStep
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.attention.modes import BLOCK_SIZE, plan_of
@@ -24,7 +27,6 @@ from chairlift.lab.common.timing import Note, Run, best_seconds
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.models.decoder import Decoder
-from chairlift.models.input_batch import build_batch
 from chairlift.runner.kv_storage import allocate_storage
 from chairlift.sampling.sampler import Sampler
 
@@ -189,7 +191,7 @@ def attention_case(
     storage = allocate_storage([first] * count, num_blocks, BLOCK_SIZE, kv_dtype, device)
     for layer_side in (*storage.keys, *storage.values):
         layer_side.copy_(random(*shape, dtype=kv_dtype))
-    batch = build_batch(plan, storage, device, rectangular=backend.rectangular)
+    batch = build_batch(plan, storage, device, rectangular=backend.capabilities.rectangular)
     attend = _with_tiles_of_a_step(backend.plan(batch.layout, storage), first, model.dtype)
     rows, heads = len(batch.tokens), first.num_heads + 2 * first.num_kv_heads
     qkv = random(rows, heads * first.head_dim, dtype=model.dtype)
@@ -212,7 +214,7 @@ def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dt
     backend by itself knows neither."""
     if not isinstance(attend, PagedGPUStep):
         return attend
-    batch, queries = attend.batch, attend.backend.tile_queries([layer], dtype)
+    batch, queries = attend.batch, attend.backend.batch_spec([layer], dtype).tile_queries
     counts = enumerate(batch.chunk_count.tolist())
     tiles = [(chunk, at) for chunk, count in counts if chunk >= batch.num_single for at in range(0, count, queries)]
     chunks, offsets = (

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from chairlift.attention import AttentionBackend
+from chairlift.attention.backends.base import AttentionBackend
 from chairlift.core.events import StepDone, TokenProduced
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.engine import Engine

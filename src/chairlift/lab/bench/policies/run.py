@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from chairlift.attention import BACKENDS
+from chairlift.attention.backends import BACKENDS
 from chairlift.core.policies.base import POLICIES
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.engine_run import measure_engine
@@ -35,8 +35,8 @@ class Strategy:
         """ "static", or "static/padded"."""
         policy, _, attention = text.strip().partition("/")
         made = cls(policy, attention or "auto")
-        if policy not in POLICIES or made.attention not in ("auto", *BACKENDS):
-            choices = f"{', '.join(POLICIES)}, each alone or with /{', /'.join(BACKENDS)}"
+        if policy not in POLICIES or made.attention not in ("auto", *BACKENDS.names()):
+            choices = f"{', '.join(POLICIES)}, each alone or with /{', /'.join(BACKENDS.names())}"
             raise InvalidParameter("strategies", f"there is no {text.strip()!r}; choose from {choices}")
         return made
 

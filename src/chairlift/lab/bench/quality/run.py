@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chairlift.attention.input_batch import build_batch
 from chairlift.config import EngineConfig
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
@@ -19,7 +20,6 @@ from chairlift.engine.machine_defaults import torch_device
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.quality.texts import TEXTS
-from chairlift.models.input_batch import build_batch
 from chairlift.runner.base import ModelRunner
 
 Note = Callable[[str], None]
@@ -120,7 +120,8 @@ def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores
     request = Request("quality", list(tokens), SamplingParams(), max_new_tokens=1, arrival=0.0)
     table = list(range(-(-len(tokens) // block_size)))
     plan = StepPlan(step=0, chunks=(Chunk(request, start=0, count=len(tokens), table=table, samples=False),))
-    batch = build_batch(plan, runner.storage, runner.model.device, rectangular=runner.attention.rectangular)
+    rectangular = runner.attention.capabilities.rectangular
+    batch = build_batch(plan, runner.storage, runner.model.device, rectangular=rectangular)
     attend = runner.attention.plan(batch.layout, runner.storage)
     hidden = runner.model.hidden_states(batch.tokens, batch.positions, attend).last
     losses, likeliest = [], []

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from chairlift.attention import KVStorage
-from chairlift.attention.bursted import BurstedAttention
+from chairlift.attention.backends.bursted import BurstedAttention
+from chairlift.attention.input_batch import build_batch
+from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.models.base import CausalLM
-from chairlift.models.input_batch import build_batch
 
 BLOCK_SIZE = 16
 

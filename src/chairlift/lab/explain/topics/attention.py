@@ -294,5 +294,9 @@ TOPIC = Topic(
     run=run,
     pictures=(Picture("attention", draw, says),),
     teach=teach,
-    code=("chairlift/models/decoder.py", "chairlift/attention/bursted.py", "chairlift/kernels/cpu/attention.py"),
+    code=(
+        "chairlift/models/decoder.py",
+        "chairlift/attention/backends/bursted.py",
+        "chairlift/kernels/cpu/attention.py",
+    ),
 )

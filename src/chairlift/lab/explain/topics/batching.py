@@ -157,5 +157,9 @@ TOPIC = Topic(
     run=run,
     pictures=(Picture("batching", draw, says),),
     teach=teach,
-    code=("chairlift/core/policies/base.py", "chairlift/core/scheduler/scheduler.py", "chairlift/attention/padded.py"),
+    code=(
+        "chairlift/core/policies/base.py",
+        "chairlift/core/scheduler/scheduler.py",
+        "chairlift/attention/backends/padded.py",
+    ),
 )

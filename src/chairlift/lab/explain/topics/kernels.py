@@ -227,9 +227,9 @@ TOPIC = Topic(
     pictures=(Picture("kernels", draw, says),),
     teach=teach,
     code=(
-        "chairlift/attention/bursted.py",
-        "chairlift/attention/padded.py",
-        "chairlift/attention/paged_cpu.py",
+        "chairlift/attention/backends/bursted.py",
+        "chairlift/attention/backends/padded.py",
+        "chairlift/attention/paged/cpu.py",
         "chairlift/kernels/cpu/attention.py",
     ),
 )

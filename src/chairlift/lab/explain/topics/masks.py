@@ -269,5 +269,9 @@ TOPIC = Topic(
     run=run,
     pictures=(Picture("masks", draw, says),),
     teach=teach,
-    code=("chairlift/attention/base.py", "chairlift/attention/padded.py", "chairlift/models/input_batch.py"),
+    code=(
+        "chairlift/attention/base.py",
+        "chairlift/attention/backends/padded.py",
+        "chairlift/attention/input_batch.py",
+    ),
 )

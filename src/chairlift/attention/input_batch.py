@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention import KVStorage, RaggedLayout
+from chairlift.attention.base import RaggedLayout
+from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import StepPlan
 
 PADDING_TOKEN = 0  # any token will do: nobody looks at what comes of it

@@ -1,23 +1,22 @@
-"""Bursted attention: one call per request, written as the formula. Slow, and the oracle for all the others."""
+"""Bursted attention: one call per request, written as the formula. Slow; the reference for all other backends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout, visible_mask
+from chairlift.attention.backends import BACKENDS
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.base import Attend, AttentionLayer, RaggedLayout, visible_mask
+from chairlift.attention.storage import KVStorage
 
 
-class BurstedAttention:
+@BACKENDS.register("bursted")
+class BurstedAttention(AttentionBackend):
     name = "bursted"
-    rectangular = False
-
-    @classmethod
-    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
-        return []
+    preference = 1
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
         return _BurstedStep(layout, storage)
@@ -41,7 +40,7 @@ class _BurstedStep:
 
 
 def attention_by_formula(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q·kᵀ·scale, masked)·v in float32, for one sequence, or for several on further axes in front.
+    """softmax(q·kᵀ·scale, masked)·v in float32, for one sequence, or for several on leading axes.
 
     q [c, heads, d]; keys, values [n, kv_heads, d]; mask [c, n] -> [c, heads, d] in q's type.
     """

@@ -1,57 +1,36 @@
-"""Ragged paged attention on a GPU, by the Triton kernels."""
+"""Ragged attention on a GPU: Triton kernels that read the blocks in place."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout
+from chairlift.attention.backends.base import AttentionBackend, BatchSpec, Capabilities
+from chairlift.attention.base import Attend, AttentionLayer, FusedAttend, PagedBatch, RaggedLayout
+from chairlift.attention.storage import KVStorage
 
 if TYPE_CHECKING:
     from chairlift.kernels.triton.decode import Fresh, Scratch
     from chairlift.kernels.triton.invariant_attention import SpanScratch
 
-
 ANY_LAYERS_QUERIES = 16  # tokens in a tile of queries, where the layers' heads are not known beforehand
-LONG_CONTEXT = 8192  # tokens: longer ones are cut into more parts, or read in larger tiles
+LONG_CONTEXT = 8192  # tokens: longer ones are split into more parts, or read in larger tiles
 
 
-@dataclass(frozen=True, slots=True)
-class PagedBatch:
-    """One ragged batch as the kernels read it: T tokens of C chunks. All int32, all on the device.
-
-    Chunks of a single token come first, so that chunk i of them is row i of the batch.
-    """
-
-    slots: Tensor  # [T]: the row of `tables` that belongs to each token's request
-    positions: Tensor  # [T]: each token's place in its sequence; -1 for rows that are nobody's
-    tables: Tensor  # [slots, blocks]
-    chunk_slot: Tensor  # [C]
-    chunk_row: Tensor  # [C]: the batch row of the chunk's first token
-    chunk_start: Tensor  # [C]: that token's position
-    chunk_count: Tensor  # [C]: 0 for chunks that are nobody's
-    num_single: int  # only the first so many chunks may be single tokens
-    tile_chunk: Tensor  # [tiles]: the chunk that each tile of queries belongs to, -1 for none
-    tile_offset: Tensor  # [tiles]: its first query, counted from the chunk's first
-    tile_queries: int  # tokens in a tile
-    one_per_request: bool = False  # none has two rows, so that no row reads what another writes in the same step
-    long_contexts: bool = False  # of some single token
-    deep_chunks: bool = False  # some longer chunk has a long context
-
-
-class PagedGPUAttention:
+class PagedGPUAttention(AttentionBackend):
     name = "ragged"
-    rectangular = False
+    capabilities = Capabilities(batch_invariant=True, captures=True)
 
     def __init__(self, invariant_for: int | None = None) -> None:
-        self.invariant_for = invariant_for
-        self._scratch: dict[tuple[int, int, int], Scratch] = {}  # by what differs between layers, as the next
-        self._span_scratch: dict[tuple[int, int, int], SpanScratch] = {}
+        super().__init__(invariant_for)
+        self._scratch: dict[tuple[int, int, int], Scratch] = {}  # by (heads, kv_heads, head_dim)
+        self._span_scratch: dict[tuple[int, int, int], SpanScratch] = {}  # by the same
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -61,7 +40,7 @@ class PagedGPUAttention:
         if importlib.util.find_spec("triton") is None:
             found.append("triton is not installed")
         if any(layer.head_dim > 256 for layer in layers):
-            found.append("it takes heads of at most 256 numbers")
+            found.append("it takes heads of at most 256 dimensions")
         return found
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
@@ -97,8 +76,11 @@ class PagedGPUAttention:
     def attend(self, batch: PagedBatch, storage: KVStorage) -> PagedGPUStep:
         return PagedGPUStep(batch, storage, self)
 
-    def tile_queries(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
-        """Tokens in a tile of queries that suits all the layers."""
+    def batch_spec(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> BatchSpec:
+        return BatchSpec(self._tile_queries(layers, dtype), LONG_CONTEXT, partial(self._splits_more, tuple(layers)))
+
+    def _tile_queries(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
+        """Tokens in a tile of queries that suits all layers."""
         from chairlift.kernels.triton import attention as triton_attention
         from chairlift.kernels.triton import invariant_attention as triton_invariant_attention
 
@@ -106,8 +88,8 @@ class PagedGPUAttention:
         for_layer = (triton_invariant_attention if invariant else triton_attention).queries_per_tile
         return min(int(for_layer(layer.num_heads, layer.num_kv_heads, layer.head_dim, dtype)) for layer in layers)
 
-    def cuts_more(self, layers: Sequence[AttentionLayer], rows: int) -> bool:
-        """Whether in steps of so many single tokens a long context is cut into more parts than a short one."""
+    def _splits_more(self, layers: Sequence[AttentionLayer], rows: int) -> bool:
+        """Whether a step of `rows` single tokens splits a long context into more parts than a short one."""
         from chairlift.kernels.triton.decode import decode_splits
 
         if self.invariant_for is not None:
@@ -124,8 +106,6 @@ class PagedGPUAttention:
         return self._scratch[key]
 
     def reserve(self, layers: Sequence[AttentionLayer], rows: int, device: torch.device) -> None:
-        """Take the memory that steps of up to `rows` single tokens need beside the cache: before the cache is sized,
-        and before a graph is captured that would go on using it."""
         for layer in layers:
             if self.invariant_for is None:
                 self.scratch(layer, device)
@@ -133,7 +113,7 @@ class PagedGPUAttention:
                 self.span_scratch(layer, rows, device)
 
     def span_scratch(self, layer: AttentionLayer, rows: int, device: torch.device) -> SpanScratch:
-        """One for all layers of a shape, and for all batches of up to the most rows asked for so far."""
+        """The scratch memory that all layers of one shape share, grown to the largest batch so far."""
         key = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if key not in self._span_scratch or len(self._span_scratch[key].chunks) < rows:
             from chairlift.kernels.triton.invariant_attention import SpanScratch
@@ -148,7 +128,7 @@ def _reads_far(layer: AttentionLayer) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedGPUStep:
+class PagedGPUStep(FusedAttend):
     batch: PagedBatch
     storage: KVStorage
     backend: PagedGPUAttention
@@ -197,7 +177,7 @@ class PagedGPUStep:
         return self._attended(layer, qkv.unflatten(1, (-1, layer.head_dim))[:, : layer.num_heads])
 
     def _decoded_from(self, layer: AttentionLayer, heads: Tensor, fresh: Fresh) -> Tensor:
-        """A step of single tokens only: one kernel does all of it."""
+        """A step of single tokens only, in one kernel."""
         from chairlift.kernels.triton.launch import empty_rows
 
         size = (len(heads), layer.num_heads, layer.head_dim)

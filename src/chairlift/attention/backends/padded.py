@@ -1,30 +1,28 @@
 """Padded attention: the classic batch. One dense call for all requests, as wide as the longest of them.
 
-Every request's keys and values are gathered into one [B, longest sequence] tensor and every request asks as many
-queries as the one with the most; masks hide what is padding. It is here to be compared with: what it costs is what
-a ragged batch saves.
+Every request's keys and values are gathered into one [B, longest sequence] tensor, and every request has as many query
+rows as the longest chunk; masks hide the padding. It is the baseline that shows what a ragged batch saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout, as_plain
-from chairlift.attention.bursted import attention_by_formula
+from chairlift.attention.backends import BACKENDS
+from chairlift.attention.backends.base import AttentionBackend, Capabilities
+from chairlift.attention.backends.bursted import attention_by_formula
+from chairlift.attention.base import Attend, AttentionLayer, RaggedLayout
+from chairlift.attention.storage import KVStorage, as_plain
 
 
-class PaddedAttention:
+@BACKENDS.register("padded")
+class PaddedAttention(AttentionBackend):
     name = "padded"
-    rectangular = True
-
-    @classmethod
-    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
-        return []
+    capabilities = Capabilities(rectangular=True)
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
         return _PaddedStep(layout, storage, _Rectangle.of(layout, storage.block_size))
@@ -43,12 +41,12 @@ class _Rectangle:
     def of(cls, layout: RaggedLayout, block_size: int) -> _Rectangle:
         device = layout.tables.device
         width = layout.offsets[1]
-        assert layout.offsets[-1] == width * len(layout.starts), "the batch is no rectangle"
+        assert layout.offsets[-1] == width * len(layout.starts), "the batch is not a rectangle"
         starts = torch.tensor(layout.starts, device=device)[:, None]
         ends = torch.tensor(layout.ends, device=device)[:, None]
         num_blocks = -(-max(layout.ends) // block_size)
         positions = torch.arange(num_blocks * block_size, device=device)
-        # Padding looks where its sequence's last token looks: somewhere, so that no softmax is over nothing.
+        # Padding sees what its sequence's last token sees: a softmax over nothing would be NaN.
         queries = torch.minimum(starts + torch.arange(width, device=device), ends - 1)
         return cls(width, layout.tables[:, :num_blocks].flatten(), positions >= ends, queries)
 
@@ -91,8 +89,8 @@ class _PaddedStep:
         return self.masks[window]
 
     def _gather(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """[num_blocks, block_size, kv_heads, d] -> [B, L, kv_heads, d], with zeros where a sequence has ended: what
-        lies in memory there may be NaN, which no mask hides."""
+        """[num_blocks, block_size, kv_heads, d] -> [B, L, kv_heads, d], with zeros behind a sequence's end, where
+        the memory may hold NaN, which no mask hides."""
         rectangle = self.rectangle
         gathered = as_plain(stored).index_select(0, rectangle.blocks).view(stored.dtype)
         dense = gathered.view(*rectangle.absent.shape, *stored.shape[2:]).to(dtype)

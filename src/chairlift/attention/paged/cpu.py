@@ -1,4 +1,4 @@
-"""Ragged paged attention on the CPU: one compiled kernel for decodes and prefill chunks, straight from the blocks."""
+"""Ragged attention on the CPU: one compiled kernel for decodes and prefill chunks that reads the blocks in place."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer, KVStorage, RaggedLayout
+from chairlift.attention.backends.base import AttentionBackend, Capabilities
+from chairlift.attention.base import Attend, AttentionLayer, HostAttend, RaggedLayout
+from chairlift.attention.storage import KVStorage
 
-if TYPE_CHECKING:  # numba takes its time
+if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.attention_work import AttentionWork
 
 
-class PagedCPUAttention:
+class PagedCPUAttention(AttentionBackend):
     name = "ragged"
-    rectangular = False
-
-    def __init__(self, invariant_for: int | None = None) -> None:
-        self._invariant = invariant_for is not None
+    capabilities = Capabilities(batch_invariant=True, host_attend=True)
 
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -36,18 +35,18 @@ class PagedCPUAttention:
         return found
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
-        return PagedCPUStep(layout, storage, self._invariant)
+        return PagedCPUStep(layout, storage, self.invariant_for is not None)
 
 
 @dataclass(slots=True)
-class PagedCPUStep:
+class PagedCPUStep(HostAttend):
     layout: RaggedLayout
     storage: KVStorage
     invariant: bool = False  # a token's result does not depend on how many are computed with it
     _work: dict[tuple[int, int], AttentionWork] | None = None
 
     def work(self, layer: AttentionLayer) -> AttentionWork:
-        """The step's attention cut into pieces: the same for all layers of the same shape."""
+        """The step's attention split into pieces for threads: the same for all layers of one shape."""
         from chairlift.kernels.cpu.attention_work import FEW, split_work
 
         if self._work is None:
@@ -79,5 +78,5 @@ class PagedCPUStep:
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """The same memory for a compiled kernel; numpy has no bfloat16, so it goes as unsigned integers."""
+    """The same memory for a compiled kernel; numpy has no bfloat16, so that goes as unsigned integers."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()

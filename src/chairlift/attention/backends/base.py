@@ -1,0 +1,73 @@
+"""What the engine needs from an attention backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from chairlift.attention.base import Attend, AttentionLayer, PagedBatch, RaggedLayout
+from chairlift.attention.storage import KVStorage
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do, and the batches that it needs."""
+
+    batch_invariant: bool = False  # a token's result can be made independent of the rest of the batch, bit for bit
+    rectangular: bool = False  # it needs all sequences padded to the longest chunk
+    host_attend: bool = False  # its steps are HostAttend: a compiled kernel can run all layers in one call
+    captures: bool = False  # it has `batch_spec` and `attend`, which only read device memory: a graph can capture them
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """How a runner packs the batches that `attend` takes."""
+
+    tile_queries: int  # tokens in a tile of queries
+    long_context: int  # tokens: a batch with a longer context is packed as one with long contexts
+    splits_more: Callable[[int], bool]  # whether long contexts need a kernel of their own, by the number of rows
+
+
+class AttentionBackend(ABC):
+    """A way to compute attention over a ragged batch. Only `name` and `plan` have no default."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    preference: ClassVar[int] = 0  # `auto` takes the backend with the highest one that has no obstacle
+
+    def __init__(self, invariant_for: int | None = None) -> None:
+        """`invariant_for`: be batch-invariant for contexts of up to this many tokens, if not None."""
+        self.invariant_for = invariant_for
+
+    @classmethod
+    def implementation(cls, device: torch.device) -> type[AttentionBackend]:
+        """The class that runs on a device."""
+        return cls
+
+    @classmethod
+    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Why this backend cannot run such a model there; empty if it can."""
+        return []
+
+    @abstractmethod
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+        """Prepare what all layers of one step have in common."""
+
+    def reserve(self, layers: Sequence[AttentionLayer], rows: int, device: torch.device) -> None:
+        """Allocate what steps of up to `rows` single tokens need besides the cache.
+
+        Called before the cache is sized and before a graph is captured that goes on using the memory.
+        """
+        del layers, rows, device  # most backends need nothing
+
+    def batch_spec(self, layers: Sequence[AttentionLayer], dtype: torch.dtype) -> BatchSpec:
+        """How to pack batches for `attend`; only with `capabilities.captures`."""
+        raise NotImplementedError
+
+    def attend(self, batch: PagedBatch, storage: KVStorage) -> Attend:
+        """The attention of a batch that lies in device memory; only with `capabilities.captures`."""
+        raise NotImplementedError

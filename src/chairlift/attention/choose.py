@@ -1,0 +1,43 @@
+"""Choosing an attention backend for a model and a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from chairlift.attention.backends import BACKENDS
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.base import AttentionLayer
+from chairlift.errors import InvalidParameter
+
+
+def choose_backend(
+    name: str,
+    layers: Sequence[AttentionLayer],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    invariant_for: int | None = None,
+) -> AttentionBackend:
+    """The backend called `name`, or with "auto" the preferred one that can run the model there.
+
+    With `invariant_for`, a token's attention must not depend on the rest of the batch, for contexts of up to that many
+    tokens.
+    """
+    if name not in ("auto", *BACKENDS.names()):
+        choices = ", ".join(BACKENDS.names())
+        raise InvalidParameter("attention", f"unknown backend {name!r}; choose from auto, {choices}")
+    candidates = [BACKENDS.get(each) for each in (BACKENDS.names() if name == "auto" else [name])]
+    reasons: list[str] = []
+    for candidate in sorted(candidates, key=lambda backend: -backend.preference):
+        backend = candidate.implementation(device)
+        obstacles = backend.obstacles(layers, device, dtype)
+        if invariant_for is not None and not backend.capabilities.batch_invariant:
+            obstacles = [*obstacles, f"{backend.name} attention adds up in an order that depends on the batch"]
+        if not obstacles:
+            return backend(invariant_for)
+        reasons += obstacles
+    if invariant_for is not None:
+        raise InvalidParameter("batch_invariant", f"no attention can do it here: {'; '.join(reasons)}")
+    raise InvalidParameter("attention", f"{name!r} cannot be used here: {'; '.join(reasons)}")

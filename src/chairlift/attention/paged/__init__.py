@@ -1,0 +1,1 @@
+"""Ragged attention that reads keys and values in place, block by block: one implementation per device."""

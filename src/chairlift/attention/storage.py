@@ -1,0 +1,78 @@
+"""The tensors of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVStorage:
+    """The cache's tensors, one pair per layer, each [num_blocks + 1, block_size, kv_heads, head_dim].
+
+    The last block is never allocated: the keys and values of padding are written there.
+    """
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    stacked: tuple[Tensor, Tensor] | None = (
+        None  # the same memory as one tensor per side: the leading layers of one shape
+    )
+
+    @property
+    def block_size(self) -> int:
+        return int(self.keys[0].shape[1])
+
+    @property
+    def scratch_block(self) -> int:
+        return int(self.keys[0].shape[0]) - 1
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store each token's key and value [T, kv_heads, head_dim] into its slot (block * block_size + offset)."""
+        for side, new in ((self.keys[layer], k), (self.values[layer], v)):
+            as_plain(side.view(-1, *side.shape[2:])).index_copy_(0, slots, as_plain(narrowed(new, side.dtype)))
+
+    def clear(self, layer: int, blocks: Sequence[int]) -> None:
+        """Fill these blocks of one layer with zeros."""
+        which = sent(blocks, self.keys[layer].device)
+        for side in (self.keys[layer], self.values[layer]):
+            as_plain(side).index_fill_(0, which, 0)
+
+    def read(self, layer: int, table: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """One sequence's first `length` keys and values, gathered through its block table [blocks]."""
+        used = table[: -(-length // self.block_size)]
+        sides = (self.keys[layer], self.values[layer])
+        keys, values = (
+            as_plain(side).index_select(0, used).view(side.dtype).flatten(0, 1)[:length].to(dtype) for side in sides
+        )
+        return keys, values
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks in all layers. All sources are read before any target is written, so they may overlap."""
+        device = self.keys[0].device
+        source, target = sent(sources, device), sent(targets, device)
+        for tensor in map(as_plain, (*self.keys, *self.values)):
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+def sent(
+    numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """`numbers` as a tensor on a device, without waiting for the work queued there."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """The same memory in a type that torch can index: 8-bit floats as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another type; values beyond the range of 8-bit floats are clamped to it."""
+    if dtype.itemsize == 1:
+        limit = torch.finfo(dtype).max
+        return tensor.clamp(-limit, limit).to(dtype)
+    return tensor.to(dtype)

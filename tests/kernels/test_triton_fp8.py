@@ -31,7 +31,7 @@ from chairlift.models.read_config import decoder_config
 from chairlift.models.weights import fill
 from chairlift.runner.host_blocks import HostBlocks
 from chairlift.runner.kv_storage import allocate_storage
-from tests.kernels.test_triton_attention import error, make_case, reference, run_decode, run_prefill
+from tests.kernels.attention_cases import error, make_case, reference, run_decode, run_prefill
 from tests.kernels.test_triton_invariant import attend
 from tests.kernels.tiny_config import CONFIG
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from chairlift.kernels.triton import invariant as triton_invariant
 from chairlift.kernels.triton.invariant import invariant_linear
 from chairlift.kernels.triton.invariant_attention import SpanScratch, invariant_attention, queries_per_tile
-from tests.kernels.test_triton_attention import Case, as_ints, error, make_case, reference
+from tests.kernels.attention_cases import AttentionCase, as_ints, error, make_case, reference
 
 
 @pytest.mark.parametrize(("columns", "depth"), [(70, 40), (33, 1100)])
@@ -34,7 +34,7 @@ def test_linear(
     assert product(slice(None)).equal(whole)
 
 
-def attend(case: Case, *, longest: int, window: int | None, softcap: float | None, singles: bool) -> Tensor:
+def attend(case: AttentionCase, *, longest: int, window: int | None, softcap: float | None, singles: bool) -> Tensor:
     """With `singles` through the launch for single tokens, else as tiles."""
     device = case.q.device
     _, heads, dim = case.q.shape
@@ -69,11 +69,11 @@ def attend(case: Case, *, longest: int, window: int | None, softcap: float | Non
     return out
 
 
-def cut(case: Case, sequence: int, first: int, count: int) -> Case:
+def cut(case: AttentionCase, sequence: int, first: int, count: int) -> AttentionCase:
     """Some neighbouring tokens of one sequence, as a batch of their own."""
     row = case.rows[sequence] + first
     start = case.starts[sequence] + first
-    return Case(
+    return AttentionCase(
         case.q[row : row + count], case.keys, case.values, case.tables, [case.slots[sequence]], [start], [count]
     )
 

@@ -32,7 +32,7 @@ def test_decode_with_window_and_softcap(
     assert error(found, reference(case, 0.2, window, softcap)) < TOLERANCE[torch.float32]
 
 
-def test_decode_leaves_rows_without_work_alone(device: torch.device) -> None:
+def test_decode_does_not_write_padding_rows(device: torch.device) -> None:
     case = make_case([10, 70], [1, 1], device=device)
     case.q = torch.cat((case.q, case.q[:1]))
     found = run_decode(case, 0.2, None, None, padding_rows=1)
@@ -107,10 +107,10 @@ def test_random_mixes(seed: int, device: torch.device) -> None:
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "pairs"), [(4, 2, 16, 8), (6, 2, 32, 4), (3, 1, 24, 0)])
 @pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (2, 20)])
-def test_decode_straight_from_the_projection(
+def test_decode_from_the_projection(
     heads: int, kv_heads: int, dim: int, pairs: int, splits: int, window: int | None, early: bool, device: torch.device
 ) -> None:
-    """As if norms, rotation and the write to the cache had been a kernel before."""
+    """Equals a separate kernel for norms, rotation and the write to the cache."""
     starts = [0, 15, 16, 70, 3]
     case = make_case(starts, [1] * 5, heads=heads, kv_heads=kv_heads, dim=dim, device=device)
     rows, keys, values = len(starts), case.keys.clone(), case.values.clone()
@@ -170,7 +170,7 @@ def test_one_scratch_has_room_for_every_batch_size(kv_heads: int) -> None:
         assert all(rows * kv_heads <= len(scratch.arrived) for rows in cut)
 
 
-def test_a_long_context_is_cut_into_more_parts() -> None:
+def test_a_long_context_has_more_splits() -> None:
     usual, long = ({rows: decode_splits(rows, 8, long=kind) for rows in (1, 16, 32, 64, 128, 256)} for kind in (0, 1))
     assert usual == {1: 32, 16: 2, 32: 1, 64: 1, 128: 2, 256: 1}
     assert long == {1: 32, 16: 2, 32: 8, 64: 4, 128: 2, 256: 1}

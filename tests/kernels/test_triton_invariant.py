@@ -1,4 +1,4 @@
-"""Kernels whose rows do not feel each other: exact against float64, and bit-identical in any batch."""
+"""Batch-invariant kernels: correct against float64, and bit-identical in any batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kernels.attention_cases import AttentionCase, as_ints, error, make_ca
 def test_linear(
     columns: int, depth: int, residual: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few rows and many, parts side by side and one after the other: the same bits."""
+    """Few rows and many, parts in parallel and in sequence: the same bits."""
     x, weight = torch.randn(40, depth, device=device), torch.randn(columns, depth, device=device)
     bias = None if residual else torch.randn(columns, device=device)
     total = torch.randn(40, columns, device=device)
@@ -35,7 +35,7 @@ def test_linear(
 
 
 def attend(case: AttentionCase, *, longest: int, window: int | None, softcap: float | None, singles: bool) -> Tensor:
-    """With `singles` through the launch for single tokens, else as tiles."""
+    """Run the kernel, with `singles` through the launch for single tokens."""
     device = case.q.device
     _, heads, dim = case.q.shape
     kv_heads = case.keys.shape[2]
@@ -45,7 +45,7 @@ def attend(case: AttentionCase, *, longest: int, window: int | None, softcap: fl
     scratch.lse.fill_(float("nan"))
     tiles = [(i, at) for i, count in enumerate(case.counts) for at in range(0, count, queries)] + [(-1, 0)]
     out = torch.full_like(case.q, float("nan"))
-    for _ in range(2 if singles else 1):  # the second run finds what the first left behind
+    for _ in range(2 if singles else 1):  # the second run meets the scratch memory of the first
         invariant_attention(
             case.q,
             case.keys,
@@ -70,7 +70,7 @@ def attend(case: AttentionCase, *, longest: int, window: int | None, softcap: fl
 
 
 def cut(case: AttentionCase, sequence: int, first: int, count: int) -> AttentionCase:
-    """Some neighbouring tokens of one sequence, as a batch of their own."""
+    """A run of tokens of one sequence, as a batch of its own."""
     row = case.rows[sequence] + first
     start = case.starts[sequence] + first
     return AttentionCase(
@@ -116,7 +116,7 @@ def test_single_tokens_share_a_batch(device: torch.device, monkeypatch: pytest.M
         assert alone.equal(together[sequence : sequence + 1])
 
 
-def test_chunks_of_several_tokens_are_left_to_the_other_launch(device: torch.device) -> None:
+def test_the_launch_for_single_tokens_skips_longer_chunks(device: torch.device) -> None:
     case = make_case([0, 5], [1, 3], device=device)
     found = attend(case, longest=64, window=None, softcap=None, singles=True)
     assert not found[0].isnan().any()

@@ -25,8 +25,8 @@ from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 from chairlift.models.base import CausalLM
-from chairlift.runner.gpu.batch import BatchShape
 from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends

@@ -22,12 +22,12 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.speculation.run import SpeculationSettings, compare_speculation
 from chairlift.lab.common.engines import EngineMaker
 from chairlift.models.decoder import Decoder
-from chairlift.runner.gpu import batch as gpu_batch
 from chairlift.runner.gpu import graphs as gpu_graphs
 from chairlift.runner.gpu import runner as gpu_runner
-from chairlift.runner.gpu.batch import BatchShape, Shapes
-from chairlift.runner.gpu.graphs import MEETINGS, MIXED_MEETINGS, Graph, Graphs, has_room
+from chairlift.runner.gpu import shapes as gpu_shapes
+from chairlift.runner.gpu.graphs import CAPTURE_DECODES_AFTER, CAPTURE_MIXED_AFTER, Graph, Graphs, has_room
 from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.shapes import BatchShape, Shapes
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
 from chairlift.speculation.draft_head import DraftHead
 from chairlift.speculation.head_network import MOST_STATES, Head
@@ -86,7 +86,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 
 
 def test_a_shape_is_captured_once_it_was_met_often_enough(graphs: Graphs) -> None:
-    for shape, meetings in ((DECODES, MEETINGS), (MIXED, MIXED_MEETINGS)):
+    for shape, meetings in ((DECODES, CAPTURE_DECODES_AFTER), (MIXED, CAPTURE_MIXED_AFTER)):
         typical, found = zip(
             *((graphs.is_typical(shape), graphs.find(shape)) for _ in range(meetings + 1)), strict=True
         )
@@ -143,7 +143,7 @@ def test_without_memory_for_another_graph_steps_go_on_without(
         raise error
 
     monkeypatch.setattr(Graphs, "_record", fail)
-    assert [graphs.find(MIXED) for _ in range(2 * MIXED_MEETINGS)] == [None] * (2 * MIXED_MEETINGS)
+    assert [graphs.find(MIXED) for _ in range(2 * CAPTURE_MIXED_AFTER)] == [None] * (2 * CAPTURE_MIXED_AFTER)
     assert graphs.is_typical(MORE_DECODES), "it will never be captured"
     assert graphs.find(DECODES) is not None
     assert not graphs.capture_next()
@@ -153,8 +153,8 @@ def test_without_memory_for_another_graph_steps_go_on_without(
 def test_a_capture_leaves_other_steps_their_memory(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that traffic asks for, not only one in idle time."""
     graphs.capture(DECODES)
-    monkeypatch.setattr(graphs, "_room", lambda taken: taken < 5)
-    assert [graphs.find(MORE_DECODES) for _ in range(2 * MEETINGS)] == [None] * (2 * MEETINGS)
+    monkeypatch.setattr(graphs, "_has_room", lambda taken: taken < 5)
+    assert [graphs.find(MORE_DECODES) for _ in range(2 * CAPTURE_DECODES_AFTER)] == [None] * (2 * CAPTURE_DECODES_AFTER)
     assert not graphs.capture_next()
     assert graphs.find(DECODES) is not None
 
@@ -173,7 +173,12 @@ def test_room_is_what_is_left_beside_the_largest_step_after_a_capture(monkeypatc
 
 def test_every_batch_fits_its_shape_and_the_largest() -> None:
     shapes = Shapes(
-        seats=20, rows=276, tile_queries=4, graphs=True, long_context=LONG_CONTEXT, splits_more=lambda rows: False
+        max_requests=20,
+        rows=276,
+        tile_queries=4,
+        graphs=True,
+        long_context=LONG_CONTEXT,
+        splits_more=lambda rows: False,
     )
     largest = shapes.largest(max_batch_tokens=3000)
     for singles in (0, 1, 9, 20, 100, 270):
@@ -199,7 +204,12 @@ def test_every_batch_fits_its_shape_and_the_largest() -> None:
 
 def test_a_few_long_contexts_are_not_read_by_a_program_each_for_the_sake_of_a_graph() -> None:
     shapes = Shapes(
-        seats=128, rows=128, tile_queries=16, graphs=True, long_context=LONG_CONTEXT, splits_more=lambda rows: rows > 2
+        max_requests=128,
+        rows=128,
+        tile_queries=16,
+        graphs=True,
+        long_context=LONG_CONTEXT,
+        splits_more=lambda rows: rows > 2,
     )
     needs = {"tokens": 600, "chunks": 120, "tiles": 40, "samples": 120, "updates": 9}
     for singles, longest, captured in ((2, LONG_CONTEXT, True), (2, LONG_CONTEXT + 1, False), (90, 10**5, True)):
@@ -209,14 +219,19 @@ def test_a_few_long_contexts_are_not_read_by_a_program_each_for_the_sake_of_a_gr
         assert shape.long == (longest > LONG_CONTEXT and shape.singles > 2)
     alone = {"tokens": 30, "chunks": 30, "singles": 30, "tiles": 0, "samples": 30, "updates": 1}
     for longest in (LONG_CONTEXT, LONG_CONTEXT + 1):
-        assert shapes.choose(**alone, longest=longest) == (shapes.decodes(32, long=longest > LONG_CONTEXT), True)
+        assert shapes.choose(**alone, longest=longest) == (shapes.decode(32, long=longest > LONG_CONTEXT), True)
 
 
 def test_only_steps_that_cut_long_contexts_otherwise_are_others() -> None:
     shapes = Shapes(
-        seats=48, rows=48, tile_queries=16, graphs=True, long_context=LONG_CONTEXT, splits_more=lambda rows: rows == 32
+        max_requests=48,
+        rows=48,
+        tile_queries=16,
+        graphs=True,
+        long_context=LONG_CONTEXT,
+        splits_more=lambda rows: rows == 32,
     )
-    all_ = shapes.all_decodes([1, 32, 48])
+    all_ = shapes.decodes([1, 32, 48])
     assert [(shape.tokens, shape.long) for shape in all_] == [(1, False), (32, False), (48, False), (32, True)]
     for tokens in (1, 30, 40):
         needs = {"tokens": tokens, "chunks": tokens, "singles": tokens, "tiles": 0, "samples": tokens, "updates": 1}
@@ -227,16 +242,14 @@ def test_only_steps_that_cut_long_contexts_otherwise_are_others() -> None:
 
 def test_what_steps_with_long_prompts_need_is_known_beforehand() -> None:
     shapes = Shapes(
-        seats=256,
+        max_requests=256,
         rows=256,
         tile_queries=16,
         graphs=True,
         long_context=LONG_CONTEXT,
         splits_more=lambda rows: rows == 32,
     )
-    prepared = [
-        beside for shape in shapes.all_decodes(shapes.decode_buckets) for beside in shapes.beside_prompts(shape)
-    ]
+    prepared = [beside for shape in shapes.decodes(shapes.decode_buckets) for beside in shapes.beside_prompts(shape)]
     kinds = {(shape.singles, shape.long, shape.deep) for shape in prepared}
     for singles in (0, 1, 31, 32, 33, 208, 256):
         needs = {"singles": singles, "chunks": singles + 2, "samples": singles + 2, "tiles": 300, "updates": 9}
@@ -246,7 +259,7 @@ def test_what_steps_with_long_prompts_need_is_known_beforehand() -> None:
             assert not singles or (shape.singles, shape.long, False) in kinds
             assert not shape.deep or (0, False, True) in kinds
             assert shape.deep == (deepest > LONG_CONTEXT)
-    assert len({*prepared}) == len({*shapes.all_decodes(shapes.decode_buckets)}) + 1
+    assert len({*prepared}) == len({*shapes.decodes(shapes.decode_buckets)}) + 1
 
 
 def test_where_a_long_context_is_cut_into_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +290,7 @@ def test_a_runner_asks_its_attention_where_long_contexts_matter(
     monkeypatch.setattr("chairlift.attention.paged.gpu.LONG_CONTEXT", long)
     runner = runner_of(start(tiny))
     rows = [64, 96, 128, 200, 600]
-    found = [runner.shapes.decodes(size, long=True).long for size in rows]
+    found = [runner.shapes.decode(size, long=True).long for size in rows]
     spec = runner.attention.batch_spec(runner.model.attention_layers, runner.model.dtype)
     wanted = [spec.splits_more(size) for size in rows]
     assert any(wanted)
@@ -287,7 +300,7 @@ def test_a_runner_asks_its_attention_where_long_contexts_matter(
 def test_the_largest_step_is_computed_before_the_cache_is_sized(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [16])
+    monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [16])
     monkeypatch.setattr(runner_factory, "_measures_steps", lambda device: True)
     done: list[object] = []
     taken: list[int] = []  # nothing but the 1000 where there is no GPU
@@ -320,7 +333,7 @@ def test_the_largest_step_is_computed_before_the_cache_is_sized(
 def test_what_a_draft_head_takes_is_counted(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is shown the largest step before the cache is sized, and what it keeps from step to step is added."""
     assert isinstance(tiny.model, Decoder)
-    monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [16])
+    monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [16])
     monkeypatch.setattr(runner_factory, "_measures_steps", lambda device: True)
     speculate = f"draft:{write_random_head(tmp_path, tiny.model)}"
     shown: list[int] = []
@@ -334,9 +347,9 @@ def test_what_a_draft_head_takes_is_counted(tiny: LoadedModel, tmp_path: Path, m
         assert runner.drafter is not None
         assert isinstance(runner.drafter.network, Head)
         assert not runner.drafter.network._ahead, "nobody is remembered"
-        tokens = runner._largest.tokens
+        tokens = runner.largest_shape.tokens
         assert shown == [tokens]
-        runner.drafter = None
+        runner.draft_observer = None
         counted.append(with_head - rehearse(runner))
         return with_head
 
@@ -356,8 +369,8 @@ def test_what_a_draft_head_takes_is_counted(tiny: LoadedModel, tmp_path: Path, m
 
 def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Few shapes for all batches: what a batch leaves unused is nobody's, in steps with drafts and without."""
-    monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [16, 32])
-    for name in ("MEETINGS", "MIXED_MEETINGS"):
+    monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [16, 32])
+    for name in ("CAPTURE_DECODES_AFTER", "CAPTURE_MIXED_AFTER"):
         monkeypatch.setattr(gpu_graphs, name, 1)
     monkeypatch.setattr(gpu_graphs, "KEPT_FREE", 0)  # whoever else may be on the device
     if device.type == "cpu":
@@ -380,7 +393,7 @@ def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.Mon
     assert found.accepted > 2
     shapes = [step.packed.shape for step in steps]
     assert [step.typical for step in steps] == [shape in shapes[:place] for place, shape in enumerate(shapes)]
-    graphs = runner_of(engine).graphs
+    graphs = runner_of(engine).preparation.graphs
     assert graphs is not None
     assert {bool(shape.tiles) for shape in graphs._captured} == {False, True}
     assert device.type == "cuda" or Replayed.count > 5
@@ -393,7 +406,7 @@ def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.Mon
         turns += 1
     decodes = list(graphs._captured)
     assert [shape.tokens for shape in decodes] == [1, 2, 4, 8]  # up to the seats
-    shapes, compiled = runner_of(engine).shapes, runner_of(engine)._compiled
+    shapes, compiled = runner_of(engine).shapes, runner_of(engine).preparation.compiled
     assert {beside for shape in decodes for beside in shapes.beside_prompts(shape)} <= compiled
     assert turns == 2 * len(decodes) - 1, "what warm-up has compiled is not compiled again"
 

@@ -21,11 +21,11 @@ from chairlift.models.decoder import DecoderLayer
 from chairlift.models.fused_gpu import FusedGPUDecoder
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
-from chairlift.runner.gpu import batch as gpu_batch
 from chairlift.runner.gpu import runner as gpu_runner
-from chairlift.runner.gpu.batch import BatchShape, Shapes
+from chairlift.runner.gpu import shapes as gpu_shapes
 from chairlift.runner.gpu.graphs import Graphs
 from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.shapes import BatchShape, Shapes
 from chairlift.runner.kv_storage import allocate_storage
 from chairlift.text.tokenizer import Tokenizer
 from tests.kernels.tiny_config import CONFIG
@@ -98,21 +98,21 @@ def test_greedy_tokens_are_the_plain_runners(model: CausalLM) -> None:
     assert generate(make_engine(model, gpu=True), requests)[0] == expected
 
 
-def test_rows_that_only_make_a_long_step_a_familiar_one_do_nothing(
+def test_rows_that_only_make_a_long_step_a_with_decode_sizes_one_do_nothing(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three single tokens beside a prompt, in a step that is too long for a graph, get the kernels of four."""
-    monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [2])
+    monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [2])
     monkeypatch.setattr(gpu_runner, "can_capture", lambda device: True)
     monkeypatch.setattr(Graphs, "find", lambda graphs, shape: None)
-    familiar, more = Shapes._familiar, []
+    familiar, more = Shapes._with_decode_sizes, []
 
     def spied(shapes: Shapes, exact: BatchShape) -> BatchShape:
         shape = familiar(shapes, exact)
         more.append((shape.singles - exact.singles, shape.samples - exact.samples))
         return shape
 
-    monkeypatch.setattr(Shapes, "_familiar", spied)
+    monkeypatch.setattr(Shapes, "_with_decode_sizes", spied)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
     requests = [([3 + i, 5, 9], params) for i in range(3)] + [(list(range(20, 65)), params)]
     expected, _ = generate(make_engine(model, gpu=False), requests)
@@ -173,7 +173,7 @@ def test_every_kind_of_sampling_in_one_batch(model: CausalLM) -> None:
 def test_a_rehearsal_is_as_large_as_steps_get_and_leaves_nothing_behind(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_batch, "MIXED_BUCKETS", [16])  # the interpreter is slow
+    monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [16])  # the interpreter is slow
     runner = make_engine(model, gpu=True).executor
     assert isinstance(runner, GPURunner)
     remembered = [*runner.storage.keys, *runner.storage.values, runner.tables, runner.last_token]
@@ -183,7 +183,7 @@ def test_a_rehearsal_is_as_large_as_steps_get_and_leaves_nothing_behind(
     monkeypatch.setattr(runner.model, "logits", lambda hidden: logits.append(hidden.shape) or head(hidden))
     runner.measure_largest_step()
     assert [shape[0] for shape in logits] == [SEATS]
-    assert runner._largest.tokens == 32 + SEATS
+    assert runner.largest_shape.tokens == 32 + SEATS
     assert all(tensor.view(torch.uint8).equal(old) for tensor, old in zip(remembered, before, strict=True))
 
 

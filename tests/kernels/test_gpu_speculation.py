@@ -99,7 +99,7 @@ def test_whatever_is_guessed_the_tokens_are_the_same(tiny: LoadedModel) -> None:
 
 def test_blocks_that_drafts_gave_back_are_told_again() -> None:
     """The third block was needed by drafts alone; next time another one is there."""
-    slots = Slots(seats=1, table_width=8, block_size=4)
+    slots = Slots(max_requests=1, table_width=8, block_size=4)
     request = Request("r", [1] * 6, GREEDY, max_new_tokens=9, arrival=0.0)
     request.append(1)
     told = []

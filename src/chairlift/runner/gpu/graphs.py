@@ -1,8 +1,8 @@
 """Captured steps: all kernels of a shape, started by one call.
 
 Capturing takes as long as a hundred steps, in which the device does nothing else: two captures at once, or one beside a
-step, would share memory that only one may use. So it is done when nobody waits, or when a shape has been met so often
-that it is sure to pay. Until then the kernels of a step are launched one by one.
+step, would share memory that only one may use. So it is done while there are no requests, or when a shape has occurred
+often enough for it to pay. Until then the kernels of a step are launched one by one.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from chairlift.runner.gpu.batch import BatchShape
+from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep
 
 log = logging.getLogger("chairlift")
 
-MEETINGS = 2  # of a shape of nothing but decodes before it is captured at once: the next steps are likely the same
-KEPT_FREE = 2**28  # bytes beside the largest step: for the driver's own
+CAPTURE_DECODES_AFTER = 2  # times that a decode shape occurred: the next steps are likely the same
+CAPTURE_MIXED_AFTER = 8  # times that a shape with prompts occurred: they come and go with the prompts
+KEPT_FREE = 2**28  # bytes beside the largest step, for the driver
 _ADVICE = "others are slower to start; lower kv_memory or max_batch_tokens"
-MIXED_MEETINGS = 8  # of other shapes, which come and go with the prompts
 
 
 def can_capture(device: torch.device) -> bool:
@@ -32,8 +32,10 @@ def can_capture(device: torch.device) -> bool:
 
 
 def has_room(device: torch.device, step_bytes: int, taken: int) -> bool:
-    """Whether the largest step, which takes `step_bytes`, still finds them after a capture that takes as much as
-    `taken`: a graph gives nothing back. To be asked when what steps have left behind is free for all."""
+    """Whether the largest step, of `step_bytes`, still fits after a capture that takes `taken` and keeps it.
+
+    To be called when torch's cache of free memory is empty.
+    """
     if not can_capture(device):
         return True
     return torch.cuda.mem_get_info(device)[0] > step_bytes + KEPT_FREE + taken
@@ -41,6 +43,8 @@ def has_room(device: torch.device, step_bytes: int, taken: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
+    """A captured step."""
+
     graph: Any
     step: ComputedStep
 
@@ -50,45 +54,50 @@ class Graph:
 
 
 class Graphs:
+    """The captured steps, by shape."""
+
     def __init__(
         self,
         prepare: Callable[[BatchShape], int],
         forward: Callable[[BatchShape], ComputedStep],
         likely: Sequence[BatchShape],
-        room: Callable[[int], bool],
+        has_room: Callable[[int], bool],
     ) -> None:
-        """`forward` computes a step of a shape, `prepare` one for nobody, which compiles what is not compiled yet, and
-        says how much memory it took. `likely`: shapes to be captured when there is time, in this order. `room`: whether
-        there is memory for a capture of so much."""
+        """`forward` computes a step of a shape. `prepare` computes one of padding, which compiles what is not compiled
+        yet, and returns the memory it took. `likely`: shapes to capture when there is time, in this order. `has_room`:
+        whether there is memory for a capture of this size.
+        """
         self._prepare = prepare
         self._forward = forward
         self.likely = likely
-        self._room = room
-        self._captured: dict[BatchShape, Graph | None] = {}  # None: it would take what the largest step needs
-        self._met: dict[BatchShape, int] = {}  # of those that are not captured: how often
-        self._full = False  # there is no memory for more
+        self._has_room = has_room
+        self._captured: dict[BatchShape, Graph | None] = {}  # None: there is no memory for it
+        self._seen: dict[BatchShape, int] = {}  # how often shapes occurred that are not captured
+        self._full = False  # there is no memory for any more
         self._pool: Any = None
 
     def is_typical(self, shape: BatchShape) -> bool:
-        """Whether the next step of this shape will take as long as later ones. Not if it will be captured in it, or is
-        launched kernel by kernel for the last time but for that. But of shapes with prompts it is not known whether
-        they will ever be met often enough. To be asked before `find`."""
+        """Whether the next step of this shape takes as long as later ones; to be called before `find`.
+
+        Not so if it is about to be captured. Shapes with prompts may never occur often enough for that, so their steps
+        count as typical until they do.
+        """
         if shape in self._captured or self._full:
             return True
-        return shape.tiles > 0 and self._met.get(shape, 0) + 1 < MIXED_MEETINGS
+        return shape.tiles > 0 and self._seen.get(shape, 0) + 1 < CAPTURE_MIXED_AFTER
 
     def find(self, shape: BatchShape) -> Graph | None:
-        """The graph of a step, to be replayed. None: its kernels are to be launched one by one."""
+        """The graph of a step, or None if its kernels are to be launched one by one. Counts the shape as seen."""
         if shape in self._captured:
             return self._captured[shape]
-        self._met[shape] = self._met.get(shape, 0) + 1
-        if self._met[shape] >= (MIXED_MEETINGS if shape.tiles else MEETINGS):
+        self._seen[shape] = self._seen.get(shape, 0) + 1
+        if self._seen[shape] >= (CAPTURE_MIXED_AFTER if shape.tiles else CAPTURE_DECODES_AFTER):
             self.capture(shape)
         return self._captured.get(shape)
 
     def capture_next(self) -> bool:
-        """There is time for one: of those that were missed, else of the likely ones. False if there is none left."""
-        missing = [*self._met, *(shape for shape in self.likely if shape not in self._captured)]
+        """Capture one shape: one that was missed, else a likely one. False if none is left."""
+        missing = [*self._seen, *(shape for shape in self.likely if shape not in self._captured)]
         if not missing or self._full:
             return False
         self.capture(missing[0])
@@ -99,12 +108,12 @@ class Graphs:
         if shape in self._captured or self._full:
             return
         try:
-            fits = self._room(self._prepare(shape))
+            fits = self._has_room(self._prepare(shape))
             if not fits and None not in self._captured.values():
-                log.warning(f"some steps are not captured, for memory that the largest one needs: {_ADVICE}")
+                log.warning(f"some steps are not captured, because the largest one needs the memory: {_ADVICE}")
             self._captured[shape] = self._record(shape) if fits else None
-            self._met.pop(shape, None)
-        except RuntimeError as error:  # torch's own or, where a graph is made of what was captured, the driver's
+            self._seen.pop(shape, None)
+        except RuntimeError as error:  # torch's own error, or the driver's where a graph is made of what was captured
             if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
                 raise
             self._full = True
@@ -115,17 +124,19 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            with _garbage_left_alone(), torch.cuda.graph(graph, pool=self._pool):
+            with _gc_disabled(), torch.cuda.graph(graph, pool=self._pool):
                 step = self._forward(shape)
         finally:
-            torch.cuda.set_stream(stream)  # where a capture fails at its end, torch does not go back to it
+            torch.cuda.set_stream(stream)  # torch does not restore it if a capture fails at its end
         return Graph(graph, step)
 
 
 @contextmanager
-def _garbage_left_alone() -> Iterator[None]:
-    """Graphs of an engine that is gone may be garbage: to give them back while another is captured would spoil that.
-    For one thread at a time, as all of capturing is."""
+def _gc_disabled() -> Iterator[None]:
+    """No garbage collection: it could free graphs of an engine that is gone, which would spoil a capture.
+
+    For one thread at a time, as all of capturing is.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A plan as the numbers that the device reads."""
+"""Packs a plan into the buffer that is sent to the device."""
 
 from __future__ import annotations
 
@@ -11,33 +11,38 @@ from torch import Tensor
 
 from chairlift.attention.storage import sent
 from chairlift.core.plan import Chunk, StepPlan
-from chairlift.runner.gpu.batch import BatchShape, Shapes, fill_with_nobody
+from chairlift.runner.gpu.shapes import BatchShape, Shapes, fill_padding
 from chairlift.runner.gpu.slots import Slots
 from chairlift.runner.gpu.staging import Staging
 from chairlift.sampling.uniforms import uniforms
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A step in the staging buffer. Rows are sampled from in the plan's order: of each chunk that samples, the row of
-    its last known token and those of its drafts."""
+class PackedStep:
+    """A step in the staging buffer.
+
+    Rows are sampled in the plan's order: for each chunk that samples, the row of its last known token and those of its
+    drafts.
+    """
 
     shape: BatchShape
     capturable: bool
     chunks: list[Chunk]  # those that sample
-    slots: np.ndarray  # theirs
-    num_sampled: int  # rows that are sampled from
-    first_rows: np.ndarray  # of all chunks of the plan: where in the batch they begin
+    slots: np.ndarray  # the slot of each of these
+    num_sampled: int  # rows that are sampled
+    first_rows: np.ndarray  # the first row of each chunk of the plan
 
 
 class Packer:
+    """Turns plans into inputs of the device, of which block tables are sent only as far as they changed."""
+
     def __init__(self, slots: Slots, shapes: Shapes, tables: Tensor, tile_queries: int) -> None:
         self._slots = slots
         self._shapes = shapes
         self._tables = tables  # [slots + 1, blocks] int32, on the device
         self._tile_queries = tile_queries
 
-    def pack(self, plan: StepPlan, staging: Staging) -> Packed:
+    def pack(self, plan: StepPlan, staging: Staging) -> PackedStep:
         """Write the step into the staging buffer: single tokens first, then the longer chunks."""
         chunks = plan.chunks
         slots = [self._slots.of(chunk) for chunk in chunks]
@@ -46,7 +51,7 @@ class Packer:
         for slot, chunk in zip(slots, chunks, strict=True):
             self._slots.table_changes(slot, chunk, cells, blocks)
         owned = np.array([1 + len(chunk.drafts) for chunk in chunks])
-        firsts = np.cumsum(owned) - owned  # pieces
+        firsts = np.cumsum(owned) - owned  # the first piece of each chunk
         pieces = [piece for chunk in chunks for piece in _apart(chunk)] if owned.sum() > len(chunks) else chunks
         of_piece = np.repeat(np.arange(len(chunks)), owned)
         indices = np.array([slot.index for slot in slots], np.int32)[of_piece]
@@ -71,12 +76,12 @@ class Packer:
             longest=int(starts[counts == 1].max(initial=0)),
             deepest=int(starts[counts > 1].max(initial=0)),
         )
-        if len(cells) > shape.updates:  # a long table at once, such as a prefix hit: sent ahead, by itself
+        if len(cells) > shape.updates:  # a long table at once, such as that of a prefix hit, is sent by itself
             self._send_tables(cells, blocks)
             cells, blocks = [], []
         staging.wait()
         views = staging.views(shape)
-        fill_with_nobody(views, self._slots.idle_cell)
+        fill_padding(views, self._slots.padding_cell)
         self._pack_rows(views, in_order, indices[order], starts[order], counts[order], rows[order])
         if tiles:
             views["tile_chunk"][: len(tiles)], views["tile_offset"][: len(tiles)] = zip(*tiles, strict=True)
@@ -84,13 +89,13 @@ class Packer:
             views["update_cell"][: len(cells)] = cells
             views["update_block"][: len(cells)] = blocks
         if len(sampling):
-            remembering = np.full_like(indices, self._slots.nobody)
-            remembering[firsts] = indices[firsts]  # what follows a guess is not the request's last token
-            views["sample_slot"][: len(sampling)] = remembering[sampling]
+            token_slots = np.full_like(indices, self._slots.padding)
+            token_slots[firsts] = indices[firsts]  # the token after a draft is not the request's last token
+            views["sample_slot"][: len(sampling)] = token_slots[sampling]
             views["sample_row"][: len(sampling)] = (rows + counts - 1)[sampling]
             self._pack_sampling(views, indices[sampling], (starts + counts)[sampling])
         sampling_chunks = [chunk for chunk in chunks if chunk.samples]
-        return Packed(shape, capturable, sampling_chunks, indices[firsts[samples]], len(sampling), rows[firsts])
+        return PackedStep(shape, capturable, sampling_chunks, indices[firsts[samples]], len(sampling), rows[firsts])
 
     def _tiles(self, in_order: Sequence[Chunk], num_single: int) -> list[tuple[int, int]]:
         """(chunk, its first query) of the tiles of the longer chunks."""
@@ -122,7 +127,7 @@ class Packer:
             views[f"chunk_{name}"][: len(in_order)] = values
 
     def _pack_sampling(self, views: dict[str, np.ndarray], indices: np.ndarray, ends: np.ndarray) -> None:
-        """How each row is sampled, as its slot says; `ends`: how many tokens come before the one that is."""
+        """Write the sampling parameters of each sampled row; `ends`: how many tokens come before the sampled one."""
         count, slots = len(indices), self._slots
         temperature = slots.temperature[indices]
         if temperature.any():
@@ -134,10 +139,11 @@ class Packer:
 
 
 def _apart(chunk: Chunk) -> list[Chunk]:
-    """A chunk with drafts as single tokens of one slot: the keys and values of all are written before any looks back.
+    """A chunk with drafts as single tokens of one slot, whose keys and values are all written before any is read.
 
-    So a step that verifies is a decode step with more rows, computed by the same kernels. Those read a context once
-    for each of its tokens, but cut it into as many parts as the device has room for."""
+    So a step that verifies drafts is a decode step with more rows, computed by the same kernels. Those read a context
+    once for each of its tokens, but cut it into as many parts as the device has room for.
+    """
     if not chunk.drafts:
         return [chunk]
     assert chunk.decodes
@@ -146,15 +152,17 @@ def _apart(chunk: Chunk) -> list[Chunk]:
 
 
 def _order(counts: np.ndarray, contexts: np.ndarray) -> np.ndarray:
-    """Single tokens first. Of these, longest contexts first: when the device runs out of rows, only short ones are left
-    to wait for. Those of one chunk stay side by side."""
+    """Single tokens first, those with the longest contexts at the front: the last ones to finish are then short.
+
+    The tokens of one chunk stay side by side.
+    """
     longer = counts > 1
     order: np.ndarray = np.lexsort((np.where(longer, 0, -contexts), longer))
     return order
 
 
 def _tokens(in_order: Sequence[Chunk]) -> list[int]:
-    """The input tokens; -1 where only the device knows the token yet."""
+    """The input tokens; -1 where the token is on the device only, because its step has not been read yet."""
     tokens: list[int] = []
     for piece in in_order:
         known = piece.request.tokens

@@ -1,4 +1,4 @@
-"""Plan -> tokens on a GPU that never waits for Python.
+"""The runner of a GPU, which never waits for Python.
 
 What a request needs from step to step lives on the device: its block table and its last token. A step sends one
 small buffer, replays one captured graph that ends with the sampled tokens, and copies those back in the background.
@@ -8,18 +8,15 @@ The next step can be queued before they arrive, because it finds the tokens on t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.base import AttentionLayer, PagedBatch
-from chairlift.attention.storage import KVStorage, sent
+from chairlift.attention.base import Attend, AttentionLayer, PagedBatch
+from chairlift.attention.storage import KVStorage
 from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
@@ -27,25 +24,27 @@ from chairlift.core.sampling_params import SamplingParams
 from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.device_memory import memory_taken
-from chairlift.runner.gpu.batch import BatchShape, Shapes, fill_with_nobody, round_up
-from chairlift.runner.gpu.graphs import Graphs, can_capture, has_room
-from chairlift.runner.gpu.packing import Packed, Packer
+from chairlift.runner.gpu.draft_observer import DraftObserver
+from chairlift.runner.gpu.graphs import can_capture
+from chairlift.runner.gpu.host_sampling import HostSampling
+from chairlift.runner.gpu.packing import Packer
+from chairlift.runner.gpu.preparation import StepPreparation
+from chairlift.runner.gpu.shapes import BatchShape, Shapes, round_up
 from chairlift.runner.gpu.slots import Slots
 from chairlift.runner.gpu.staging import Staging
-from chairlift.runner.gpu.step import Chosen, ComputedStep, LaunchedStep, Seen
+from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput
 from chairlift.runner.host_blocks import HostBlocks, make_copies
 from chairlift.sampling.beam_candidates import beam_candidates
 from chairlift.speculation.network_proposer import NetworkProposer
-from chairlift.speculation.networks import ComputedBatch
-from chairlift.structured.output import MaskJob, StructuredOutput
+from chairlift.structured.output import StructuredOutput
 
-HOST_COPIES = 4  # float32 scores of a row that the host samples: as they came, edited, as probabilities and their logs
 STEPS_AHEAD = 1
 STAGING_BUFFERS = STEPS_AHEAD + 2  # one being filled, and those of the steps in flight
+HOST_COPIES = 4  # float32 copies of a row that the host samples: logits, edited logits, probabilities and their logs
 
 
 class GPURunner(ModelRunner):
-    """An executor whose steps can be queued one ahead."""
+    """Queues steps on the device, one ahead of the last result that was read."""
 
     def __init__(
         self,
@@ -70,84 +69,86 @@ class GPURunner(ModelRunner):
         self.max_batch_requests = max_batch_requests
         self.max_drafts = max_drafts
         self.device = model.device
-        self.slots = Slots(max_batch_requests, -(-max_model_len // storage.block_size), storage.block_size)
         spec = attention.batch_spec((*model.attention_layers, *draft_layers), model.dtype)
         self.tile_queries = spec.tile_queries
+        self.slots = Slots(max_batch_requests, -(-max_model_len // storage.block_size), storage.block_size)
         self.tables = self._zeros(self.slots.count + 1, self.slots.table_width)
         self.last_token = self._zeros(self.slots.count + 1)
         use_graphs = graphs and can_capture(self.device)
         self.shapes = Shapes(
-            *(max_batch_requests, max_batch_requests + max_drafts, self.tile_queries),
+            max_batch_requests,
+            max_batch_requests + max_drafts,
+            self.tile_queries,
             graphs=use_graphs,
             long_context=spec.long_context if max_model_len > spec.long_context else None,
             splits_more=spec.splits_more,
         )
-        self.packer = Packer(self.slots, self.shapes, self.tables, self.tile_queries)
-        self._largest = self.shapes.largest(max_batch_tokens)
-        self._inputs = self._zeros(self._largest.size)
-        self._staging = [Staging(self._largest, self.device) for _ in range(STAGING_BUFFERS)]
+        self.largest_shape = self.shapes.largest(max_batch_tokens)
+        self._inputs = self._zeros(self.largest_shape.size)
+        self._staging = [Staging(self.largest_shape, self.device) for _ in range(STAGING_BUFFERS)]
         self._num_steps = 0
-        self._compiled: set[BatchShape] = set()
-        self.graphs: Graphs | None = None
-        if use_graphs:
-            likely = self.shapes.all_decodes(
-                [size for size in self.shapes.decode_buckets if size <= 2 * max_batch_requests]
-            )
-            room = partial(has_room, self.device, step_bytes)
-            self.graphs = Graphs(self._prepare, self._forward, likely, room)
+        self._packer = Packer(self.slots, self.shapes, self.tables, self.tile_queries)
+        self._host_sampling = HostSampling(self.slots, self.sampler, self.last_token, structured, drafter)
+        self.draft_observer = None if drafter is None else DraftObserver(drafter, storage, self._inputs_of)
+        self.preparation = StepPreparation(
+            self._forward,
+            self._inputs,
+            self.shapes,
+            self.slots.padding_cell,
+            use_graphs=use_graphs,
+            step_bytes=step_bytes,
+        )
 
     def _zeros(self, *size: int) -> Tensor:
         return torch.zeros(*size, dtype=torch.int32, device=self.device)
-
-    # ---- a step ---------------------------------------------------------------------------------------------------
 
     @property
     def capabilities(self) -> ExecutorCapabilities:
         return ExecutorCapabilities(STEPS_AHEAD, beam_search=True, max_drafts=self.max_drafts)
 
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step; its result may be asked for later."""
         begun = time.perf_counter()
         make_copies(plan, self.storage, self.host_blocks)
         staging = self._staging[self._num_steps % STAGING_BUFFERS]
         self._num_steps += 1
-        packed = self.packer.pack(plan, staging)
-        graphs = self.graphs if packed.capturable else None
+        packed = self._packer.pack(plan, staging)
+        graphs = self.preparation.graphs if packed.capturable else None
         typical = graphs is None or graphs.is_typical(packed.shape)
         graph = None if graphs is None else graphs.find(packed.shape)
         size = packed.shape.size
         self._inputs[:size].copy_(staging.inputs[:size], non_blocking=True)
         staging.started.record()
-        by_host = self._by_host(packed)
-        masks = self._begin_masks(packed, by_host)  # computed while the device computes the logits
+        on_host = self._host_sampling.rows(packed)
+        masks = self._host_sampling.begin_masks(packed, on_host)
         step = self._forward(packed.shape) if graph is None else graph.replay()
         candidates = beam_candidates(packed.chunks, step.logits, one_by_one=self.one_by_one)
-        chosen = self._sample_on_host(packed, by_host, step.logits, masks) if by_host else {}
+        from_host = self._host_sampling.sample(packed, on_host, step.logits, masks)
         staging.tokens[: packed.shape.samples].copy_(step.tokens, non_blocking=True)
         staging.finished.record()
-        pending = LaunchedStep(plan, packed, staging, chosen, candidates, time.perf_counter() - begun, typical)
-        if self.drafter is not None:
-            self._show_drafter(self.drafter, pending, step)
-        return pending
+        launched = LaunchedStep(plan, packed, staging, from_host, candidates, time.perf_counter() - begun, typical)
+        if self.draft_observer is not None:
+            self.draft_observer.observe(launched, step)
+        return launched
 
     def _forward(self, shape: BatchShape) -> ComputedStep:
-        """The whole step as kernels, reading nothing but device memory: what a graph captures."""
+        """The whole step as kernels that read nothing but device memory: what a graph captures."""
         from chairlift.kernels.triton.launch import picked_rows
         from chairlift.kernels.triton.layers import begin_step
         from chairlift.kernels.triton.sampling import sample
 
-        view = shape.device_views(self._inputs)
+        view, attend = self._inputs_of(shape)
         tokens = begin_step(
             view["token"], view["slot"], self.last_token, view["update_cell"], view["update_block"], self.tables
         )
-        attend = self.attention.attend(self._paged_batch(shape, view), self.storage)
         rows = view["sample_row"]
-        if self.drafter is None:
-            seen, kept = None, self.model.hidden_states(tokens, view["position"], attend, rows).last
+        if self.draft_observer is None:
+            output, kept = None, self.model.hidden_states(tokens, view["position"], attend, rows).last
         else:
-            seen = Seen(tokens, self.model.hidden_states(tokens, view["position"], attend))
-            kept = picked_rows(seen.hidden.last, rows)
+            output = ModelOutput(tokens, self.model.hidden_states(tokens, view["position"], attend))
+            kept = picked_rows(output.hidden.last, rows)
         logits = self.model.logits(kept)
         sampled = torch.empty(shape.samples, dtype=torch.int32, device=self.device)
         sample(
@@ -161,10 +162,12 @@ class GPURunner(ModelRunner):
             min_p=view["min_p"],
             uniforms=view["uniform"],
         )
-        return ComputedStep(logits, sampled, seen)
+        return ComputedStep(logits, sampled, output)
 
-    def _paged_batch(self, shape: BatchShape, view: dict[str, Tensor]) -> PagedBatch:
-        return PagedBatch(
+    def _inputs_of(self, shape: BatchShape) -> tuple[dict[str, Tensor], Attend]:
+        """The inputs of a step of this shape on the device, and its attention."""
+        view = shape.device_views(self._inputs)
+        batch = PagedBatch(
             slots=view["slot"],
             positions=view["position"],
             tables=self.tables,
@@ -180,126 +183,23 @@ class GPURunner(ModelRunner):
             long_contexts=shape.long,
             deep_chunks=shape.deep,
         )
+        return view, self.attention.attend(batch, self.storage)
 
-    # ---- sampling that needs the host -----------------------------------------------------------------------------
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        self.slots.release(request_id)
 
-    def _by_host(self, packed: Packed) -> list[int]:
-        """Which of the chunks that sample need the host."""
-        wanted = self.slots.by_host[packed.slots]
-        if self.drafter is not None:
-            wanted |= np.array([self._drawn_from(chunk) is not None for chunk in packed.chunks], np.bool_)
-        found: list[int] = wanted.nonzero()[0].tolist()
-        return found
+    # ---- before the first step, and between steps -------------------------------------------------------------------
 
-    def _drawn_from(self, chunk: Chunk) -> Tensor | None:
-        return self.drafter.drawn_from(chunk.request.id) if self.drafter is not None and chunk.drafts else None
+    def prepare(self) -> bool:
+        return self.preparation.prepare_next()
 
-    def _begin_masks(self, packed: Packed, by_host: Sequence[int]) -> MaskJob | None:
-        if self.structured is None:
-            return None
-        chunks = [packed.chunks[index] for index in by_host]
-        return self.structured.begin_masks([chunk.request for chunk in chunks], [chunk.drafts for chunk in chunks])
-
-    def _sample_on_host(
-        self, packed: Packed, by_host: Sequence[int], logits: Tensor, masks: MaskJob | None
-    ) -> dict[int, Chosen]:
-        """Grammars, penalties, biases, bans, logprobs, and drafts that were drawn: choose the tokens of those chunks
-        again, and tell the device."""
-        chunks = [packed.chunks[index] for index in by_host]
-        for chunk in chunks:
-            self.sampler.follow(chunk.request)
-        ends = np.cumsum([chunk.num_scored for chunk in packed.chunks])[by_host].tolist()
-        rows = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_scored, end)]
-        sampled = self.sampler.sample(
-            logits[sent(rows, self.device)].float(),
-            [chunk.request.id for chunk in chunks],
-            [chunk.known_end - chunk.request.num_prompt for chunk in chunks],
-            masks.wait() if masks else None,
-            [chunk.drafts for chunk in chunks],
-            [self._drawn_from(chunk) for chunk in chunks],
-        )
-        chosen, at = [], 0
-        for accepted in sampled.accepted:
-            kept = slice(at, at + 1 + accepted)
-            chosen.append(Chosen(sampled.tokens[kept], sampled.logprobs[kept]))
-            at = kept.stop
-        slots = sent(packed.slots[by_host].tolist(), self.device)
-        self.last_token[slots] = sent([one.tokens[-1] for one in chosen], self.device, torch.int32)
-        return dict(zip(by_host, chosen, strict=True))
-
-    # ---- the network that guesses, if there is one ------------------------------------------------------------------
-
-    def _show_drafter(self, drafter: NetworkProposer, pending: LaunchedStep, step: ComputedStep) -> None:
-        """What it is shown is overwritten by the next step, so a step with drafts is waited for here."""
-        plan, packed = pending.plan, pending.packed
-        accepted = pending.result().accepted if plan.num_drafts else {}
-        order = np.argsort(packed.first_rows).tolist()
-        plan = replace(plan, chunks=tuple(plan.chunks[index] for index in order))
-        self._show(drafter, plan, packed.first_rows[order].tolist(), packed.shape, step, accepted)
-
-    def _show(
-        self,
-        drafter: NetworkProposer,
-        plan: StepPlan,
-        offsets: Sequence[int],
-        shape: BatchShape,
-        step: ComputedStep,
-        accepted: Mapping[str, int],
-    ) -> None:
-        """`offsets`: the first row of each chunk, in this order."""
-        assert step.seen is not None
-        view = shape.device_views(self._inputs)
-        attend = self.attention.attend(self._paged_batch(shape, view), self.storage)
-        batch = step.seen.batch(plan, offsets, view)
-        drafter.network.follow(ComputedBatch(plan, batch, attend, step.seen.hidden, accepted, self.storage))
-
-    def _show_prompt_of_nobody(self, drafter: NetworkProposer, shape: BatchShape, step: ComputedStep) -> None:
-        request = Request("rehearsal", [0] * shape.tokens, SamplingParams(), max_new_tokens=1, arrival=0.0)
-        chunk = Chunk(request, start=0, count=shape.tokens, table=[], samples=False)
-        self._show(drafter, StepPlan(step=0, chunks=(chunk,)), [0], shape, step, {})
-        drafter.forget(request.id)
-
-    # ---- graphs ---------------------------------------------------------------------------------------------------
-
-    def _forward_nobody(self, shape: BatchShape) -> ComputedStep:
-        nobody = np.zeros(shape.size, np.int32)
-        fill_with_nobody(shape.host_views(nobody), self.slots.idle_cell)
-        self._inputs[: shape.size].copy_(torch.from_numpy(nobody))
-        return self._forward(shape)
-
-    def _prepare(self, shape: BatchShape) -> int:
-        """Compute such a step for nobody; return the bytes that it takes beside weights and cache."""
-        return memory_taken(lambda: self._forward_nobody(shape), self.device)
-
-    @torch.inference_mode()
-    def measure_largest_step(self) -> int:
-        """The bytes of the largest step there can be, which is computed for nobody. Single tokens would add nothing to
-        that but the time to compile their kernel. What a network that guesses makes of it is computed, too. What the
-        host samples is not but counted, and so is what that network keeps from step to step."""
-        self._compile(self._first_shapes())
-        largest = self._largest
-        tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # as many as there can be
-        shape = replace(largest, singles=0, tiles=tiles)
-        drafter = self.drafter
-
-        def compute() -> None:
-            step = self._forward_nobody(shape)
-            if drafter is not None:
-                self._show_prompt_of_nobody(drafter, shape, step)
-
-        kept = (
-            0
-            if drafter is None
-            else drafter.network.bytes_kept(
-                round_up(self.max_batch_requests, self.shapes.decode_buckets) or self.max_batch_requests
-            )
-        )
-        taken = memory_taken(compute, self.device)
-        return taken + kept + HOST_COPIES * largest.samples * self.model.vocab_size * 4
+    def capture_decodes(self, sizes: Sequence[int] | None = None) -> None:
+        self.preparation.capture_decodes(sizes or self.shapes.decode_buckets)
 
     def warm_up(self) -> None:
-        """Compile and load the kernels of all kinds of steps, so that the first request does not wait for it."""
-        self._compile(self._first_shapes())
+        """Compile and load the kernels of all kinds of steps."""
+        self.preparation.compile(self.preparation.first_shapes())
         request = Request("warm-up", [0] * 2, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
         scratch = [self.storage.scratch_block]
         for start, count in ((0, 2), (1, 1)):
@@ -310,55 +210,28 @@ class GPURunner(ModelRunner):
             self.drafter.warm_up(request)
             self.drafter.forget(request.id)
 
-    def _first_shapes(self) -> list[BatchShape]:
-        """A short prompt, a single token, and one beside a longer prompt: all kernels that the first requests need."""
-        one = {"chunks": 1, "samples": 1, "updates": 1}
-        mixed, _ = self.shapes.choose(tokens=2, singles=0, tiles=1, **one)
-        single, _ = self.shapes.choose(tokens=1, singles=1, tiles=0, **one)
-        return [mixed, single, *self.shapes.beside_prompts(single)]
-
     @torch.inference_mode()
-    def _compile(self, shapes: Sequence[BatchShape]) -> None:
-        """The kernels of such steps, side by side instead of when each is first launched."""
-        missing = self._uncompiled(shapes)
-        self._compiled.update(missing)
-        if self.device.type != "cuda" or not missing:
-            return
-        from chairlift.kernels.triton.compile import compile_kernels
-        from chairlift.kernels.triton.layers import begin_step_kernel
+    def measure_largest_step(self) -> int:
+        """Bytes that the largest possible step takes beside weights and cache.
 
-        def walk() -> None:
-            for shape in missing:
-                self._forward_nobody(shape)
+        It is computed for padding, without single tokens, which would add nothing but the time to compile their kernel.
+        What the host samples, and what a draft network keeps from step to step, is calculated.
+        """
+        self.preparation.compile(self.preparation.first_shapes())
+        largest = self.largest_shape
+        tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # as many as there can be
+        shape = replace(largest, singles=0, tiles=tiles)
 
-        # Tokens are looked up in the embedding: they have to be some.
-        compile_kernels(walk, self.device, launched=[begin_step_kernel])
+        def compute() -> None:
+            step = self.preparation.forward_padding(shape)
+            if self.draft_observer is not None:
+                self.draft_observer.observe_padding(shape, step)
 
-    def _uncompiled(self, shapes: Sequence[BatchShape]) -> list[BatchShape]:
-        return [shape for shape in dict.fromkeys(shapes) if shape not in self._compiled]
+        taken = memory_taken(compute, self.device)
+        return taken + self._bytes_kept() + HOST_COPIES * largest.samples * self.model.vocab_size * 4
 
-    def prepare(self) -> bool:
-        """Capture a step that is likely to come or, once all are, compile what single tokens need beside prompts: the
-        first of them would wait for it. False if there is nothing left; without graphs there never is anything."""
-        if self.graphs is None:
-            return False
-        if self.graphs.capture_next():
-            return True
-        missing = self._uncompiled(self._beside_prompts(self.graphs.likely))
-        self._compile(missing[:1])
-        return bool(missing)
-
-    def _beside_prompts(self, decodes: Sequence[BatchShape]) -> list[BatchShape]:
-        return [*chain.from_iterable(map(self.shapes.beside_prompts, decodes))]
-
-    def capture_decodes(self, sizes: Sequence[int] | None = None) -> None:
-        """Capture decode steps of these batch sizes now instead of when they first occur."""
-        if self.graphs is not None:
-            shapes = self.shapes.all_decodes(sorted(sizes or self.shapes.decode_buckets, reverse=True))
-            self._compile([*shapes, *self._beside_prompts(shapes)])
-            for shape in shapes:
-                self.graphs.capture(shape)
-
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
-        self.slots.release(request_id)
+    def _bytes_kept(self) -> int:
+        if self.draft_observer is None:
+            return 0
+        requests = round_up(self.max_batch_requests, self.shapes.decode_buckets) or self.max_batch_requests
+        return self.draft_observer.bytes_kept(requests)

@@ -1,4 +1,4 @@
-"""What the device remembers of each request from step to step, and what it must still be told."""
+"""Rows of the device's tables: what it keeps of each request from step to step, and what it has not been sent yet."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from chairlift.core.sampling_params import MIN_TEMPERATURE
 
 @dataclass(slots=True)
 class Slot:
+    """One row of the device's tables, held by one request."""
+
     index: int
-    generation: int = -1  # the request's when its table was sent
+    generation: int = -1  # that of the request when its table was sent
     blocks_sent: int = 0
 
 
 class Slots:
-    """Hands out rows of the device's tables.
+    """Assigns rows of the device's tables to requests.
 
-    There are more than twice as many as seats: the least recently used is then in neither of the last two steps, so
-    nothing that is under way can refer to it when it changes hands.
+    There are more than twice as many as requests in a batch: the least recently used row is then in neither of the
+    last two steps, so no step in flight refers to it when it is assigned to another request.
     """
 
-    def __init__(self, seats: int, table_width: int, block_size: int) -> None:
-        self.count = 2 * seats + 2
+    def __init__(self, max_requests: int, table_width: int, block_size: int) -> None:
+        self.count = 2 * max_requests + 2
         self.table_width = table_width
         self.block_size = block_size
-        self.nobody = self.count  # one more row, for what no request is to remember
-        self.idle_cell = self.nobody * table_width
+        self.padding = self.count  # one more row, which belongs to no request
+        self.padding_cell = self.padding * table_width
         self._free = list(range(self.count))
         self._held: OrderedDict[str, Slot] = OrderedDict()
         self.temperature = np.zeros(self.count, np.float32)
@@ -40,15 +42,16 @@ class Slots:
         self.min_p = np.zeros(self.count, np.float32)
         self.seed = np.zeros(self.count, np.uint64)
         self.num_prompt = np.zeros(self.count, np.int32)
-        self.by_host = np.zeros(self.count, np.bool_)
+        self.on_host = np.zeros(self.count, np.bool_)
 
     def of(self, chunk: Chunk) -> Slot:
+        """The slot of a chunk's request, assigned if it has none."""
         request = chunk.request
         slot = self._held.get(request.id)
         if slot is None:
             slot = Slot(self._free.pop() if self._free else self._held.popitem(last=False)[1].index)
             self._held[request.id] = slot
-            self._note_sampling(slot.index, request)
+            self._set_sampling(slot.index, request)
         else:
             self._held.move_to_end(request.id)
         return slot
@@ -58,7 +61,7 @@ class Slots:
         if slot is not None:
             self._free.append(slot.index)
 
-    def _note_sampling(self, index: int, request: Request) -> None:
+    def _set_sampling(self, index: int, request: Request) -> None:
         params = request.params
         self.temperature[index] = 0.0 if params.temperature < MIN_TEMPERATURE else params.temperature
         self.top_k[index] = params.top_k
@@ -66,10 +69,10 @@ class Slots:
         self.min_p[index] = params.min_p
         self.seed[index] = request.seed
         self.num_prompt[index] = request.num_prompt
-        self.by_host[index] = params.needs_host
+        self.on_host[index] = params.needs_host
 
     def table_changes(self, slot: Slot, chunk: Chunk, cells: list[int], blocks: list[int]) -> None:
-        """Append the entries of `chunk`'s block table that the device does not know yet."""
+        """Append the entries of `chunk`'s block table that the device does not have yet."""
         table = chunk.table
         if slot.generation != chunk.generation or chunk.copies:
             slot.generation, slot.blocks_sent = chunk.generation, 0
@@ -79,5 +82,5 @@ class Slots:
             cells.extend(range(first + sent, first + count))
             blocks.extend(table[sent:count])
             slot.blocks_sent = count
-        if chunk.drafts:  # if they are wrong, blocks that only they needed are given back, and are others next time
+        if chunk.drafts:  # blocks that only wrong drafts needed are given back, and may be other blocks next time
             slot.blocks_sent = min(count, -(-chunk.known_end // self.block_size))

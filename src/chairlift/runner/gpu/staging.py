@@ -1,4 +1,4 @@
-"""Host memory that steps pass through on their way to the device and back, and the events that tell when."""
+"""Host buffers for a step's inputs and tokens, and the events of when the device started and finished it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from chairlift.runner.gpu.batch import BatchShape
+from chairlift.runner.gpu.shapes import BatchShape
 
 
 class Staging:
-    """Of one step at a time."""
+    """The buffers of one step at a time."""
 
     def __init__(self, largest: BatchShape, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -24,7 +24,7 @@ class Staging:
         self._views: dict[BatchShape, dict[str, np.ndarray]] = {}
 
     def wait(self) -> None:
-        """Until the device is done with what was here before."""
+        """Wait until the device has finished the step that used these buffers before."""
         if self._used:
             self.finished.synchronize()
         self._used = True
@@ -38,7 +38,7 @@ class Staging:
 
 
 class _HostClock:
-    """An event for devices that compute while we wait."""
+    """Stands for a CUDA event on a CPU, which computes synchronously."""
 
     def __init__(self) -> None:
         self._time = 0.0

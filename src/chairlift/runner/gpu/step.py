@@ -1,4 +1,4 @@
-"""What came of a step: on the device, and as the scheduler wants it."""
+"""What comes of a step: on the device, and as the result that the scheduler reads."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from chairlift.core.beam.search import Candidates
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.models.base import HiddenStates
-from chairlift.runner.gpu.packing import Packed
+from chairlift.runner.gpu.packing import PackedStep
 from chairlift.runner.gpu.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a network that guesses reads of a step, besides its tokens: it learns from what the model has computed."""
+class ModelOutput:
+    """What a draft network reads of a step: its tokens and what the model computed for them."""
 
     tokens: Tensor  # [T] int32
     hidden: HiddenStates
 
     def batch(self, plan: StepPlan, offsets: Sequence[int], view: Mapping[str, Tensor]) -> InputBatch:
-        """`offsets`: the first row of each chunk. `view`: what the device was sent of the step."""
-        nothing = view["slot"][:0]
+        """The step as an input batch; `offsets`: the first row of each chunk, `view`: its inputs on the device."""
+        empty = view["slot"][:0]
         layout = RaggedLayout(
             offsets=[*offsets, plan.num_tokens],
             starts=[chunk.start for chunk in plan.chunks],
             ends=[chunk.end for chunk in plan.chunks],
-            tables=nothing[:, None],  # attention reads its own, by slot
-            slots=nothing,
+            tables=empty[:, None],  # the attention backend reads its own tables, by slot
+            slots=empty,
         )
         padding = len(self.tokens) - plan.num_tokens
         return InputBatch(self.tokens, view["position"], view["sample_row"], layout, num_padding=padding)
@@ -40,16 +40,16 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """On the device; of a captured step, overwritten by the next one of its shape."""
+    """A step on the device; a captured one is overwritten by the next of its shape."""
 
     logits: Tensor  # [samples, vocab]
     tokens: Tensor  # [samples] int32
-    seen: Seen | None
+    output: ModelOutput | None  # None without a draft network
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """What the host's sampler gave one request: a token, and one more for each draft that was right."""
+class SampledTokens:
+    """The tokens of one request: one, and one more for each accepted draft."""
 
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
@@ -57,34 +57,36 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
+    """A step that runs on the device while the host does something else."""
+
     plan: StepPlan
-    packed: Packed
+    packed: PackedStep
     staging: Staging
-    chosen: dict[int, Chosen]  # by the index of the chunk among those that sample
+    from_host: dict[int, SampledTokens]  # by the index of the chunk among those that sample
     candidates: dict[str, Candidates]
     build_seconds: float
-    typical: bool  # whether later steps of its shape will take as long: not if it was captured, or soon will be
+    typical: bool  # whether later steps of its shape take as long: not if it was captured, or soon will be
 
     def result(self) -> StepResult:
-        """Wait for the step, and return its tokens."""
+        """Wait for the step and return its result."""
         self.staging.finished.synchronize()
         tokens: list[int] = self.staging.tokens[: self.packed.num_sampled].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         accepted: dict[str, int] = {}
-        if self.chosen or len(tokens) > len(self.packed.chunks):
-            tokens, logprobs, accepted = self._kept(tokens)
+        if self.from_host or len(tokens) > len(self.packed.chunks):
+            tokens, logprobs, accepted = self._verify(tokens)
         seconds = self.staging.started.elapsed_time(self.staging.finished) * 1e-3
         timing = StepTiming(build=self.build_seconds, forward=seconds)
         return StepResult(self.plan, tokens, logprobs, timing, self.plan.idle_rows, accepted, self.candidates)
 
-    def _kept(self, sampled: Sequence[int]) -> tuple[list[int], list[TokenLogprobs | None], dict[str, int]]:
-        """The tokens that count: of each request, up to the first that differs from its guess."""
+    def _verify(self, sampled: Sequence[int]) -> tuple[list[int], list[TokenLogprobs | None], dict[str, int]]:
+        """Each request's tokens up to the first that differs from its draft."""
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         accepted: dict[str, int] = {}
         row = 0
         for index, chunk in enumerate(self.packed.chunks):
-            found = self.chosen.get(index) or _verified(chunk, sampled[row : row + chunk.num_scored])
+            found = self.from_host.get(index) or _verified(chunk, sampled[row : row + chunk.num_scored])
             row += chunk.num_scored
             tokens += found.tokens
             logprobs += found.logprobs
@@ -93,9 +95,9 @@ class LaunchedStep:
         return tokens, logprobs, accepted
 
 
-def _verified(chunk: Chunk, sampled: Sequence[int]) -> Chosen:
-    """Each token was chosen as if the guesses before it were right."""
-    right = 0
-    while right < len(chunk.drafts) and sampled[right] == chunk.drafts[right]:
-        right += 1
-    return Chosen(sampled[: right + 1], [None] * (right + 1))
+def _verified(chunk: Chunk, sampled: Sequence[int]) -> SampledTokens:
+    """Each token was sampled as if the drafts before it were right."""
+    accepted = 0
+    while accepted < len(chunk.drafts) and sampled[accepted] == chunk.drafts[accepted]:
+        accepted += 1
+    return SampledTokens(sampled[: accepted + 1], [None] * (accepted + 1))

@@ -1,7 +1,7 @@
-"""One step as numbers in one buffer, so that a single copy takes all of it to the device.
+"""The shapes of steps. All inputs of a step lie in one buffer, which a single copy takes to the device.
 
 A buffer has sections, whose sizes depend on the shape of the batch alone. A captured graph reads the sections of its
-own shape, and is replayed for every batch that fits: what is left over in a section belongs to nobody.
+own shape and is replayed for every batch that fits; what a batch leaves unused of a section is padding.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ FLOATS = ("temperature", "top_p", "min_p", "uniform")
 
 @dataclass(frozen=True)
 class BatchShape:
+    """The sizes that decide which kernels a step launches, and how large."""
+
     tokens: int  # rows of the batch
     chunks: int
-    singles: int  # only the first so many chunks may be single tokens
+    singles: int  # chunks that may be single tokens, which come first
     tiles: int  # tiles of queries of the longer chunks
     samples: int  # rows that are sampled from
-    updates: int  # changed entries of block tables
-    long: bool = False  # some single token has a long context, which is cut into more parts than it would be else
-    deep: bool = False  # some longer chunk has one, which is read in larger tiles than it would be else
+    updates: int  # entries of block tables that change
+    long: bool = False  # a single token has a long context, which is cut into more parts than otherwise
+    deep: bool = False  # a longer chunk has a long context, which is read in larger tiles than otherwise
 
     @property
     def sections(self) -> dict[str, slice]:
-        """Where in the buffer each array lies."""
+        """The part of the buffer that each array takes."""
         return _sections(self)
 
     @property
@@ -50,7 +52,7 @@ class BatchShape:
         }
 
 
-@lru_cache(maxsize=1024)  # not kept with a shape: every step makes its own, mostly equal to the last
+@lru_cache(maxsize=1024)  # not kept in a shape: every step makes a new one, mostly equal to the last
 def _sections(shape: BatchShape) -> dict[str, slice]:
     sizes = (
         dict.fromkeys(("token", "slot", "position"), shape.tokens)
@@ -62,12 +64,12 @@ def _sections(shape: BatchShape) -> dict[str, slice]:
     found, at = {}, 0
     for name, size in sizes.items():
         found[name] = slice(at, at + size)
-        at += -(-size // 4) * 4  # 16 bytes: what the kernels' loads like
+        at += -(-size // 4) * 4  # aligned to 16 bytes for the kernels' loads
     return found
 
 
-def fill_with_nobody(views: dict[str, np.ndarray], idle_cell: int) -> None:
-    """A batch without any request: no row writes to the cache or is sampled."""
+def fill_padding(views: dict[str, np.ndarray], padding_cell: int) -> None:
+    """Fill a batch with padding rows, which write nothing to the cache and are not sampled."""
     for name in ("token", "slot", "chunk_slot", "chunk_row", "chunk_start", "chunk_count", "tile_offset", "sample_row"):
         views[name][:] = 0
     for name in ("position", "tile_chunk", "sample_slot"):
@@ -75,23 +77,23 @@ def fill_with_nobody(views: dict[str, np.ndarray], idle_cell: int) -> None:
     for name in ("temperature", "top_k", "min_p", "uniform"):
         views[name][:] = 0
     views["top_p"][:] = 1
-    views["update_cell"][:] = idle_cell
+    views["update_cell"][:] = padding_cell
     views["update_block"][:] = 0
 
 
 MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
 SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
-FEW_SINGLES = 64  # of which one has a long context: better without a graph that has a program for each seat
-UNCAPTURED = 512  # tokens of a prompt that stands for all that are too long: few, but more than layers are fused for
-FEWEST_UPDATES = 8  # of block tables, for which there is room in any captured step
+FEW_SINGLES = 64  # at most as many, with a long context among them, do without a graph: see `choose`
+UNCAPTURED = 512  # tokens of a prompt that stands for all that are not captured: more than layers are fused for
+MIN_UPDATES = 8  # changed table entries that any captured step has room for
 
 
 class Shapes:
-    """Which shape carries a batch. Where graphs are captured, few shapes serve all batches that recur."""
+    """Chooses the shape that carries a batch; where graphs are captured, few shapes serve all batches that recur."""
 
     def __init__(
         self,
-        seats: int,
+        max_requests: int,
         rows: int,
         tile_queries: int,
         *,
@@ -99,9 +101,10 @@ class Shapes:
         long_context: int | None,
         splits_more: Callable[[int], bool],
     ) -> None:
-        """`rows`: the most single tokens of a step: one of each seat, and their drafts. `long_context`: the number
-        of tokens beyond which a context is long; None if none can be. `splits_more`: as in BatchSpec."""
-        self._seats = seats
+        """`rows`: the most single tokens of a step, which are one of each request and their drafts. `long_context`: the
+        number of tokens beyond which a context is long; None if none can be. `splits_more`: as in BatchSpec.
+        """
+        self.max_requests = max_requests
         self._rows = rows
         self._tile_queries = tile_queries
         self._graphs = graphs
@@ -110,39 +113,39 @@ class Shapes:
         self.decode_buckets = decode_buckets(rows)
 
     def largest(self, max_batch_tokens: int) -> BatchShape:
-        """One that no batch exceeds in any respect."""
+        """A shape that no batch exceeds in any respect."""
         tokens = max(max_batch_tokens + self._rows, MIXED_BUCKETS[-1])
         return BatchShape(
             tokens, self._rows, self._rows, tokens + SPARE_TILES, self._rows, self._most_updates(tokens, self._rows)
         )
 
     def _most_updates(self, tokens: int, requests: int) -> int:
-        """No token begins more than one block; the rest is for tables that are sent again."""
+        """One for each token, which begins at most one block; the rest is for tables that are sent again."""
         return tokens + 4 * requests
 
-    def decodes(self, size: int, *, long: bool = False) -> BatchShape:
-        """Of single tokens alone."""
-        return self._cut(BatchShape(size, size, size, 0, size, max(size, FEWEST_UPDATES)), long)
+    def decode(self, size: int, *, long: bool = False) -> BatchShape:
+        """The captured shape of `size` single tokens."""
+        return self._cut(BatchShape(size, size, size, 0, size, max(size, MIN_UPDATES)), long)
 
     def _cut(self, shape: BatchShape, long: bool) -> BatchShape:
-        """Told apart only where it matters: else there would be two graphs of the same step."""
+        """Mark a shape as long only where that changes its kernels, else there would be two graphs of the same step."""
         cut = long and self._long_context is not None and self._splits_more(shape.singles)
         return replace(shape, long=True) if cut else shape
 
-    def all_decodes(self, sizes: Sequence[int]) -> list[BatchShape]:
-        """Those with long contexts last, as far as they are others."""
-        return [*dict.fromkeys(self.decodes(size, long=long) for long in (False, True) for size in sizes)]
+    def decodes(self, sizes: Sequence[int]) -> list[BatchShape]:
+        """The captured shapes of these sizes; those of long contexts, where they differ, last."""
+        return [*dict.fromkeys(self.decode(size, long=long) for long in (False, True) for size in sizes)]
 
     def _is_long(self, context: int) -> bool:
         return self._long_context is not None and context > self._long_context
 
     def beside_prompts(self, decodes: BatchShape) -> list[BatchShape]:
-        """Steps that are not captured, by what their kernels are: the same single tokens beside a prompt, and a prompt
-        that follows a long context."""
+        """Shapes that stand for the kernels of steps that are not captured: the same single tokens beside a prompt, and
+        a prompt that follows a long context."""
         singles = decodes.singles
         found = [replace(decodes, tokens=singles + UNCAPTURED, chunks=singles + 1, tiles=1)]
         if self._long_context is not None:
-            found.append(BatchShape(UNCAPTURED, 1, 0, 1, 1, FEWEST_UPDATES, deep=True))
+            found.append(BatchShape(UNCAPTURED, 1, 0, 1, 1, MIN_UPDATES, deep=True))
         return found
 
     def choose(
@@ -157,30 +160,36 @@ class Shapes:
         longest: int = 0,
         deepest: int = 0,
     ) -> tuple[BatchShape, bool]:
-        """The shape for this batch, and whether it is one that recurs, so that a graph of it pays. `longest`: the
-        longest context of a single token; `deepest`: of a longer chunk. A captured step serves all of the latter."""
+        """The shape for this batch, and whether it recurs, so that a graph of it pays.
+
+        `longest`: the longest context of a single token; `deepest`: that of a longer chunk, which does not matter to
+        captured steps.
+        """
         long = self._is_long(longest)
-        updates = min(updates, self._most_updates(tokens, self._seats))
+        updates = min(updates, self._most_updates(tokens, self.max_requests))
         exact = BatchShape(tokens, chunks, singles, tiles, samples, updates, deep=self._is_long(deepest))
         if not self._graphs:
             return self._cut(exact, long), False
         if not tiles:
             size = round_up(tokens, self.decode_buckets)
-            return (self._cut(exact, long), False) if size is None else (self.decodes(size, long=long), True)
+            return (self._cut(exact, long), False) if size is None else (self.decode(size, long=long), True)
         bucket = round_up(tokens, MIXED_BUCKETS)
         if bucket is None:
-            return self._cut(self._familiar(exact), long), False
-        seats = min(self._seats, bucket)
+            return self._cut(self._with_decode_sizes(exact), long), False
+        requests = min(self.max_requests, bucket)
         most_tiles = bucket // self._tile_queries + SPARE_TILES
-        shape = BatchShape(bucket, seats, seats, most_tiles, seats, max(bucket, 2 * seats))
-        fits = tiles <= shape.tiles and chunks <= seats and samples <= seats
-        # A graph for many single tokens has a program for each, however few there are. Those would be waited for.
+        shape = BatchShape(bucket, requests, requests, most_tiles, requests, max(bucket, 2 * requests))
+        fits = tiles <= shape.tiles and chunks <= requests and samples <= requests
+        # A graph has a program for each single token that it has room for. With few of them and a long context, more
+        # programs per token are faster.
         fits &= not long or singles > FEW_SINGLES
-        return self._cut(shape if fits else self._familiar(exact), long), fits
+        return self._cut(shape if fits else self._with_decode_sizes(exact), long), fits
 
-    def _familiar(self, exact: BatchShape) -> BatchShape:
-        """With as many rows of each kind as some decode step: what chooses its kernel by that number has chosen it
-        before. Loading another one takes as long as the step."""
+    def _with_decode_sizes(self, exact: BatchShape) -> BatchShape:
+        """Round up the single and sampled rows to the sizes of decode steps, whose kernels are loaded already.
+
+        Loading another kernel takes as long as the step.
+        """
         singles, samples = (
             (round_up(rows, self.decode_buckets) or rows) if rows else 0 for rows in (exact.singles, exact.samples)
         )
@@ -194,6 +203,6 @@ def round_up(value: int, buckets: list[int]) -> int | None:
 
 
 def decode_buckets(rows: int) -> list[int]:
-    """Batch sizes with a graph of their own. The smallest ones are for long contexts, which many programs share."""
+    """Batch sizes with a graph of their own; the smallest ones are for long contexts, which many programs share."""
     sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 512, 64), *range(512, rows, 128)]
     return [size for size in sizes if size < rows] + [rows]

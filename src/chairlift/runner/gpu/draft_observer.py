@@ -1,0 +1,67 @@
+"""Lets a draft network read what the model computed in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from chairlift.attention.base import Attend
+from chairlift.attention.storage import KVStorage
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.runner.gpu.shapes import BatchShape
+from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
+from chairlift.speculation.network_proposer import NetworkProposer
+from chairlift.speculation.networks import ComputedBatch
+
+
+class DraftObserver:
+    """Gives each step to the network of a proposer, before the next step overwrites it."""
+
+    def __init__(
+        self,
+        drafter: NetworkProposer,
+        storage: KVStorage,
+        inputs: Callable[[BatchShape], tuple[dict[str, Tensor], Attend]],
+    ) -> None:
+        """`inputs`: the device's views of a step's inputs, and its attention."""
+        self._drafter = drafter
+        self._storage = storage
+        self._inputs = inputs
+
+    def observe(self, launched: LaunchedStep, step: ComputedStep) -> None:
+        """Waits for a step with drafts: the network must not read what followed a wrong one."""
+        plan, packed = launched.plan, launched.packed
+        accepted = launched.result().accepted if plan.num_drafts else {}
+        order = np.argsort(packed.first_rows).tolist()
+        plan = replace(plan, chunks=tuple(plan.chunks[index] for index in order))
+        self._observe(plan, packed.first_rows[order].tolist(), packed.shape, step, accepted)
+
+    def observe_padding(self, shape: BatchShape, step: ComputedStep) -> None:
+        """Observe a step of padding as if it were a prompt: what that takes is part of the step's memory."""
+        request = Request("padding", [0] * shape.tokens, SamplingParams(), max_new_tokens=1, arrival=0.0)
+        chunk = Chunk(request, start=0, count=shape.tokens, table=[], samples=False)
+        self._observe(StepPlan(step=0, chunks=(chunk,)), [0], shape, step, {})
+        self._drafter.forget(request.id)
+
+    def bytes_kept(self, num_requests: int) -> int:
+        """Device memory that the network keeps from step to step, beside the KV storage."""
+        return self._drafter.network.bytes_kept(num_requests)
+
+    def _observe(
+        self,
+        plan: StepPlan,
+        offsets: Sequence[int],
+        shape: BatchShape,
+        step: ComputedStep,
+        accepted: Mapping[str, int],
+    ) -> None:
+        """`offsets`: the first row of each chunk."""
+        assert step.output is not None
+        view, attend = self._inputs(shape)
+        batch = step.output.batch(plan, offsets, view)
+        self._drafter.network.follow(ComputedBatch(plan, batch, attend, step.output.hidden, accepted, self._storage))

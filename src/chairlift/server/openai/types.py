@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
+from chairlift.core.sampling_parameter import extra_parameter_names
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter
@@ -59,6 +60,15 @@ class Sampling(Strict):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    _extra_args: dict[str, Any] = PrivateAttr(default_factory=dict)  # parameters that plugins register
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_extra_args(cls, data: Any, handler: ModelWrapValidatorHandler[Sampling]) -> Sampling:
+        names = [name for name in extra_parameter_names() if isinstance(data, dict) and name in data]
+        body = handler({name: value for name, value in data.items() if name not in names} if names else data)
+        body._extra_args = {name: data[name] for name in names if data[name] is not None}
+        return body
 
     def structure(self) -> Structure | None:
         """What shape the answer must have, in whichever way that was said."""
@@ -92,7 +102,13 @@ class Sampling(Strict):
         }
         _check_unicode("user", [self.user or ""])
         _check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
-        return SamplingParams(**given, logit_bias=_bias(self.logit_bias), structure=self.structure(), **more)
+        return SamplingParams(
+            **given,
+            logit_bias=_bias(self.logit_bias),
+            structure=self.structure(),
+            extra_args=self._extra_args,
+            **more,
+        )
 
 
 class Completing(Sampling):

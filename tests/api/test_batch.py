@@ -361,7 +361,7 @@ def test_a_batch_can_go_to_a_server(tiny: str, tmp_path: Path) -> None:
     assert statuses == {str(index): 200 for index in range(5)} | {"bad": 404}
     refused = CliRunner().invoke(app, ["batch", str(source), str(target), "--url", "localhost:1", "--model", "a"])
     assert refused.exit_code == 2
-    assert "--model: is for an engine of ours" in refused.stderr
+    assert "--model: is for an own engine" in refused.stderr
 
 
 @pytest.mark.parametrize(

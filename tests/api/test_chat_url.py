@@ -101,7 +101,7 @@ def chat_metric(server: LocalServer, name: str) -> float:
 def test_options_of_an_engine_are_refused(server: LocalServer) -> None:
     result = chat("--url", server.url, "--kv-memory", "1GiB")
     assert result.exit_code == 2
-    assert "--kv-memory: is for an engine of ours" in result.stderr
+    assert "--kv-memory: is for an own engine" in result.stderr
 
 
 # ---- servers that fail -------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from chairlift.core.events import RequestFinished
 from chairlift.core.request import Ending, FinishReason
 from chairlift.errors import ChairliftError
 from chairlift.lab.bench.base import BENCHES
-from chairlift.terminal.console import AnswerMeter, note, show_error, write_text
+from chairlift.terminal.answer_meter import AnswerMeter
+from chairlift.terminal.console import note, show_error, write_text
 from chairlift.terminal.options import EngineOptions, SamplingOptions
 from tests.tiny import write_tiny_checkpoint
 
@@ -114,8 +115,7 @@ def test_options_mirror_the_engine_and_the_sampler() -> None:
 
     engine = defaults(EngineOptions)
     del engine["model"], engine["quiet"]
-    # A request's own seed is on the command line instead.
-    assert engine == {name: value for name, value in defaults(EngineConfig).items() if name != "seed"}
+    assert engine == defaults(EngineConfig)
     assert set(defaults(SamplingOptions)) < set(defaults(SamplingParams))
 
 
@@ -168,7 +168,7 @@ WRONG = [
     (["bench", "serve", "--url", "http://localhost:1"], "no server at http://localhost:1"),
     (["bench", "serve", "--url", "ftp://localhost"], "--url: must look like"),
     (["bench", "serve", "--url", "http://localhost:99999"], "--url: has no valid port"),
-    (["bench", "serve", "--url", "http://localhost:1", "--device", "cpu"], "--device: is for an engine of ours"),
+    (["bench", "serve", "--url", "http://localhost:1", "--device", "cpu"], "--device: is for an own engine"),
     (["bench", "serve", "--url", "http://localhost:1", "--compare-offline"], "--compare-offline: needs"),
     (["bench", "serve", "--duration", "3", "--compare-offline"], "--compare-offline: needs"),
     (["bench", "serve", "--token-ids", "1:2"], "--token-ids: only goes with --url"),
@@ -332,7 +332,7 @@ def test_a_failed_answer_is_an_error() -> None:
 
 def test_a_terminal_without_utf8_still_gets_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    program = "from chairlift import cli; cli.app = lambda **options: print('na\u00efve'); cli.main()"
+    program = "from chairlift.cli import main; main.app = lambda **options: print('na\u00efve'); main.main()"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"na?ve\n"
 
 

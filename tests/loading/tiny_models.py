@@ -74,8 +74,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(family: str, **changes: Any) -> Any:
-    """Build a model with seeded weights, no norm of ones and no zero bias, so that a wrong tensor changes the
-    output."""
+    """Seeded weights in which no norm is one and no bias zero, so that a mistaken tensor shows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, own = FAMILIES[family]

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +15,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from chairlift.cli.app import RUN, app
 from chairlift.errors import ChairliftError
 from chairlift.terminal.console import note
-from chairlift.terminal.options import EngineOptions, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, refuse_engine_options, refuse_given
 
 if TYPE_CHECKING:
     from chairlift.server.batch.run import BatchRun, Watch
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 _SERVER = "Server"
 
 
-@with_option_groups
+@app.command(
+    group=RUN,
+    examples=[
+        "chairlift batch requests.jsonl answers.jsonl",
+        "chairlift batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B --served-model-name gpt-4o-mini",
+        "chairlift batch requests.jsonl answers.jsonl --url http://localhost:8000 --concurrency 64",
+    ],
+)
 def batch(
     context: typer.Context,
     engine: EngineOptions,
@@ -36,15 +43,15 @@ def batch(
             metavar="INPUT", help='Lines of {"custom_id": "a", "method": "POST", "url": "/v1/…", "body": {…}}.'
         ),
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Where the answers go, one line for each.")],
-    concurrency: Annotated[int, typer.Option(help="Requests under way at a time.", min=1)] = 256,
+    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="File for the answers, one per line.")],
+    concurrency: Annotated[int, typer.Option(help="Requests in flight at a time.", min=1)] = 256,
     served_model_name: Annotated[
         str | None,
-        typer.Option(help="What the requests call the model.", show_default="as --model"),
+        typer.Option(help="Name of the model in the requests.", show_default="as --model"),
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="Send the requests to this server.", rich_help_panel=_SERVER, show_default="an own engine"),
+        typer.Option(help="Send the requests to this server.", rich_help_panel=_SERVER, show_default="run it here"),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="The key for --url.", envvar="CHAIRLIFT_API_KEY", rich_help_panel=_SERVER)
@@ -52,26 +59,25 @@ def batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Each is answered as the server would answer it, in any order. A run that
-    was ended, in whatever way, goes on where it was when the same command is
-    given again: no line is lost or answered twice.
+    Requests get the same answers as from the server, in any order. Repeating
+    the command continues an interrupted run: no line is lost or answered twice.
     """
     from chairlift.server.batch.run import BatchRun
 
     if url is not None:
-        names = [field.name for field in fields(EngineOptions) if field.name != "quiet"]
-        refuse_given(context, [*names, "served_model_name"], "is for an engine of ours, but --url has its own")
+        refuse_engine_options(context)
+        refuse_given(context, ("model", "served_model_name"), "is for an own engine, but --url names a server")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     run = BatchRun(source, target, concurrency=concurrency)
     if run.done_before:
-        note(f"{run.done_before:,} of {run.total:,} requests have been answered before")
+        note(f"{run.done_before:,} of {run.total:,} requests were answered before")
     try:
         if not run.is_complete:
             with _watch(run, enabled=not engine.quiet) as watch:
                 asyncio.run(_answer(run, engine, served_model_name, url, api_key, watch))
     except ChairliftError:
         if run.answered or run.failed:
-            note("The same command goes on where this one ended.")
+            note("Repeat the command to continue.")
         raise
     except asyncio.CancelledError:
         raise typer.Exit(128 + signal.SIGTERM) from None
@@ -89,14 +95,14 @@ async def _answer(
     from chairlift.server.lifecycle import ServerConfig
     from chairlift.server.limits import Limits
 
-    # As Ctrl-C does it: by the time the process ends, its engine is gone.
+    # Cancelling on SIGTERM, as on Ctrl-C, ends the engine before this process.
     this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     if url is not None:
         target = server_elsewhere(HttpClient(Address.parse(url), api_key=api_key))
     else:
-        limits = Limits(max_waiting=sys.maxsize)  # they are few enough as it is
+        limits = Limits(max_waiting=sys.maxsize)  # --concurrency limits them already
         config = ServerConfig(engine.model, name, engine.config(), limits=limits, quiet=engine.quiet)
         target = own_engine(config)
     async with target as send:

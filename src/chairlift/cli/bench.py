@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from chairlift.lab.bench.base import BENCHES, Bench
-from chairlift.terminal.options import examples
+from chairlift.terminal.commands import CommandGroup, Commands
 
 
-class _Benches(TyperGroup):
+class _Benches(CommandGroup):
     """Finds its commands in the registry."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -24,15 +23,13 @@ class _Benches(TyperGroup):
 
 
 def _click_command(name: str, bench: Bench) -> Any:
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command(name, epilog=examples(*bench.examples))(bench.command)
+    app = Commands()
+    app.command(name, examples=bench.examples)(bench.command)
     return typer.main.get_command(app)
 
 
-bench_app = typer.Typer(
+bench_app = Commands(
     cls=_Benches,
     help="Measure the engine, alone and against others.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    epilog=examples("chairlift bench throughput", "chairlift bench throughput --help"),
+    examples=["chairlift bench throughput", "chairlift bench throughput --help"],
 )

@@ -5,36 +5,44 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields
 from typing import Annotated
 
 import typer
 
-from chairlift.cli.chat_backends import OwnModel, ServedModel, Speaker
+from chairlift.cli.app import RUN, app
+from chairlift.cli.chat_backends import ChatBackend, LocalChat, RemoteChat
 from chairlift.client.address import Address
 from chairlift.client.blocking import BlockingClient
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.terminal.console import note, show_error, write_text
-from chairlift.terminal.options import EngineOptions, SamplingOptions, given, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, SamplingOptions, given, refuse_engine_options
 
 _SERVER = "Server"
 HELP = """\
-/help         this
-/reset        forget the conversation
-/system TEXT  tell the model how to behave; without TEXT, take that back
+/help         show this
+/reset        start a new conversation
+/system TEXT  set the system message; without TEXT, remove it
 /quit         leave (so does Ctrl-D); Ctrl-C stops an answer"""
 
 
-@with_option_groups
+@app.command(
+    group=RUN,
+    examples=[
+        "chairlift chat",
+        'chairlift chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."',
+        'echo "What is a chairlift?" | chairlift chat --quiet --temperature 0',
+        "chairlift chat --url http://localhost:8000",
+    ],
+)
 def chat(
     context: typer.Context,
     engine: EngineOptions,
     sampling: SamplingOptions,
-    system: Annotated[str, typer.Option(help="Tell the model how to behave.", show_default="nothing")] = "",
+    system: Annotated[str, typer.Option(help="System message.", show_default="none")] = "",
     url: Annotated[
         str | None,
         typer.Option(
-            help="Talk to this OpenAI-compatible server instead of an own engine.",
+            help="Talk to this OpenAI-compatible server instead of running a model here.",
             rich_help_panel=_SERVER,
             show_default=False,
         ),
@@ -43,16 +51,16 @@ def chat(
         str | None, typer.Option(help="The key for --url.", envvar="CHAIRLIFT_API_KEY", rich_help_panel=_SERVER)
     ] = None,
 ) -> None:
-    """Talk to a model, with /help on what can be typed there.
+    """Talk to a model; /help lists the commands of the conversation.
 
-    The line under each answer shows how much of the conversation was still
-    in the cache: only what is new has to be computed. When standard input is
-    not a terminal, every line of it is a message, or a command with its slash.
-    With --url, --model is the model's name there, by default the first one.
+    The line below each answer shows how much of the conversation was cached:
+    only the new part is computed. If standard input is not a terminal, each of
+    its lines is a message, or a command with its slash. With --url, --model is
+    the model's name there, by default the first one.
     """
-    sampling.params()  # whatever is wrong with them is said first
-    speaker = _own_model(engine, sampling) if url is None else _served_model(context, engine, sampling, url, api_key)
-    conversation = Conversation(speaker, system=system, show_figures=not engine.quiet)
+    sampling.params()  # check the parameters before the model is loaded
+    backend = _local_chat(engine, sampling) if url is None else _remote_chat(context, engine, sampling, url, api_key)
+    session = ChatSession(backend, system=system, show_figures=not engine.quiet)
     interactive = sys.stdin.isatty()
     if interactive:
         note("Type a message, or /help.")
@@ -60,28 +68,27 @@ def chat(
         if line == "/quit":
             break
         if line.startswith("/"):
-            conversation.command(line)
+            session.command(line)
         elif line:
-            _answer(conversation, line, interactive)
+            _answer(session, line, interactive)
 
 
-def _own_model(engine: EngineOptions, sampling: SamplingOptions) -> Speaker:
+def _local_chat(engine: EngineOptions, sampling: SamplingOptions) -> ChatBackend:
     llm = engine.load()
     if llm.get_tokenizer().chat_template is None:
         raise InvalidParameter("model", "it has no chat template, so it cannot chat; use `chairlift generate`")
-    return OwnModel(llm, sampling)
+    return LocalChat(llm, sampling)
 
 
-def _served_model(
+def _remote_chat(
     context: typer.Context, engine: EngineOptions, sampling: SamplingOptions, url: str, api_key: str | None
-) -> Speaker:
-    names = [field.name for field in fields(EngineOptions) if field.name not in ("model", "quiet")]
-    refuse_given(context, names, "is for an engine of ours, but --url has its own")
+) -> ChatBackend:
+    refuse_engine_options(context)
     client = BlockingClient(Address.parse(url), api_key=api_key)
     model = engine.model if given(context, "model") else str(client.served_model()["id"])
     if not engine.quiet:
         note(f"{model} at {client.address}")
-    return ServedModel(client, model, sampling)
+    return RemoteChat(client, model, sampling)
 
 
 def _typed_lines() -> Iterator[str]:
@@ -104,25 +111,25 @@ def _piped_lines() -> Iterator[str]:
         raise InvalidParameter("prompt", f"standard input is not UTF-8 text ({error.reason})") from None
 
 
-def _answer(conversation: Conversation, message: str, interactive: bool) -> None:
+def _answer(session: ChatSession, message: str, interactive: bool) -> None:
     try:
-        conversation.ask(message)
+        session.send(message)
     except EngineDead:
         raise
     except ChairliftError as error:
         if not interactive:
             raise
-        show_error(f"{error}; /reset starts anew")
+        show_error(f"{error}; /reset starts a new conversation")
 
 
-class Conversation:
-    """What was said so far, and who answers."""
+class ChatSession:
+    """The messages so far, and the backend that answers."""
 
-    def __init__(self, speaker: Speaker, *, system: str, show_figures: bool) -> None:
-        self._speaker = speaker
+    def __init__(self, backend: ChatBackend, *, system: str, show_figures: bool) -> None:
+        self._backend = backend
         self._system = system
         self._show_figures = show_figures
-        self._turns: list[dict[str, str]] = []
+        self._messages: list[dict[str, str]] = []
 
     def command(self, line: str) -> None:
         name, _, text = line.partition(" ")
@@ -130,20 +137,19 @@ class Conversation:
             case "/help":
                 note(HELP)
             case "/reset":
-                self._turns.clear()
-                note("The conversation starts anew.")
+                self._messages.clear()
+                note("New conversation.")
             case "/system":
                 self._system = text.strip()
                 note(f"System message: {self._system}" if self._system else "No system message.")
             case _:
-                note(f"There is no {name}; /help lists what there is.")
+                note(f"There is no {name}; /help lists the commands.")
 
-    def ask(self, message: str) -> None:
-        """Print the answer as it comes and remember both; an answer that was stopped is remembered as far as it got."""
+    def send(self, message: str) -> None:
+        """Print the answer as it comes and keep both messages; of an answer that was stopped, keep what came."""
         question = {"role": "user", "content": message}
-        messages = [*self._system_message(), *self._turns, question]
         pieces: list[str] = []
-        answer = self._speaker.answer(messages)
+        answer = self._backend.answer([*self._system_message(), *self._messages, question])
         try:
             for piece in answer:
                 pieces.append(piece)
@@ -156,10 +162,10 @@ class Conversation:
             raise
         finally:
             answer.close()
-            if pieces:  # stopped before the first one, it is as if it had not been asked
-                self._turns += [question, {"role": "assistant", "content": "".join(pieces)}]
+            if pieces:  # without any, the message is dropped as well
+                self._messages += [question, {"role": "assistant", "content": "".join(pieces)}]
         if self._show_figures:
-            note(self._speaker.summary())
+            note(self._backend.summary())
 
     def _system_message(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self._system}] if self._system else []

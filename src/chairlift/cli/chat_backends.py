@@ -1,4 +1,4 @@
-"""Who answers in a chat: a model in this process, or one on a server."""
+"""The two sources of a chat's answers: a model in this process, or one on a server."""
 
 from __future__ import annotations
 
@@ -8,38 +8,41 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chairlift.client.blocking import BlockingClient
-from chairlift.terminal.console import AnswerMeter, StopKey, answer_summary
+from chairlift.terminal.answer_meter import AnswerMeter, answer_summary
+from chairlift.terminal.interrupt import InterruptBetweenSteps
 from chairlift.terminal.options import SamplingOptions
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
 
 Messages = Sequence[Mapping[str, str]]
-# Parameters that every server knows. Others are only sent if they were asked for.
-_STANDARD = ("temperature", "top_p", "max_tokens")
+# Every server supports these parameters. Others are sent only if they differ from their defaults.
+_STANDARD_PARAMETERS = ("temperature", "top_p", "max_tokens")
 
 
-class Speaker(Protocol):
+class ChatBackend(Protocol):
     def answer(self, messages: Messages) -> Generator[str, None, None]:
-        """Pieces of text as they come. Ctrl-C raises KeyboardInterrupt in between and ends the answer for good."""
+        """Yield pieces of text as they come. Ctrl-C raises KeyboardInterrupt between two of them."""
         ...
 
     def summary(self) -> str:
-        """The figures of the latest answer, in a line."""
+        """Speed and lengths of the latest answer, in one line."""
         ...
 
 
-class OwnModel:
+class LocalChat:
+    """Answers with a model in this process."""
+
     def __init__(self, llm: LLM, sampling: SamplingOptions) -> None:
         self._llm = llm
         self._params = sampling.params()
         self._meter = AnswerMeter()
-        self._stop_key = StopKey()
+        self._interrupt = InterruptBetweenSteps()
         llm.engine.subscribe(self._meter)
-        llm.engine.subscribe(self._stop_key)
+        llm.engine.subscribe(self._interrupt)
 
     def answer(self, messages: Messages) -> Generator[str, None, None]:
-        with self._stop_key.armed():
+        with self._interrupt.armed():
             for piece in self._llm.stream_chat(messages, self._params):
                 yield piece.text
         self._meter.check()
@@ -48,18 +51,20 @@ class OwnModel:
         return self._meter.summary()
 
 
-class ServedModel:
+class RemoteChat:
+    """Answers with an OpenAI-compatible server."""
+
     def __init__(self, client: BlockingClient, model: str, sampling: SamplingOptions) -> None:
         self._client = client
         self._fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-        self._fields |= _asked_for(sampling)
-        self._sent = 0.0
+        self._fields |= _fields_to_send(sampling)
+        self._sent_at = 0.0
         self._times: list[float] = []
         self._usage: dict[str, Any] = {}
         self._finish_reason: str | None = None
 
     def answer(self, messages: Messages) -> Generator[str, None, None]:
-        self._sent, self._times, self._usage, self._finish_reason = time.monotonic(), [], {}, None
+        self._sent_at, self._times, self._usage, self._finish_reason = time.monotonic(), [], {}, None
         for event in self._client.stream("/v1/chat/completions", {**self._fields, "messages": list(messages)}):
             self._usage = event.get("usage") or self._usage
             for choice in event.get("choices") or ():
@@ -72,7 +77,7 @@ class ServedModel:
     def summary(self) -> str:
         details = self._usage.get("prompt_tokens_details") or {}
         return answer_summary(
-            self._sent,
+            self._sent_at,
             self._times,
             self._usage.get("completion_tokens") or len(self._times),
             self._usage.get("prompt_tokens"),
@@ -81,6 +86,6 @@ class ServedModel:
         )
 
 
-def _asked_for(sampling: SamplingOptions) -> dict[str, Any]:
+def _fields_to_send(sampling: SamplingOptions) -> dict[str, Any]:
     given, default = asdict(sampling), asdict(SamplingOptions())
-    return {name: value for name, value in given.items() if name in _STANDARD or value != default[name]}
+    return {name: value for name, value in given.items() if name in _STANDARD_PARAMETERS or value != default[name]}

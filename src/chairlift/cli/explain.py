@@ -7,25 +7,34 @@ from typing import Annotated
 
 import typer
 
+from chairlift.cli.app import UNDERSTAND, app
+from chairlift.lab.common.output import watch
 from chairlift.lab.explain.registry import ALL, TOPICS, topics_named
 from chairlift.lab.explain.sheet import require_matplotlib
-from chairlift.lab.report.progress import watch
 from chairlift.loading.store import DEFAULT_MODEL
 from chairlift.terminal.console import show_log
 
 
+@app.command(
+    group=UNDERSTAND,
+    examples=[
+        "chairlift explain batching --out guide",
+        "chairlift explain all --out guide",
+        "chairlift explain masks --out pictures --formats svg",
+    ],
+)
 def explain(
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help=f"{', '.join(TOPICS)}; or {ALL} for the whole guide.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to.")] = Path("guide"),
     model: Annotated[
-        str, typer.Option("--model", "-m", help="Whose runs to draw: a name, a .gguf file, a folder or a hub id.")
+        str, typer.Option("--model", "-m", help="Model to run: a name, a .gguf file, a folder or a hub id.")
     ] = DEFAULT_MODEL,
     formats: Annotated[
-        str, typer.Option(metavar="LIST", help="What to write: png, svg, html, json (the run's data), md.")
+        str, typer.Option(metavar="LIST", help="Formats to write: png, svg, html, json (the run's data), md.")
     ] = "png,svg,html,json",
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the files.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the names of the files.")] = False,
 ) -> None:
-    """Draw how serving works, from runs of the engine: pictures, a page that teaches, and the data."""
+    """Draw how serving works, from runs of the engine: pictures, a page that explains them, and the data."""
     from chairlift.lab.explain.write import make_folder, parse_formats, write_guide
 
     topics, chosen = topics_named(topic), parse_formats(formats)

@@ -10,39 +10,49 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chairlift.cli.app import RUN, app
 from chairlift.cli.search_options import SearchOptions
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.outputs import RequestMetrics, RequestOutput
-from chairlift.terminal.console import AnswerMeter, note, show_error, write_text
-from chairlift.terminal.options import EngineOptions, SamplingOptions, with_option_groups
+from chairlift.terminal.answer_meter import AnswerMeter
+from chairlift.terminal.console import note, show_error, write_text
+from chairlift.terminal.options import EngineOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM
 
 
-@with_option_groups
+@app.command(
+    group=RUN,
+    examples=[
+        'chairlift generate "The capital of France is" --temperature 0',
+        'chairlift generate "Once upon a time" "In the beginning" --json',
+        "git log -5 | chairlift generate --max-tokens 64",
+        "chairlift generate --file prompts.txt --model models/llama.gguf",
+    ],
+)
 def generate(
     engine: EngineOptions,
     sampling: SamplingOptions,
     search: SearchOptions,
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to go on with; - reads standard input.")
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to complete; - reads standard input.")
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help='One prompt per line, or with the ending .jsonl one {"prompt": …} per line.'),
+        typer.Option(help='File with one prompt per line, or .jsonl with one {"prompt": …} per line.'),
     ] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Completions for each prompt.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per completion and line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per completion and line.")] = False,
 ) -> None:
-    """Complete prompts. All that are given are generated together, as one continuous batch.
+    """Complete prompts, all of them together in one continuous batch.
 
     A single prompt on a terminal is streamed. Otherwise results are printed
-    when all are done, in the order of the prompts.
+    when all are finished, in the order of the prompts.
     """
     params = search.params(sampling, n)
-    inputs = _gather_prompts(prompts or [], file)
+    inputs = _read_prompts(prompts or [], file)
     llm = engine.load()
     alone = len(inputs) == 1 and n == 1
     if alone and params.num_sequences == 1 and not as_json and sys.stdout.isatty():
@@ -60,11 +70,11 @@ def generate(
 # ---- prompts in -------------------------------------------------------------------------------------------------
 
 
-def _gather_prompts(prompts: Sequence[str], file: Path | None) -> list[Any]:
+def _read_prompts(prompts: Sequence[str], file: Path | None) -> list[Any]:
     if prompts and file is not None:
         raise InvalidParameter("file", "prompts come from the command line or from a file; give only one of them")
     if file is not None:
-        return _prompts_in(file)
+        return _read_prompt_file(file)
     if not prompts and sys.stdin.isatty():
         raise InvalidParameter("prompt", "is missing; give one, a --file of them, or pipe one in")
     return [_read_stdin() if prompt == "-" else prompt for prompt in prompts or ["-"]]
@@ -77,7 +87,7 @@ def _read_stdin() -> str:
         raise InvalidParameter("prompt", f"standard input is not UTF-8 text ({error.reason})") from None
 
 
-def _prompts_in(file: Path) -> list[Any]:
+def _read_prompt_file(file: Path) -> list[Any]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -86,11 +96,11 @@ def _prompts_in(file: Path) -> list[Any]:
     if not numbered:
         raise InvalidParameter("file", f"{str(file)!r} has no prompts in it; write one per line")
     if file.suffix == ".jsonl":
-        return [_parse_line(file, number, line) for number, line in numbered]
+        return [_parse_json_line(file, number, line) for number, line in numbered]
     return [line for _, line in numbered]
 
 
-def _parse_line(file: Path, number: int, line: str) -> dict[str, Any]:
+def _parse_json_line(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
         parsed = json.loads(line)
     except json.JSONDecodeError as error:
@@ -145,7 +155,7 @@ def _print_json(index: int, result: RequestOutput) -> None:
 
 
 def _metrics(metrics: RequestMetrics) -> dict[str, Any]:
-    """In seconds. With several completions of a prompt, tokens are timed on the first of them."""
+    """Times in seconds; those of tokens are of the prompt's first completion."""
     gaps = metrics.inter_token
     return {
         "queued": metrics.queued,

@@ -1,4 +1,4 @@
-"""`chairlift models`: what can be run."""
+"""`chairlift models`: the models, families and file formats that can be run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from chairlift.cli.app import RUN, app
 from chairlift.loading.store import DEFAULT_MODEL, KnownModel, known_models
 
 FORMATS = {
@@ -18,8 +19,9 @@ FORMATS = {
 }
 
 
+@app.command(group=RUN, examples=["chairlift models", "chairlift models --json"])
 def models(
-    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the models known by name, the families and the file formats that can be run."""
     from chairlift.models import supported_families
@@ -31,7 +33,7 @@ def models(
     console = Console()
     console.print(_table(known_models()))
     console.print("\n[bold]Families[/bold]  " + ", ".join(supported_families()))
-    console.print("Other causal language models that transformers knows run through a fallback.\n")
+    console.print("Other causal language models of transformers run through a fallback.\n")
     console.print("[bold]Formats[/bold] for --model")
     for name, meaning in FORMATS.items():
         console.print(f"  {name:<12} {meaning}")

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from chairlift.cli.app import UNDERSTAND, app
+from chairlift.lab.common.output import JsonOptions, parse_numbers, show_table, watch
+from chairlift.lab.common.report import check_writable, machine
 from chairlift.lab.common.shape_options import ShapeOptions, model_settings
-from chairlift.lab.report.json_report import check_writable, machine
-from chairlift.lab.report.lists import parse_numbers
-from chairlift.lab.report.options import JsonOptions
-from chairlift.lab.report.progress import watch
-from chairlift.lab.report.tables import show_table
-from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given, with_option_groups
+from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 
 if TYPE_CHECKING:
     from chairlift.lab.common.floor import Ceilings
@@ -23,30 +21,37 @@ if TYPE_CHECKING:
     from chairlift.lab.profile.step_profile import BatchProfile, PartTime
 
 
-@with_option_groups
+@app.command(
+    group=UNDERSTAND,
+    examples=[
+        "chairlift profile --quantization int8 --out trace.json",
+        "chairlift profile Qwen/Qwen3-0.6B --batch 1,64 --prompt-tokens 512 --steps 64",
+        "chairlift profile --model-config qwen3-0.6b --device cuda --batch 64 --out trace.json --json profile.json",
+    ],
+)
 def profile(
     context: typer.Context,
     engine: EngineOptions,
     shape: ShapeOptions,
     report: JsonOptions,
     model_argument: ModelArgument = None,
-    batch: Annotated[str, typer.Option(help="Requests that decode together; several give a table each.")] = "1,8,32",
-    prompt_tokens: Annotated[int, typer.Option(help="Length of their prompts.")] = 128,
-    steps: Annotated[int, typer.Option(help="Decode steps of each batch to look at.")] = 32,
+    batch: Annotated[str, typer.Option(help="Numbers of requests that decode together; each gets a table.")] = "1,8,32",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    steps: Annotated[int, typer.Option(help="Decode steps to measure for each batch.")] = 32,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a trace there, which opens in ui.perfetto.dev.", show_default="none"),
+        typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev to this file.", show_default="none"),
     ] = None,
 ) -> None:
-    """Where the time of a decode step goes.
+    """Show where the time of a decode step goes.
 
-    On a CPU: products, attention, sampling, the rest of the model, and Python,
-    with the arithmetic and the bytes per second that each reaches beside what
-    this machine can do. On a GPU: kernels by kind, and the time in which the GPU
-    waits: for the host between steps, and for the next kernel within one.
+    On a CPU: matrix products, attention, sampling, the rest of the model, and
+    Python, with the FLOP/s and bytes/s of each beside this machine's limits. On
+    a GPU: kernels by kind, and the time in which the GPU is idle: between steps,
+    and between the kernels of a step.
 
-    Requests are random tokens, greedy. Prompts are computed before the
-    steps that count.
+    Requests are random tokens, decoded greedily. Prompts are computed before
+    the measured steps.
     """
     from chairlift.engine.machine_defaults import prefill_tokens
     from chairlift.engine.startup import load_engine
@@ -55,9 +60,7 @@ def profile(
     from chairlift.lab.profile.step_profile import ProfileSettings
 
     settings = ProfileSettings(parse_numbers("batch", batch), prompt_tokens, steps)
-    refuse_given(
-        context, ("speculate", "draft_length"), "a step with guesses is no plain decode step, which is looked at"
-    )
+    refuse_given(context, ("speculate", "draft_length"), "is not possible: plain decode steps are profiled")
     report.check()
     if out is not None:
         check_writable(out, "out")

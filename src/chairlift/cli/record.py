@@ -1,4 +1,4 @@
-"""`chairlift record`: a run of a server as a file, to be looked at later or elsewhere."""
+"""`chairlift record`: a run of a server as a file, to be viewed later or elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from chairlift.cli.app import UNDERSTAND, app
 from chairlift.client.address import Address
 from chairlift.client.blocking import BlockingClient
 from chairlift.errors import ChairliftError, InvalidParameter
@@ -15,18 +16,23 @@ from chairlift.server.dashboard.recording import RunSummary, check_suffix, write
 from chairlift.terminal.console import note
 
 
-def record(
-    out: Annotated[
-        Path, typer.Argument(help="The file: run.lift for the dashboard to open, run.html for any browser.")
+@app.command(
+    group=UNDERSTAND,
+    examples=[
+        "chairlift record run.lift --seconds 30",
+        "chairlift record run.html --url http://gpu-server:8000 --api-key SECRET",
     ],
-    url: Annotated[str, typer.Option(help="The server to watch.")] = "http://127.0.0.1:8000",
-    seconds: Annotated[float, typer.Option(help="For how long; Ctrl-C ends it sooner.", min=0.1)] = 10.0,
-    api_key: Annotated[str | None, typer.Option(help="Its key.", envvar="CHAIRLIFT_API_KEY")] = None,
+)
+def record(
+    out: Annotated[Path, typer.Argument(help="File to write: run.lift for the dashboard, run.html for any browser.")],
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    seconds: Annotated[float, typer.Option(help="Duration; Ctrl-C ends it sooner.", min=0.1)] = 10.0,
+    api_key: Annotated[str | None, typer.Option(help="API key of the server.", envvar="CHAIRLIFT_API_KEY")] = None,
 ) -> None:
-    """Record what a server's dashboard would show, as a file that opens without the server.
+    """Record what a server's dashboard shows, as a file that opens without the server.
 
-    The engine does not wait for it: frames that come too fast for the
-    connection are left out, and counted.
+    The engine never waits for the recording: frames that come too fast for the
+    connection are dropped and counted.
     """
     check_suffix(out)
     if not out.absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""`chairlift simulate` and `chairlift plan`: what would happen, without a model."""
+"""`chairlift simulate` and `chairlift plan`: predictions without a model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from typing import Annotated, Any
 
 import typer
 
+from chairlift.cli.app import UNDERSTAND, app
 from chairlift.errors import InvalidParameter
-from chairlift.lab.report.options import ReportOptions
-from chairlift.lab.report.progress import watch
-from chairlift.lab.report.tables import comparison_table, show_table
+from chairlift.lab.common.output import ReportOptions, show_comparison, show_table, watch
 from chairlift.lab.simulate.options import MACHINE, MachineOptions, TargetOptions
-from chairlift.terminal.options import refuse_given, with_option_groups
+from chairlift.terminal.options import refuse_given
 
 _TRAFFIC = "Traffic"
 
 
-@with_option_groups
+@app.command(
+    group=UNDERSTAND,
+    examples=[
+        "chairlift simulate --model llama3-8b --device h200 --rate 20 --target-ttft-ms 500 --target-tpot-ms 30",
+        "chairlift simulate --trace traffic.csv --replicas 8 --router least-loaded --plot simulation.png",
+        "chairlift simulate --policy static --requests 200",
+    ],
+)
 def simulate(
     context: typer.Context,
     machine: MachineOptions,
@@ -38,7 +44,7 @@ def simulate(
     ] = None,
     rate: Annotated[float, typer.Option(help="Requests per second.", rich_help_panel=_TRAFFIC)] = 4.0,
     arrivals: Annotated[str, typer.Option(help="poisson, bursty or uniform.", rich_help_panel=_TRAFFIC)] = "poisson",
-    requests: Annotated[int, typer.Option(help="How many.", rich_help_panel=_TRAFFIC)] = 1000,
+    requests: Annotated[int, typer.Option(help="Number of requests.", rich_help_panel=_TRAFFIC)] = 1000,
     prompt_len: Annotated[
         str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_TRAFFIC)
     ] = "16:512",
@@ -47,43 +53,43 @@ def simulate(
     ] = "16:256",
     trace: Annotated[
         Path | None,
-        typer.Option(help="Recorded traffic instead (CSV or JSON lines, as bench serve).", rich_help_panel=_TRAFFIC),
+        typer.Option(help="Recorded traffic instead (CSV or JSON lines, see bench serve).", rich_help_panel=_TRAFFIC),
     ] = None,
-    trace_speed: Annotated[float, typer.Option(help="Play it so many times faster.", rich_help_panel=_TRAFFIC)] = 1.0,
+    trace_speed: Annotated[float, typer.Option(help="Speed-up of the trace.", rich_help_panel=_TRAFFIC)] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same traffic.", rich_help_panel=_TRAFFIC)] = 0,
-    replicas: Annotated[int, typer.Option(help="Engines side by side.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Number of engines.")] = 1,
     router: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affine.")] = "least-loaded",
     policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
     order: Annotated[str, typer.Option(help="fcfs, priority, shortest or fair.")] = "fcfs",
     preemption: Annotated[
-        str, typer.Option(help="When memory runs out: recompute, swap (to the host) or auto (what is cheaper).")
+        str, typer.Option(help="When memory runs out: recompute, swap (to the host) or auto (the cheaper).")
     ] = "recompute",
     swap_blocks: Annotated[
         int | None, typer.Option(help="Blocks in host memory.", show_default="as many as on the device")
     ] = None,
-    max_batch_requests: Annotated[int, typer.Option(help="Seats of an engine.")] = 256,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 8192,
+    max_batch_requests: Annotated[int, typer.Option(help="Maximum number of requests per step.")] = 256,
+    max_batch_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per step.")] = 8192,
     prefix_caching: Annotated[
         bool | None,
         typer.Option(
             "--prefix-caching/--no-prefix-caching",
-            help="Share equal beginnings of prompts.",
-            show_default="where a trace tells which are equal",
+            help="Reuse the KV blocks of shared prefixes.",
+            show_default="if a trace marks shared prefixes",
         ),
     ] = None,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Compare with a real run that `bench profile --record` wrote down."),
+        typer.Option(metavar="FILE", help="Compare with a real run recorded by `bench profile --record`."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Run the engine's own scheduler on a virtual clock.
 
-    Every step takes as long as a roofline of the model and the device
-    predicts, or as a profile of a real machine says.
+    Every step takes as long as a roofline of the model and the device predicts,
+    or as measured by a profile of a real machine.
     """
     if against is not None:
-        _simulate_again(context, against, report)
+        _compare_with_recording(context, against, report)
         return
     from chairlift.core.kv.swap import check_mode
     from chairlift.lab.common.workload import LengthRange
@@ -124,7 +130,8 @@ def simulate(
         coming = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests, seed)
     if prefix_caching is not None:
         settings = replace(settings, prefix_caching=prefix_caching)
-    engines = [settings.make(cost, index / replicas) for index in range(replicas)]  # not all slow at the same time
+    # Different phases, so that not all engines are slow at the same time.
+    engines = [settings.make(cost, index / replicas) for index in range(replicas)]
     begun = time.perf_counter()
     with watch(enabled=not quiet) as note:
         outcome = run(coming, engines, make_router(router), progress=lambda done: note(f"{done:,} requests"))
@@ -143,15 +150,15 @@ def simulate(
     report.write("simulate", asked, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
 
 
-def _simulate_again(context: typer.Context, against: Path, report: ReportOptions) -> None:
-    from chairlift.lab.report.json_report import write_report
+def _compare_with_recording(context: typer.Context, against: Path, report: ReportOptions) -> None:
+    from chairlift.lab.common.report import write_report
     from chairlift.lab.simulate.recording import RecordedRun, compare
 
     others = [name for name in context.params if name not in ("against", "json_file", "quiet")]
-    refuse_given(context, others, "does not go with --against: the recording says what is simulated")
+    refuse_given(context, others, "does not go with --against: the recording determines what is simulated")
     report.check()
     rows = compare(RecordedRun.load(against))
-    comparison_table(rows).show()
+    show_comparison(rows)
     if report.json_file is not None:
         write_report(report.json_file, "simulate", {"against": str(against)}, rows)
 
@@ -177,14 +184,19 @@ def _show_figures(row: dict[str, Any], replicas: int) -> None:
     )
 
 
-@with_option_groups
+@app.command(
+    group=UNDERSTAND,
+    examples=[
+        "chairlift plan --model llama3-8b --device h200 --rate 50 --target-ttft-ms 500 --target-tpot-ms 30",
+        "chairlift plan --model path/to/config.json --device l4 --dtype int8 --plot plan.png",
+        "chairlift plan --device custom --bandwidth 900 --tflops 180 --memory 48",
+    ],
+)
 def plan(
     machine: MachineOptions,
     targets: TargetOptions,
     report: ReportOptions,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests per second to be carried.", rich_help_panel=_TRAFFIC)
-    ] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second to serve.", rich_help_panel=_TRAFFIC)] = None,
     prompt_len: Annotated[
         str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_TRAFFIC)
     ] = "128:2048",
@@ -193,9 +205,9 @@ def plan(
     ] = "64:512",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """What a model needs on a device, what it will do there, and how many devices a load takes.
+    """Predict a model's memory and speed on a device, and the number of devices for a load.
 
-    No weights are read, and nothing is run but the scheduler.
+    No weights are read, and only the scheduler runs.
     """
     from chairlift.lab.common.workload import LengthRange
     from chairlift.lab.simulate.plot import decode_curve, plot_plan

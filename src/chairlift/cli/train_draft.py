@@ -1,4 +1,4 @@
-"""`chairlift train-draft`."""
+"""`chairlift train-draft`: train a draft head for speculative decoding."""
 
 from __future__ import annotations
 
@@ -7,31 +7,42 @@ from typing import Annotated
 
 import typer
 
+from chairlift.cli.app import UNDERSTAND, app
 
+
+@app.command(
+    "train-draft",
+    group=UNDERSTAND,
+    examples=[
+        "chairlift train-draft smollm2-135m --output drafts/smollm2",
+        "chairlift train-draft Qwen/Qwen3-0.6B --output drafts/qwen --prompts questions.txt --texts 5000",
+        "chairlift serve Qwen/Qwen3-0.6B --speculate draft:drafts/qwen",
+    ],
+)
 def train_draft(
     model: Annotated[str, typer.Argument(help="A known model's name, a folder, a .gguf file, or a hub id.")],
-    output: Annotated[Path, typer.Option(help="A folder for the draft head; what is there already is gone on with.")],
+    output: Annotated[Path, typer.Option(help="Folder for the draft head, or with an interrupted training.")],
     prompts: Annotated[
         Path | None,
-        typer.Option(help="A text file with one question per line to ask the model.", show_default="many subjects"),
+        typer.Option(help="Text file with one question for the model per line.", show_default="many subjects"),
     ] = None,
-    texts: Annotated[int, typer.Option(help="How many texts the model writes.")] = 65_536,
-    length: Annotated[int, typer.Option(help="Of each text, in tokens, questions included.")] = 320,
-    epochs: Annotated[int, typer.Option(help="How often each text is learned from.")] = 6,
-    batch: Annotated[int, typer.Option(help="Texts that are learned from at a time.")] = 64,
-    learning_rate: Annotated[float, typer.Option(help="How far a batch may move the weights.")] = 1e-3,
-    draft_vocab: Annotated[int, typer.Option(help="Tokens that can be guessed: the most frequent ones.")] = 8192,
+    texts: Annotated[int, typer.Option(help="Number of texts that the model writes.")] = 65_536,
+    length: Annotated[int, typer.Option(help="Tokens of each text, questions included.")] = 320,
+    epochs: Annotated[int, typer.Option(help="Passes over all texts.")] = 6,
+    batch: Annotated[int, typer.Option(help="Texts per training step.")] = 64,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    draft_vocab: Annotated[int, typer.Option(help="Tokens that can be drafted: the most frequent ones.")] = 8192,
     minutes: Annotated[
-        float, typer.Option(help="For all of it: there will be fewer texts or epochs if this is too short.")
+        float, typer.Option(help="Time limit; if it is too short, there are fewer texts or epochs.")
     ] = 5.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Of the model: auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Type of the model: auto, float32, bfloat16 or float16.")] = "auto",
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0,
 ) -> None:
     """Train a draft head for --speculate draft:FOLDER on texts that the model writes itself.
 
-    A few minutes on a GPU for a small model. Each tenth of the training is kept:
-    a command that was interrupted goes on from there when it is given again.
+    Takes a few minutes on a GPU for a small model. Each tenth of the training
+    is saved: repeating an interrupted command continues from there.
     """
     from chairlift.errors import InvalidParameter
     from chairlift.lab.training.train_draft import TrainSettings

@@ -11,7 +11,7 @@ the aliases and docs/options.md are generated from them, and `check_options(conf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -43,6 +43,7 @@ class Option:
     default_text: str | None = None  # describes the default where the value says too little
     flag: str | None = None  # the long name on the command line if it is not the field's name
     short: str | None = None
+    negatable: bool = True  # a flag has a --no- form
     on_command_line: bool = True
     in_environment: bool = True
 
@@ -67,6 +68,8 @@ class Option:
             return
         if self.types and not self._has_type(value):
             raise InvalidParameter(parameter, f"must be {_SCALARS[self.kind]}, got {value!r:.100}")
+        if not self.types and self.check is None and not _is_list_of_texts(value):
+            raise InvalidParameter(parameter, f"must be a list of texts, got {value!r:.100}")
         if self.choices is not None and value not in self.choices():
             raise InvalidParameter(parameter, f"unknown {value!r:.100}; choose from {', '.join(self.choices())}")
         if self.check is not None:
@@ -76,6 +79,10 @@ class Option:
         if isinstance(value, bool):
             return bool in self.types
         return isinstance(value, tuple(self.types)) or (float in self.types and isinstance(value, int))
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
 
 
 def option(
@@ -113,8 +120,3 @@ def check_options(config: Any) -> None:
     """Check every option of `config` on its own."""
     for declared in options_of(type(config)):
         declared.check_value(getattr(config, declared.name))
-
-
-def is_declared(item: Any) -> bool:
-    """Whether a dataclass field was made by `option`."""
-    return _METADATA_KEY in item.metadata and item.default is not MISSING

@@ -1,1 +1,1 @@
-"""Console output and option groups shared by all commands."""
+"""What all commands share: console output, help, and options."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import typer
@@ -11,21 +11,20 @@ import typer
 from chairlift.client.address import Address
 from chairlift.client.blocking import BlockingClient
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.base import BenchResult, bench
-from chairlift.lab.bench.serve.run import LoadPlan, OwnServer, ServerTarget, measure_server
+from chairlift.lab.bench.base import bench
+from chairlift.lab.bench.serve.run import OwnServer, Plan, Target, local_model_facts, measure_server
 from chairlift.lab.common.measure import add_speedups
+from chairlift.lab.common.output import ReportOptions
 from chairlift.lab.common.workload import LengthRange
 from chairlift.lab.load.client import WORDS
 from chairlift.lab.load.figures import load_row
-from chairlift.lab.load.local_server import local_model_facts
-from chairlift.lab.load.options import JudgeOptions, LoadOptions, LoadWorkload, ServerOptions
-from chairlift.lab.load.plot import plot_load
-from chairlift.lab.load.report import LoadTables, watch_load
+from chairlift.lab.load.options import JudgeOptions, LoadOptions, ServerOptions, WorkloadOptions
+from chairlift.lab.load.plot import draw_load
+from chairlift.lab.load.report import show_rows, watch_load
 from chairlift.lab.load.run import ClosedLoop, LoadRun
 from chairlift.lab.load.traces import TraceEntry
-from chairlift.lab.report.options import ReportOptions
 from chairlift.terminal.console import note
-from chairlift.terminal.options import EngineOptions, given, refuse_given
+from chairlift.terminal.options import EngineOptions, given, refuse_engine_options, refuse_given
 
 
 @bench(
@@ -35,48 +34,48 @@ from chairlift.terminal.options import EngineOptions, given, refuse_given
     "chairlift bench serve --rate 2 --arrivals bursty --max-ttft-ms 2000 --max-tpot-ms 150",
     "chairlift bench serve --url http://localhost:8000 --concurrency 32 --prompt-len 256 --output-len 128",
     "chairlift bench serve --trace azure_2023_conversation.csv --trace-speed 0.2 --duration 120",
-    report=ReportOptions,
 )
 def bench_serve(
     context: typer.Context,
     engine: EngineOptions,
     load: LoadOptions,
-    work: LoadWorkload,
+    work: WorkloadOptions,
     server: ServerOptions,
     judge: JudgeOptions,
-) -> BenchResult:
-    """Measure a server under load as its clients see it: throughput, latencies and goodput.
+    report: ReportOptions,
+) -> None:
+    """Measure a server under load, as its clients see it: throughput, latencies, and good answers per second.
 
     Without --url, a server is started on a free port for the run. Requests are
-    sent in a closed loop (--concurrency), in an open loop (--rate), or at the
-    times of a recorded --trace.
+    sent in a closed loop (--concurrency), in an open one (--rate), or as a
+    --trace recorded them.
     """
     limits = judge.limits
-    load.check()
-    work.check()
+    for options in (load, work, report):
+        options.check()
     _check_together(context, load, work, server, judge)
-    measurement = _Measurement(context, engine, load, work, server)
-    runs = measurement.run(judge)
+    bench = _Bench(context, engine, load, work, server)
+    runs = bench.run(judge)
     rows = [load_row(name, found, limits) for name, found in runs.items()]
     add_speedups(rows)
-    return BenchResult(
-        measurement.settings() | asdict(judge),
+    show_rows(rows, bench.title, limits)
+    report.write(
+        "serve",
+        bench.settings() | asdict(judge),
         rows,
-        [LoadTables(rows, measurement.title, limits)],
-        lambda path, footnote: plot_load(path, measurement.title, footnote, runs, limits),
+        lambda file, here: draw_load(file, bench.title, here, runs, limits),
     )
 
 
 def _check_together(
-    context: typer.Context, load: LoadOptions, work: LoadWorkload, server: ServerOptions, judge: JudgeOptions
+    context: typer.Context, load: LoadOptions, work: WorkloadOptions, server: ServerOptions, judge: JudgeOptions
 ) -> None:
     """Refuse options that would change nothing beside others."""
-    server.request_format("")
+    server.wording("")
     if server.url is None:
         refuse_given(context, ("token_ids", "api_key"), "only goes with --url")
     else:
-        names = [field.name for field in fields(EngineOptions) if field.name not in ("model", "quiet")]
-        refuse_given(context, names, "is for an engine of ours, but --url has its own")
+        refuse_engine_options(context)
         refuse_given(context, ("repeat",), "starts a new server each time, so it does not go with --url")
     if work.workload is not None or work.trace is not None:
         names = ["prompt_len", "output_len", "shared_prefix", "prefix_groups"]
@@ -90,15 +89,15 @@ def _check_together(
             raise InvalidParameter("compare_offline", f"{problem} that ignore the end token, without extra parameters")
 
 
-class _Measurement:
-    """The load that the options describe, and the server it goes to."""
+class _Bench:
+    """The pieces that the options describe, put together."""
 
     def __init__(
         self,
         context: typer.Context,
         engine: EngineOptions,
         load: LoadOptions,
-        work: LoadWorkload,
+        work: WorkloadOptions,
         server: ServerOptions,
     ) -> None:
         self._engine, self._load, self._work, self._server = engine, load, work, server
@@ -110,37 +109,37 @@ class _Measurement:
         recorded = _fitting(work.recorded(), limit)
         self._count = load.count(work.available(recorded))
         requests = work.requests(vocabulary, recorded, self._count)
-        loop = load.loop(work.seed, recorded)
-        self._plan = LoadPlan(requests, loop, load.duration, load.warmup, server.request_timeout)
+        pace = load.pace(work.seed, recorded)
+        self._plan = Plan(requests, pace, load.duration, load.warmup, server.request_timeout)
 
     @property
     def title(self) -> str:
-        return f"{self._model}: {self._load.describe(self._plan.loop)}"
+        return f"{self._model}: {self._load.describe(self._plan.pace)}"
 
     def run(self, judge: JudgeOptions) -> dict[str, list[LoadRun]]:
         def watch(name: str) -> Any:
             return watch_load(name, self._count, enabled=not self._engine.quiet)
 
-        request_format = self._server.request_format(self._model)
+        wording = self._server.wording(self._model)
         if self._address is not None:
             with watch("server") as advance:
-                target = ServerTarget(self._address, request_format, self._server.api_key)
+                target = Target(self._address, wording, self._server.api_key)
                 return {"server": [measure_server(target, self._plan, advance)]}
-        own = OwnServer(self._engine.model, request_format, self._engine.config())
+        own = OwnServer(self._engine.model, wording, self._engine.config())
         if judge.compare_offline:
             return own.compare(self._plan, judge.repeat, watch)
         return {"server": [own.run(self._plan, watch) for _ in range(judge.repeat)]}
 
     def settings(self) -> dict[str, Any]:
         """All that the figures depend on, for the report."""
-        closed = isinstance(self._plan.loop, ClosedLoop)
+        closed = isinstance(self._plan.pace, ClosedLoop)
         settings: dict[str, Any] = {"model": self._model, "loop": "closed" if closed else "open"}
         for options in (self._load, self._work, self._server):
             settings |= asdict(options)
         del settings["api_key"]
         for name in ("workload", "trace"):
             settings[name] = settings[name] and settings[name].name
-        settings["concurrency"] = self._plan.loop.concurrency if isinstance(self._plan.loop, ClosedLoop) else None
+        settings["concurrency"] = self._plan.pace.concurrency if isinstance(self._plan.pace, ClosedLoop) else None
         settings["num_requests"] = self._count
         settings["engine"] = self._engine.config() if self._address is None else None
         return settings

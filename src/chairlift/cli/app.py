@@ -1,0 +1,81 @@
+"""The application that the commands register with."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from chairlift import __version__
+from chairlift.config import EngineConfig
+from chairlift.errors import ChairliftError, InvalidParameter
+from chairlift.options.aliases import alias_flags
+from chairlift.options.declaration import options_of
+from chairlift.terminal.commands import CommandGroup, Commands
+from chairlift.terminal.console import show_error
+
+RUN, UNDERSTAND = "Run a model", "Measure, simulate and understand"
+
+
+class _Chairlift(CommandGroup):
+    """Shows errors raised on purpose as one line instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ChairliftError as error:
+            if os.environ.get("CHAIRLIFT_DEBUG") == "1":
+                raise
+            show_error(_describe(error, self.commands[ctx.invoked_subcommand]))
+            raise typer.Exit(2) from error
+
+
+def _describe(error: ChairliftError, command: Any) -> str:
+    """The error's text, with the option that it is about spelled as it is typed."""
+    if isinstance(error, InvalidParameter):
+        flag = _flags(command).get(error.parameter)
+        if flag is not None:
+            return f"{flag}: {error.problem}"
+    return str(error)
+
+
+def _flags(command: Any) -> dict[str, str]:
+    """The long flags of a command and of those below it, by parameter name and by their own name."""
+    found: dict[str, str] = {}
+    for child in getattr(command, "commands", {}).values():
+        found |= _flags(child)
+    for parameter in command.params:
+        for flag in parameter.opts:
+            if flag.startswith("--"):
+                found |= {parameter.name: flag, flag.removeprefix("--").replace("-", "_"): flag}
+    return found
+
+
+app = Commands(
+    cls=_Chairlift,
+    help="An LLM inference engine built around continuous batching: one ragged, paged batch per step.",
+    aliases=alias_flags(options_of(EngineConfig)),
+    completion=True,
+    examples=[
+        "chairlift serve",
+        "chairlift chat",
+        'chairlift generate "The capital of France is" --temperature 0',
+        "chairlift bench throughput --json result.json",
+    ],
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"chairlift {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def chairlift(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    pass

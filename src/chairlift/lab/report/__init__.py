@@ -1,1 +1,0 @@
-"""What the commands of the laboratory print, write and draw."""

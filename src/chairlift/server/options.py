@@ -1,0 +1,86 @@
+"""The options of `chairlift serve` besides those of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from chairlift.options.checks import at_least, between
+from chairlift.options.declaration import check_options, option
+from chairlift.text.tool_formats import FORMATS
+
+SERVER, ACCESS, SUPERVISION = "Server", "Access", "Supervision"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    host: str = option("127.0.0.1", help="Address to listen on; 0.0.0.0 accepts other machines.", group=SERVER)
+    port: int = option(8000, help="Port to listen on; 0 takes a free one.", group=SERVER, check=between(0, 65535))
+    served_model_name: str | None = option(
+        None, help="Name of the model in the API.", group=SERVER, default_text="as --model"
+    )
+    max_waiting: int = option(
+        256, help="Completions that may wait to be admitted; more get 429.", group=SERVER, check=at_least(0)
+    )
+    request_timeout: float | None = option(
+        None, help="Seconds after which a request ends.", group=SERVER, check=at_least(0.001), default_text="never"
+    )
+    tool_format: str | None = option(
+        None,
+        help="How the model writes tool calls.",
+        group=SERVER,
+        choices=tuple(FORMATS),
+        default_text="from its chat template",
+    )
+    dashboard: bool = option(True, help="Serve the live page at /dashboard.", group=SERVER)
+    policy_switch: bool | None = option(
+        None,
+        help="Let the dashboard change the batching policy of the running engine.",
+        group=SERVER,
+        default_text="if only this machine can reach the server",
+    )
+    api_key: Sequence[str] | None = option(
+        None,
+        help="Require this key, or 'NAME KEY'; may be repeated. Also read from CHAIRLIFT_API_KEY.",
+        group=ACCESS,
+        metavar="KEY",
+        in_environment=False,  # the variable adds a key to those given, and must not be empty
+    )
+    api_key_file: Path | None = option(
+        None, help="Require one of the keys in this file, one per line.", group=ACCESS, metavar="FILE"
+    )
+    isolate_keys: bool = option(
+        False, help="Never share cached prefixes between API keys.", group=ACCESS, negatable=False
+    )
+    cors_origin: Sequence[str] | None = option(
+        None,
+        help="Let web pages of this origin call the server; may be repeated, '*' is all.",
+        group=ACCESS,
+        metavar="ORIGIN",
+    )
+    allowed_host: Sequence[str] | None = option(
+        None,
+        help="Without API keys, also answer requests to this host name; may be repeated, '*' is all. Addresses and "
+        "this machine's own names always work.",
+        group=ACCESS,
+        metavar="NAME",
+    )
+    drain_timeout: float = option(
+        30.0, help="Seconds that running requests get at shutdown.", group=SUPERVISION, check=at_least(0)
+    )
+    step_timeout: float = option(
+        300.0,
+        help="Seconds in one step after which the engine counts as hung and is restarted.",
+        group=SUPERVISION,
+        check=at_least(0.1),
+    )
+    heartbeat_timeout: float = option(
+        10.0,
+        help="Seconds without a heartbeat after which the engine counts as dead and is restarted.",
+        group=SUPERVISION,
+        check=at_least(1),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)

@@ -1,0 +1,67 @@
+"""Speed and lengths of an answer, for the line below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chairlift.core.events import Event, RequestBoarded, RequestFinished, RequestQueued, TokenProduced
+from chairlift.core.request import Ending, FinishReason
+from chairlift.errors import ChairliftError
+
+
+class AnswerMeter:
+    """Times the latest request from the engine's events, where requests run one at a time."""
+
+    def __init__(self) -> None:
+        self._arrival = 0.0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._token_times: list[float] = []
+        self._ending: Ending | None = None
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case RequestQueued():
+                    self._arrival, self._prompt_tokens = event.time, event.num_prompt
+                    self._cached_tokens, self._token_times, self._ending = 0, [], None
+                case RequestBoarded() if not self._token_times:
+                    self._cached_tokens = event.cached_tokens
+                case TokenProduced():
+                    self._token_times.append(event.time)
+                case RequestFinished():
+                    self._ending = event.ending
+                case _:
+                    pass
+
+    def check(self) -> None:
+        """Raise if the request failed."""
+        if self._ending is not None and self._ending.reason is FinishReason.ERROR:
+            raise ChairliftError(f"generating failed: {self._ending.detail}")
+
+    def summary(self) -> str:
+        cut_off = self._ending is not None and self._ending.reason is FinishReason.LENGTH
+        times = self._token_times
+        return answer_summary(
+            self._arrival, times, len(times), self._prompt_tokens, self._cached_tokens, cut_off=cut_off
+        )
+
+
+def answer_summary(
+    started: float,
+    times: Sequence[float],
+    num_tokens: int,
+    prompt_tokens: int | None,
+    cached_tokens: int,
+    *,
+    cut_off: bool,
+) -> str:
+    """One line about an answer whose pieces came at `times`. `prompt_tokens` may be unknown."""
+    prompt = f" · prompt of {prompt_tokens} tokens, {cached_tokens} of them cached" if prompt_tokens is not None else ""
+    if not times:
+        return f"no tokens{prompt}"
+    count = "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
+    if times[-1] > times[0]:
+        count += f" at {(num_tokens - 1) / (times[-1] - times[0]):.1f} tokens/s"
+    end = " · cut off at --max-tokens or the end of the context" if cut_off else ""
+    return f"{count} · first after {times[0] - started:.2f} s{prompt}{end}"

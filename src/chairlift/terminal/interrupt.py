@@ -1,0 +1,41 @@
+"""Ctrl-C while an engine runs in this process."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from chairlift.core.events import Event
+
+
+class InterruptBetweenSteps:
+    """Turns Ctrl-C into a KeyboardInterrupt between two steps.
+
+    Within a step, it would leave the scheduler's accounting half done. As a listener of the engine, this raises at
+    the end of the step instead. A second Ctrl-C raises at once.
+    """
+
+    def __init__(self) -> None:
+        self._pressed = False
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        if self._pressed:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Handle Ctrl-C in this way for as long as the context lasts."""
+        self._pressed = False
+        previous = signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+            self._pressed = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._pressed:
+            raise KeyboardInterrupt
+        self._pressed = True

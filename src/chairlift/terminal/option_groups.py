@@ -1,0 +1,173 @@
+"""Dataclasses as groups of options: a command takes one as a parameter and gets an option for each field.
+
+A field is an option if it was made by `chairlift.options.declaration.option`; such options are also read from
+environment variables and from the file that --config names. Fields annotated with a `typer.Option` work too:
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class ReportOptions:
+        plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures there.")] = None
+
+The order of precedence is: command line, environment variable, config file, default.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from chairlift.errors import InvalidParameter
+from chairlift.options.config_file import read_config_file
+from chairlift.options.declaration import Option, options_of
+
+_CONFIG_FILE, _CONTEXT = "config_file", "typer_context"
+_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", list: "TEXT"}
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace every parameter of `command` that is a dataclass by one option for each of its fields.
+
+    Typer reads a command's options from its signature, so the command gets a signature that lists them all, and the
+    dataclasses are built when it is called. That checks them before the command's first line runs.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += _field_parameters(parameter.annotation)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    declared = tuple(option for group in groups.values() for option in options_of(group) if option.on_command_line)
+    if declared:
+        parameters.append(_config_parameter(declared))
+    own_context = next((item.name for item in parameters if item.annotation is typer.Context), None)
+    if own_context is None:
+        parameters.append(inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
+
+    @wraps(command)
+    def spread(**values: Any) -> None:
+        values.pop(_CONFIG_FILE, None)
+        context = values[own_context] if own_context else values.pop(_CONTEXT)
+        for name, group in groups.items():
+            values[name] = _build(group, {field: values.pop(field) for field in field_names(group)}, context)
+        command(**values)
+
+    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return spread
+
+
+def field_names(group: Any) -> list[str]:
+    """The fields of a group that are options on the command line. Its own come before inherited ones."""
+    hidden = {option.name for option in options_of(group) if not option.on_command_line}
+    names = [field.name for field in fields(group) if field.name not in hidden]
+    return sorted(names, key=lambda name: name not in group.__annotations__)
+
+
+def _field_parameters(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    defaults = {field.name: field.default for field in fields(group)}
+    declared = {option.name: option for option in options_of(group)}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [
+        inspect.Parameter(
+            name,
+            kind,
+            default=defaults[name],
+            annotation=_annotation(declared[name]) if name in declared else hints[name],
+        )
+        for name in field_names(group)
+    ]
+
+
+def _annotation(option: Option) -> Any:
+    """What typer needs to know of an option."""
+    flags = [option.long_flag]
+    if option.kind is bool and option.negatable:
+        flags = [f"{option.long_flag}/--no-{option.long_flag.removeprefix('--')}"]
+    if option.short is not None:
+        flags.append(option.short)
+    settings: dict[str, Any] = {
+        "help": option.help,
+        "rich_help_panel": option.group,
+        "metavar": option.metavar or _METAVARS.get(option.kind),
+        "envvar": option.variable,
+        "show_envvar": False,
+        "show_default": option.default_text or option.default is not None,
+    }
+    if option.choices is not None:
+        settings["metavar"] = _show_choices(option.choices)
+        settings["autocompletion"] = _completer(option.choices)
+    value = list[str] if option.kind is list else option.kind
+    return Annotated[value | None if option.default is None else value, typer.Option(*flags, **settings)]
+
+
+def _show_choices(choices: Callable[[], Iterable[str]]) -> str:
+    try:
+        return f"[{'|'.join(choices())}]"
+    except InvalidParameter:  # a plugin is missing; importing a command must not fail, checking its options will
+        return "NAME"
+
+
+def _completer(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    return lambda incomplete: [choice for choice in choices() if choice.startswith(incomplete)]
+
+
+def _build(group: type, values: Mapping[str, Any], context: typer.Context) -> Any:
+    """The dataclass of these values. An error about a value from the environment names the variable."""
+    try:
+        return group(**values)
+    except InvalidParameter as error:
+        variables = {option.name: option.variable for option in options_of(group)}
+        if source_of(context, error.parameter) == "ENVIRONMENT":
+            raise InvalidParameter(str(variables[error.parameter]), error.problem) from None
+        raise
+
+
+# ---- the config file --------------------------------------------------------------------------------------------
+
+
+def _config_parameter(declared: tuple[Option, ...]) -> inspect.Parameter:
+    def read(context: typer.Context, value: Path | None) -> Path | None:
+        if value is not None and not context.resilient_parsing:
+            found = read_config_file(value, declared)
+            context.default_map = {name: _typed(found[name]) for name in found}
+        return value
+
+    help = "Read options from this YAML or TOML file. The variables CHAIRLIFT_<OPTION> set options too."
+    settings = typer.Option("--config", metavar="FILE", help=help, is_eager=True, callback=read, show_default=False)
+    annotation = Annotated[Path | None, settings]
+    return inspect.Parameter(_CONFIG_FILE, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _typed(value: Any) -> Any:
+    """A value of a config file as it would be typed: a mapping is typed as a repeated NAME=VALUE."""
+    return [f"{name}={number}" for name, number in value.items()] if isinstance(value, Mapping) else value
+
+
+# ---- where values come from -------------------------------------------------------------------------------------
+
+
+def refuse_given(context: typer.Context, names: Iterable[str], problem: str) -> None:
+    """Raise if any of these options was given: an option without effect must not look as if it had one."""
+    for name in names:
+        if given(context, name):
+            raise InvalidParameter(name, problem)
+
+
+def given(context: typer.Context, name: str) -> bool:
+    """Whether an option was given in this call, even with its default value: typed, or in the --config file."""
+    return source_of(context, name) in ("COMMANDLINE", "DEFAULT_MAP")
+
+
+def source_of(context: Any, name: str) -> str:
+    """COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (a config file), DEFAULT, or nothing if there is no such option."""
+    source = context.get_parameter_source(name)
+    return "" if source is None else str(source.name)

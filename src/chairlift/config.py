@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.byte_sizes import parse_bytes
-from chairlift.core.budgets.adaptive import BUDGETS, check_budget
+from chairlift.core.budgets.base import BUDGETS, check_budget
 from chairlift.core.kv.swap import MODES, check_mode
-from chairlift.core.orderings.base import Ordering, make_ordering, parse_weights
+from chairlift.core.orderings.base import ORDERINGS, Ordering, make_ordering
+from chairlift.core.orderings.fair import parse_weights
 from chairlift.core.policies.base import POLICIES, Policy, make_policy
 from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
@@ -21,7 +22,6 @@ from chairlift.speculation.control.option import Speculate, check_speculate
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "fp8")
 QUANTIZATIONS = ("auto", "none", "int8", "fp8")
-ORDERINGS = ("fcfs", "priority", "shortest", "fair")
 LOAD_FORMATS = ("auto", "dummy")
 
 MODEL, DEVICE, BATCHING = "Model", "Device and precision", "Batching"
@@ -130,7 +130,7 @@ class EngineConfig:
         help="How much of --max-batch-tokens a step uses: all of it (fixed), what throughput needs (knee), or what "
         "the latency targets leave (latency).",
         group=BATCHING,
-        choices=BUDGETS,
+        choices=BUDGETS.names,
         default_text="latency if there is a target, else fixed",
     )
     target_tpot_ms: float | None = option(
@@ -152,7 +152,7 @@ class EngineConfig:
         help="When requests are admitted: at every step (continuous), or in batches that run to the end (static, "
         "dynamic).",
         group=SCHEDULING,
-        choices=POLICIES,
+        choices=POLICIES.names,
     )
     max_delay_ms: float | None = option(
         None,
@@ -166,7 +166,7 @@ class EngineConfig:
         help="Which waiting request is admitted first: first come first served (fcfs), by priority, least work "
         "(shortest), or fair between tenants.",
         group=SCHEDULING,
-        choices=ORDERINGS,
+        choices=ORDERINGS.names,
         aliases=("scheduling_policy",),
     )
     tenant_weights: Mapping[str, float] | Sequence[str] | None = option(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from chairlift.config import EngineConfig
 from chairlift.core.events import (
     Event,
-    RequestBoarded,
+    RequestAdmitted,
     RequestFinished,
     RequestPreempted,
     TextProduced,
@@ -260,7 +260,7 @@ class _Batch:
     def _apply(self, event: Event, result: RequestOutput, completion: CompletionOutput) -> None:
         leads = completion.index == 0  # a request's metrics are those of its first completion
         match event:
-            case RequestBoarded() if leads and result.metrics.boarded is None:
+            case RequestAdmitted() if leads and result.metrics.boarded is None:
                 result.metrics.boarded = event.time
                 result.cached_tokens = event.cached_tokens
             case RequestPreempted():

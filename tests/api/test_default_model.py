@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chairlift.config import EngineConfig
-from chairlift.core.events import RequestBoarded
+from chairlift.core.events import RequestAdmitted
 from chairlift.engine.startup import LoadedModel, start_engine
 from tests.api.conftest import Run, run_greedy
 from tests.comparison import check_greedy, reference_tokens
@@ -94,7 +94,7 @@ def test_all_at_once_with_a_cold_then_a_warm_cache(default_model: LoadedModel, r
     reference.check(cold.outputs)
     warm = run_greedy(engine, reference.prompts, NEW_TOKENS)
     reference.check(warm.outputs)
-    cached = sum(event.cached_tokens for event in warm.events if isinstance(event, RequestBoarded))
+    cached = sum(event.cached_tokens for event in warm.events if isinstance(event, RequestAdmitted))
     assert cached > 0.8 * sum(map(len, reference.prompts))
 
 

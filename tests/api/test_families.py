@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chairlift.config import EngineConfig
-from chairlift.core.events import RequestBoarded
+from chairlift.core.events import RequestAdmitted
 from chairlift.engine.startup import LoadedModel, start_engine
 from chairlift.text.tokenizer import Tokenizer
 from tests.api.conftest import run_greedy
@@ -68,7 +68,7 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
             if setting in ("preempted", "swapped"):
                 assert run.num_preemptions > 0
         if setting == "together":
-            assert any(event.cached_tokens for event in run.events if isinstance(event, RequestBoarded))
+            assert any(event.cached_tokens for event in run.events if isinstance(event, RequestAdmitted))
 
 
 def engine_config(loaded: LoadedModel, options: dict[str, Any]) -> EngineConfig:

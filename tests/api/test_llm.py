@@ -12,7 +12,7 @@ import pytest
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import EngineConfig
-from chairlift.core.budgets.base import Load
+from chairlift.core.budgets.base import BatchLoad
 from chairlift.core.events import StepDone
 from chairlift.core.integrity import check_quiescent
 from chairlift.errors import EngineDead, InvalidParameter, ModelNotFound
@@ -336,7 +336,7 @@ def test_familiar_names_mean_the_same(folder: Path) -> None:
         kv_memory="1MiB",
     )
     assert llm.engine.scheduler.max_batch_requests == 3
-    assert llm.engine.scheduler.budget.limits(Load([], [], 0.0)).tokens == 40
+    assert llm.engine.scheduler.budget.limits(BatchLoad([], [], 0.0)).tokens == 40
     assert not llm.engine.scheduler.kv.prefix_caching
 
 

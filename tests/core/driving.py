@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import Event
 from chairlift.core.integrity import check_accounting, check_plan, check_shared_prefixes
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapSpace
-from chairlift.core.orderings.base import FairOrdering, make_ordering
+from chairlift.core.orderings.base import make_ordering
+from chairlift.core.orderings.fair import FairOrdering
 from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Request
@@ -52,7 +53,7 @@ def make_scheduler(
         tenant_isolation = TenantIsolation(ordering, ONE_A_TOKEN, max_prefill_tokens or max_batch_tokens)
     return Scheduler(
         kv_class(num_blocks, block_size, prefix_caching=prefix_caching),
-        FixedBudget(max_batch_tokens, max_prefill_tokens),
+        FixedBudget.of(max_batch_tokens, max_prefill_tokens),
         make_policy(policy, None if max_delay is None else 1000 * max_delay),
         max_batch_requests,
         ordering=ordering,

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import TokenProduced
 from chairlift.core.integrity import check_accounting
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.orderings.base import FairOrdering, make_ordering
+from chairlift.core.orderings.base import make_ordering
 from chairlift.core.plan import StepPlan
 from chairlift.core.policies.base import make_policy
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.core.scheduler.tenant_isolation import TenantIsolation
+from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from tests.core.driving import make_request, run_plan
 
 STEP_PROMPTS = 128  # prompt tokens of a step, at most
@@ -82,11 +82,11 @@ def serve(
     ordering, cost = make_ordering(order), CostModel()
     scheduler = Scheduler(
         KVCache(blocks, 16, prefix_caching=False),
-        FixedBudget(STEP_PROMPTS + machine.seats, STEP_PROMPTS),
+        FixedBudget.of(STEP_PROMPTS + machine.seats, STEP_PROMPTS),
         make_policy("continuous"),
         machine.seats,
         ordering=ordering,
-        tenant_isolation=TenantIsolation(ordering, cost, STEP_PROMPTS) if isinstance(ordering, FairOrdering) else None,
+        tenant_isolation=make_tenant_isolation(ordering, cost, STEP_PROMPTS),
     )
     arrivals = [(first_guest + every * i, f"guest {i}") for i in range(guests)]
     if flooded:

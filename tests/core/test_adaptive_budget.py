@@ -8,19 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.core.budgets.adaptive import (
-    BUDGETS,
-    KneeBudget,
-    LatencyBudget,
-    StepForecast,
-    chunk_sizes,
-    make_budget,
-    tokens_per_second_needed,
-)
-from chairlift.core.budgets.base import NO_LIMIT, FixedBudget, LimitReason, Load
+from chairlift.core.budgets._adaptive import StepForecast, chunk_sizes
+from chairlift.core.budgets.base import BUDGETS, BatchLoad, make_budget
+from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.budgets.knee import KneeBudget
+from chairlift.core.budgets.latency import LatencyBudget, tokens_per_second_needed
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import BudgetDecided
 from chairlift.core.request import Request, Status
+from chairlift.core.step_limits import NO_LIMIT, LimitReason, StepLimits
 from chairlift.errors import InvalidParameter
 from tests.core.driving import make_request
 from tests.core.timed import (
@@ -38,7 +34,7 @@ from tests.core.timed import (
 
 FORMULA = {"token": 0.002, "token_beyond_64": 0, "token_beyond_256": 0, "request": 0.0005, "step": 0.03}
 FORMULA |= {"prefill_kv": 1e-6, "decode_kv": 9e-6}
-MOST = FixedBudget(1024, 512)
+MOST = StepLimits.most(1024, 512)
 
 
 def knowing(largest_prefill: int = 512, largest_decode: int = 64) -> CostModel:
@@ -46,6 +42,12 @@ def knowing(largest_prefill: int = 512, largest_decode: int = 64) -> CostModel:
     cost = CostModel(FORMULA)
     cost.largest_prefill, cost.largest_decode = largest_prefill, largest_decode
     return cost
+
+
+def latency_budget(cost: CostModel, target_tpot: float | None, target_ttft: float | None) -> LatencyBudget:
+    """A latency budget with targets in seconds."""
+    tpot, ttft = (None if target is None else 1e3 * target for target in (target_tpot, target_ttft))
+    return LatencyBudget(MOST, cost, tpot, ttft)
 
 
 def on_board(name: str, prompt: int, computed: int | None = None, arrival: float = 0.0) -> Request:
@@ -59,9 +61,9 @@ def on_board(name: str, prompt: int, computed: int | None = None, arrival: float
     return request
 
 
-def load(decodes: int = 8, context: int = 300, computed: int = 600, now: float = 0.0) -> Load:
+def load(decodes: int = 8, context: int = 300, computed: int = 600, now: float = 0.0) -> BatchLoad:
     running = [on_board(f"d{i}", context) for i in range(decodes)]
-    return Load([*running, on_board("long", 1500, computed)], [], now)
+    return BatchLoad([*running, on_board("long", 1500, computed)], [], now)
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -82,7 +84,7 @@ def serve(noise: Noise = steady, truth: Truth = cpu_like, prompts: int = 10, **o
 @pytest.mark.parametrize("computed", [0, 1200])
 def test_the_chunk_is_the_largest_that_fits(target: float, computed: int) -> None:
     cost, seen = knowing(), load(computed=computed)
-    limits = LatencyBudget(cost, MOST, target, None).limits(seen)
+    limits = latency_budget(cost, target, None).limits(seen)
     forecast, sizes = StepForecast(cost, seen), chunk_sizes(512)
     assert forecast.seconds(limits.prefill_tokens) <= target
     assert forecast.seconds(sizes[sizes.index(limits.prefill_tokens) + 1]) > target
@@ -93,7 +95,7 @@ def test_the_chunk_is_the_largest_that_fits(target: float, computed: int) -> Non
 
 def test_more_decodes_longer_contexts_and_tighter_targets_mean_smaller_chunks() -> None:
     def chunk(target: float = 0.3, **seen: int) -> int:
-        return LatencyBudget(knowing(), MOST, target, None).limits(load(**seen)).prefill_tokens
+        return latency_budget(knowing(), target, None).limits(load(**seen)).prefill_tokens
 
     for chunks in (
         [chunk(decodes=n) for n in (1, 4, 16, 40)],
@@ -105,10 +107,10 @@ def test_more_decodes_longer_contexts_and_tighter_targets_mean_smaller_chunks() 
 
 
 def test_when_decodes_alone_take_too_long_prompts_still_move_and_the_reason_says_so() -> None:
-    limits = LatencyBudget(knowing(), MOST, 0.01, None).limits(load())
+    limits = latency_budget(knowing(), 0.01, None).limits(load())
     assert limits.prefill_tokens == 4
     assert limits.reason is LimitReason.FLOOR
-    assert limits.seats >= 1
+    assert limits.slots >= 1
 
 
 def test_nobody_starves_under_a_target_that_cannot_be_kept() -> None:
@@ -157,7 +159,7 @@ def test_a_machine_that_slows_down_gets_smaller_chunks_and_keeps_the_target() ->
 
 def test_nothing_is_known_at_first_so_chunks_start_small_and_double() -> None:
     cost = CostModel()
-    budget = LatencyBudget(cost, MOST, 10.0, None)
+    budget = latency_budget(cost, 10.0, None)
     chunks = []
     for _ in range(6):
         limits = budget.limits(load())
@@ -169,14 +171,14 @@ def test_nothing_is_known_at_first_so_chunks_start_small_and_double() -> None:
 
 
 def test_without_decodes_nobody_waits_for_the_step() -> None:
-    limits = LatencyBudget(knowing(), MOST, 0.1, None).limits(load(decodes=0))
+    limits = latency_budget(knowing(), 0.1, None).limits(load(decodes=0))
     assert (limits.prefill_tokens, limits.reason) == (512, LimitReason.ALONE)
 
 
 def test_without_prompts_nothing_is_decided() -> None:
-    budget = LatencyBudget(knowing(), MOST, 0.1, None)
+    budget = latency_budget(knowing(), 0.1, None)
     before = budget.limits(load())
-    decodes_only = Load([on_board("d", 900)], [], 0.0)
+    decodes_only = BatchLoad([on_board("d", 900)], [], 0.0)
     assert budget.limits(decodes_only) is before
 
 
@@ -184,8 +186,8 @@ def test_without_prompts_nothing_is_decided() -> None:
 
 
 def test_seats_are_as_many_as_keep_the_target() -> None:
-    seen = Load([on_board(f"d{i}", 299) for i in range(8)], [on_board("next", 300, 0)], 0.0)
-    seats = LatencyBudget(knowing(), MOST, 0.2, None).limits(seen).seats
+    seen = BatchLoad([on_board(f"d{i}", 299) for i in range(8)], [on_board("next", 300, 0)], 0.0)
+    seats = latency_budget(knowing(), 0.2, None).limits(seen).slots
     assert cpu_like(StepShape(seats, 16, seats * 300, 0, seats + 1)) <= 0.2
     assert cpu_like(StepShape(seats + 1, 16, (seats + 1) * 300, 0, seats + 2)) > 0.2
 
@@ -207,8 +209,8 @@ def test_a_flood_of_requests_does_not_board_beyond_the_target(seed: int) -> None
 
 
 def test_without_a_target_for_running_requests_memory_alone_limits_seats() -> None:
-    assert LatencyBudget(knowing(), MOST, None, 1.0).limits(load()).seats == NO_LIMIT
-    assert KneeBudget(knowing(), MOST).limits(load()).seats == NO_LIMIT
+    assert latency_budget(knowing(), None, 1.0).limits(load()).slots == NO_LIMIT
+    assert KneeBudget(MOST, knowing()).limits(load()).slots == NO_LIMIT
 
 
 # ---- the time to the first token ------------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ def test_the_rate_that_first_tokens_need() -> None:
 @pytest.mark.parametrize("target", [5.0, 8.0, 20.0])
 def test_the_chunk_is_the_smallest_that_makes_the_first_token_in_time(target: float) -> None:
     cost, seen = knowing(), load(computed=0)
-    limits = LatencyBudget(cost, MOST, None, target).limits(seen)
+    limits = latency_budget(cost, None, target).limits(seen)
     forecast, sizes = StepForecast(cost, seen), chunk_sizes(512)
     smaller = sizes[sizes.index(limits.prefill_tokens) - 1]
     assert 1500 / limits.prefill_tokens * forecast.seconds(limits.prefill_tokens) <= target
@@ -236,7 +238,7 @@ def test_the_chunk_is_the_smallest_that_makes_the_first_token_in_time(target: fl
 
 
 def test_one_who_is_late_gets_the_fastest_chunk() -> None:
-    limits = LatencyBudget(knowing(), MOST, None, 0.5).limits(load())
+    limits = latency_budget(knowing(), None, 0.5).limits(load())
     assert limits.reason is LimitReason.LATE
     assert limits.prefill_tokens > 100
 
@@ -253,8 +255,8 @@ def test_a_first_token_target_is_made_and_running_requests_are_spared_what_it_do
 
 
 def test_with_both_targets_prompts_hurry_only_as_far_as_running_requests_allow() -> None:
-    budget = LatencyBudget(knowing(), MOST, 0.8, 8.0)
-    fits = LatencyBudget(knowing(), MOST, 0.8, None).limits(load(computed=0)).prefill_tokens
+    budget = latency_budget(knowing(), 0.8, 8.0)
+    fits = latency_budget(knowing(), 0.8, None).limits(load(computed=0)).prefill_tokens
     early = budget.limits(load(computed=0, now=0.0))
     late = budget.limits(load(computed=0, now=7.5))
     assert early.prefill_tokens < late.prefill_tokens == fits
@@ -283,7 +285,7 @@ def test_budgets_by_name() -> None:
     assert [type(one) for one in made] == [FixedBudget, FixedBudget, KneeBudget]
     for name in (None, "latency"):
         assert isinstance(make_budget(name, cost, max_batch_tokens=8, target_ttft_ms=5), LatencyBudget)
-    assert set(BUDGETS) == {"fixed", "knee", "latency"}
+    assert set(BUDGETS.names()) == {"fixed", "knee", "latency"}
 
 
 @pytest.mark.parametrize(
@@ -291,8 +293,8 @@ def test_budgets_by_name() -> None:
     [
         ("endless", {}, "budget: unknown budget 'endless'"),
         ("latency", {}, "budget: latency needs a target"),
-        ("knee", {"target_tpot_ms": 5}, "budget: 'knee' keeps no target"),
-        ("fixed", {"target_ttft_ms": 5}, "budget: 'fixed' keeps no target"),
+        ("knee", {"target_tpot_ms": 5}, "target_tpot_ms: only goes with budget latency, not 'knee'"),
+        ("fixed", {"target_ttft_ms": 5}, "target_ttft_ms: only goes with budget latency, not 'fixed'"),
         (None, {"target_tpot_ms": 0}, "target_tpot_ms: "),
         (None, {"target_tpot_ms": float("nan")}, "target_tpot_ms: "),
         (None, {"target_ttft_ms": "soon"}, "target_ttft_ms: "),

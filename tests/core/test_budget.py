@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from chairlift.core.budgets.base import Load, StepLimits
+from chairlift.core.budgets.base import BatchLoad
 from chairlift.core.events import BudgetDecided
 from chairlift.core.scheduler.scheduler import WaitReason
+from chairlift.core.step_limits import StepLimits
 from tests.core.driving import events_of, make_request, make_scheduler, shape, step
 
 
@@ -15,7 +16,7 @@ class Scripted:
         self.script = list(limits)
         self.seen: list[tuple[float, list[str], list[str], list[str]]] = []
 
-    def limits(self, load: Load) -> StepLimits:
+    def limits(self, load: BatchLoad) -> StepLimits:
         decoding, prefilling, waiting = (
             [request.id for request in group] for group in (load.decoding, load.prefilling, load.waiting)
         )
@@ -25,7 +26,7 @@ class Scripted:
 
 def test_a_budget_may_keep_seats_free_and_the_queue_says_so() -> None:
     scheduler = make_scheduler()
-    scheduler.budget = Scripted(StepLimits(64, 64, seats=1), StepLimits(64, 64, seats=2))
+    scheduler.budget = Scripted(StepLimits(64, 64, slots=1), StepLimits(64, 64, slots=2))
     for name in ("a", "b", "c"):
         scheduler.submit(make_request(name, 3), 0)
     assert shape(step(scheduler)) == [("a", 0, 3)]
@@ -36,7 +37,7 @@ def test_a_budget_may_keep_seats_free_and_the_queue_says_so() -> None:
 
 def test_those_on_board_stay_when_seats_become_fewer() -> None:
     scheduler = make_scheduler()
-    scheduler.budget = Scripted(StepLimits(64, 64), StepLimits(64, 64, seats=1))
+    scheduler.budget = Scripted(StepLimits(64, 64), StepLimits(64, 64, slots=1))
     for name in ("a", "b"):
         scheduler.submit(make_request(name, 3), 0)
     step(scheduler)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.orderings.base import FairOrdering
+from chairlift.core.orderings.fair import FairOrdering
 from chairlift.core.plan import BlockSwap
 from chairlift.core.plan_builder import PlanBuilder
 from chairlift.core.policies.base import make_policy
@@ -63,7 +63,7 @@ def courteous_scheduler() -> Scheduler:
     ordering, cost = FairOrdering(), MeasuredCost(0.02, 0.0, 0.0, 0.0, ((0, 0.0012),))
     return Scheduler(
         KVCache(400, 16),
-        FixedBudget(128),
+        FixedBudget.of(128),
         make_policy("continuous"),
         32,
         ordering=ordering,

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from chairlift.core.budgets.adaptive import LatencyBudget
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.latency import LatencyBudget
 from chairlift.core.cost_model import CostModel
+from chairlift.core.step_limits import StepLimits
 from tests.core.test_adaptive_budget import load, percentile, serve
 from tests.core.test_cost_model import SHAPE
 from tests.core.timed import Noise, cpu_like, jitter
@@ -84,7 +84,7 @@ def test_while_steps_are_slow_chunks_are_smaller_at_once() -> None:
     cost, truth = CostModel(), cpu_like(SHAPE)
     for _ in range(100):
         cost.observe(SHAPE, truth)
-    budget = LatencyBudget(cost, FixedBudget(1024, 512), 0.3, None)
+    budget = LatencyBudget(StepLimits(1024, 512), cost, target_tpot_ms=300)
     before = budget.limits(load()).prefill_tokens
     cost.observe(SHAPE, 1.5 * truth)
     assert budget.limits(load()).prefill_tokens < 0.85 * before

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.core.events import RequestBoarded, RequestPreempted
+from chairlift.core.events import RequestAdmitted, RequestPreempted
 from chairlift.core.integrity import check_quiescent
-from chairlift.core.orderings.base import FairOrdering, make_ordering, parse_weights
+from chairlift.core.orderings.base import make_ordering
+from chairlift.core.orderings.fair import FairOrdering, parse_weights
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.waiting_queue import WaitReason
 from chairlift.errors import InvalidParameter
@@ -20,7 +21,7 @@ def submit(scheduler: Scheduler, name: str, prompt: int = 3, new: int = 2, **opt
 def boarding_order(scheduler: Scheduler) -> list[str]:
     run_to_end(scheduler)
     check_quiescent(scheduler)
-    return [event.request_id for event in events_of(scheduler, RequestBoarded)]
+    return [event.request_id for event in events_of(scheduler, RequestAdmitted)]
 
 
 def on_board(scheduler: Scheduler) -> list[str]:
@@ -97,9 +98,9 @@ def test_under_fair_sharing_many_tenants_cannot_keep_one_waiting() -> None:
 
 def test_an_aged_request_is_no_victim_of_younger_ones_with_better_claims() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=4, order="priority", max_overtakes=1, prefix_caching=False)
-    aged = make_request("aged", 4, new=12, priority=5)
-    aged.aged = True
-    scheduler.submit(aged, 0.0)
+    starved = make_request("starved", 4, new=12, priority=5)
+    starved.starved = True
+    scheduler.submit(starved, 0.0)
     step(scheduler)
     submit(scheduler, "urgent", prompt=4, new=12, priority=0)
     run_to_end(scheduler)
@@ -283,7 +284,7 @@ def test_time_away_earns_a_limited_credit(monkeypatch: pytest.MonkeyPatch, burst
         submit(scheduler, f"a{index}", prompt=20, tenant="a")
     for _ in range(40):
         step(scheduler)
-    events_of(scheduler, RequestBoarded)
+    events_of(scheduler, RequestAdmitted)
     for index in range(10):
         submit(scheduler, f"b{index}", prompt=20, tenant="b")
     tenants = "".join(name[0] for name in boarding_order(scheduler))
@@ -295,13 +296,13 @@ def test_cached_and_repeated_tokens_are_not_charged() -> None:
     request = make_request("r", 20, tenant="t")
     fair.arrived(request)
     request.start_from(12)  # a prefix hit
-    fair.boarded(request)
+    fair.admitted(request)
     assert fair.claim(request) == 8
     request.append(5)
-    fair.grew(request)
+    fair.appended(request)
     assert fair.claim(request) == 9
     request.start_from(0)  # preempted: all of it is computed again
-    fair.boarded(request)
+    fair.admitted(request)
     assert fair.claim(request) == 9
 
 
@@ -311,7 +312,7 @@ def test_tenants_that_are_gone_and_owe_nothing_are_forgotten(monkeypatch: pytest
     steady = make_request("steady", 3, tenant="steady")
     fair.arrived(steady)
     for index in range(100):
-        fair.grew(steady)
+        fair.appended(steady)
         request = make_request(f"r{index}", 3, tenant=f"tenant {index}")
         fair.arrived(request)
         fair.finished(request)
@@ -319,9 +320,9 @@ def test_tenants_that_are_gone_and_owe_nothing_are_forgotten(monkeypatch: pytest
 
 
 def test_names_and_weights_are_checked() -> None:
-    with pytest.raises(InvalidParameter, match="fcfs, priority, shortest, fair"):
+    with pytest.raises(InvalidParameter, match="fair, fcfs, priority, shortest"):
         make_ordering("random")
-    with pytest.raises(InvalidParameter, match="tenant_weights: only go with"):
+    with pytest.raises(InvalidParameter, match="tenant_weights: only goes with order fair"):
         make_ordering("fcfs", {"a": 2})
     assert parse_weights(["a=2", "b=c=0.5"]) == {"a": 2.0, "b=c": 0.5}
     for bad in (["a"], ["a="], ["a=x"], ["a=-1"], ["a=nan"], {"a": True}, {"a": float("inf")}):

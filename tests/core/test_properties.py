@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chairlift.core.events import RequestBoarded, RequestPreempted
+from chairlift.core.events import RequestAdmitted, RequestPreempted
 from chairlift.core.integrity import check_accounting, check_plan, check_quiescent, check_shared_prefixes
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapSpace
@@ -119,22 +119,22 @@ class Workload(RuleBasedStateMachine):
     def schedule(self, flaky: bool) -> None:
         self.now += 1.0
         self.kv.failing = flaky
-        aged = [request for request in self.scheduler.waiting if request.aged]
+        starved = [request for request in self.scheduler.waiting if request.starved]
         self.scheduler.drain_events()
         self.in_flight = self.scheduler.schedule(self.now)
         self.kv.failing = False
         check_plan(self.scheduler, self.in_flight)
-        self.check_turns(aged)
+        self.check_turns(starved)
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             assert request.deadline is None or request.deadline > self.now, f"{request} is past its deadline"
             waits = request.status is Status.WAITING
             assert waits == (self.scheduler.why_waiting(request.id) is not None)
 
-    def check_turns(self, aged: list[Request]) -> None:
+    def check_turns(self, starved: list[Request]) -> None:
         """Nobody boards ahead of those who were overtaken often enough, unless they wait for another request."""
-        boarded = {event.request_id for event in self.scheduler.drain_events() if isinstance(event, RequestBoarded)}
-        others_boarded = any(request.id in boarded and not request.aged for request in self.scheduler.running)
-        for request in aged:
+        boarded = {event.request_id for event in self.scheduler.drain_events() if isinstance(event, RequestAdmitted)}
+        others_boarded = any(request.id in boarded and not request.starved for request in self.scheduler.running)
+        for request in starved:
             if others_boarded:
                 reason = self.scheduler.why_waiting(request.id)
                 assert reason not in (WaitReason.SEATS, WaitReason.BUDGET, WaitReason.MEMORY)
@@ -243,7 +243,7 @@ def test_nobody_waits_longer_than_the_bound(
         plan = scheduler.schedule(0.0)
         scheduler.apply(run_plan(plan), 0.0)
         for event in scheduler.drain_events():
-            if isinstance(event, RequestBoarded):
+            if isinstance(event, RequestAdmitted):
                 boardings += 1
                 assert boardings <= latest.pop(event.request_id, boardings)
             elif isinstance(event, RequestPreempted):  # by fair sharing: back in line

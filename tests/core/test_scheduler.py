@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.core.events import RequestBoarded, RequestFinished, RequestPreempted, TokenProduced
+from chairlift.core.events import RequestAdmitted, RequestFinished, RequestPreempted, TokenProduced
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.plan import BAD_LOGITS
 from chairlift.core.request import Ending, FinishReason, Status
@@ -246,7 +246,7 @@ def test_a_prefix_being_computed_is_awaited_not_computed_twice() -> None:
     assert shape(step(scheduler)) == [("a", 8, 5), ("other", 0, 3)]
     assert scheduler.why_waiting("b") is not None
     assert shape(step(scheduler)) == [("a", 13, 1), ("other", 3, 1), ("b", 12, 2), ("c", 12, 1)]
-    boarded = {e.request_id: e.cached_tokens for e in events_of(scheduler, RequestBoarded)}
+    boarded = {e.request_id: e.cached_tokens for e in events_of(scheduler, RequestAdmitted)}
     assert boarded == {"a": 0, "other": 0, "b": 12, "c": 12}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.core.events import RequestBoarded, RequestPreempted
+from chairlift.core.events import RequestAdmitted, RequestPreempted
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
 from chairlift.core.plan import BlockSwap, StepPlan
@@ -66,7 +66,7 @@ def test_a_victim_keeps_what_it_computed_and_goes_on_where_it_was() -> None:
     (back,) = [plan for plan in plans if plan.swap_ins]
     assert [swap.slot for swap in back.swap_ins] == [swap.slot for swap in plan.swap_outs]
     assert shape(back) == [("b", 12, 1)]  # not one token is computed twice
-    (boarded,) = events_of(scheduler, RequestBoarded)
+    (boarded,) = events_of(scheduler, RequestAdmitted)
     assert (boarded.cached_tokens, boarded.swapped_tokens) == (0, 12)
     assert a.num_output == b.num_output == 10
 
@@ -87,7 +87,7 @@ def test_blocks_still_in_the_prefix_cache_are_not_copied_back() -> None:
     plans = run_to_end(scheduler, memory)
     (back,) = [plan for plan in plans if plan.swap_ins or [name for name, _, _ in shape(plan)] == ["b"]][:1]
     assert len(back.swap_ins) < 3
-    (boarded,) = events_of(scheduler, RequestBoarded)[-1:]
+    (boarded,) = events_of(scheduler, RequestAdmitted)[-1:]
     assert boarded.cached_tokens + boarded.swapped_tokens >= 12
 
 
@@ -100,7 +100,7 @@ def test_others_may_find_a_block_that_came_back_from_the_host() -> None:
     run_to_end(scheduler, memory)
     scheduler.submit(make_request("c", range(9), new=1), 0.0)
     run_to_end(scheduler, memory)
-    boarded = {event.request_id: event.cached_tokens for event in events_of(scheduler, RequestBoarded)}
+    boarded = {event.request_id: event.cached_tokens for event in events_of(scheduler, RequestAdmitted)}
     assert boarded["c"] == 4
 
 

@@ -17,10 +17,10 @@ import torch
 
 from chairlift.attention.backends.base import AttentionBackend, BatchSpec
 from chairlift.attention.storage import KVStorage
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import StepDone
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.policies.base import ContinuousPolicy
+from chairlift.core.policies.continuous import ContinuousPolicy
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
@@ -56,7 +56,7 @@ def make_engine(requests: int) -> Engine:
         max_model_len=4096,
     )
     kv = KVCache(num_blocks=requests * 64, block_size=BLOCK_SIZE)
-    scheduler = Scheduler(kv, FixedBudget(8192 + requests, 8192), ContinuousPolicy(), requests)
+    scheduler = Scheduler(kv, FixedBudget.of(8192 + requests, 8192), ContinuousPolicy(), requests)
     tokenizer = Tokenizer(backends.byte_level())
     return Engine(scheduler, runner, tokenizer, vocab_size=VOCAB, max_model_len=4096, seed=1)
 

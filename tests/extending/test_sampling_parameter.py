@@ -12,10 +12,10 @@ import torch
 from chairlift import LLM
 from chairlift.attention.choose import choose_backend
 from chairlift.attention.paged.gpu import PagedGPUAttention
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import TokenProduced
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.policies.base import ContinuousPolicy
+from chairlift.core.policies.continuous import ContinuousPolicy
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
@@ -87,7 +87,7 @@ def generate(model: CausalLM, params: Sequence[SamplingParams], *, gpu: bool) ->
     else:
         attention = choose_backend("bursted", model.attention_layers, model.device, model.dtype)
         runner = CPURunner(model, attention, storage)
-    scheduler = Scheduler(KVCache(32, 8), FixedBudget(32, 24), ContinuousPolicy(), 4)
+    scheduler = Scheduler(KVCache(32, 8), FixedBudget.of(32, 24), ContinuousPolicy(), 4)
     tokenizer = Tokenizer(backends.byte_level())
     engine = Engine(scheduler, runner, tokenizer, vocab_size=model.vocab_size, max_model_len=64, seed=1)
     outputs: dict[str, list[int]] = {engine.submit(PROMPT, one)[0]: [] for one in params}

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from chairlift.attention.choose import choose_backend
 from chairlift.attention.paged.gpu import PagedGPUAttention
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import RequestPreempted, TokenProduced
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.policies.base import ContinuousPolicy
+from chairlift.core.policies.continuous import ContinuousPolicy
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
@@ -62,7 +62,7 @@ def make_engine(
     else:
         bursted = choose_backend("bursted", model.attention_layers, model.device, model.dtype)
         runner = CPURunner(model, bursted, storage)
-    scheduler = Scheduler(KVCache(num_blocks, BLOCK_SIZE), FixedBudget(32, prefill), ContinuousPolicy(), SEATS)
+    scheduler = Scheduler(KVCache(num_blocks, BLOCK_SIZE), FixedBudget.of(32, prefill), ContinuousPolicy(), SEATS)
     tokenizer = Tokenizer(backends.byte_level())
     return Engine(scheduler, runner, tokenizer, vocab_size=model.vocab_size, max_model_len=MAX_LEN, seed=1)
 

@@ -8,9 +8,9 @@ import pytest
 
 from chairlift.attention.choose import choose_backend
 from chairlift.attention.paged.gpu import PagedGPUAttention
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.policies.base import ContinuousPolicy
+from chairlift.core.policies.continuous import ContinuousPolicy
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.structure import Structure
@@ -51,7 +51,7 @@ def make_engine(model: CausalLM, *, gpu: bool) -> Engine:
     else:
         bursted = choose_backend("bursted", model.attention_layers, model.device, model.dtype)
         runner = CPURunner(model, bursted, storage, structured=structured)
-    scheduler = Scheduler(KVCache(64, BLOCK_SIZE), FixedBudget(32, 24), ContinuousPolicy(), SEATS)
+    scheduler = Scheduler(KVCache(64, BLOCK_SIZE), FixedBudget.of(32, 24), ContinuousPolicy(), SEATS)
     return Engine(
         scheduler,
         runner,

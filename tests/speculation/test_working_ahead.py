@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.events import TokenProduced
 from chairlift.core.executor import Executor, ExecutorCapabilities
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import StepPlan, StepResult
-from chairlift.core.policies.base import ContinuousPolicy
+from chairlift.core.policies.continuous import ContinuousPolicy
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
@@ -137,7 +137,7 @@ def seconds_for(
     speculation = None if proposer is None else SpeculationController(proposer, AdaptiveLength(cost))
     if speculation is not None and payoff is not None:
         speculation.length.payoff = payoff
-    scheduler = Scheduler(KVCache(4096, 16), FixedBudget(512, 512), ContinuousPolicy(), batch, speculation=speculation)
+    scheduler = Scheduler(KVCache(4096, 16), FixedBudget.of(512), ContinuousPolicy(), batch, speculation=speculation)
     engine = Engine(
         scheduler,
         device,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from chairlift.core.budgets.base import StepLimits
 from chairlift.core.kv.prefix_index import Miss
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import StepPlan, StepTiming
 from chairlift.core.request import Ending
+from chairlift.core.step_limits import StepLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class RequestQueued:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestBoarded:
+class RequestAdmitted:
     """It left the queue: the tokens it need not compute, and why there were not more of them."""
 
     time: float
@@ -110,7 +110,7 @@ class StepDone:
 
 Event = (
     RequestQueued
-    | RequestBoarded
+    | RequestAdmitted
     | RequestPreempted
     | TokenProduced
     | DraftsVerified

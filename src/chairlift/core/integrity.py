@@ -38,8 +38,8 @@ def check_accounting(scheduler: Scheduler) -> None:
     for name, queue in (("running", scheduler.running), ("waiting", list(scheduler.waiting))):
         orders = [request.order for request in queue]
         assert orders == sorted(set(orders)), f"{name} is out of order"
-    assert scheduler.state.seats_taken <= scheduler.max_batch_requests
-    assert scheduler.policy.keeps_seats or not scheduler.idle
+    assert scheduler.state.slots_taken <= scheduler.max_batch_requests
+    assert scheduler.policy.keeps_slots or not scheduler.idle
     check_swap(scheduler)
     waiting = scheduler.waiting
     assert waiting.reasons() == Counter(map(waiting.last_reason, waiting)), "reasons to wait are counted wrong"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from chairlift.core.budgets.base import StepLimits
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import BlockCopy, BlockSwap, Chunk
 from chairlift.core.request import Request
+from chairlift.core.step_limits import StepLimits
 
 
 class PlanBuilder:
@@ -19,7 +19,7 @@ class PlanBuilder:
         self.chunks: dict[str, Chunk] = {}
         self.room = limits.tokens - taken
         self.prefill_room = min(limits.prefill_tokens, self.room)
-        self.seats = limits.seats
+        self.slots = limits.slots
         self.memory_was_short = False
         self.swap_outs: list[BlockSwap] = []
         self.swap_ins: list[BlockSwap] = []

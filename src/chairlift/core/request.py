@@ -58,7 +58,6 @@ class Request:
 
     __slots__ = (
         "_tokens",
-        "aged",
         "arrival",
         "block_digests",
         "deadline",
@@ -73,18 +72,19 @@ class Request:
         "num_computed",
         "num_planned",
         "num_prompt",
+        "num_slots",
         "num_unread",
         "order",
-        "overtaken",
         "params",
         "priority",
         "ready",
         "salt",
-        "seats",
         "seed",
+        "starved",
         "status",
         "steps_in_flight",
         "tenant",
+        "times_passed_over",
     )
 
     def __init__(
@@ -115,7 +115,7 @@ class Request:
         self.salt = salt  # requests with different salts never share cached blocks
         self.leader = leader  # the sibling (n > 1) whose prompt blocks this one will share
         self.group: BeamGroup | None = None  # the beam search that it carries a beam of
-        self.seats = 1  # that it takes on board; the first of a beam search takes those of all
+        self.num_slots = 1  # that it takes on board; the first of a beam search takes those of all
         self.ready = params.structure is None  # else once its grammar is compiled
         self.priority = priority  # the lower, the sooner
         self.tenant = tenant  # whose share of the batch it uses
@@ -129,8 +129,8 @@ class Request:
         self.status = Status.WAITING
         self.ending: Ending | None = None
         self.steps_in_flight = 0  # planned steps whose results have not been applied yet
-        self.overtaken = 0  # boardings of others while this one was passed over
-        self.aged = False  # overtaken too often: nobody may board before it
+        self.times_passed_over = 0  # boardings of others while this one was passed over
+        self.starved = False  # overtaken too often: nobody may board before it
         self.num_charged = 0  # known tokens that its tenant has been charged for
         self.block_digests: list[bytes] = []  # prefix digests of the first full blocks, extended on demand
 

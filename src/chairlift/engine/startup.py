@@ -15,13 +15,12 @@ from chairlift.attention.base import AttentionLayer
 from chairlift.attention.choose import choose_backend
 from chairlift.byte_sizes import format_bytes
 from chairlift.config import EngineConfig
-from chairlift.core.budgets.adaptive import make_budget
+from chairlift.core.budgets.base import make_budget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapCost, SwapSpace
-from chairlift.core.orderings.base import FairOrdering
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.core.scheduler.tenant_isolation import TenantIsolation
+from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from chairlift.core.scheduler.work_forecast import WorkForecast
 from chairlift.engine.engine import Engine
 from chairlift.engine.kv_dtype import check_kv_dtype
@@ -196,7 +195,7 @@ def _make_scheduler(
         forecast=forecast,
         swap=_make_swap_space(config, built, forecast),
         speculation=speculation,
-        tenant_isolation=TenantIsolation(ordering, cost_model, prompts) if isinstance(ordering, FairOrdering) else None,
+        tenant_isolation=make_tenant_isolation(ordering, cost_model, prompts),
     )
 
 

@@ -9,7 +9,6 @@ from operator import countOf
 import numpy as np
 
 from chairlift.core.beam.search import BeamSearch
-from chairlift.core.orderings.base import PriorityOrdering
 from chairlift.core.request_limits import RequestLimits
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
@@ -84,7 +83,7 @@ class RequestValidator:
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
             raise InvalidParameter("priority", f"must be an integer, got {priority!r:.40}")
         ordering = self._scheduler.ordering
-        if priority and not isinstance(ordering, PriorityOrdering):
+        if priority and not ordering.uses_priority:
             raise InvalidParameter("priority", f"has no effect in the order {ordering.name!r}; start with 'priority'")
 
     def _check_beams(self, params: SamplingParams) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chairlift.core.events import Event, RequestBoarded, RequestFinished, RequestQueued, TokenProduced
+from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestQueued, TokenProduced
 from chairlift.core.request import Ending, FinishReason
 from chairlift.errors import ChairliftError
 
@@ -25,7 +25,7 @@ class AnswerMeter:
                 case RequestQueued():
                     self._arrival, self._prompt_tokens = event.time, event.num_prompt
                     self._cached_tokens, self._token_times, self._ending = 0, [], None
-                case RequestBoarded() if not self._token_times:
+                case RequestAdmitted() if not self._token_times:
                     self._cached_tokens = event.cached_tokens
                 case TokenProduced():
                     self._token_times.append(event.time)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chairlift.core.events import RequestBoarded, RequestFinished, StepDone
+from chairlift.core.events import RequestAdmitted, RequestFinished, StepDone
 from chairlift.lab.explain.palette import DARK, LIGHT
 from chairlift.lab.explain.recording import Run
 from chairlift.lab.explain.stage import Stage
@@ -29,7 +29,7 @@ def idle_rows(run: Run) -> int:
     total = 0
     for event in run.events:
         match event:
-            case RequestBoarded():
+            case RequestAdmitted():
                 on_board.add(event.request_id)
             case RequestFinished():
                 ended.add(event.request_id)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.cost_model import StepShape
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.kv.kv_cache import KVCache
@@ -52,7 +52,7 @@ def make_replica(
     prefill: int | None = None,
 ) -> Replica:
     kv = KVCache(num_blocks, block_size, prefix_caching=caching)
-    limits = FixedBudget(budget, prefill)
+    limits = FixedBudget.of(budget, prefill)
     scheduler = Scheduler(kv, limits, make_policy(policy), seats, ordering=make_ordering(order))
     return Replica(scheduler, Linear(), leaps=leaps, walk=walk)
 

@@ -35,11 +35,11 @@ class BeamGroup:
         self._found: dict[str, Candidates] = {}  # by request id: of those that wait for the others
         for member in self.members:
             member.group = self
-        self.leader.seats = self.search.width
+        self.leader.num_slots = self.search.width
 
     def blocks_to_join(self, kv: KVCache) -> int:
         """Blocks that the others will need beside those of the leader, for the tokens they know."""
-        if self.leader.seats == 1:
+        if self.leader.num_slots == 1:
             return 0  # they have joined
         shared = self.leader.num_prompt // kv.block_size
         return (self.search.width - 1) * (kv.blocks_for(self.leader.num_known) - shared)
@@ -47,7 +47,7 @@ class BeamGroup:
     def take(self, beam: Request, candidates: Candidates, state: SchedulerState, now: float) -> None:
         """All known tokens of `beam` are computed, and these may come next. With the last of them, all go on."""
         self._found[beam.id] = candidates
-        if self.leader.seats > 1 and len(self.carriers) > 1:
+        if self.leader.num_slots > 1 and len(self.carriers) > 1:
             self._join_leader(state, now)
         if len(self._found) < len(self.carriers):
             return
@@ -72,7 +72,7 @@ class BeamGroup:
             self.carriers.append(carrier)
         for carrier, beam in zip(self.carriers, self.search.beams, strict=True):
             carrier.append(beam.token)
-            state.ordering.grew(carrier)
+            state.ordering.appended(carrier)
         self._seat_all(state, now)
 
     def _join_leader(self, state: SchedulerState, now: float) -> None:
@@ -85,7 +85,7 @@ class BeamGroup:
         self._seat_all(state, now)
 
     def _seat_all(self, state: SchedulerState, now: float) -> None:
-        self.leader.seats = 1
+        self.leader.num_slots = 1
         for carrier in self.carriers:
             if carrier.status is not Status.RUNNING:
                 state.join(carrier, now)
@@ -106,7 +106,7 @@ class BeamGroup:
     def gather(self) -> None:
         """All have lost their seats: from now on, the leader stands for them again."""
         self._found.clear()
-        self.leader.seats = self.search.width
+        self.leader.num_slots = self.search.width
 
 
 def _num_common(one: Request, other: Request) -> int:

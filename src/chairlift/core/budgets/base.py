@@ -1,42 +1,23 @@
-"""How many tokens a step may carry, and how many requests may share it."""
+"""What a budget is: the rule for how many tokens a step may carry, and how many requests may share it."""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar
 
+from chairlift.core.choices import make_choice
+from chairlift.core.cost_model import CostModel
 from chairlift.core.request import Request
+from chairlift.core.step_limits import StepLimits
 from chairlift.errors import InvalidParameter
-
-NO_LIMIT = 2**31
-
-
-class LimitReason(StrEnum):
-    FIXED = "as configured"
-    LEARNING = "twice what was measured so far: larger steps are still unknown"
-    ALONE = "nobody on board is decoding, so nobody waits for this step"
-    TPOT = "the most that keeps the step inside target_tpot_ms"
-    FLOOR = "the decodes alone take longer than target_tpot_ms; prompts get the least that keeps them moving"
-    TTFT = "the least that keeps those without a first token inside target_ttft_ms"
-    LATE = "someone will miss target_ttft_ms; this is what computes prompts fastest"
-    KNEE = "the least that comes close to the highest throughput"
+from chairlift.registry import Registry
 
 
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    tokens: int  # all tokens of the step
-    prefill_tokens: int  # those that are not decodes
-    seats: int = NO_LIMIT  # nobody boards beyond this many; those on board stay
-    reason: LimitReason = LimitReason.FIXED  # of `prefill_tokens`
-    predicted_seconds: float | None = field(default=None, compare=False)  # of a step as full as this allows
-    target_seconds: float | None = field(default=None, compare=False)  # what that was held against
-
-
-class Load:
-    """What the next step finds: who is on board and who waits. Worked out only when a budget asks for it."""
+class BatchLoad:
+    """The running and waiting requests that the next step finds; groups of them are computed on demand."""
 
     def __init__(self, running: Sequence[Request], waiting: Sequence[Request], now: float) -> None:
         self.running = running
@@ -52,21 +33,44 @@ class Load:
         return [request for request in self.running if not request.decoding and request.num_behind]
 
 
-class TokenBudget(Protocol):
-    def limits(self, load: Load) -> StepLimits:
-        """The limits of the next step."""
-        ...
+class TokenBudget(ABC):
+    """Decides the limits of every step."""
+
+    options: ClassVar[frozenset[str]] = frozenset()  # of the config; passed to the constructor as keywords
+
+    def __init__(self, most: StepLimits, cost: CostModel) -> None:
+        """`most`: the configured limits, never to be exceeded. `cost`: predicts the duration of steps."""
+        self.most = most
+        self._cost = cost
+
+    @abstractmethod
+    def limits(self, load: BatchLoad) -> StepLimits:
+        """Return the limits of the next step."""
 
 
-class FixedBudget:
-    """The same limits at every step."""
+BUDGETS: Registry[type[TokenBudget]] = Registry("budget", "chairlift.core.budgets")
 
-    def __init__(self, max_batch_tokens: int, max_prefill_tokens: int | None = None) -> None:
-        if max_batch_tokens < 1:
-            raise InvalidParameter("max_batch_tokens", f"must be at least 1, got {max_batch_tokens}")
-        if max_prefill_tokens is not None and max_prefill_tokens < 1:
-            raise InvalidParameter("max_prefill_tokens", f"must be at least 1, got {max_prefill_tokens}")
-        self.most = StepLimits(max_batch_tokens, min(max_prefill_tokens or max_batch_tokens, max_batch_tokens))
 
-    def limits(self, load: Load) -> StepLimits:
-        return self.most
+def make_budget(
+    name: str | None,
+    cost: CostModel,
+    *,
+    max_batch_tokens: int,
+    max_prefill_tokens: int | None = None,
+    target_tpot_ms: float | None = None,
+    target_ttft_ms: float | None = None,
+) -> TokenBudget:
+    """Build the budget called `name`; without a name, `latency` if a target is given, else `fixed`."""
+    targets = {"target_tpot_ms": target_tpot_ms, "target_ttft_ms": target_ttft_ms}
+    for parameter, target in targets.items():
+        number = isinstance(target, (int, float)) and not isinstance(target, bool)
+        if target is not None and not (number and math.isfinite(target) and target > 0):
+            raise InvalidParameter(parameter, f"must be a number of milliseconds above 0, got {target!r}")
+    if name is None:
+        name = "fixed" if target_tpot_ms is None and target_ttft_ms is None else "latency"
+    return make_choice(BUDGETS, name, targets, StepLimits.most(max_batch_tokens, max_prefill_tokens), cost)
+
+
+def check_budget(name: str | None, target_tpot_ms: float | None, target_ttft_ms: float | None) -> None:
+    """Raise InvalidParameter if no such budget can be built."""
+    make_budget(name, CostModel(), max_batch_tokens=1, target_tpot_ms=target_tpot_ms, target_ttft_ms=target_ttft_ms)

@@ -1,126 +1,61 @@
-"""When requests may board. Who comes first is the ordering's; packing, budgets and allocation are the scheduler's.
+"""What a policy is: the rule for when waiting requests may be admitted.
 
-continuous   whenever there is a seat                 aaaaaaa
+The ordering decides which request is first; packing, budgets and allocation belong to the scheduler.
+
+continuous   whenever a slot is free                  aaaaaaa
                                                       bbb.cccccc
                                                       ddddddeeee
 
-static,      a batch boards together, and its         aaaaaaa|.....
-dynamic      seats are free when its last one ends    bbb····|.....    ····  finished, its row still computed
+static,      a batch is admitted together, and its    aaaaaaa|.....
+dynamic      slots are free when its last one ends    bbb····|.....    ····  finished, its row still computed
                                                       dddddd·|.....
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Protocol
+from typing import ClassVar
 
-from chairlift.core.request import Request, Status
+from chairlift.core.choices import make_choice
+from chairlift.core.request import Request
 from chairlift.core.scheduler.waiting_queue import WaitingQueue, WaitReason
-from chairlift.errors import InvalidParameter
+from chairlift.registry import Registry
 
-DYNAMIC_DELAY = 0.05
-STATIC_DELAY = 10.0
+POLICIES: Registry[type[Policy]] = Registry("policy", "chairlift.core.policies")
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
-    """Who may board now, best first, and what everybody else waits for."""
+class PolicyDecision:
+    """Which waiting requests may be admitted now, and what the others wait for."""
 
-    candidates: Sequence[Request] | Iterator[Request]  # the queue may be long: an iterator looks no further than asked
-    reason_of_others: WaitReason | None = None  # None: there are none, all may board
+    candidates: Iterable[Request]  # best first; the queue may be long, so an iterator is only read as far as needed
+    reason_of_others: WaitReason | None = None  # None: all waiting requests are candidates
 
 
-class Policy(Protocol):
-    name: str
-    keeps_seats: bool  # a request that finishes leaves its seat, and its memory, only when nobody is on board any more
+class Policy(ABC):
+    """Decides in every step which waiting requests may be admitted."""
 
-    def admit(self, waiting: WaitingQueue, running: Sequence[Request], seats: int, now: float) -> Admission:
-        """Open the door to some, all or none of `waiting`, of whom there is at least one."""
-        ...
+    name: ClassVar[str]
+    options: ClassVar[frozenset[str]] = frozenset()  # of the config; passed to the constructor as keywords
+    keeps_slots: ClassVar[bool] = False  # finished requests keep slot and memory until no request is running
+    always_open: ClassVar[bool] = False  # every waiting request is a candidate in every step
+
+    @abstractmethod
+    def decide(self, waiting: WaitingQueue, running: Sequence[Request], slots: int, now: float) -> PolicyDecision:
+        """Select candidates from `waiting`, which is not empty; `slots` is the size of the batch."""
 
     @property
-    def stays_shut(self) -> bool:
-        """With someone on board: whether nobody can board before all who are have ended."""
-        ...
+    def closed_until_batch_ends(self) -> bool:
+        """Whether no request can be admitted before all running ones have finished."""
+        return False
 
-    def opens_at(self, waiting: WaitingQueue, seats: int) -> float | None:
-        """With nobody on board: when the door opens if nothing else happens; None if it is open."""
-        ...
-
-
-class ContinuousPolicy:
-    """Iteration-level scheduling: a seat is taken again in the very next step."""
-
-    name = "continuous"
-    keeps_seats = False
-    stays_shut = False
-
-    def admit(self, waiting: WaitingQueue, running: Sequence[Request], seats: int, now: float) -> Admission:
-        return Admission(waiting.in_boarding_order())
-
-    def opens_at(self, waiting: WaitingQueue, seats: int) -> float | None:
+    def opens_at(self, waiting: WaitingQueue, slots: int) -> float | None:
+        """With no request running: the time at which `decide` will name candidates; None if it would do so now."""
         return None
 
 
-class BatchPolicy:
-    """A batch boards together, and nobody else does until the last of it has ended.
-
-    With nobody on board, a batch of all that wait (at most as many as there are seats) is released when
-
-    - there are enough of them to fill it, or
-    - the oldest has waited for `max_delay` seconds, or
-    - it is known that no others come (`Scheduler.expect_no_more`), as with a list of prompts.
-
-    So nothing waits for company for ever. If the step's budget does not let all of them on board at once, the rest
-    of the batch follows in the next steps; a member that memory sends back boards again as soon as it fits.
-    """
-
-    keeps_seats = True
-
-    def __init__(self, name: str, max_delay: float) -> None:
-        self.name = name
-        self.max_delay = max_delay
-        self._batch: list[Request] = []  # all that were released together
-
-    def admit(self, waiting: WaitingQueue, running: Sequence[Request], seats: int, now: float) -> Admission:
-        if not running:
-            opens_at = self.opens_at(waiting, seats)
-            if opens_at is not None and now < opens_at:
-                return Admission((), WaitReason.BATCH_FILLING)
-            self._batch = list(islice(waiting.in_boarding_order(), seats))
-        return Admission(sorted(self._left_behind(), key=waiting.ordering.rank), WaitReason.BATCH_RUNNING)
-
-    def opens_at(self, waiting: WaitingQueue, seats: int) -> float | None:
-        full = len(waiting) >= seats
-        if full or self._left_behind() or not waiting.waits_for_company:
-            return None
-        return waiting.oldest.arrival + self.max_delay
-
-    @property
-    def stays_shut(self) -> bool:
-        return not self._left_behind()
-
-    def _left_behind(self) -> list[Request]:
-        """Those of the last batch who have no seat (yet, or any more)."""
-        return [request for request in self._batch if request.status is Status.WAITING]
-
-
-POLICIES = ("continuous", "static", "dynamic")
-
-
 def make_policy(name: str, max_delay_ms: float | None = None) -> Policy:
-    """The policy of that name. `max_delay_ms` is how long a batch waits to be filled: 50 ms if dynamic, and if static
-    10 s, which is there only so that nothing hangs."""
-    if name not in POLICIES:
-        raise InvalidParameter("policy", f"unknown policy {name!r}; choose from {', '.join(POLICIES)}")
-    if name == "continuous":
-        if max_delay_ms is not None:
-            raise InvalidParameter("max_delay_ms", "only goes with the policies static and dynamic, which fill batches")
-        return ContinuousPolicy()
-    if max_delay_ms is None:
-        return BatchPolicy(name, DYNAMIC_DELAY if name == "dynamic" else STATIC_DELAY)
-    if not isinstance(max_delay_ms, (int, float)) or not 0 <= max_delay_ms < float("inf"):
-        raise InvalidParameter("max_delay_ms", f"must be a number of at least 0, got {max_delay_ms!r}")
-    return BatchPolicy(name, max_delay_ms / 1000)
+    """Build the policy called `name`."""
+    return make_choice(POLICIES, name, {"max_delay_ms": max_delay_ms})

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from chairlift.core.plan_builder import PlanBuilder
-from chairlift.core.policies.base import Admission, Policy
+from chairlift.core.policies.base import Policy, PolicyDecision
 from chairlift.core.request import Request
 from chairlift.core.scheduler.packing import share_rest_among_prompts
 from chairlift.core.scheduler.siblings import sibling_to_fork, waits_for_sibling
-from chairlift.core.scheduler.state import SchedulerState, seats_of
+from chairlift.core.scheduler.state import SchedulerState, slots_of
 from chairlift.core.scheduler.waiting_queue import WaitReason
 
 MAX_PASSED_OVER = 32  # how many that do not fit are asked in one step before the rest of the queue is left alone
 
 
-def board_waiting(state: SchedulerState, policy: Policy, draft: PlanBuilder, now: float) -> None:
-    state.waiting.begin_boarding()
+def admit_waiting(state: SchedulerState, policy: Policy, draft: PlanBuilder, now: float) -> None:
+    state.waiting.begin_admission()
     if draft.memory_was_short:
         state.waiting.note_rest(WaitReason.PREEMPTION)
         return
@@ -25,7 +25,7 @@ def board_waiting(state: SchedulerState, policy: Policy, draft: PlanBuilder, now
         return
     boarding = _Boarding(state, draft, now)
     while state.waiting:
-        admission = policy.admit(state.waiting, state.running, state.max_batch_requests, now)
+        admission = policy.decide(state.waiting, state.running, state.max_batch_requests, now)
         if boarding.offer_seats(admission):
             return
 
@@ -46,19 +46,19 @@ class _Boarding:
         taken, nobody asks."""
         return sum(self._blocks_to_come(request) for request in self.state.running) + self.state.aside
 
-    def offer_seats(self, admission: Admission) -> bool:
+    def offer_seats(self, admission: PolicyDecision) -> bool:
         """False if the order has changed on the way: someone was overtaken once too often."""
         waiting, passed_over = self.state.waiting, list[Request]()
         if admission.reason_of_others is not None:
             waiting.note_rest(admission.reason_of_others)
-        elif self._full(self.state.running, 1) and not self.state.ordering.takes_seats:
+        elif self._full(self.state.running, 1) and not self.state.ordering.takes_slots:
             waiting.note_rest(self._why_full(self.state.running, 1))  # no need to ask a long queue
             return True
         candidates = iter(admission.candidates)
         for request in candidates:
             obstacle = self._board(request)
             if obstacle is None:
-                if waiting.count_overtaking(request, passed_over):
+                if waiting.count_passing(request, passed_over):
                     return False
                 continue
             waiting.note(request, obstacle)
@@ -78,19 +78,19 @@ class _Boarding:
 
     def _why_stop_after(self, request: Request, obstacle: WaitReason, num_passed_over: int) -> WaitReason | None:
         """Why nobody behind `request`, who met this obstacle, can board; None if someone might."""
-        # One who needs many seats may be passed by one who needs fewer, until he is aged.
-        no_seat = obstacle in (WaitReason.SEATS, WaitReason.TARGET) and request.seats == 1
+        # One who needs many seats may be passed by one who needs fewer, until he is starved.
+        no_seat = obstacle in (WaitReason.SEATS, WaitReason.TARGET) and request.num_slots == 1
         if no_seat or not self.draft.prefill_room or num_passed_over >= MAX_PASSED_OVER:
             return obstacle
-        return WaitReason.TURN if request.aged else None
+        return WaitReason.TURN if request.starved else None
 
     def _board(self, request: Request) -> WaitReason | None:
         """Give `request` a seat and its first tokens, or say what stands in the way (and change nothing)."""
         running = self.state.running
-        if self.state.ordering.rests(request):
+        if self.state.ordering.holds_back(request):
             return WaitReason.COURTESY
-        if self._full(running, request.seats) and self.state.ordering.seat_to_take(request, running) is None:
-            return self._why_full(running, request.seats)
+        if self._full(running, request.num_slots) and self.state.ordering.slot_to_take(request, running) is None:
+            return self._why_full(running, request.num_slots)
         if not self.draft.room_for(request):
             return WaitReason.BUDGET
         swapped = request.num_computed  # in host memory; else nothing of a waiting request is computed
@@ -147,11 +147,11 @@ class _Boarding:
         """
         staying, leaving = self.state.running, list[Request]()
         spare = self.kv.num_free - promised_blocks - self._blocks_needed(request)
-        while self._full(staying, request.seats) or spare < 0:
-            victim = self.state.ordering.seat_to_take(request, staying)
+        while self._full(staying, request.num_slots) or spare < 0:
+            victim = self.state.ordering.slot_to_take(request, staying)
             if victim is None or victim.order in self._newcomers:
-                no_seat = self._full(staying, request.seats)
-                return self._why_full(staying, request.seats) if no_seat else WaitReason.MEMORY
+                no_seat = self._full(staying, request.num_slots)
+                return self._why_full(staying, request.num_slots) if no_seat else WaitReason.MEMORY
             together = [other for other in staying if other in victim.companions]
             staying = [other for other in staying if other not in together]
             leaving.append(victim)
@@ -162,14 +162,14 @@ class _Boarding:
         """Whether there would be too few seats if these were running."""
         taken = self._taken(running)
         # With nobody on board, one who needs many seats gets them, whatever it does to the others' time per token.
-        limit = min(self.state.max_batch_requests, max(self.draft.seats, 0 if taken else seats))
+        limit = min(self.state.max_batch_requests, max(self.draft.slots, 0 if taken else seats))
         return taken + seats > limit
 
     def _why_full(self, running: Sequence[Request], seats: int) -> WaitReason:
         return WaitReason.SEATS if self._taken(running) + seats > self.state.max_batch_requests else WaitReason.TARGET
 
     def _taken(self, running: Sequence[Request]) -> int:
-        return seats_of(running) + len(self.state.idle) + self.state.aside
+        return slots_of(running) + len(self.state.idle) + self.state.aside
 
     def _blocks_needed(self, request: Request) -> int:
         """Blocks that it does not hold yet but needs for the tokens it knows; for a beam search, those of all beams."""
@@ -178,4 +178,4 @@ class _Boarding:
 
     def _blocks_to_come(self, request: Request) -> int:
         """What one on board still needs of that, and a spare block for the tokens to come."""
-        return self._blocks_needed(request) + request.seats
+        return self._blocks_needed(request) + request.num_slots

@@ -10,23 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chairlift.core.beam.group import BeamGroup
-from chairlift.core.budgets.base import Load, StepLimits, TokenBudget
+from chairlift.core.budgets.base import BatchLoad, TokenBudget
 from chairlift.core.events import BudgetDecided, DraftsVerified, Event, RequestFinished, RequestQueued, TokenProduced
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.orderings.base import Ordering
+from chairlift.core.orderings.fcfs import FcfsOrdering
 from chairlift.core.plan import BAD_LOGITS, Chunk, StepPlan, StepResult
 from chairlift.core.plan_builder import PlanBuilder
 from chairlift.core.policies.base import Policy
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.scheduler import packing
-from chairlift.core.scheduler.admission import board_waiting
+from chairlift.core.scheduler.admission import admit_waiting
 from chairlift.core.scheduler.deadlines import Deadlines, Forecast
 from chairlift.core.scheduler.siblings import waits_for_sibling
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.core.scheduler.tenant_isolation import TenantIsolation
 from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES, WaitingQueue, WaitReason
 from chairlift.core.speculation import Speculation
+from chairlift.core.step_limits import StepLimits
 from chairlift.errors import InvalidParameter
 
 EndingCheck = Callable[[Request, int], Ending | None]
@@ -57,7 +59,7 @@ class Scheduler:
         self.kv = kv
         self.budget = budget
         self.policy = policy
-        self.ordering = ordering or Ordering()
+        self.ordering = ordering or FcfsOrdering()
         self.forecast = forecast
         self.swap = swap or SwapSpace()
         self.speculation = speculation
@@ -88,7 +90,7 @@ class Scheduler:
     # ---- requests in and out ------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
-        self.check_fits(request.num_prompt, request.max_new_tokens, request.seats)
+        self.check_fits(request.num_prompt, request.max_new_tokens, request.num_slots)
         for one in request.companions:
             if one.id in self._requests:
                 raise InvalidParameter("request_id", f"{one.id!r} is already in use")
@@ -162,8 +164,8 @@ class Scheduler:
         """From the next step on, boarding goes by `policy`. Those on board stay; the seats that finished requests kept
         under the old one are free, unless the new one keeps them too."""
         self.policy = policy
-        if not policy.keeps_seats:
-            self.state.free_idle_seats()
+        if not policy.keeps_slots:
+            self.state.free_idle_slots()
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
@@ -218,7 +220,7 @@ class Scheduler:
             self.tenant_isolation.hold_back(self.state, draft, now)
         packing.decode(self.state, draft, now)
         packing.advance_prompts(self.state, draft, now)
-        board_waiting(self.state, self.policy, draft, now)
+        admit_waiting(self.state, self.policy, draft, now)
         packing.share_rest_among_prompts(self.state, draft)
         if not draft.chunks:
             packing.keep_moving(self.state, draft, now)
@@ -256,7 +258,7 @@ class Scheduler:
                 self._finish(request, Ending(FinishReason.DEADLINE, HOPELESS), now)
 
     def _decide_limits(self, now: float) -> StepLimits:
-        limits = self.budget.limits(Load(self.running, self.waiting, now))
+        limits = self.budget.limits(BatchLoad(self.running, self.waiting, now))
         if limits != self.limits:
             self.state.events.append(BudgetDecided(now, limits))
         self.limits = limits
@@ -306,7 +308,7 @@ class Scheduler:
                 self._finish(request, known or Ending(FinishReason.ERROR, NO_TOKEN), now)
                 return
             request.append(token)
-            self.ordering.grew(request)
+            self.ordering.appended(request)
             self.state.events.append(TokenProduced(now, request.id, token, result.logprobs[index]))
             ending = (ends(request, token) if ends else None) or request.ending_after(token)
             if ending is not None:
@@ -364,7 +366,7 @@ class Scheduler:
             request.status = Status.FINISHED
             if self.speculation is not None:
                 self.speculation.forget(request.id)
-            if was_on_board and self.policy.keeps_seats:
+            if was_on_board and self.policy.keeps_slots:
                 self.idle.append(request)
             else:
                 self.state.let_go(request)

@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from chairlift.core.events import Event, RequestBoarded, RequestPreempted
+from chairlift.core.events import Event, RequestAdmitted, RequestPreempted
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.prefix_index import Miss
 from chairlift.core.kv.swap import SwapSpace
@@ -44,19 +44,19 @@ class SchedulerState:
         self.waiting.remove(request)
         insort(self.running, request, key=lambda request: request.order)
         request.status = Status.RUNNING
-        self.ordering.boarded(request)
+        self.ordering.admitted(request)
         swapped_tokens = request.num_computed - cached_tokens
-        self.events.append(RequestBoarded(now, request.id, cached_tokens, miss, swapped_tokens))
+        self.events.append(RequestAdmitted(now, request.id, cached_tokens, miss, swapped_tokens))
 
     def join(self, beam: Request, now: float) -> None:
         """A beam takes one of the seats that its search has already."""
-        self.events.append(RequestBoarded(now, beam.id, beam.num_computed, miss=None))
+        self.events.append(RequestAdmitted(now, beam.id, beam.num_computed, miss=None))
         insort(self.running, beam, key=lambda request: request.order)
         beam.status = Status.RUNNING
 
     @property
-    def seats_taken(self) -> int:
-        return seats_of(self.running) + len(self.idle)
+    def slots_taken(self) -> int:
+        return slots_of(self.running) + len(self.idle)
 
     def preempt(self, victim: Request, now: float, draft: PlanBuilder | None = None) -> None:
         """Take a request's blocks and seat, and its part of the step in the making. Its tokens stay known. Their keys
@@ -107,9 +107,9 @@ class SchedulerState:
     def end_batch_if_over(self) -> None:
         """With the last of a batch gone, what its finished requests kept is free at last."""
         if self.idle and not self.running and not self.aside:
-            self.free_idle_seats()
+            self.free_idle_slots()
 
-    def free_idle_seats(self) -> None:
+    def free_idle_slots(self) -> None:
         idle, self.idle = self.idle, []
         for request in idle:
             self.let_go(request)
@@ -137,9 +137,9 @@ class SchedulerState:
     def urgency(self, request: Request, draft: PlanBuilder) -> Urgency:
         """Who gets what is left of the prefill budget: as the order says, but among equal claims whoever has the
         fewest tokens left to compute."""
-        not_aged, claim, _ = self.ordering.rank(request)
-        return not_aged, claim, draft.num_behind(request)
+        not_starved, claim, _ = self.ordering.rank(request)
+        return not_starved, claim, draft.num_behind(request)
 
 
-def seats_of(requests: Iterable[Request]) -> int:
-    return sum(request.seats for request in requests)
+def slots_of(requests: Iterable[Request]) -> int:
+    return sum(request.num_slots for request in requests)

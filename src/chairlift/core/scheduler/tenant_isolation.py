@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from chairlift.core.cost_model import StepShape, chunk_kv
-from chairlift.core.orderings.base import FairOrdering
+from chairlift.core.orderings.base import Ordering
+from chairlift.core.orderings.fair import FairOrdering
 from chairlift.core.plan import Chunk
 from chairlift.core.plan_builder import PlanBuilder
 from chairlift.core.request import Request
@@ -63,11 +64,11 @@ class TenantIsolation:
         """Limit what a crowd may take of the step that `draft` is to become."""
         self._planned_before, self._planned_at = self._planned_at, now
         crowds = self._ordering.crowds()
-        prompt = self._ordering.shortest_prompt_of_guests(now) if crowds else None
+        prompt = self._ordering.shortest_guest_prompt(now) if crowds else None
         guest = self._alone(prompt) if prompt is not None else _Alone(0.0, 0)
         self._crowds = crowds if guest.seconds else set()
         if not self._crowds:  # nobody to think of, or nothing known yet
-            self._guests, self._ordering.resting = set(), set()
+            self._guests, self._ordering.held_back = set(), set()
             return
         decoding = [request for request in state.running if request.decoding]
         room = self._room(guest, decoding)
@@ -84,7 +85,7 @@ class TenantIsolation:
             room = min(room, _LEAST)  # a guest is here, and waits for this step and its own
         draft.restrain(crowds, room)
         full = len(state.running) >= self._seats(guest, decoding, state.max_batch_requests)
-        self._ordering.resting = crowds if full else set()
+        self._ordering.held_back = crowds if full else set()
 
     def give_way(self, state: SchedulerState, draft: PlanBuilder, now: float) -> None:
         """If the step in `draft` would compute a guest's first token too late, take out of it what is the crowd's."""
@@ -145,3 +146,8 @@ class TenantIsolation:
 def _is_first(chunk: Chunk) -> bool:
     """Whether it computes its request's first token. One that a step under way computes is not known yet."""
     return chunk.samples and not (chunk.request.num_output or chunk.request.num_unread)
+
+
+def make_tenant_isolation(ordering: Ordering, times: StepTimes, step_tokens: int) -> TenantIsolation | None:
+    """Tenant isolation for an ordering that shares between tenants; None for others."""
+    return TenantIsolation(ordering, times, step_tokens) if isinstance(ordering, FairOrdering) else None

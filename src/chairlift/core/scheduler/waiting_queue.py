@@ -35,7 +35,7 @@ class WaitingQueue(Sequence[Request]):
 
     Those ahead may be overtaken: by a request with a better claim, or by a smaller one when memory or budget is
     short. But not for ever: each boarding is counted against the longest-waiting request and against everyone who
-    was passed over in that step. After `max_overtakes` of them a request is *aged*: it goes before all that are not,
+    was passed over in that step. After `max_overtakes` of them a request is *starved*: it goes before all that are not,
     and as long as it does not fit, nobody boards.
     """
 
@@ -43,7 +43,7 @@ class WaitingQueue(Sequence[Request]):
         self.ordering = ordering
         self.max_overtakes = max_overtakes
         self._requests: list[Request] = []
-        self._aged: list[Request] = []
+        self._starved: list[Request] = []
         self._reasons: dict[str, WaitReason] = {}
         self._reason_of_the_rest = WaitReason.NEXT_STEP
         self._num_seen = 0  # the number after that of the last request submitted; those below it ...
@@ -70,70 +70,70 @@ class WaitingQueue(Sequence[Request]):
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=_order)
         self._num_seen = max(self._num_seen, request.order + 1)
-        if request.aged:
-            insort(self._aged, request, key=_order)
+        if request.starved:
+            insort(self._starved, request, key=_order)
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
         self._reasons.pop(request.id, None)
-        if request.aged:
-            self._aged.remove(request)
+        if request.starved:
+            self._starved.remove(request)
 
     def expect_no_more(self) -> None:
         self._num_complete = self._num_seen
 
     @property
-    def waits_for_company(self) -> bool:
+    def may_grow(self) -> bool:
         """Whether others may yet come to fill a batch with those that are here."""
         return self.oldest.order >= self._num_complete
 
     @property
-    def num_aged(self) -> int:
-        return len(self._aged)
+    def num_starved(self) -> int:
+        return len(self._starved)
 
-    def in_boarding_order(self) -> Iterator[Request]:
+    def in_admission_order(self) -> Iterator[Request]:
         """Those who are ready. Requests may leave the line while it is gone through."""
-        yield from [request for request in self._aged if request.ready]
+        yield from [request for request in self._starved if request.ready]
         if self.ordering.has_claims:
-            rest = [request for request in self._requests if request.ready and not request.aged]
+            rest = [request for request in self._requests if request.ready and not request.starved]
             yield from self.ordering.arrange(rest)
         else:
             yield from self._by_submission()
 
     def _by_submission(self) -> Iterator[Request]:
-        """Those who are ready and not aged. Looks no further than asked: the line may be long."""
+        """Those who are ready and not starved. Looks no further than asked: the line may be long."""
         place = 0
         while place < len(self._requests):
             request = self._requests[place]
-            if request.ready and not request.aged:
+            if request.ready and not request.starved:
                 yield request
             if place < len(self._requests) and self._requests[place] is request:  # else it left the line
                 place += 1
 
     def best_claim(self) -> tuple[bool, float] | None:
         """The claim of whoever is next, as in `Ordering.rank`; None if nobody is."""
-        if not self.ordering.has_claims and not self._aged:
+        if not self.ordering.has_claims and not self._starved:
             return (True, 0.0) if self._requests else None
-        first = next(self.in_boarding_order(), None)
+        first = next(self.in_admission_order(), None)
         return None if first is None else self.ordering.rank(first)[:2]
 
-    def count_overtaking(self, boarded: Request, passed_over: list[Request]) -> bool:
+    def count_passing(self, boarded: Request, passed_over: list[Request]) -> bool:
         """`boarded` has left the line for a seat, ahead of those in `passed_over` and of whoever is older. True if one
         of them may not be overtaken any more."""
         overtaken = {request.id: request for request in passed_over}
         if self._requests and self.oldest.order < boarded.order:
             overtaken[self.oldest.id] = self.oldest
-        newly_aged = False
+        newly_starved = False
         for request in overtaken.values():
-            request.overtaken += 1
-            if request.overtaken >= self.max_overtakes and not request.aged:
-                request.aged = newly_aged = True
-                insort(self._aged, request, key=_order)
-        return newly_aged
+            request.times_passed_over += 1
+            if request.times_passed_over >= self.max_overtakes and not request.starved:
+                request.starved = newly_starved = True
+                insort(self._starved, request, key=_order)
+        return newly_starved
 
     # ---- why each of them waits ---------------------------------------------------------------------------------
 
-    def begin_boarding(self) -> None:
+    def begin_admission(self) -> None:
         self._num_asked = self._num_seen
         self._reasons.clear()
         self._reason_of_the_rest = WaitReason.NEXT_STEP

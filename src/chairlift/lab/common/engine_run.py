@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from chairlift.core.events import Event, RequestBoarded, RequestFinished, RequestPreempted, StepDone, TokenProduced
+from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestPreempted, StepDone, TokenProduced
 from chairlift.core.request import FinishReason
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
@@ -163,7 +163,7 @@ class _Inside:
 
     def take_in(self, event: Event) -> None:
         match event:
-            case RequestBoarded():
+            case RequestAdmitted():
                 self._cached.setdefault(event.request_id, event.cached_tokens)
             case RequestPreempted():
                 self._preemptions += 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from chairlift.core.events import Event, RequestBoarded, RequestFinished, RequestQueued, StepDone
+from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestQueued, StepDone
 from chairlift.core.executor import Executor, ExecutorCapabilities, FinishedStep
 from chairlift.core.plan import StepPlan
 from chairlift.core.sampling_params import SamplingParams
@@ -67,8 +67,8 @@ class Run:
     def done(self) -> list[StepDone]:
         return [event for event in self.events if isinstance(event, StepDone)]
 
-    def boarded(self) -> list[RequestBoarded]:
-        return [event for event in self.events if isinstance(event, RequestBoarded)]
+    def boarded(self) -> list[RequestAdmitted]:
+        return [event for event in self.events if isinstance(event, RequestAdmitted)]
 
     def queued(self) -> list[RequestQueued]:
         return [event for event in self.events if isinstance(event, RequestQueued)]

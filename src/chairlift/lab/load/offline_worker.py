@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from chairlift.core.events import Event, RequestBoarded, RequestFinished, TokenProduced
+from chairlift.core.events import Event, RequestAdmitted, RequestFinished, TokenProduced
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import EngineDead
 from chairlift.lab.common.workload import BenchRequest, Workload
@@ -117,7 +117,7 @@ class OfflineLoad:
                     record.times.append(event.time - self._begun)
                     record.output_tokens += 1
                     self._num_pieces += 1
-                case RequestBoarded():
+                case RequestAdmitted():
                     self._open[event.request_id].cached_tokens = event.cached_tokens
                 case RequestFinished():
                     record = self._open.pop(event.request_id)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
-from chairlift.core.orderings.base import FairOrdering, make_ordering
+from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.core.scheduler.tenant_isolation import TenantIsolation
+from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.workload import LengthRange
 from chairlift.lab.load.arrivals import Arrivals
@@ -59,11 +59,11 @@ class ReplicaSettings:
         most = min(self.max_prefill_tokens or self.max_batch_tokens, self.max_batch_tokens)
         scheduler = Scheduler(
             KVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching, digest=quick_digest),
-            FixedBudget(self.max_batch_tokens, self.max_prefill_tokens),
+            FixedBudget.of(self.max_batch_tokens, self.max_prefill_tokens),
             make_policy(self.policy),
             self.seats,
             ordering=ordering,
-            tenant_isolation=TenantIsolation(ordering, cost, most) if isinstance(ordering, FairOrdering) else None,
+            tenant_isolation=make_tenant_isolation(ordering, cost, most),
             swap=self._swap_space(cost, most),
         )
         pace = cost.pace if isinstance(cost, MeasuredCost) else None

@@ -88,7 +88,7 @@ class Aside:
                 self.late_index.end(rider, num_computed)
             self.passengers.end(rider, now)
             return
-        if self._kv.prefix_caching or self.scheduler.policy.keeps_seats:
+        if self._kv.prefix_caching or self.scheduler.policy.keeps_slots:
             self._kv.leave_behind(request, num_computed)
         self.scheduler.state.running.append(request)
         self.scheduler.finish(request.id, _ALL_GENERATED, now)
@@ -115,7 +115,7 @@ class Aside:
         request.extend([token_of(request)] * (computed + 1 - request.num_known))
         request.start_from(computed)
         self._kv.commit(request)
-        self.scheduler.ordering.grew(request)
+        self.scheduler.ordering.appended(request)
         insort(self.scheduler.state.running, request, key=lambda other: other.order)
 
     def _remove(self, rider: Rider) -> int:

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from chairlift.core.budgets.base import NO_LIMIT, StepLimits
 from chairlift.core.kv.prefix_index import PrefixMatch
 from chairlift.core.scheduler.admission import MAX_PASSED_OVER
+from chairlift.core.step_limits import NO_LIMIT, StepLimits
 from chairlift.lab.simulator.cruise import Aside
 from chairlift.lab.simulator.rider import Rider
 
@@ -91,7 +91,7 @@ class Door:
             if overtakers:
                 if rider.request is None:
                     self._line.remove(rider)
-                (rider.request or self._aside.passengers.show(rider)).overtaken += overtakers
+                (rider.request or self._aside.passengers.show(rider)).times_passed_over += overtakers
         for rider in boarding.newcomers:
             if rider.request is None:
                 self._line.remove(rider)
@@ -104,18 +104,18 @@ class Door:
         """Who boards in the coming step; None if that is the scheduler's business."""
         found, room = _Boarding(), self._room()
         seats = self._scheduler.max_batch_requests - self._aside.size
-        blocks, block_size, aged = self._blocks_to_give(), self._kv.block_size, self._scheduler.waiting.num_aged
+        blocks, block_size, starved = self._blocks_to_give(), self._kv.block_size, self._scheduler.waiting.num_starved
         for rider in self._queue():
             request = rider.request
             known = rider.record.n_in if request is None else request.num_known
             needed = -(-known // block_size)
-            if aged:
-                if request is None or not request.aged:
+            if starved:
+                if request is None or not request.starved:
                     return None  # one behind it goes before it
                 if needed > blocks:
                     found.least_missed, found.asks_on = min(found.least_missed, needed), False
                     break  # nobody goes before this one
-                aged -= 1
+                starved -= 1
             if needed > blocks:
                 found.passed_over.append((rider, len(found.newcomers)))
                 found.least_missed = min(found.least_missed, needed)
@@ -157,7 +157,7 @@ class Door:
             self._seat(rider, match)
             newcomers.append(rider)
             if someone_waits and rider.request is not None:
-                waiting.count_overtaking(rider.request, [])
+                waiting.count_passing(rider.request, [])
         return newcomers
 
     def _seat(self, rider: Rider, match: PrefixMatch) -> None:
@@ -176,7 +176,7 @@ class Door:
         of the others, and compute all they know. Else nobody."""
         waiting, seats = self._scheduler.waiting, self._scheduler.max_batch_requests - self._aside.size
         num_waiting = len(self._line) + len(waiting)
-        if not num_waiting or waiting.num_aged:
+        if not num_waiting or waiting.num_starved:
             return []
         room, blocks, block_size = self._room(), self._blocks_to_give(), self._kv.block_size
         found = list(islice(self._queue(), seats))
@@ -206,7 +206,7 @@ class Door:
             return True
         most = self._scheduler.waiting.max_overtakes
         return all(
-            len(boarding.newcomers) - before + (rider.request.overtaken if rider.request else 0) < most
+            len(boarding.newcomers) - before + (rider.request.times_passed_over if rider.request else 0) < most
             for rider, before in boarding.passed_over
         )
 

@@ -9,10 +9,9 @@ from functools import reduce
 from itertools import accumulate
 from operator import add
 
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.plan import StepPlan, StepResult
-from chairlift.core.policies.base import ContinuousPolicy
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.lab.simulator.cruise import Aside
 from chairlift.lab.simulator.door import Door
@@ -66,7 +65,7 @@ class Replica:
         self.leaps = leaps and limits is not None and limits.tokens >= scheduler.max_batch_requests
         self._first_come = not scheduler.ordering.has_claims
         self._door: Door | None = None  # if it cruises
-        nobody_minds = isinstance(scheduler.policy, ContinuousPolicy) and not scheduler.ordering.minds_decodes
+        nobody_minds = scheduler.policy.always_open and not scheduler.ordering.depends_on_output
         if self.leaps and limits and nobody_minds:
             self._door = Door(self._aside, limits)
 
@@ -200,7 +199,7 @@ class Replica:
 
     def _batch_is_closed(self) -> bool:
         """Whether nothing is to be decided before the whole batch has ended: who boards, or whose turn it is."""
-        return self._first_come and self.scheduler.policy.stays_shut
+        return self._first_come and self.scheduler.policy.closed_until_batch_ends
 
     def _only_decodes(self) -> bool:
         """Nobody but those set aside is on board, and whoever waits cannot board before one of them ends."""

@@ -14,7 +14,7 @@ from typing import Any
 from chairlift.core.events import (
     DraftsVerified,
     Event,
-    RequestBoarded,
+    RequestAdmitted,
     RequestFinished,
     RequestPreempted,
     RequestQueued,
@@ -101,7 +101,7 @@ class Recorder:
                             [self._num_seen, request_id, _seconds(time), num_prompt, 0, self._tenants.number_of(""), 0]
                         )
                         self._num_seen += 1
-                case RequestBoarded(time, request_id, cached, miss, swapped):
+                case RequestAdmitted(time, request_id, cached, miss, swapped):
                     reason = miss.name.lower() if miss else None
                     self._add("board", request_id, _seconds(time), cached, reason, swapped)
                 case RequestPreempted(time, request_id, computed, swapped):
@@ -148,7 +148,7 @@ class Recorder:
         seen = self._seen.get(request_id)
         if seen is not None:
             seen.over = True
-            keeps_seat = int(self._scheduler.policy.keeps_seats)  # if it had one, and until its batch is over
+            keeps_seat = int(self._scheduler.policy.keeps_slots)  # if it had one, and until its batch is over
             self._list("end").append([seen.handle, self._num_steps, time, reason, seen.request.num_output, keeps_seat])
 
     def _note_step(self, done: StepDone, plan: StepPlan, accepted: Mapping[str, int]) -> None:

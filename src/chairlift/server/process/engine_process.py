@@ -25,7 +25,7 @@ from chairlift.core.events import (
     BudgetDecided,
     DraftsVerified,
     Event,
-    RequestBoarded,
+    RequestAdmitted,
     RequestFinished,
     RequestPreempted,
     StepDone,
@@ -54,7 +54,7 @@ from chairlift.server.process.messages import (
 )
 
 SAID = (TokenProduced, TextProduced)  # by far the most events
-TOLD = (*SAID, RequestBoarded, RequestFinished)  # those that a client hears of
+TOLD = (*SAID, RequestAdmitted, RequestFinished)  # those that a client hears of
 IDLE_POLL_MS = 200
 HEARTBEAT_SECONDS = 0.5
 
@@ -230,7 +230,7 @@ def _parts(done: StepDone) -> dict[str, float]:
 
 def _lookups(events: Sequence[Event]) -> dict[str, int]:
     """What became of the searches for cached prefixes: all was found, or why no more of it."""
-    boarded = [event for event in events if isinstance(event, RequestBoarded)]
+    boarded = [event for event in events if isinstance(event, RequestAdmitted)]
     return dict(Counter(event.miss.name.lower() if event.miss else "all_found" for event in boarded))
 
 

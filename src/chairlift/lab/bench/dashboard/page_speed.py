@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.cost_model import StepShape
 from chairlift.core.events import StepDone
 from chairlift.core.kv.kv_cache import KVCache
@@ -96,7 +96,7 @@ def measure_frames(*, steps: int, seats: int) -> dict[str, Any]:
 def full_lift(steps: int, seats: int) -> Iterator[Frame]:
     """The frames of a run in which every seat is always taken, by requests of all lengths."""
     source = random.Random(0)
-    scheduler = Scheduler(KVCache(seats * 40), FixedBudget(4 * seats), make_policy("continuous"), seats)
+    scheduler = Scheduler(KVCache(seats * 40), FixedBudget.of(4 * seats), make_policy("continuous"), seats)
     recorder = Recorder(scheduler)
     yield {"t": "hello", "model": "none", "policy_switch": False}
     yield recorder.keyframe(0.0, 0.0)

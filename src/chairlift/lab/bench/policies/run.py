@@ -35,8 +35,8 @@ class Strategy:
         """ "static", or "static/padded"."""
         policy, _, attention = text.strip().partition("/")
         made = cls(policy, attention or "auto")
-        if policy not in POLICIES or made.attention not in ("auto", *BACKENDS.names()):
-            choices = f"{', '.join(POLICIES)}, each alone or with /{', /'.join(BACKENDS.names())}"
+        if policy not in POLICIES.names() or made.attention not in ("auto", *BACKENDS.names()):
+            choices = f"{', '.join(POLICIES.names())}, each alone or with /{', /'.join(BACKENDS.names())}"
             raise InvalidParameter("strategies", f"there is no {text.strip()!r}; choose from {choices}")
         return made
 

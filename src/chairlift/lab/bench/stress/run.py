@@ -21,7 +21,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.events import (
     DraftsVerified,
     Event,
-    RequestBoarded,
+    RequestAdmitted,
     RequestFinished,
     RequestPreempted,
     TokenProduced,
@@ -194,7 +194,7 @@ class _Stress:
             case RequestPreempted():
                 figures.preempted += 1
                 figures.swapped += event.swapped
-            case RequestBoarded():
+            case RequestAdmitted():
                 figures.cached_tokens += event.cached_tokens
             case DraftsVerified():
                 figures.drafts += event.proposed

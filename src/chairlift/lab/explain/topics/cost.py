@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.core.budgets.base import LimitReason, Load, StepLimits
+from chairlift.core.budgets.base import BatchLoad, TokenBudget
 from chairlift.core.cost_model import CostModel
+from chairlift.core.step_limits import LimitReason, StepLimits
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Rider, Run, record
 from chairlift.lab.explain.sheet import Panel, Sheet
@@ -43,20 +44,21 @@ class CostData:
     run: Run
 
 
-class _Watching:
+class _Watching(TokenBudget):
     """A budget that writes down what it decides, and what it expects of the sizes that it did not choose."""
 
-    def __init__(self, inner: Any, cost: CostModel) -> None:
-        self.inner, self.cost = inner, cost
+    def __init__(self, inner: TokenBudget, cost: CostModel) -> None:
+        super().__init__(inner.most, cost)
+        self.inner = inner
         self.calls = 0
         self.decisions: list[Decision] = []
 
-    def limits(self, load: Load) -> StepLimits:
-        from chairlift.core.budgets.adaptive import StepForecast, chunk_sizes
+    def limits(self, load: BatchLoad) -> StepLimits:
+        from chairlift.core.budgets._adaptive import StepForecast, chunk_sizes
 
-        limits: StepLimits = self.inner.limits(load)
+        limits = self.inner.limits(load)
         if load.decoding and (load.prefilling or load.waiting):
-            forecast = StepForecast(self.cost, load)
+            forecast = StepForecast(self._cost, load)
             sizes = tuple(chunk_sizes(MOST))
             self.decisions.append(
                 Decision(

@@ -1,0 +1,19 @@
+"""The same limits in every step."""
+
+from __future__ import annotations
+
+from chairlift.core.budgets.base import BUDGETS, BatchLoad, TokenBudget
+from chairlift.core.cost_model import CostModel
+from chairlift.core.step_limits import StepLimits
+
+
+@BUDGETS.register("fixed")
+class FixedBudget(TokenBudget):
+    """All that the config allows, in every step."""
+
+    @classmethod
+    def of(cls, max_batch_tokens: int, max_prefill_tokens: int | None = None) -> FixedBudget:
+        return cls(StepLimits.most(max_batch_tokens, max_prefill_tokens), CostModel())
+
+    def limits(self, load: BatchLoad) -> StepLimits:
+        return self.most

@@ -1,0 +1,21 @@
+"""Stops where a larger step would hardly raise throughput."""
+
+from __future__ import annotations
+
+from chairlift.core.budgets._adaptive import AdaptiveBudget, StepForecast, knee
+from chairlift.core.budgets.base import BUDGETS, BatchLoad
+from chairlift.core.step_limits import LimitReason, StepLimits
+
+
+@BUDGETS.register("knee")
+class KneeBudget(AdaptiveBudget):
+    """The smallest step that comes close to the highest throughput: beyond it, running requests wait for little."""
+
+    def _decide(self, load: BatchLoad) -> StepLimits:
+        forecast, known = StepForecast(self._cost, load), self._known_sizes()[-1]
+        if not forecast.decodes:
+            return self._chosen(forecast, self.most.prefill_tokens, LimitReason.ALONE)
+        chunk = knee(forecast, self._sizes)
+        if chunk > known:
+            return self._chosen(forecast, known, LimitReason.LEARNING)
+        return self._chosen(forecast, chunk, LimitReason.KNEE)

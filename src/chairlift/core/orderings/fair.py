@@ -1,0 +1,159 @@
+"""Fair sharing between tenants."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from chairlift.core.orderings.base import ORDERINGS, Ordering
+from chairlift.core.request import Request
+from chairlift.errors import InvalidParameter
+
+
+@ORDERINGS.register("fair")
+class FairOrdering(Ordering):
+    """Tenants share the batch by weight, measured in tokens.
+
+    Every tenant has a counter of the tokens it was served, divided by its weight; the lowest counter is next. The
+    prompt is charged on admission (so that one tenant cannot take every free slot of a step), output as it is
+    generated, and no token twice: tokens from the prefix cache and those recomputed after a preemption are free. A
+    tenant that returns is raised to the lowest counter of the active tenants, less `BURST`: time away earns some
+    credit, so that an occasional request is served as on an idle machine, but never more than that.
+
+    Slots are shared too. A request that is next and finds no free slot takes one from the tenant with the most, if
+    that brings the two closer together; so a tenant with many long requests does not keep others waiting until one of
+    them ends.
+    """
+
+    name = "fair"
+    options = frozenset({"tenant_weights"})
+    takes_slots = True
+    depends_on_output = True
+    BURST = 2048.0
+    CROWD = 8  # open requests, by weight: a tenant with more is a crowd
+    GUEST_SECONDS = 30.0  # a tenant that was here within this time may return
+    REMEMBERED_TENANTS = 4096
+
+    def __init__(self, tenant_weights: Mapping[str, float] | None = None) -> None:
+        self.weights = dict(tenant_weights or {})
+        self._served: dict[str, float] = {}  # by tenant; tokens / weight
+        self._open: dict[str, int] = {}  # waiting and running requests, of the tenants that have any
+        self.held_back: set[str] = set()  # tenants admitted after all others (`tenant_isolation.py`)
+        self._guests: deque[tuple[float, str, int]] = deque(maxlen=64)  # latest arrivals of tenants that are no crowd
+
+    def weight(self, tenant: str) -> float:
+        return self.weights.get(tenant, 1.0)
+
+    def served(self, tenant: str) -> float:
+        """Tokens served to a tenant with open requests, divided by its weight."""
+        return self._served[tenant]
+
+    def claim(self, request: Request) -> float:
+        return self._served[request.tenant]
+
+    def arrange(self, waiting: Sequence[Request]) -> Iterable[Request]:
+        """Each tenant's requests in order of submission. Counters move with each admission, so each turn is chosen
+        when it is asked for."""
+        queues: dict[str, deque[Request]] = {}
+        for request in waiting:
+            queues.setdefault(request.tenant, deque()).append(request)
+        while queues:
+            tenant = min(queues, key=lambda name: self._turn(name, queues[name][0]))
+            yield queues[tenant].popleft()
+            if not queues[tenant]:
+                del queues[tenant]
+
+    def _turn(self, tenant: str, first: Request) -> tuple[bool, float, int, int]:
+        # Among tenants that were served alike, the one with fewer open requests.
+        return tenant in self.held_back, self._served[tenant], self._open[tenant], first.order
+
+    def holds_back(self, request: Request) -> bool:
+        return request.tenant in self.held_back and not request.starved
+
+    def slot_to_take(self, request: Request, running: Sequence[Request]) -> Request | None:
+        slots: dict[str, int] = {}
+        for other in running:
+            slots[other.tenant] = slots.get(other.tenant, 0) + other.num_slots
+        load = {tenant: count / self.weight(tenant) for tenant, count in slots.items()}
+        load_with_it = (slots.get(request.tenant, 0) + request.num_slots) / self.weight(request.tenant)
+        crowds = {name for name, count in slots.items() if count > 1 and load[name] > load_with_it}
+        candidates = [other for other in running if other.tenant in crowds and not other.starved]
+        return max(candidates, key=lambda other: (load[other.tenant], other.order), default=None)
+
+    def arrived(self, request: Request) -> None:
+        tenant = request.tenant
+        if tenant not in self._open:
+            level = min((self._served[other] for other in self._open), default=self.BURST) - self.BURST
+            self._served[tenant] = max(self._served.get(tenant, 0.0), level)
+            self._forget_debts_paid(level)
+        self._open[tenant] = self._open.get(tenant, 0) + 1
+        if not self._is_crowd(tenant):
+            self._guests.append((request.arrival, tenant, request.num_prompt))
+
+    def _is_crowd(self, tenant: str) -> bool:
+        return self._open.get(tenant, 0) > self.CROWD * self.weight(tenant)
+
+    def crowds(self) -> set[str]:
+        """Tenants with so many open requests that others must be protected from them."""
+        return {tenant for tenant in self._open if self._is_crowd(tenant)}
+
+    def shortest_guest_prompt(self, now: float) -> int | None:
+        """The shortest prompt of the recent arrivals of tenants that are no crowd; None without any."""
+        prompts = (
+            prompt
+            for arrival, tenant, prompt in self._guests
+            if now - arrival <= self.GUEST_SECONDS and not self._is_crowd(tenant)
+        )
+        return min(prompts, default=None)
+
+    def admitted(self, request: Request) -> None:
+        self._charge(request, request.num_known - max(request.num_computed, request.num_charged))
+        request.num_charged = request.num_known
+
+    def appended(self, request: Request) -> None:
+        self._charge(request, request.num_known - request.num_charged)
+        request.num_charged = request.num_known
+
+    def finished(self, request: Request) -> None:
+        self._open[request.tenant] -= 1
+        if not self._open[request.tenant]:
+            del self._open[request.tenant]
+        if not self._open:
+            self._served.clear()  # no waiting request was delayed by what was served before: all start anew
+
+    def _charge(self, request: Request, tokens: int) -> None:
+        self._served[request.tenant] += max(0, tokens) / self.weight(request.tenant)
+
+    def _forget_debts_paid(self, level: float) -> None:
+        """Forget absent tenants that are not ahead of the others: they would be raised to `level` anyway."""
+        if len(self._served) > self.REMEMBERED_TENANTS:
+            for tenant in [name for name, served in self._served.items() if served <= max(0.0, level)]:
+                if tenant not in self._open:
+                    del self._served[tenant]
+
+
+def parse_weights(given: Mapping[str, float] | Sequence[str] | None) -> dict[str, float]:
+    """Read {"name": 2}, or the same as texts ["name=2"]."""
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    elif given is None:
+        pairs = []
+    elif isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
+        raise InvalidParameter("tenant_weights", f"must map names to numbers, got {given!r}")
+    else:
+        pairs = [_parse_weight(text) for text in given]
+    weights = dict(pairs)
+    if len(weights) < len(pairs):
+        raise InvalidParameter("tenant_weights", "name a tenant twice")
+    for tenant, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
+            raise InvalidParameter("tenant_weights", f"{tenant!r} must have a weight above 0, got {weight!r}")
+    return weights
+
+
+def _parse_weight(text: str) -> tuple[str, float]:
+    name, found, number = text.rpartition("=")
+    try:
+        return name, float(number if found else "")
+    except ValueError:
+        raise InvalidParameter("tenant_weights", f"must look like name=2, got {text!r}") from None

@@ -1,0 +1,14 @@
+"""Static batching: a batch starts when it is full."""
+
+from __future__ import annotations
+
+from chairlift.core.policies._batch import BatchPolicy
+from chairlift.core.policies.base import POLICIES
+
+
+@POLICIES.register("static")
+class StaticPolicy(BatchPolicy):
+    """Waits for a full batch; the delay of 10 s only keeps the last requests from waiting forever."""
+
+    name = "static"
+    default_delay_ms = 10_000.0

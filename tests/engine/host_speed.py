@@ -1,8 +1,7 @@
-"""What a decode step costs the host on a GPU: `python -m tests.engine.host_speed [REQUESTS ...]`. No test, since it
-is about time.
+"""Measures the host's share of a GPU decode step: `python -m tests.engine.host_speed [REQUESTS ...]`.
 
-The kernels are left out. All requests decode and nobody waits; each figure is the 20th percentile of some 180 steps.
-At the end of a line: how long the host took to submit all requests, of 562 tokens on average.
+Kernels are left out. All requests decode and none waits; each figure is the 20th percentile of some 180 steps. The last
+figure of a line is the time to submit all requests, of 562 tokens on average.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ VOCAB = 300
 
 
 class WithoutKernels(GPURunner):
-    """Every request gets the same token at once."""
+    """Returns the same token for every request at once."""
 
     def _forward(self, shape: BatchShape) -> ComputedStep:
         return ComputedStep(torch.empty(0), torch.full((shape.samples,), 5, dtype=torch.int32), None)
@@ -62,7 +61,7 @@ def make_engine(requests: int) -> Engine:
 
 
 def submit(engine: Engine, requests: int, temperature: float) -> float:
-    """Returns how many seconds it took."""
+    """Submit requests with random prompts; return the seconds it took."""
     draw = random.Random(0)
     prompts = [[draw.randrange(200) for _ in range(draw.randint(100, 1024))] for _ in range(requests)]
     params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=NEW_TOKENS)

@@ -1,74 +1,27 @@
-"""The engine around a pretend executor: ids, interruptions and failures."""
+"""The engine around a fake executor: ids, interruptions, failures and validation."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import pytest
 
-from chairlift.core.events import Event, RequestFinished, RequestPreempted, TextProduced, TokenProduced
-from chairlift.core.executor import Executor, FinishedStep
+from chairlift.core.events import Event, RequestFinished, RequestPreempted, TextProduced
+from chairlift.core.executor import FinishedStep
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.request import FinishReason
 from chairlift.core.sampling_params import SamplingParams
-from chairlift.engine.engine import Engine
 from chairlift.errors import EngineDead, InvalidParameter
-from chairlift.text.tokenizer import Tokenizer
-from tests.core.driving import deterministic_token, make_scheduler, run_plan
-from tests.text import backends
-
-PARAMS = SamplingParams(temperature=0.0, max_tokens=6)
-
-
-class PretendExecutor(Executor):
-    """Samples a token that depends on the request's own tokens alone; `before` may interfere with a step."""
-
-    def __init__(self) -> None:
-        self.before: Callable[[StepPlan], None] = lambda plan: None
-        self.forgotten: list[str] = []
-
-    def launch(self, plan: StepPlan) -> FinishedStep:
-        self.before(plan)
-        return FinishedStep(run_plan(plan, lambda request: 3 + deterministic_token(request) % 300))
-
-    def forget(self, request_id: str) -> None:
-        self.forgotten.append(request_id)
-
-
-def make_engine(num_blocks: int = 40) -> tuple[Engine, PretendExecutor]:
-    executor = PretendExecutor()
-    tokenizer = Tokenizer(backends.byte_level())
-    return Engine(make_scheduler(num_blocks), executor, tokenizer, vocab_size=400, max_model_len=100), executor
-
-
-def run_to_end(engine: Engine) -> list[Event]:
-    events: list[Event] = []
-    while engine.has_work:
-        events += engine.step()
-        check_accounting(engine.scheduler)
-    return events
-
-
-def tokens_of(events: list[Event]) -> dict[str, list[int]]:
-    tokens: dict[str, list[int]] = {}
-    for event in events:
-        if isinstance(event, TokenProduced):
-            tokens.setdefault(event.request_id, []).append(event.token)
-    return tokens
-
-
-def interrupt(plan: StepPlan) -> None:
-    raise KeyboardInterrupt
+from tests.engine.fake_executor import PARAMS, interrupt, make_engine, run_to_end, tokens_of
 
 
 @pytest.mark.parametrize("interrupted_step", range(5))
 def test_an_interrupted_step_is_computed_again(interrupted_step: int) -> None:
-    """Whatever it got done (perhaps not even the copies of shared blocks), no block and no token is lost."""
+    """No block and no token is lost, whatever part of the step was done."""
     prompts = [list(range(10, 20)), list(range(30, 60))]
     outputs = []
     for disturbed in (False, True):
@@ -93,7 +46,7 @@ def test_an_interrupted_step_is_computed_again(interrupted_step: int) -> None:
     assert all(len(tokens) == 6 for tokens in outputs[1].values())
 
 
-def test_interrupted_again_and_again_it_keeps_all_its_memory() -> None:
+def test_repeated_interruptions_leak_no_memory() -> None:
     engine, executor = make_engine(num_blocks=10)
     for _ in range(20):
         executor.before = interrupt
@@ -122,7 +75,7 @@ def test_an_id_is_in_use_until_its_ending_is_reported() -> None:
     assert sum(isinstance(event, RequestFinished) for event in events) == 1
 
 
-def test_a_failure_while_taking_in_a_step_ends_every_request_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_applying_a_step_ends_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, executor = make_engine()
     ids = [engine.submit([10 + i], PARAMS)[0] for i in range(3)]
 
@@ -137,7 +90,7 @@ def test_a_failure_while_taking_in_a_step_ends_every_request_too(monkeypatch: py
         engine.submit([10], PARAMS)
 
 
-def test_min_tokens_counts_the_room_that_memory_leaves() -> None:
+def test_min_tokens_is_checked_against_the_room_in_the_kv_cache() -> None:
     engine, _ = make_engine(num_blocks=5)  # 20 tokens
     with pytest.raises(InvalidParameter) as refusal:
         engine.submit([10] * 10, PARAMS.clone(max_tokens=None, min_tokens=12))
@@ -147,31 +100,31 @@ def test_min_tokens_counts_the_room_that_memory_leaves() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "5"])
-def test_a_bad_timeout_is_named(timeout: float) -> None:
+def test_a_bad_timeout_is_refused_by_name(timeout: float) -> None:
     engine, _ = make_engine()
     with pytest.raises(InvalidParameter) as refusal:
         engine.submit([10], PARAMS, timeout=timeout)
     assert refusal.value.parameter == "timeout"
 
 
-def test_a_salt_that_is_not_valid_unicode_disturbs_nobody() -> None:
+def test_a_salt_that_is_not_valid_unicode_is_accepted() -> None:
     engine, _ = make_engine()
     engine.submit(list(range(10, 30)), PARAMS)
     engine.submit(list(range(10, 30)), PARAMS, cache_salt="\ud800")
     assert len(tokens_of(run_to_end(engine))) == 2
 
 
-class Named(IntEnum):
-    """As good an integer as any."""
+class TokenName(IntEnum):
+    """A subclass of int is a valid token."""
 
     TOKEN = 7
 
 
 @pytest.mark.parametrize("bad", [-1, 400, 2**32, 2**32 + 5, -(2**70), True, 3.0, "3", None, np.int64(3)])
 @pytest.mark.parametrize("place", [0, 5, 9])
-def test_what_is_no_token_is_refused_by_name(bad: Any, place: int) -> None:
+def test_an_invalid_token_is_refused_by_name(bad: Any, place: int) -> None:
     engine, _ = make_engine()
-    prompt = [3, 399, 0, Named.TOKEN, 5, 6, 7, 8, 9]
+    prompt = [3, 399, 0, TokenName.TOKEN, 5, 6, 7, 8, 9]
     engine.check(prompt, PARAMS)
     prompt.insert(place, bad)
     with pytest.raises(InvalidParameter, match=re.escape(repr(bad))) as refusal:
@@ -181,3 +134,40 @@ def test_what_is_no_token_is_refused_by_name(bad: Any, place: int) -> None:
         with pytest.raises(InvalidParameter, match=str(bad)) as refusal:
             engine.check([3], PARAMS.clone(stop_token_ids=[3, bad]))
         assert refusal.value.parameter == "stop_token_ids"
+
+
+def test_a_prompt_must_leave_room_for_output() -> None:
+    engine, _ = make_engine()
+    engine.check([3] * 99, PARAMS)
+    for length in (0, 100, 5000):
+        with pytest.raises(InvalidParameter) as refusal:
+            engine.check([3] * length, PARAMS)
+        assert refusal.value.parameter == "prompt"
+        with pytest.raises(InvalidParameter) as from_front_end:
+            engine.limits.check_prompt_length(length)
+        assert str(from_front_end.value) == str(refusal.value)
+
+
+def test_beam_search_needs_an_executor_that_finds_candidates() -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidParameter, match="beam_width: is not supported"):
+        engine.submit([3], SamplingParams(beam_width=2, n=2, max_tokens=4))
+
+
+def test_the_executor_prepares_only_while_there_is_nothing_to_do() -> None:
+    engine, executor = make_engine()
+    executor.num_to_prepare = 2
+    assert engine.prepare()
+    engine.submit([3], PARAMS)
+    assert not engine.prepare()
+    run_to_end(engine)
+    assert engine.prepare()
+    assert not engine.prepare()
+
+
+def test_a_failure_while_preparing_stops_the_engine() -> None:
+    engine, executor = make_engine()
+    executor.num_to_prepare = -1
+    assert not engine.prepare()
+    with pytest.raises(EngineDead, match="nothing to prepare"):
+        engine.check_alive()

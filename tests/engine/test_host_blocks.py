@@ -1,4 +1,4 @@
-"""Blocks to host memory and back."""
+"""KV blocks are copied to host memory and back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_block_comes_back_as_it_went_in_every_layer() -> None:
+def test_a_restored_block_is_the_saved_one_in_every_layer() -> None:
     kv = storage()
     host = HostBlocks(kv, num_slots=3)
     one, two = contents(kv, 1), contents(kv, 4)
@@ -42,8 +42,8 @@ def test_a_block_comes_back_as_it_went_in_every_layer() -> None:
     assert same(contents(kv, 5), one)
 
 
-def test_a_step_saves_first_then_fills_then_copies() -> None:
-    """Block 1 is saved and filled by another in the same step, and that is copied on."""
+def test_a_step_swaps_out_then_in_then_copies() -> None:
+    """Block 1 is saved, overwritten from the host and copied to block 5 in the same step."""
     kv = storage()
     host = HostBlocks(kv, num_slots=2)
     before, other = contents(kv, 1), contents(kv, 2)
@@ -58,14 +58,14 @@ def test_a_step_saves_first_then_fills_then_copies() -> None:
     assert same(contents(kv, 3), before)
 
 
-def test_the_speed_is_measured_and_leaves_the_cache_as_it_was() -> None:
+def test_measuring_the_speed_leaves_the_cache_unchanged() -> None:
     kv = storage()
     before = [contents(kv, block) for block in range(6)]
     assert HostBlocks(kv, num_slots=4).bytes_per_second() > 0
     assert all(same(contents(kv, block), old) for block, old in enumerate(before))
 
 
-def test_how_many_slots() -> None:
+def test_the_number_of_host_slots() -> None:
     plan = MemoryPlan(0, bytes_per_token=100, block_size=4, num_blocks=10, max_model_len=64, source="")
     assert plan_host_slots(1000, plan) == 2
     assert plan_host_slots(None, plan) == 10

@@ -1,4 +1,4 @@
-"""A plan as tensors: ragged, with idle seats, and as a rectangle."""
+"""A plan as tensors: ragged, with idle rows, and as a rectangle."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_ragged_batch_has_no_padding() -> None:
     assert batch.num_padding == 0
 
 
-def test_an_idle_seat_is_one_token_of_nobody() -> None:
+def test_an_idle_row_is_one_padding_token() -> None:
     batch = build(idle_rows=2)
     assert batch.tokens.tolist() == [104, 105, 106, 205, 300, 301, 0, 0]
     assert batch.positions.tolist() == [4, 5, 6, 5, 0, 1, 0, 0]
@@ -60,6 +60,6 @@ def test_a_rectangle_is_as_wide_as_the_longest_chunk() -> None:
     assert batch.sampled_rows.tolist() == [2, 3, 9]
     assert batch.layout.offsets == [0, 3, 6, 9, 12]
     assert batch.layout.ends == [7, 6, 2, 1]
-    own, fill = [[8, 9, 10], [1], [4, 5], []], [SCRATCH] * 3
-    assert batch.layout.slots.view(4, 3).tolist() == [(slots + fill)[:3] for slots in own]
+    slots_of, fill = [[8, 9, 10], [1], [4, 5], []], [SCRATCH] * 3
+    assert batch.layout.slots.view(4, 3).tolist() == [(slots + fill)[:3] for slots in slots_of]
     assert batch.num_padding == 12 - 6

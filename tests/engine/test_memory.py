@@ -1,4 +1,4 @@
-"""The arithmetic of KV memory, and what counts as free."""
+"""Planning KV memory, and how much of a device counts as free."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_log_shows_the_arithmetic_as_documented() -> None:
         assert line in documented
 
 
-def test_a_share_of_free_memory_but_no_more_than_all_seats_could_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_of_free_memory_but_no_more_than_a_full_batch_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     per_block = 46_080 * 16
     monkeypatch.setattr(memory_plan, "free_memory", lambda device: 4 * 1000 * per_block)
     assert plan(None).num_blocks == 1000
@@ -57,7 +57,7 @@ def test_a_share_of_free_memory_but_no_more_than_all_seats_could_fill(monkeypatc
         plan(per_block - 1)
 
 
-def test_a_step_gets_its_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_step_gets_its_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
     per_block = 46_080 * 16
     monkeypatch.setattr(memory_plan, "free_memory", lambda device: 4000 * per_block)
     beside = plan(None, step_bytes=400 * per_block)
@@ -73,17 +73,17 @@ def test_a_step_gets_its_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "count"), [(7, 7), ("7", 7), ("2k", 2000), ("1.5 GiB", 3 * 2**29), ("512MB", 512_000_000), ("1Ti", 2**40)]
 )
-def test_amounts_as_people_write_them(text: int | str, count: int) -> None:
+def test_sizes_in_bytes_are_parsed(text: int | str, count: int) -> None:
     assert parse_bytes("kv_memory", text) == count
 
 
 @pytest.mark.parametrize("text", ["", "some", "-1", 0, "1XB", "1 2", True])
-def test_other_amounts_are_refused(text: int | str) -> None:
+def test_invalid_sizes_are_refused(text: int | str) -> None:
     with pytest.raises(InvalidParameter, match="kv_memory"):
         parse_bytes("kv_memory", text)
 
 
-def test_a_container_limit_counts_but_not_the_file_pages_that_can_be_dropped(
+def test_a_container_limit_counts_but_reclaimable_file_pages_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
@@ -98,7 +98,7 @@ def test_a_container_limit_counts_but_not_the_file_pages_that_can_be_dropped(
     assert device_memory.free_memory(CPU) == 500
 
 
-def test_there_are_no_more_seats_than_short_sequences_that_fit() -> None:
+def test_no_more_requests_run_than_short_sequences_fit() -> None:
     whole = plan("2GiB")
     assert whole.max_requests(64) == 64
     small = plan(whole.bytes_per_token * whole.block_size * 20)

@@ -1,4 +1,4 @@
-"""Padding in a running engine: how much of it each attention mode computes, and that it changes no token."""
+"""How much padding each attention backend computes, and that it changes no token."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def start(tiny: LoadedModel, attention: str) -> StartedEngine:
     return start_engine(tiny, EngineConfig(device="cpu", kv_memory="4MiB", attention=attention, prefix_caching=False))
 
 
-class WithIdleSeats(Executor):
-    """Runs every plan as if `seats` finished requests still sat in the batch, as a static policy has it."""
+class WithIdleRows(Executor):
+    """Runs every plan with `count` more rows for finished requests, as a static batch does."""
 
-    def __init__(self, runner: ModelRunner, seats: int) -> None:
-        self._runner, self._seats = runner, seats
+    def __init__(self, runner: ModelRunner, count: int) -> None:
+        self._runner, self._count = runner, count
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        return self._runner.launch(replace(plan, idle_rows=self._seats))
+        return self._runner.launch(replace(plan, idle_rows=self._count))
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[StepDone]]:
@@ -64,9 +64,8 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int
 
 
 @pytest.mark.parametrize(("attention", "padding"), [("padded", 99 * 7), ("ragged", 0), ("bursted", 0)])
-def test_a_prompt_that_joins_a_batch(tiny: LoadedModel, attention: str, padding: int) -> None:
-    """The field's example: a prompt of 100 tokens becomes the eighth of a batch whose others decode. In a padded
-    batch each of those seven is as long as the prompt, 99 tokens too many."""
+def test_padding_when_a_prompt_joins_a_batch(tiny: LoadedModel, attention: str, padding: int) -> None:
+    """A prompt of 100 tokens joins seven decodes: in a padded batch each of those has 99 rows of padding."""
     engine = start(tiny, attention).engine
     for i in range(7):
         engine.submit([10 + i], GREEDY)
@@ -80,10 +79,10 @@ def test_a_prompt_that_joins_a_batch(tiny: LoadedModel, attention: str, padding:
 
 
 @pytest.mark.parametrize("attention", BACKENDS.names())
-def test_idle_seats_are_computed_and_change_nothing(tiny: LoadedModel, attention: str) -> None:
+def test_idle_rows_are_computed_and_change_no_token(tiny: LoadedModel, attention: str) -> None:
     expected, _ = run(start(tiny, "bursted").engine, PROMPTS)
     started = start(tiny, attention)
-    started.engine.executor = WithIdleSeats(started.runner, seats=3)
+    started.engine.executor = WithIdleRows(started.runner, count=3)
     tokens, steps = run(started.engine, PROMPTS)
     assert tokens == expected
     widest = 40 if attention == "padded" else 1
@@ -92,8 +91,8 @@ def test_idle_seats_are_computed_and_change_nothing(tiny: LoadedModel, attention
     assert {step.padding_tokens for step in steps[1:]} == {3}  # all decode: the rectangle is one token wide
 
 
-def test_padding_is_written_where_nobody_reads(tiny: LoadedModel) -> None:
-    """Every block that the scheduler may hand out stays as it was, but for the tokens of requests."""
+def test_padding_is_written_to_the_scratch_block(tiny: LoadedModel) -> None:
+    """Blocks that the scheduler can allocate are written by tokens of requests only."""
     started = start(tiny, "padded")
     storage = started.runner.storage
     num_blocks = started.engine.scheduler.kv.num_blocks
@@ -113,11 +112,11 @@ def test_the_model_computes_the_whole_rectangle(tiny: LoadedModel, monkeypatch: 
     model, rows = started.runner.model, []
     compute = model.hidden_states
 
-    def watched(tokens: torch.Tensor, *others: object) -> HiddenStates:
+    def recorded(tokens: torch.Tensor, *others: object) -> HiddenStates:
         rows.append(len(tokens))
         return compute(tokens, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(model, "hidden_states", watched)
+    monkeypatch.setattr(model, "hidden_states", recorded)
     _, steps = run(started.engine, PROMPTS)
     assert rows == [step.decode_tokens + step.prefill_tokens + step.padding_tokens for step in steps]
     assert rows[0] == 40 * len(PROMPTS)

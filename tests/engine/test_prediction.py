@@ -1,4 +1,4 @@
-"""The engine teaches its cost model, says what it expected, and obeys the targets of its configuration."""
+"""The engine fits its cost model to measured steps, reports predictions, and follows the configured targets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiny import write_tiny_checkpoint
 
 
 class TimedExecutor(Executor):
-    """Its steps take on a clock of its own what `cpu_like` says."""
+    """Its steps take as long as `cpu_like` predicts, on its own clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,7 +40,7 @@ class TimedExecutor(Executor):
         return FinishedStep(StepResult(plan, result.tokens, result.logprobs, StepTiming(forward=seconds)))
 
 
-def test_every_step_teaches_and_says_what_was_expected_of_it() -> None:
+def test_every_step_is_observed_and_reports_its_predicted_duration() -> None:
     executor = TimedExecutor()
     scheduler = make_scheduler(num_blocks=400, max_batch_tokens=64)
     tokenizer = Tokenizer(backends.byte_level())

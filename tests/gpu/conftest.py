@@ -1,4 +1,4 @@
-"""What is only true on a GPU is checked there; without one these tests are skipped."""
+"""Tests that need a GPU are skipped without one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The figures that tests noted, whichever process they ran in."""
+    """Print the figures that tests recorded, in whichever process they ran."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
     for line in show([property for report in reports for property in getattr(report, "user_properties", [])]):
         terminalreporter.write_line(line)
@@ -33,7 +33,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
-    """float32 means float32: no products with shorter mantissas, here or in transformers."""
+    """Compute float32 products in float32, without TF32, in the engine and in transformers."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -42,7 +42,7 @@ def exact_products() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def default_model_file() -> Path:
-    """The default model, if it is here: nothing is fetched for these tests."""
+    """The file of the default model, if it is cached: nothing is downloaded for these tests."""
     from chairlift.loading.store import DEFAULT_MODEL, known_models
 
     (known,) = (model for model in known_models() if model.name == DEFAULT_MODEL)

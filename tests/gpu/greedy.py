@@ -15,6 +15,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.startup import LoadedModel, start_engine
 from chairlift.text.tokenizer import Tokenizer
 from tests.api.conftest import Run, run_greedy
+from tests.comparison import compare
 from tests.models.checkpoints import load
 from tests.tiny import byte_level_tokenizer
 
@@ -25,7 +26,7 @@ def load_tiny(folder: Path, device: torch.device, dtype: torch.dtype, **options:
 
 
 def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> Run:
-    """`num_blocks` in terms of `kv_memory`, which is what an engine is told."""
+    """Generate greedily on a new engine; the option `num_blocks` stands for the `kv_memory` of as many blocks."""
     model = loaded.model
     block_size = options.get("block_size", 16)
     per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in model.attention_layers) * model.dtype.itemsize
@@ -37,27 +38,27 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], count: int, 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How tokens in a short type compare with those that transformers chooses after the same tokens.
+    """How tokens in a 16-bit type compare with those that transformers chooses after the same tokens.
 
-    Both round after every operation, each in its own places. `noise` is what that does to a score in transformers at
-    most: its scores in the short type against those of the same weights in float32.
+    Both round after every operation, each in different places. `noise` is the largest effect of that on a score in
+    transformers: its scores in the 16-bit type against those of the same weights in float32.
     """
 
     tokens: int
-    different: int  # from the likeliest by transformers in the short type
-    theirs_different: int  # of transformers in the short type from itself in float32
-    largest_gap: float  # by which a token of ours falls behind the likeliest in float32
+    different: int  # from the likeliest token of transformers in the 16-bit type
+    theirs_different: int  # tokens of transformers that differ from its own in float32
+    largest_gap: float  # between the score of the likeliest token in float32 and that of ours
     noise: float
 
     @property
     def all_near_ties(self) -> bool:
-        """Two scores that differ by more than twice the noise cannot change places by rounding."""
+        """Whether rounding explains all differences: scores further apart than twice the noise cannot change places."""
         return self.largest_gap <= 2 * self.noise
 
 
 def compare_rounded(hf: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Rounding:
-    """`hf` computes in the short type; `outputs` are ours."""
-    exact = torch.nn.Module.float(copy.deepcopy(hf))  # transformers' own refuses what came from a GGUF file
+    """Compare `outputs` of ours with `hf`, which computes in the 16-bit type."""
+    exact = torch.nn.Module.float(copy.deepcopy(hf))  # the method of transformers refuses models from GGUF files
     tokens = different = theirs_different = 0
     largest_gap = noise = 0.0
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -74,7 +75,31 @@ def compare_rounded(hf: Any, prompts: Sequence[Sequence[int]], outputs: Sequence
 
 @torch.inference_mode()
 def _scores(hf: Any, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """[len(output), vocabulary]: of the tokens in the places of `output`."""
+    """Scores [len(output), vocabulary] at the positions of `output`."""
     ids = torch.tensor([[*prompt, *output[:-1]]], device=hf.device)
     scores: Tensor = hf(ids, logits_to_keep=len(output)).logits[0].double()
     return scores
+
+
+def count_ties(
+    hf: Any,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+) -> int:
+    """How many outputs differ from the expected tokens by a tie within 1e-4; fails for any other difference."""
+    return sum(
+        compare(hf, prompt, wanted[: len(output)], output) is not None
+        for prompt, wanted, output in zip(prompts, expected, outputs, strict=True)
+    )
+
+
+def rounding_row(name: str, found: Rounding) -> dict[str, Any]:
+    return {
+        "model": name,
+        "tokens": found.tokens,
+        "differ": found.different,
+        "transformers from its float32": found.theirs_different,
+        "largest gap": f"{found.largest_gap:.4f}",
+        "rounding of a score": f"{found.noise:.4f}",
+    }

@@ -1,4 +1,4 @@
-"""Tables of what tests noted with `record_property`."""
+"""Tables of what tests record with `record_property`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ TITLES = {
 }
 
 
-def show(noted: Sequence[tuple[str, object]]) -> list[str]:
-    """`noted` holds (kind, {column: value}) in any order."""
+def show(recorded: Sequence[tuple[str, object]]) -> list[str]:
+    """Lines of one table per kind; `recorded` holds (kind, {column: value}) in any order."""
     lines = []
     for kind, title in TITLES.items():
         rows = sorted(
-            (row for name, row in noted if name == kind and isinstance(row, dict)), key=lambda row: row["model"]
+            (row for name, row in recorded if name == kind and isinstance(row, dict)), key=lambda row: row["model"]
         )
         if rows:
             cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from chairlift.runner.gpu import runner as gpu_runner
-from tests.comparison import compare, reference_tokens
-from tests.gpu.greedy import compare_rounded, generate, load_tiny
+from tests.comparison import reference_tokens
+from tests.gpu.greedy import compare_rounded, count_ties, generate, load_tiny, rounding_row
 from tests.models.checkpoints import SIZES, make_reference, prompts, save
 from tests.models.test_families import CONFIGS
 
@@ -39,15 +39,14 @@ def test_greedy_tokens_equal_transformers(
     asked = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40)]
     expected = [reference_tokens(hf, prompt, NEW_TOKENS) for prompt in asked]
     runs = {}
-    for waits in (False, True):  # for a step before the next one is queued
+    for waits in (False, True):  # whether a step is read before the next one is queued
         if waits:
             monkeypatch.setattr(gpu_runner, "STEPS_AHEAD", 0)
         for setting, options in SETTINGS.items():
             runs[setting, waits] = generate(loaded, asked, NEW_TOKENS if "num_blocks" not in options else 10, **options)
     ties = 0
     for (setting, _), run in runs.items():
-        for prompt, wanted, actual in zip(asked, expected, run.outputs, strict=True):
-            ties += compare(hf, prompt, wanted[: len(actual)], actual) is not None
+        ties += count_ties(hf, asked, expected, run.outputs)
         assert setting not in ("preempted", "swapped") or run.num_preemptions > 0
     together = runs["together", False].outputs
     assert all(
@@ -71,7 +70,7 @@ def test_rounded_tokens_differ_at_near_ties_only(name: str, tmp_path: Path, reco
     assert found.all_near_ties, found
 
 
-# Sizes that the kernels for steps with few rows take; those above are for the others.
+# Sizes that the fused kernels of steps with few rows support; those above run the other kernels.
 EVEN = SIZES | {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}
 FUSED: dict[str, dict[str, Any]] = {
     "LlamaConfig": {},
@@ -96,14 +95,3 @@ def test_fused_layers_differ_at_near_ties_only(
     found = compare_rounded(hf, asked, outputs)
     record_property("rounding", rounding_row(f"{config}, fused, {str(dtype).removeprefix('torch.')}", found))
     assert found.all_near_ties, found
-
-
-def rounding_row(name: str, found: Any) -> dict[str, Any]:
-    return {
-        "model": name,
-        "tokens": found.tokens,
-        "differ": found.different,
-        "transformers from its float32": found.theirs_different,
-        "largest gap": f"{found.largest_gap:.4f}",
-        "rounding of a score": f"{found.noise:.4f}",
-    }

@@ -186,7 +186,7 @@ def test_experts(num_experts: int, top_k: int, hidden: int, inner: int, dtype: t
 @pytest.mark.parametrize("vocab", [49_152, 151_936])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_sampling(vocab: int, dtype: torch.dtype) -> None:
-    """A drawn token is where its random number falls among the sums of the weights, which rounding moves a little."""
+    """A sampled token is where its random number falls in the cumulative weights, up to rounding."""
     from chairlift.core.sampling_params import SamplingParams
 
     rng = random.Random(vocab)
@@ -210,11 +210,11 @@ def assert_drawn(scores: Tensor, params: Any, uniform: float, token: int) -> Non
     weights = scores.softmax(-1)
     ordered = weights.sort(descending=True).values
     if params.top_k:
-        ordered = ordered[ordered >= ordered[params.top_k - 1]]  # whoever ties with the last one stays
+        ordered = ordered[ordered >= ordered[params.top_k - 1]]  # ties with the last one are kept
     count = 1 + int((ordered.cumsum(0) < params.top_p * ordered.sum()).sum())
     last = min(count, len(ordered)) - 1
     least = max(float(ordered[last]), params.min_p * float(ordered[0]))
-    # By the rounding of a sum one token more or less may be left.
+    # Rounding of a sum may keep one token more or less.
     next_one = float(ordered[min(last + 1, len(ordered) - 1)])
     assert weights[token] >= min(least, max(next_one, params.min_p * float(ordered[0]))) * (1 - 1e-5)
     kept = torch.where(weights >= least * (1 - 1e-9), weights, 0.0)

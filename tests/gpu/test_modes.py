@@ -15,7 +15,7 @@ from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from chairlift.lab.bench.quality.run import score
 from chairlift.runner.device_memory import memory_taken
 from chairlift.runner.gpu import runner as gpu_runner
-from tests.engine.test_batch_invariant import check_all_batches, config, prompts
+from tests.engine.invariance import check_all_batches, config, prompts
 from tests.gpu.greedy import compare_rounded, generate, load_tiny
 from tests.models.checkpoints import SIZES, make_reference, save
 from tests.tiny import write_tiny_checkpoint
@@ -37,11 +37,11 @@ def wide(folder: Path, shape: str = "Qwen3Config", **options: Any) -> LoadedMode
     return load_tiny(folder, torch.device("cuda"), torch.bfloat16, **options)
 
 
-def test_what_a_step_takes_is_measured_and_free_again() -> None:
+def test_memory_of_a_computation_is_measured_and_freed() -> None:
     device = torch.device("cuda")
     held = torch.zeros(1, device=device)
     before = torch.cuda.memory_reserved(device)
-    for size in (2**27, 2**30):  # small ones might find room between what other tests have left
+    for size in (2**27, 2**30):  # small ones might fit into memory that other tests left cached
         taken = memory_taken(partial(torch.empty, size, dtype=torch.uint8, device=device), device)
         assert size <= taken < 1.5 * size
     assert torch.cuda.memory_reserved(device) <= before
@@ -49,8 +49,8 @@ def test_what_a_step_takes_is_measured_and_free_again() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_invariant_answers_of_a_tiny_model(tmp_path: Path, dtype: str) -> None:
-    """Tokens and logprobs, chosen by the host: alone, together, in chunks, and after preemptions."""
+def test_invariant_tokens_of_a_tiny_model(tmp_path: Path, dtype: str) -> None:
+    """Tokens and logprobs that the host samples: alone, together, in chunks, and after preemptions."""
     tiny = str(write_tiny_checkpoint(tmp_path / "tiny"))
     options = {"device": "cuda", "dtype": dtype}
     loaded = load_model(tiny, config(**options), progress=False)
@@ -59,10 +59,10 @@ def test_invariant_answers_of_a_tiny_model(tmp_path: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rounded", [False, True], ids=["bfloat16", "fp8"])
-def test_invariant_tokens_in_every_way_to_run(
+def test_invariant_tokens_in_every_execution_mode(
     tmp_path: Path, shape: str, rounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chosen on the device: with graphs and without, queued ahead and not, alone and together, the same tokens."""
+    """The device samples the same tokens with graphs and without, ahead and not, alone and together."""
     if rounded and shape == "Qwen3MoeConfig":
         pytest.skip("experts are not rounded")
     loaded = wide(tmp_path, shape, batch_invariant=True, quantization="fp8" if rounded else "none")
@@ -70,7 +70,7 @@ def test_invariant_tokens_in_every_way_to_run(
     options |= {"kv_dtype": "fp8"} if rounded else {}
     asked = prompts()
     together = generate(loaded, asked, 40, **options).outputs
-    assert len(set(map(tuple, together))) == len(asked), "answers that do not depend on the prompt show nothing"
+    assert len(set(map(tuple, together))) == len(asked), "tokens that do not depend on the prompt would show nothing"
     for place in (0, 1, 4):
         assert generate(loaded, [asked[place]], 40, **options).outputs == [together[place]]
     assert generate(loaded, asked, 40, cuda_graphs=False, **options).outputs == together
@@ -81,8 +81,8 @@ def test_invariant_tokens_in_every_way_to_run(
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_a_long_prompt_alone_before_a_large_head(tmp_path: Path, graphs: bool) -> None:
-    """Its first steps sample nothing, and the head's product is one that is read by tensor descriptors."""
+def test_a_long_prompt_alone_with_a_large_vocabulary(tmp_path: Path, graphs: bool) -> None:
+    """Its first steps sample nothing, and the head's product uses tensor descriptors."""
     reference = make_reference(transformers.Qwen3Config(**(SIZES | WIDE | {"vocab_size": 20_000})))
     save(reference, tmp_path)
     loaded = load_tiny(tmp_path, torch.device("cuda"), torch.bfloat16)
@@ -94,8 +94,7 @@ def test_a_long_prompt_alone_before_a_large_head(tmp_path: Path, graphs: bool) -
 
 @pytest.mark.parametrize("which", ["weights", "cache"])
 def test_8_bit_floats_stay_close(tmp_path: Path, which: str, record_property: Any) -> None:
-    """Random tokens have about the same probabilities; `chairlift bench quality --device cuda` says what it costs a
-    real model."""
+    """Random tokens keep about the same probabilities; `chairlift bench quality` measures a real model."""
     tokens = torch.randint(0, 3000, (400,), generator=torch.Generator().manual_seed(0)).tolist()
     found = {}
     for rounded in (False, True):

@@ -25,9 +25,9 @@ from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.runner.gpu.runner import GPURunner
-from tests.kernels.test_gpu_runner import make_engine
 from tests.kernels.tiny_config import CONFIG
 from tests.lab.bench.test_step_profile import number_of_weights, one_step
+from tests.runner.gpu_engine import make_engine
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from chairlift.core.request import FinishReason, Request
 from chairlift.errors import EngineDead
 from chairlift.speculation.control.controller import SpeculationController, Wanted
 from chairlift.speculation.control.draft_length import FixedLength
-from tests.engine.test_engine import PARAMS, make_engine, run_to_end, tokens_of
+from tests.engine.fake_executor import PARAMS, make_engine, run_to_end, tokens_of
 from tests.speculation.guessing import Guesser
 
 

@@ -1,4 +1,4 @@
-"""The type in which keys and values are kept."""
+"""The dtype of the KV cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chairlift.models.base import CausalLM
 
 
 def kv_dtype(config: EngineConfig, model: CausalLM) -> torch.dtype:
-    """The model's own precision, or half of it where the weights are rounded too."""
+    """The configured dtype; by default that of the model, or bfloat16 where the weights are int8."""
     if config.kv_dtype == "auto":
         rounded = getattr(model, "quantization", "none") == "int8"
         return torch.bfloat16 if rounded else model.dtype
@@ -21,7 +21,7 @@ def kv_dtype(config: EngineConfig, model: CausalLM) -> torch.dtype:
 
 
 def check_kv_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> None:
-    """Raise if the cache of a model in `model_dtype` on `device` cannot be kept in this type."""
+    """Raise if a model in `model_dtype` on `device` cannot have a KV cache of this dtype."""
     if name == "auto":
         return
     dtype = KV_DTYPES[name]

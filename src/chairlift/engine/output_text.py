@@ -1,4 +1,4 @@
-"""Tokens to text as they come, and the stop strings in it."""
+"""Turns tokens into text as they are generated, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 
 class OutputText:
-    """The text of every open request. `push` is the scheduler's stop-string check."""
+    """The text of every open request."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -19,38 +19,40 @@ class OutputText:
             self._streams[request.id] = _Stream(self._tokenizer, request)
 
     def push(self, request: Request, token: int) -> str | None:
-        """Take in a token just appended to `request`; returns the stop string that it completes, if any."""
+        """Add a token just appended to `request`; return the stop string that it completes, if any."""
         stream = self._streams.get(request.id)
         return stream.push(request, token) if stream else None
 
     def take(self, request_id: str) -> str:
-        """The text that became safe to show since the last call."""
+        """The text since the last call that cannot become part of a stop string."""
         stream = self._streams.get(request_id)
         return stream.take() if stream else ""
 
     def close(self, request_id: str) -> str:
-        """The request is over: the rest of its text."""
+        """Forget a finished request; return the rest of its text."""
         stream = self._streams.pop(request_id, None)
         return stream.close() if stream else ""
 
 
 class _Stream:
+    """The text of one request."""
+
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         params = request.params
         self._detokenizer = tokenizer.detokenizer(
             params.skip_special_tokens,
             params.visible_special_ids or (),
-            verbatim=params.structure is not None,  # what a grammar has read must be what the caller gets
+            verbatim=params.structure is not None,  # the caller gets exactly the text that the grammar matched
         )
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._ready: list[str] = []
         self._stopped = False
         self._min_tokens = params.min_tokens
-        # The token that ends a text is no part of it, unless it is asked for.
-        self._unspoken = frozenset() if params.include_stop_str_in_output else request.stop_tokens
+        # The token that ends a text is not part of it, unless the request asks for it.
+        self._hidden_tokens = frozenset() if params.include_stop_str_in_output else request.stop_tokens
 
     def push(self, request: Request, token: int) -> str | None:
-        if token in self._unspoken:
+        if token in self._hidden_tokens:
             return None
         text = self._detokenizer.push(token)
         if request.num_output < self._min_tokens:

@@ -1,4 +1,4 @@
-"""From a model's name to a running engine."""
+"""Builds an engine from a model's name and a config."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
 
-SMALLEST_ROUNDED = 20_000_000  # weights of a model that is rounded to 8 bits without being asked for
+MIN_INT8_PARAMETERS = 20_000_000  # of models that are quantized by default: smaller ones fit into a CPU's caches
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Weights and text: what several engines could share."""
+    """A model and its tokenizer, which several engines can share."""
 
     name: str
     model: CausalLM
@@ -61,18 +61,21 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
+    """An engine with the runner and the memory plan that it was built from."""
+
     engine: Engine
     runner: ModelRunner
     memory: MemoryPlan
 
 
 def load_engine(name: str, config: EngineConfig, *, progress: bool = True) -> StartedEngine:
-    """Fetch `name` if need be, load it, and start an engine on it."""
-    batch_requests(config)  # contradictions show before minutes of loading
+    """Download `name` if it is not cached, load it, and start an engine on it."""
+    batch_requests(config)  # raises for contradictions before minutes of loading
     return start_engine(load_model(name, config, progress=progress), config)
 
 
 def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> LoadedModel:
+    """Load a model and its tokenizer."""
     begun = time.perf_counter()
     check_kv_dtype(config.kv_dtype, torch_dtype(config), torch_device(config))
     checkpoint, tokenizer = _open(name, config, progress=progress)
@@ -97,17 +100,17 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
 
 
 def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> str:
-    """8 bits unless a precision was asked for, where they pay: on a CPU, for models that do not fit into its caches."""
+    """The configured quantization; by default int8 where it is faster, unless a dtype is configured."""
     if config.quantization not in (None, "auto"):
         return config.quantization
-    if config.dtype != "auto" or num_parameters < SMALLEST_ROUNDED:
+    if config.dtype != "auto" or num_parameters < MIN_INT8_PARAMETERS:
         return "none"
     if int8_obstacles(checkpoint.config, torch_dtype(config), torch_device(config)):
         return "none"
-    from chairlift.kernels.cpu.simd import PLAIN, find_instruction_set  # numba takes its time
+    from chairlift.kernels.cpu.simd import PLAIN, find_instruction_set  # importing numba takes a while
 
     if find_instruction_set() is PLAIN:
-        log.info("weights stay as they are: this CPU has no instructions for 8-bit products, which make it faster")
+        log.info("weights are not quantized: this CPU has no instructions for fast 8-bit products")
         return "none"
     return "int8"
 
@@ -122,7 +125,7 @@ def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoin
 def start_engine(
     loaded: LoadedModel, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
 ) -> StartedEngine:
-    """Size the KV cache and put the parts together. All times of the engine are those of `clock`."""
+    """Size the KV cache and assemble the engine, which takes all times from `clock`."""
     model = loaded.model
     max_model_len = _max_model_len(config, model.max_len)
     draft = load_draft(config.speculate, model, loaded.tokenizer, max_model_len) if config.speculate else None
@@ -200,7 +203,7 @@ def _make_scheduler(
 
 
 def _targets(config: EngineConfig) -> str:
-    """What else decides over a step, for the start-up log."""
+    """The configured latency targets, for the startup log."""
     targets = {"per output token": config.target_tpot_ms, "to the first token": config.target_ttft_ms}
     words = [f"{target:g} ms {what}" for what, target in targets.items() if target is not None]
     if words:
@@ -222,7 +225,7 @@ def _make_swap_space(config: EngineConfig, built: BuiltRunner, forecast: WorkFor
 
 
 def _require_plausible_size(checkpoint: Checkpoint, num_parameters: int) -> None:
-    """No quantization stores a weight in less than a bit: do not allocate for weights that cannot be there."""
+    """Raise if the files hold less than a bit per weight, before memory is allocated for them."""
     if num_parameters > 8 * checkpoint.num_bytes:
         raise CorruptCheckpoint(
             f"{checkpoint.path}: its config describes {num_parameters:,} weights, its files hold "
@@ -231,7 +234,7 @@ def _require_plausible_size(checkpoint: Checkpoint, num_parameters: int) -> None
 
 
 def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
-    """Every token that ends a text: those of the generation config, else the model's, and the tokenizer's."""
+    """All end-of-sequence tokens: of the generation config, else of the model config, and of the tokenizer."""
     listed = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
     ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
     if not all(isinstance(token, int) for token in ids):

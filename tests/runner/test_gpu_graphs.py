@@ -1,4 +1,4 @@
-"""Which steps are captured and when, and that a replayed step is the step; without a GPU, by a stand-in for CUDA's."""
+"""When steps are captured, and that replaying one computes the same; without a GPU, by a stand-in for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.attention.base import AttentionLayer
-from chairlift.attention.paged.gpu import LONG_CONTEXT, PagedGPUAttention
 from chairlift.core.plan import StepPlan
 from chairlift.engine import runner_factory
 from chairlift.engine.engine import Engine
@@ -27,32 +25,23 @@ from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes
 from chairlift.runner.gpu.graphs import CAPTURE_DECODES_AFTER, CAPTURE_MIXED_AFTER, Graph, Graphs, has_room
 from chairlift.runner.gpu.runner import GPURunner
-from chairlift.runner.gpu.shapes import BatchShape, Shapes
+from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
 from chairlift.speculation.draft_head import DraftHead
 from chairlift.speculation.head_network import MOST_STATES, Head
-from tests.kernels.test_gpu_speculation import (
-    GREEDY,
-    everywhere,
-    folder,
-    plain,
-    start,
-    tiny,
-    work_of,
-    write_random_head,
-)
+from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
 from tests.speculation.running import knows_better, run
 from tests.speculation.test_same_output import same
 
-__all__ = ["everywhere", "folder", "tiny"]  # fixtures
+pytestmark = pytest.mark.usefixtures("paged_backend")
 
-NOTHING = ComputedStep(torch.empty(0), torch.empty(0), None)
+NO_OUTPUT = ComputedStep(torch.empty(0), torch.empty(0), None)
 DECODES, MORE_DECODES = BatchShape(8, 8, 8, 0, 8, 8), BatchShape(16, 16, 16, 0, 16, 16)
 MIXED = BatchShape(128, 4, 4, 17, 4, 8)
 
 
-class Replayed:
-    """Computes the step again, into the tensors of the first time: as a graph does, but by the same calls."""
+class ReplayedGraph:
+    """Computes a step again into the tensors of the first time, as a graph does, but by the same calls."""
 
     count = 0
 
@@ -61,7 +50,7 @@ class Replayed:
         self._step = step
 
     def replay(self) -> None:
-        Replayed.count += 1
+        ReplayedGraph.count += 1
         _copy_into(self._step, self._again())
 
 
@@ -76,27 +65,25 @@ def _copy_into(old: Any, new: Any) -> None:
 
 def record(graphs: Graphs, shape: BatchShape) -> Graph:
     step = graphs._forward(shape)
-    return Graph(Replayed(graphs, shape, step), step)
+    return Graph(ReplayedGraph(graphs, shape, step), step)
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(Graphs, "_record", record)
-    return Graphs(lambda shape: 5, lambda shape: NOTHING, [DECODES, MORE_DECODES], lambda taken: True)
+    return Graphs(lambda shape: 5, lambda shape: NO_OUTPUT, [DECODES, MORE_DECODES], lambda taken: True)
 
 
-def test_a_shape_is_captured_once_it_was_met_often_enough(graphs: Graphs) -> None:
-    for shape, meetings in ((DECODES, CAPTURE_DECODES_AFTER), (MIXED, CAPTURE_MIXED_AFTER)):
-        typical, found = zip(
-            *((graphs.is_typical(shape), graphs.find(shape)) for _ in range(meetings + 1)), strict=True
-        )
-        assert list(typical) == [shape is MIXED] * (meetings - 1) + [False, True]
-        assert list(found)[: meetings - 1] == [None] * (meetings - 1)
+def test_a_shape_is_captured_once_it_has_occurred_often_enough(graphs: Graphs) -> None:
+    for shape, times in ((DECODES, CAPTURE_DECODES_AFTER), (MIXED, CAPTURE_MIXED_AFTER)):
+        typical, found = zip(*((graphs.is_typical(shape), graphs.find(shape)) for _ in range(times + 1)), strict=True)
+        assert list(typical) == [shape is MIXED] * (times - 1) + [False, True]
+        assert list(found)[: times - 1] == [None] * (times - 1)
         assert found[-1] is found[-2]
         assert found[-1] is not None
 
 
-def test_idle_time_goes_to_what_was_missed_and_then_to_what_is_likely(graphs: Graphs) -> None:
+def test_missed_shapes_are_captured_before_likely_ones_in_idle_time(graphs: Graphs) -> None:
     assert graphs.find(MIXED) is None
     captured = []
     while graphs.capture_next():
@@ -107,15 +94,15 @@ def test_idle_time_goes_to_what_was_missed_and_then_to_what_is_likely(graphs: Gr
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_garbage_is_not_collected_while_a_step_is_captured(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may hold graphs of another engine: to give those back fails, and with that the capture."""
+def test_gc_is_disabled_while_a_step_is_captured(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing graphs of another engine would spoil the capture."""
     collected: list[bool] = []
 
     def forward(shape: BatchShape) -> ComputedStep:
         collected.append(gc.isenabled())
         if shape is MIXED:
             raise torch.OutOfMemoryError
-        return NOTHING
+        return NO_OUTPUT
 
     for name in ("CUDAGraph", "current_stream", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -134,7 +121,7 @@ def test_garbage_is_not_collected_while_a_step_is_captured(collects: bool, monke
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")])
-def test_without_memory_for_another_graph_steps_go_on_without(
+def test_steps_go_on_without_graphs_when_memory_runs_out(
     error: Exception, graphs: Graphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs.capture(DECODES)
@@ -150,8 +137,8 @@ def test_without_memory_for_another_graph_steps_go_on_without(
     assert [record.message.split(":")[0] for record in caplog.records] == ["no memory is left for captured steps"]
 
 
-def test_a_capture_leaves_other_steps_their_memory(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that traffic asks for, not only one in idle time."""
+def test_no_capture_takes_the_memory_of_the_largest_step(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in idle time nor for a shape that occurs often."""
     graphs.capture(DECODES)
     monkeypatch.setattr(graphs, "_has_room", lambda taken: taken < 5)
     assert [graphs.find(MORE_DECODES) for _ in range(2 * CAPTURE_DECODES_AFTER)] == [None] * (2 * CAPTURE_DECODES_AFTER)
@@ -159,7 +146,7 @@ def test_a_capture_leaves_other_steps_their_memory(graphs: Graphs, monkeypatch: 
     assert graphs.find(DECODES) is not None
 
 
-def test_room_is_what_is_left_beside_the_largest_step_after_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_needs_room_beside_the_largest_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_graphs, "can_capture", lambda device: True)
     monkeypatch.setattr(gpu_graphs, "KEPT_FREE", 100)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -171,119 +158,13 @@ def test_room_is_what_is_left_beside_the_largest_step_after_a_capture(monkeypatc
     ]
 
 
-def test_every_batch_fits_its_shape_and_the_largest() -> None:
-    shapes = Shapes(
-        max_requests=20,
-        rows=276,
-        tile_queries=4,
-        graphs=True,
-        long_context=LONG_CONTEXT,
-        splits_more=lambda rows: False,
-    )
-    largest = shapes.largest(max_batch_tokens=3000)
-    for singles in (0, 1, 9, 20, 100, 270):
-        for long in ([], [2], [17, 30], [300] * 2, [3000]):
-            if not singles + len(long):
-                continue
-            needs = {
-                "tokens": singles + sum(long),
-                "chunks": singles + len(long),
-                "singles": singles,
-                "tiles": sum(-(-count // 4) for count in long),
-                "samples": singles + len(long),
-                "updates": singles + sum(long),
-            }
-            shape, recurs = shapes.choose(**needs)
-            assert all(getattr(shape, name) >= needs[name] for name in needs)
-            assert all(getattr(shape, name) <= getattr(largest, name) for name in needs)
-            assert shape.size <= largest.size
-            assert shape.singles <= min(shape.chunks, shape.tokens)
-            assert recurs or shape.tokens == needs["tokens"]
-            assert recurs or {shape.singles, shape.samples} <= {0, *shapes.decode_buckets, shape.tokens}
-
-
-def test_a_few_long_contexts_are_not_read_by_a_program_each_for_the_sake_of_a_graph() -> None:
-    shapes = Shapes(
-        max_requests=128,
-        rows=128,
-        tile_queries=16,
-        graphs=True,
-        long_context=LONG_CONTEXT,
-        splits_more=lambda rows: rows > 2,
-    )
-    needs = {"tokens": 600, "chunks": 120, "tiles": 40, "samples": 120, "updates": 9}
-    for singles, longest, captured in ((2, LONG_CONTEXT, True), (2, LONG_CONTEXT + 1, False), (90, 10**5, True)):
-        shape, recurs = shapes.choose(**needs, singles=singles, longest=longest)
-        assert recurs == captured
-        assert shape.singles == (128 if captured else singles)
-        assert shape.long == (longest > LONG_CONTEXT and shape.singles > 2)
-    alone = {"tokens": 30, "chunks": 30, "singles": 30, "tiles": 0, "samples": 30, "updates": 1}
-    for longest in (LONG_CONTEXT, LONG_CONTEXT + 1):
-        assert shapes.choose(**alone, longest=longest) == (shapes.decode(32, long=longest > LONG_CONTEXT), True)
-
-
-def test_only_steps_that_cut_long_contexts_otherwise_are_others() -> None:
-    shapes = Shapes(
-        max_requests=48,
-        rows=48,
-        tile_queries=16,
-        graphs=True,
-        long_context=LONG_CONTEXT,
-        splits_more=lambda rows: rows == 32,
-    )
-    all_ = shapes.decodes([1, 32, 48])
-    assert [(shape.tokens, shape.long) for shape in all_] == [(1, False), (32, False), (48, False), (32, True)]
-    for tokens in (1, 30, 40):
-        needs = {"tokens": tokens, "chunks": tokens, "singles": tokens, "tiles": 0, "samples": tokens, "updates": 1}
-        short, long = (shapes.choose(**needs, longest=longest) for longest in (LONG_CONTEXT, LONG_CONTEXT + 1))
-        assert (short == long) == (tokens != 30)
-        assert {short[0], long[0]} <= {*all_}
-
-
-def test_what_steps_with_long_prompts_need_is_known_beforehand() -> None:
-    shapes = Shapes(
-        max_requests=256,
-        rows=256,
-        tile_queries=16,
-        graphs=True,
-        long_context=LONG_CONTEXT,
-        splits_more=lambda rows: rows == 32,
-    )
-    prepared = [beside for shape in shapes.decodes(shapes.decode_buckets) for beside in shapes.beside_prompts(shape)]
-    kinds = {(shape.singles, shape.long, shape.deep) for shape in prepared}
-    for singles in (0, 1, 31, 32, 33, 208, 256):
-        needs = {"singles": singles, "chunks": singles + 2, "samples": singles + 2, "tiles": 300, "updates": 9}
-        for longest, deepest in ((0, 0), (LONG_CONTEXT + 1, 0), (0, LONG_CONTEXT + 1)):
-            shape, captured = shapes.choose(tokens=4000, **needs, longest=longest, deepest=deepest)
-            assert not captured
-            assert not singles or (shape.singles, shape.long, False) in kinds
-            assert not shape.deep or (0, False, True) in kinds
-            assert shape.deep == (deepest > LONG_CONTEXT)
-    assert len({*prepared}) == len({*shapes.decodes(shapes.decode_buckets)}) + 1
-
-
-def test_where_a_long_context_is_cut_into_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 512)  # as on a GPU
-    full = AttentionLayer(0, 16, 8, 64, scale=1.0)
-    window = AttentionLayer(0, 16, 8, 64, scale=1.0, window=1024)
-    rows = [1, 8, 16, 32, 48, 64, 96, 128, 256]
-
-    def splitting(backend: PagedGPUAttention, *layers: AttentionLayer) -> list[int]:
-        spec = backend.batch_spec(layers, torch.bfloat16)
-        return [size for size in rows if spec.splits_more(size)]
-
-    assert splitting(PagedGPUAttention(), window, full) == [32, 48, 64]
-    assert splitting(PagedGPUAttention(), window) == []
-    assert splitting(PagedGPUAttention(invariant_for=4096), full) == []
-
-
 def runner_of(engine: Engine) -> GPURunner:
     assert isinstance(engine.executor, GPURunner)
     return engine.executor
 
 
 @pytest.mark.parametrize("long", [16, 10**6])
-def test_a_runner_asks_its_attention_where_long_contexts_matter(
+def test_the_attention_backend_decides_where_long_contexts_matter(
     tiny: LoadedModel, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 512)
@@ -297,25 +178,25 @@ def test_a_runner_asks_its_attention_where_long_contexts_matter(
     assert found == (wanted if long == 16 else [False] * len(rows))
 
 
-def test_the_largest_step_is_computed_before_the_cache_is_sized(
+def test_the_largest_step_is_measured_before_the_cache_is_sized(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [16])
     monkeypatch.setattr(runner_factory, "_measures_steps", lambda device: True)
     done: list[object] = []
-    taken: list[int] = []  # nothing but the 1000 where there is no GPU
-    rehearse, plan_memory = GPURunner.measure_largest_step, runner_factory.plan_memory
+    taken: list[int] = []  # just the 1000 where there is no GPU
+    measure, plan_memory = GPURunner.measure_largest_step, runner_factory.plan_memory
 
-    def rehearsed(runner: GPURunner) -> int:
+    def measured(runner: GPURunner) -> int:
         done.append((runner.max_batch_requests, len(runner.storage.keys[0])))
-        taken.append(rehearse(runner) + 1000)
+        taken.append(measure(runner) + 1000)
         return taken[-1]
 
     def planned(*layers: Any, **options: Any) -> MemoryPlan:
         done.append(options["step_bytes"])
         return plan_memory(*layers, **options)
 
-    monkeypatch.setattr(GPURunner, "measure_largest_step", rehearsed)
+    monkeypatch.setattr(GPURunner, "measure_largest_step", measured)
     monkeypatch.setattr(runner_factory, "plan_memory", planned)
     work = work_of(GREEDY.clone(max_tokens=3))
     engine = start(tiny, max_batch_tokens=8, speculate="layers:1", draft_length=2)
@@ -330,34 +211,36 @@ def test_the_largest_step_is_computed_before_the_cache_is_sized(
         start(tiny)
 
 
-def test_what_a_draft_head_takes_is_counted(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is shown the largest step before the cache is sized, and what it keeps from step to step is added."""
+def test_memory_of_a_draft_head_is_part_of_the_largest_step(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It observes the largest step before the cache is sized, and what it keeps from step to step is added."""
     assert isinstance(tiny.model, Decoder)
     monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [16])
     monkeypatch.setattr(runner_factory, "_measures_steps", lambda device: True)
     speculate = f"draft:{write_random_head(tmp_path, tiny.model)}"
-    shown: list[int] = []
+    observed: list[int] = []
     counted: list[int] = []
-    rehearse, states = GPURunner.measure_largest_step, DraftHead.states
+    measure, states = GPURunner.measure_largest_step, DraftHead.states
 
-    def rehearsed(runner: GPURunner) -> int:
-        monkeypatch.setattr(DraftHead, "states", watched)
-        with_head = rehearse(runner)
+    def measured(runner: GPURunner) -> int:
+        monkeypatch.setattr(DraftHead, "states", recorded)
+        with_head = measure(runner)
         monkeypatch.setattr(DraftHead, "states", states)
         assert runner.drafter is not None
         assert isinstance(runner.drafter.network, Head)
-        assert not runner.drafter.network._ahead, "nobody is remembered"
+        assert not runner.drafter.network._ahead, "nothing is kept of padding"
         tokens = runner.largest_shape.tokens
-        assert shown == [tokens]
+        assert observed == [tokens]
         runner.draft_observer = None
-        counted.append(with_head - rehearse(runner))
+        counted.append(with_head - measure(runner))
         return with_head
 
-    def watched(head: DraftHead, tokens: torch.Tensor, *given: Any) -> torch.Tensor:
-        shown.append(len(tokens))
+    def recorded(head: DraftHead, tokens: torch.Tensor, *given: Any) -> torch.Tensor:
+        observed.append(len(tokens))
         return states(head, tokens, *given)
 
-    monkeypatch.setattr(GPURunner, "measure_largest_step", rehearsed)
+    monkeypatch.setattr(GPURunner, "measure_largest_step", measured)
     engine = start(tiny, max_batch_tokens=8, speculate=speculate, draft_length=2)
     features = 2 * 64  # the last layer's and one in the middle's
     kept = MOST_STATES * 4 * features * 4
@@ -367,26 +250,28 @@ def test_what_a_draft_head_takes_is_counted(tiny: LoadedModel, tmp_path: Path, m
     same(plain(tiny, work), run(engine, work))
 
 
-def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Few shapes for all batches: what a batch leaves unused is nobody's, in steps with drafts and without."""
+def test_replayed_steps_compute_the_same(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """A few shapes serve all batches, filled up with padding, in steps with drafts and without."""
     monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [16, 32])
     for name in ("CAPTURE_DECODES_AFTER", "CAPTURE_MIXED_AFTER"):
         monkeypatch.setattr(gpu_graphs, name, 1)
-    monkeypatch.setattr(gpu_graphs, "KEPT_FREE", 0)  # whoever else may be on the device
+    monkeypatch.setattr(gpu_graphs, "KEPT_FREE", 0)  # other processes may use the device
     if device.type == "cpu":
         monkeypatch.setattr(gpu_runner, "can_capture", lambda device: True)
         monkeypatch.setattr(Graphs, "_record", record)
-        monkeypatch.setattr(Replayed, "count", 0)
+        monkeypatch.setattr(ReplayedGraph, "count", 0)
     work = work_of(GREEDY, GREEDY.clone(temperature=0.7, seed=2), GREEDY.clone(max_tokens=5, frequency_penalty=0.5))
     expected = plain(tiny, work)
     launch = GPURunner.launch
     steps: list[LaunchedStep] = []
 
-    def watched(runner: GPURunner, plan: StepPlan) -> LaunchedStep:
+    def recorded(runner: GPURunner, plan: StepPlan) -> LaunchedStep:
         steps.append(launch(runner, plan))
         return steps[-1]
 
-    monkeypatch.setattr(GPURunner, "launch", watched)
+    monkeypatch.setattr(GPURunner, "launch", recorded)
     engine = start(tiny, knows_better(expected, seed=2), length=3)
     found = run(engine, work)
     same(expected, found)
@@ -396,22 +281,24 @@ def test_replayed_steps_are_the_steps(tiny: LoadedModel, monkeypatch: pytest.Mon
     graphs = runner_of(engine).preparation.graphs
     assert graphs is not None
     assert {bool(shape.tiles) for shape in graphs._captured} == {False, True}
-    assert device.type == "cuda" or Replayed.count > 5
+    assert device.type == "cuda" or ReplayedGraph.count > 5
     graphs._captured.clear()
-    graphs._pool = None  # it goes with its last graph
+    graphs._pool = None  # a pool goes with its last graph
     assert engine.prepare()
     assert list(graphs._captured) == [BatchShape(1, 1, 1, 0, 1, 8)]
     turns = 1
     while engine.prepare():
         turns += 1
     decodes = list(graphs._captured)
-    assert [shape.tokens for shape in decodes] == [1, 2, 4, 8]  # up to the seats
+    assert [shape.tokens for shape in decodes] == [1, 2, 4, 8]  # up to twice the requests of a batch
     shapes, compiled = runner_of(engine).shapes, runner_of(engine).preparation.compiled
     assert {beside for shape in decodes for beside in shapes.beside_prompts(shape)} <= compiled
     assert turns == 2 * len(decodes) - 1, "what warm-up has compiled is not compiled again"
 
 
-def test_guesses_are_measured_once_their_steps_are_captured(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_is_measured_after_its_steps_are_captured(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     captured: list[GPURunner] = []
 
     def begin(engine: Engine) -> None:
@@ -422,4 +309,4 @@ def test_guesses_are_measured_once_their_steps_are_captured(tiny: LoadedModel, m
     maker = EngineMaker(tiny, {"device": tiny.model.device.type, "dtype": "float32"})
     with pytest.raises(InterruptedError):
         compare_speculation(maker, SpeculationSettings(scenarios=("chat",), batches=(1,)))
-    assert len(captured) == len({*captured}) == 3  # without guesses, once more without, and with ngram's
+    assert len(captured) == len({*captured}) == 3  # without drafts, once more without, and with ngram's

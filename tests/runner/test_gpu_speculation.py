@@ -1,83 +1,36 @@
-"""Drafts on the GPU's runner (in Triton's interpreter where there is none): nothing that comes out changes."""
+"""Drafts on the GPU's runner change no token."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from chairlift.attention.choose import choose_backend
-from chairlift.attention.paged.gpu import PagedGPUAttention
-from chairlift.config import EngineConfig
 from chairlift.core.events import StepDone
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.structure import Structure
 from chairlift.engine.engine import Engine
-from chairlift.engine.startup import LoadedModel, load_model
-from chairlift.lab.training.trainable_head import TrainableHead
+from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.slots import Slots
 from chairlift.speculation.control.controller import SpeculationController, Wanted
 from chairlift.speculation.control.draft_length import FixedLength
-from chairlift.speculation.head_config import HeadConfig
 from chairlift.speculation.network_proposer import NetworkProposer
 from chairlift.speculation.networks import FirstLayers
-from tests.speculation import running
+from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
 from tests.speculation.running import Run, Work, knows_better, run
 from tests.speculation.test_same_output import same
 from tests.speculation.test_sleeping import Dozing
-from tests.tiny import write_tiny_checkpoint
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("speculation") / "tiny")
+pytestmark = pytest.mark.usefixtures("paged_backend")
 
 
-@pytest.fixture(scope="module")
-def tiny(folder: Path, device: torch.device) -> LoadedModel:
-    return load_model(str(folder), EngineConfig(device=device.type, dtype="float32"), progress=False)
-
-
-@pytest.fixture(autouse=True)
-def everywhere(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """The backend that is only chosen on a GPU, unless another is asked for."""
-    if device.type == "cpu":  # one program after the other: contexts are not split among several
-        monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 1)
-
-    def choose(name: str, *rest: Any, **more: Any) -> Any:
-        return PagedGPUAttention(more.get("invariant_for")) if name == "auto" else choose_backend(name, *rest, **more)
-
-    monkeypatch.setattr("chairlift.engine.startup.choose_backend", choose)
-
-
-def start(tiny: LoadedModel, *given: Any, **options: Any) -> Engine:
-    usual = {"device": tiny.model.device.type, "max_batch_requests": 4, "speculate": "ngram", "draft_length": 4}
-    engine = running.start(tiny, *given, **usual | options)
-    assert isinstance(engine.executor, GPURunner) == (options.get("attention") is None)
-    return engine
-
-
-def plain(tiny: LoadedModel, work: Work) -> Run:
-    return run(start(tiny, attention="bursted", speculate=None, draft_length=None), work)
-
-
-def work_of(*params: SamplingParams) -> Work:
-    """Prompts of uneven lengths, some with a common start."""
-    return [([3 + (7 * (i % 2) + j % 11) % 300 for j in range(3 + 5 * i)], one) for i, one in enumerate(params)]
-
-
-def test_whatever_is_guessed_the_tokens_are_the_same(tiny: LoadedModel) -> None:
+def test_tokens_are_the_same_whatever_the_drafts(tiny: LoadedModel) -> None:
     """Arg max, draws and what the host samples, in steps with prompts, decodes and drafts."""
     work = work_of(
         GREEDY.clone(max_tokens=14),
@@ -97,21 +50,21 @@ def test_whatever_is_guessed_the_tokens_are_the_same(tiny: LoadedModel) -> None:
     assert [one and one.logprob for one in logprobs[0]] == pytest.approx([one and one.logprob for one in logprobs[1]])
 
 
-def test_blocks_that_drafts_gave_back_are_told_again() -> None:
-    """The third block was needed by drafts alone; next time another one is there."""
+def test_blocks_that_only_drafts_needed_are_sent_again() -> None:
+    """The third block was needed by drafts alone; the next step has another one in its place."""
     slots = Slots(max_requests=1, table_width=8, block_size=4)
     request = Request("r", [1] * 6, GREEDY, max_new_tokens=9, arrival=0.0)
     request.append(1)
-    told = []
+    sent = []
     for table, drafts in (([5, 6, 7], (1, 2)), ([5, 6, 8], (1,) * 4), ([5, 6, 8, 9], (1,) * 6), ([5, 6, 9], ())):
         cells: list[int] = []
         blocks: list[int] = []
         chunk = Chunk(request, 6, 1 + len(drafts), table, samples=True, drafts=drafts)
         slots.table_changes(slots.of(chunk), chunk, cells, blocks)
-        told.append(blocks)
+        sent.append(blocks)
         first = slots.of(chunk).index * 8
         assert [cell - first for cell in cells] == list(range(len(table)))[len(table) - len(blocks) :]
-    assert told == [[5, 6, 7], [8], [8, 9], [9]]
+    assert sent == [[5, 6, 7], [8], [8, 9], [9]]
 
 
 @pytest.mark.slow
@@ -126,7 +79,7 @@ def test_preempted_requests_lose_no_token(tiny: LoadedModel) -> None:
 
 
 class Alternating(FixedLength):
-    """Two steps with drafts, then some without, in which the engine works ahead again."""
+    """Two steps with drafts, then three without, in which the engine works ahead again."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -142,8 +95,8 @@ def speculation_of(engine: Engine) -> SpeculationController:
     return engine.scheduler.speculation
 
 
-def test_a_model_that_guesses_itself_is_always_right(tiny: LoadedModel, folder: Path) -> None:
-    """Also where its guesses are drawn and verified by rejection: both draw from the same distribution."""
+def test_all_drafts_of_the_model_itself_are_accepted(tiny: LoadedModel, folder: Path) -> None:
+    """Also where drafts are drawn and verified by rejection: both draw from the same distribution."""
     work = work_of(GREEDY.clone(max_tokens=12), GREEDY, GREEDY.clone(temperature=1.0, top_k=30, max_tokens=9))
     expected = plain(tiny, work)
     engine = start(tiny, speculate=f"draft:{folder}", seed=None)
@@ -154,11 +107,11 @@ def test_a_model_that_guesses_itself_is_always_right(tiny: LoadedModel, folder: 
     greedy = [name for name, _ in zip(expected.outcomes, work[:2], strict=False)]
     assert [found.outcomes[name].tokens for name in greedy] == [expected.outcomes[name].tokens for name in greedy]
     assert found.proposed == found.accepted > 5
-    assert {0, 1} <= set(ahead), "it worked ahead, and did not, in turns"
+    assert {0, 1} <= set(ahead), "it worked ahead in some steps and not in others"
 
 
 @pytest.mark.slow
-def test_all_layers_are_always_right(tiny: LoadedModel) -> None:
+def test_all_drafts_of_all_layers_are_accepted(tiny: LoadedModel) -> None:
     work = work_of(GREEDY, GREEDY.clone(max_tokens=9))
     engine, model = start(tiny), tiny.model
     assert isinstance(model, Decoder)
@@ -174,54 +127,34 @@ def test_all_layers_are_always_right(tiny: LoadedModel) -> None:
     assert max(rows) == 2 + 4, "no more drafts than the device has rows for"
 
 
-def write_random_head(folder: Path, model: Decoder) -> Path:
-    config = HeadConfig(
-        hidden_size=64,
-        target_vocab_size=model.vocab_size,
-        draft_vocab_size=model.vocab_size,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=16,
-        rope_theta=10000.0,
-        max_position_embeddings=256,
-        taps=(1,),
-    )
-    torch.manual_seed(1)
-    tensors = {name: tensor.cpu() for name, tensor in TrainableHead(config, model).tensors().items()}
-    save_file(tensors | {"token_ids": torch.arange(model.vocab_size)}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config.to_json()))
-    return folder
-
-
-def guesses_of(engine: Engine, work: Work) -> tuple[Run, dict[tuple[str, int], list[int]]]:
-    """With all drafts that were made, by the request and how many tokens it knew."""
-    said: dict[tuple[str, int], list[int]] = {}
+def drafts_of(engine: Engine, work: Work) -> tuple[Run, dict[tuple[str, int], list[int]]]:
+    """The run, and all its drafts by request and number of known tokens."""
+    drafted: dict[tuple[str, int], list[int]] = {}
     proposer = speculation_of(engine).proposer
     propose = proposer.propose
 
-    def listen(wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
+    def recorded(wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
         drafts = propose(wanted)
-        said.update(
+        drafted.update(
             {(one.request.id, one.request.num_known): list(some) for one, some in zip(wanted, drafts, strict=True)}
         )
         return drafts
 
-    proposer.propose = listen  # type: ignore[method-assign]
-    return run(engine, work), said
+    proposer.propose = recorded  # type: ignore[method-assign]
+    return run(engine, work), drafted
 
 
 @pytest.mark.slow
-def test_a_draft_head_says_the_same_as_on_the_plain_runner(tiny: LoadedModel, tmp_path: Path) -> None:
-    """Its states come from prompts in parts, from steps that were read at once and from such that were not."""
+def test_a_draft_head_drafts_the_same_as_on_the_cpu_runner(tiny: LoadedModel, tmp_path: Path) -> None:
+    """Its states come from chunks of prompts, from steps that were read at once and from steps that were not."""
     model = tiny.model
     assert isinstance(model, Decoder)
     speculate = f"draft:{write_random_head(tmp_path, model)}"
     work = work_of(GREEDY, GREEDY.clone(max_tokens=10))
-    expected, here = guesses_of(start(tiny, attention="bursted", speculate=speculate, max_prefill_tokens=6), work)
+    expected, here = drafts_of(start(tiny, attention="bursted", speculate=speculate, max_prefill_tokens=6), work)
     engine = start(tiny, speculate=speculate, max_prefill_tokens=6)
     speculation_of(engine).length = Alternating()
-    found, there = guesses_of(engine, work)
+    found, there = drafts_of(engine, work)
     same(expected, found)
     both = here.keys() & there.keys()
     assert len(both) > 3
@@ -229,7 +162,7 @@ def test_a_draft_head_says_the_same_as_on_the_plain_runner(tiny: LoadedModel, tm
 
 
 @pytest.mark.slow
-def test_a_head_that_sleeps_now_and_then_changes_nothing(tiny: LoadedModel, tmp_path: Path) -> None:
+def test_a_draft_head_that_pauses_changes_no_token(tiny: LoadedModel, tmp_path: Path) -> None:
     model = tiny.model
     assert isinstance(model, Decoder)
     work = work_of(GREEDY, GREEDY.clone(max_tokens=10))

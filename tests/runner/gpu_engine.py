@@ -1,0 +1,119 @@
+"""Engines around a small random model, on the GPU's runner and on the CPU's, which computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from chairlift.attention.choose import choose_backend
+from chairlift.attention.paged.gpu import PagedGPUAttention
+from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.events import RequestPreempted, TokenProduced
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.policies.base import ContinuousPolicy
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.engine.engine import Engine
+from chairlift.models import build_model
+from chairlift.models.base import CausalLM
+from chairlift.models.dummy import dummy_tensors
+from chairlift.runner.base import ModelRunner
+from chairlift.runner.cpu import CPURunner
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.kv_storage import allocate_storage
+from chairlift.structured.output import StructuredOutput
+from chairlift.text.tokenizer import Tokenizer
+from tests.kernels.tiny_config import CONFIG
+from tests.text import backends
+
+MAX_REQUESTS, BLOCK_SIZE, MAX_LEN = 4, 8, 96
+WEIGHT_SCALE = 0.3  # with much smaller weights a model with tied embeddings just repeats its last token
+
+
+def random_model(
+    device: torch.device,
+    changes: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    zeroed: str | None = None,
+) -> CausalLM:
+    """CONFIG with `changes`, and normally distributed weights that are the same on every device.
+
+    Weights whose names contain `zeroed` are 0.
+    """
+    config = CONFIG | (changes or {})
+    generator = torch.Generator().manual_seed(0)
+    tensors = (
+        (name, (torch.randn(tensor.shape, generator=generator) * _scale_of(name, zeroed)).to(device))
+        for name, tensor in dummy_tensors(config, torch.device("cpu"))
+    )
+    return build_model(config, tensors, dtype=dtype, device=device)
+
+
+def _scale_of(name: str, zeroed: str | None) -> float:
+    return 0.0 if zeroed is not None and zeroed in name else WEIGHT_SCALE
+
+
+def make_engine(
+    model: CausalLM,
+    *,
+    gpu: bool,
+    num_blocks: int = 64,
+    prefill: int = 24,
+    attention: PagedGPUAttention | None = None,
+    structured: StructuredOutput | None = None,
+    eos_ids: frozenset[int] = frozenset(),
+) -> Engine:
+    storage = allocate_storage(model.attention_layers, num_blocks, BLOCK_SIZE, model.dtype, model.device)
+    runner: ModelRunner
+    if gpu:
+        runner = GPURunner(
+            model,
+            attention or PagedGPUAttention(),
+            storage,
+            max_batch_requests=MAX_REQUESTS,
+            max_batch_tokens=32,
+            max_model_len=MAX_LEN,
+            structured=structured,
+        )
+        runner.warm_up()
+    else:
+        bursted = choose_backend("bursted", model.attention_layers, model.device, model.dtype)
+        runner = CPURunner(model, bursted, storage, structured=structured)
+    return Engine(
+        Scheduler(KVCache(num_blocks, BLOCK_SIZE), FixedBudget(32, prefill), ContinuousPolicy(), MAX_REQUESTS),
+        runner,
+        Tokenizer(backends.byte_level()),
+        vocab_size=model.vocab_size,
+        max_model_len=MAX_LEN,
+        eos_ids=eos_ids,
+        seed=1,
+        structured=structured,
+    )
+
+
+def generate(engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]]) -> tuple[dict[str, list[int]], int]:
+    """The tokens of each request, and the number of preemptions."""
+    for index, (prompt, params) in enumerate(requests):
+        engine.submit(prompt, params, request_id=f"r{index}")
+    tokens: dict[str, list[int]] = {}
+    preemptions = 0
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenProduced):
+                tokens.setdefault(event.request_id, []).append(event.token)
+            preemptions += isinstance(event, RequestPreempted)
+    assert engine.fatal is None, engine.fatal
+    return tokens, preemptions
+
+
+def random_prompts(count: int, length: int = 20) -> list[list[int]]:
+    """Prompts of different lengths, of which every other one has the same prefix."""
+    generator = torch.Generator().manual_seed(3)
+    shared = torch.randint(0, 300, (17,), generator=generator).tolist()
+    return [
+        (shared if index % 2 else [])
+        + torch.randint(0, 300, (1 + index * length // count,), generator=generator).tolist()
+        for index in range(count)
+    ]

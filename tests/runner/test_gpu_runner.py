@@ -1,0 +1,137 @@
+"""The GPU's runner generates the same tokens as the CPU's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift.attention.paged.gpu import PagedGPUAttention
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.models.base import CausalLM
+from chairlift.models.decoder import DecoderLayer
+from chairlift.models.fused_gpu import FusedGPUDecoder
+from chairlift.runner.gpu import runner as gpu_runner
+from chairlift.runner.gpu import shapes as gpu_shapes
+from chairlift.runner.gpu.graphs import Graphs
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.runner.gpu.shapes import BatchShape, Shapes
+from tests.runner.gpu_engine import MAX_LEN, MAX_REQUESTS, generate, make_engine, random_model, random_prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+
+
+def test_greedy_tokens_equal_those_of_the_cpu_runner(model: CausalLM) -> None:
+    requests = [(prompt, GREEDY.clone(max_tokens=6)) for prompt in random_prompts(4)]
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    assert generate(make_engine(model, gpu=True), requests)[0] == expected
+    assert len({token for tokens in expected.values() for token in tokens}) > 10, "the tokens vary"
+
+
+def test_the_tokens_depend_on_attention(device: torch.device) -> None:
+    """Else the tests of this module would pass with an attention that returns zeros."""
+    requests = [(prompt, GREEDY.clone(max_tokens=6)) for prompt in random_prompts(4)]
+    expected, _ = generate(make_engine(random_model(device), gpu=False), requests)
+    without_attention = random_model(device, zeroed="o_proj")
+    changed, _ = generate(make_engine(without_attention, gpu=False), requests)
+    assert all(changed[name] != expected[name] for name in expected)
+
+
+def test_padding_rows_of_a_long_step_do_nothing(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three single tokens beside a prompt, in a step that is too long for a graph, get the kernels of four."""
+    monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [2])
+    monkeypatch.setattr(gpu_runner, "can_capture", lambda device: True)
+    monkeypatch.setattr(Graphs, "find", lambda graphs, shape: None)
+    with_decode_sizes, added = Shapes._with_decode_sizes, []
+
+    def recorded(shapes: Shapes, exact: BatchShape) -> BatchShape:
+        shape = with_decode_sizes(shapes, exact)
+        added.append((shape.singles - exact.singles, shape.samples - exact.samples))
+        return shape
+
+    monkeypatch.setattr(Shapes, "_with_decode_sizes", recorded)
+    requests = [([3 + i, 5, 9], GREEDY) for i in range(3)] + [(list(range(20, 65)), GREEDY)]
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    assert generate(make_engine(model, gpu=True), requests)[0] == expected
+    assert (1, 1) in added
+
+
+def test_invariant_attention_allocates_its_memory_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one to four single tokens, with chunks and without, use slices of what was allocated at the start."""
+    from chairlift.kernels.triton import invariant_attention as triton_invariant_attention
+
+    attention = PagedGPUAttention(invariant_for=MAX_LEN)
+    attention.reserve(model.attention_layers, MAX_REQUESTS, model.device)
+    monkeypatch.delattr(triton_invariant_attention, "SpanScratch")  # allocating another one fails
+    requests = [
+        (prompt, GREEDY.clone(max_tokens=count)) for prompt, count in zip(random_prompts(4), (2, 3, 4, 5), strict=True)
+    ]
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    assert generate(make_engine(model, gpu=True, attention=attention), requests)[0] == expected
+
+
+def test_preempted_requests_lose_no_token(model: CausalLM) -> None:
+    requests = [(prompt, GREEDY.clone(max_tokens=12)) for prompt in random_prompts(4)]
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    found, preemptions = generate(make_engine(model, gpu=True, num_blocks=8), requests)
+    assert preemptions > 0
+    assert found == expected
+
+
+def test_beams_equal_those_of_the_cpu_runner(model: CausalLM) -> None:
+    search = SamplingParams(beam_width=3, n=3, max_tokens=4, detokenize=False)
+    requests = [([7, 8, 9], GREEDY.clone(max_tokens=3)), ([5, 6, 7, 8, 9, 10], search)]
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    assert len(expected) == 4
+    assert generate(make_engine(model, gpu=True), requests)[0] == expected
+
+
+def test_one_batch_with_every_kind_of_sampling(model: CausalLM) -> None:
+    kinds = [
+        SamplingParams(temperature=0.0, max_tokens=3, detokenize=False),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=3, detokenize=False),
+        SamplingParams(temperature=0.8, top_k=8, top_p=0.9, seed=4, max_tokens=3, detokenize=False),
+        SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=3, detokenize=False),
+        SamplingParams(temperature=1.0, logit_bias={7: 100.0}, logprobs=2, seed=9, max_tokens=3, detokenize=False),
+        SamplingParams(temperature=0.7, n=2, seed=5, max_tokens=3, detokenize=False),
+    ]
+    requests = list(zip(random_prompts(len(kinds)), kinds, strict=True))
+    expected, _ = generate(make_engine(model, gpu=False), requests)
+    found, _ = generate(make_engine(model, gpu=True), requests)
+    assert found == expected
+    assert set(found["r4"]) == {7}
+
+
+def test_measuring_the_largest_step_changes_nothing(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [16])  # the interpreter is slow
+    runner = make_engine(model, gpu=True).executor
+    assert isinstance(runner, GPURunner)
+    kept = [*runner.storage.keys, *runner.storage.values, runner.tables, runner.last_token]
+    before = [tensor.view(torch.uint8).clone() for tensor in kept]
+    logits: list[torch.Size] = []
+    head = runner.model.logits
+    monkeypatch.setattr(runner.model, "logits", lambda hidden: logits.append(hidden.shape) or head(hidden))
+    runner.measure_largest_step()
+    assert [shape[0] for shape in logits] == [MAX_REQUESTS]
+    assert runner.largest_shape.tokens == 32 + MAX_REQUESTS
+    assert all(tensor.view(torch.uint8).equal(old) for tensor, old in zip(kept, before, strict=True))
+
+
+def test_a_step_that_samples_nothing_ends_with_the_last_attention(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rows are left for what follows, and kernels that copy tiles do not take a tensor without rows."""
+    model = random_model(device, {"num_hidden_layers": 2}, dtype=torch.float16)
+    rest, rows = DecoderLayer.rest, list[int]()
+
+    def recorded(layer: DecoderLayer, x: Tensor, attended: Tensor, positions: Tensor) -> Tensor | None:
+        rows.append(len(x))
+        return rest(layer, x, attended, positions)
+
+    monkeypatch.setattr(DecoderLayer, "rest", recorded)
+    monkeypatch.setattr(FusedGPUDecoder, "most_rows", 0)
+    monkeypatch.setattr(gpu_runner, "can_capture", lambda device: False)  # captured steps sample a row of each request
+    engine = make_engine(model, gpu=True, prefill=8)
+    rows.clear()
+    generate(engine, [(list(range(2, 22)), SamplingParams(temperature=0.0, max_tokens=1))])
+    assert rows == [8, 8, 4, 1]

@@ -62,9 +62,8 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
         for round_number in (1, 2):  # the second time with whatever the first left in the cache
             run = run_greedy(engine, texts, NEW_TOKENS)
             for prompt, wanted, actual in zip(texts, expected, run.outputs, strict=True):
-                note = compare(hf, prompt, wanted, actual)
-                if note:
-                    print(f"{setting}, round {round_number}: {note}")
+                tie = compare(hf, prompt, wanted, actual)
+                assert tie is None, f"{setting}, round {round_number}: {tie}"
             if setting in ("preempted", "swapped"):
                 assert run.num_preemptions > 0
         if setting == "together":

@@ -27,7 +27,7 @@ def test_only_near_ties_pass_as_rounding(tmp_path: Path) -> None:
     assert not compare_rounded(hf, asked, wrong).all_near_ties
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama gqa", "qwen2", "gemma2"])
 def test_greedy_tokens_have_no_ties_on_a_cpu(name: str, tmp_path: Path) -> None:
     hf = make_reference(CONFIGS[name]())
     save(hf, tmp_path)

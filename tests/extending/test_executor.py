@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 from chairlift import SamplingParams
 from chairlift.core.events import RequestFinished, TextProduced, TokenProduced
 from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.request import FinishReason
+from tests.extending.pages import TOYS, page_shows
 from tests.extending.toys.echo_executor import EchoExecutor, make_engine
 
-TOY = Path(__file__).parent / "toys" / "echo_executor.py"
-PAGE = Path(__file__).parents[2] / "docs" / "extending" / "executor.md"
 TEXT = "one two three four five six seven eight nine ten"
 
 
@@ -46,9 +44,9 @@ def test_an_executor_gets_defaults_for_all_but_launch() -> None:
 
 
 def test_the_file_runs_by_itself() -> None:
-    run = subprocess.run([sys.executable, str(TOY)], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, str(TOYS / "echo_executor.py")], capture_output=True, text=True, check=True)
     assert run.stdout.split() == 2 * ["a", "chairlift", "never", "stops"]
 
 
 def test_the_page_shows_the_file() -> None:
-    assert f"```python\n{TOY.read_text()}```\n" in PAGE.read_text()
+    assert page_shows("executor.md", "echo_executor.py")

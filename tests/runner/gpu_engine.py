@@ -9,10 +9,10 @@ import torch
 
 from chairlift.attention.choose import choose_backend
 from chairlift.attention.paged.gpu import PagedGPUAttention
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import RequestPreempted, TokenProduced
 from chairlift.core.kv.kv_cache import KVCache
-from chairlift.core.policies.base import ContinuousPolicy
+from chairlift.core.policies.continuous import ContinuousPolicy
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
@@ -82,7 +82,7 @@ def make_engine(
         bursted = choose_backend("bursted", model.attention_layers, model.device, model.dtype)
         runner = CPURunner(model, bursted, storage, structured=structured)
     return Engine(
-        Scheduler(KVCache(num_blocks, BLOCK_SIZE), FixedBudget(32, prefill), ContinuousPolicy(), MAX_REQUESTS),
+        Scheduler(KVCache(num_blocks, BLOCK_SIZE), FixedBudget.of(32, prefill), ContinuousPolicy(), MAX_REQUESTS),
         runner,
         Tokenizer(backends.byte_level()),
         vocab_size=model.vocab_size,

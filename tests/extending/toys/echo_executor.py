@@ -7,12 +7,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from chairlift import SamplingParams
-from chairlift.core.budgets.base import FixedBudget
+from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import TextProduced
 from chairlift.core.executor import Executor, FinishedStep
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import StepPlan, StepResult
-from chairlift.core.policies.base import ContinuousPolicy
+from chairlift.core.policies.continuous import ContinuousPolicy
 from chairlift.core.request import Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
@@ -35,7 +35,7 @@ def make_engine(text: str) -> Engine:
     """A real engine around it: 64 KV blocks of 4 tokens, at most 8 requests and 16 tokens in a step."""
     backend = Backend(WordLevel({word: index for index, word in enumerate(["?", *text.split()])}, unk_token="?"))
     backend.pre_tokenizer = Whitespace()
-    scheduler = Scheduler(KVCache(64, block_size=4), FixedBudget(16), ContinuousPolicy(), max_batch_requests=8)
+    scheduler = Scheduler(KVCache(64, block_size=4), FixedBudget.of(16), ContinuousPolicy(), max_batch_requests=8)
     vocab_size = backend.get_vocab_size()
     return Engine(scheduler, EchoExecutor(), Tokenizer(backend), vocab_size=vocab_size, max_model_len=100)
 

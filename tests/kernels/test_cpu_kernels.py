@@ -1,4 +1,4 @@
-"""The CPU's kernels against exact integers or float64, over random shapes."""
+"""CPU kernels against exact integers or float64, over random shapes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_tiles_of_every_instruction_set_are_exact(isa: InstructionSet, rows: int
     spans, random = 3, np.random.default_rng(count)
     left = random.integers(-127, 128, (count, spans * SPAN)).astype(np.int16 if isa.wide_rows else np.int8)
     weight = random.integers(0, 256, (isa.panels, spans * SPAN // GROUP, PANEL, GROUP)).astype(np.uint8)
-    left[0], weight[0] = 127, 255  # the largest sums that there are
-    scales = np.ldexp(np.float32(1), random.integers(0, 2, (count, spans)))  # so small that float32 is exact
+    left[0], weight[0] = 127, 255  # the largest possible sums
+    scales = np.ldexp(np.float32(1), random.integers(0, 2, (count, spans)))  # powers of two keep float32 exact
     starts = random.integers(-1000, 1000, (count, spans)).astype(np.int32)
     tile, strides = int8_tile(isa, count), (left.strides[0], weight.strides[0])
 
@@ -65,7 +65,7 @@ def test_tiles_of_every_instruction_set_are_exact(isa: InstructionSet, rows: int
     biased=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_products_with_rounded_weights(rows: int, depth: int, channels: int, biased: bool, seed: int) -> None:
+def test_products_with_8_bit_weights(rows: int, depth: int, channels: int, biased: bool, seed: int) -> None:
     random = np.random.default_rng(seed)
     x = random.standard_normal((rows, depth), dtype=np.float32)
     weight = random.standard_normal((channels, depth), dtype=np.float32)
@@ -79,7 +79,7 @@ def test_products_with_rounded_weights(rows: int, depth: int, channels: int, bia
         ).numpy()
         return found
 
-    # What rounding to 8 bits should give, computed in another way.
+    # The expected result of rounding to 8 bits, computed differently.
     weight_scale = np.abs(weight).max(axis=1, keepdims=True) / 127
     spans = np.arange(0, depth, SPAN)
     x_scale = np.repeat(np.maximum.reduceat(np.abs(x), spans, axis=1) / 127, np.diff(spans, append=depth), axis=1)
@@ -87,15 +87,15 @@ def test_products_with_rounded_weights(rows: int, depth: int, channels: int, bia
     expected = rounded @ np.rint(weight.astype(np.float64) / weight_scale).T * weight_scale.T
     expected += 0 if bias is None else bias
     found = multiply(x)
-    # A number may fall on the other side of a half: one step of one factor.
+    # A tie may round the other way: one step of one factor.
     assert np.abs(found - expected).max() < 1e-4 * depth + 2 * float(x_scale.max() * np.abs(weight).max())
     assert np.abs(found - expected).mean() < 0.02
-    # Nobody's result depends on who else is there.
+    # Each row is independent of the others.
     for row in random.choice(rows, size=min(rows, 4), replace=False):
         assert np.array_equal(multiply(x[row : row + 1])[0], found[row])
 
 
-def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other() -> None:
+def test_a_non_finite_row_stays_so_and_affects_no_other() -> None:
     x = np.ones((3, 8), dtype=np.float32)
     x[1, 3] = np.nan
     x[2] = 0.0
@@ -150,7 +150,7 @@ def test_bfloat16_rounds_as_torch_does() -> None:
 
 @njit(nogil=True)
 def _work(shared: Any, members: int, done: Any) -> None:
-    """Each piece of a turn needs all of the turn before."""
+    """Work items of a phase depend on all items of the phase before."""
     for turn in range(done.shape[0]):
         while True:
             piece = claim(shared, 1)
@@ -161,7 +161,7 @@ def _work(shared: Any, members: int, done: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_team_does_every_piece_once_and_in_order(size: int) -> None:
+def test_a_team_does_every_work_item_once_and_phases_in_order(size: int) -> None:
     team = Team(size)
     for _ in range(20):
         done = np.zeros((30, 10), dtype=np.int64)
@@ -173,13 +173,13 @@ _lone = threading.Lock()
 
 
 def _fail_alone(shared: Any, members: int, done: Any) -> None:
-    """One member fails; the other would wait for it for ever."""
+    """One thread fails while the other waits at the barrier."""
     if _lone.acquire(blocking=False):
         raise ValueError("only one of us")
     _work(shared, members, done)
 
 
-def test_callers_take_turns_and_errors_reach_them() -> None:
+def test_concurrent_callers_are_serialised_and_errors_reach_them() -> None:
     team = Team(2)
 
     def fail(shared: Any, members: int) -> None:
@@ -208,7 +208,7 @@ def test_a_forked_process_has_a_team_of_its_own() -> None:
             team.run(_work, done)
         sys.exit(int(done.sum() != 4 * done.size))
 
-    with team._lock:  # as if another thread ran a kernel
+    with team._lock:  # as while another thread runs a kernel
         child = multiprocessing.get_context("fork").Process(target=run_again)
         child.start()
     child.join(timeout=30)
@@ -250,7 +250,7 @@ print(isa.name, cpu_simd.LANES, "zmm" in text, "ymm" in text, "fmaf" in text)
     ],
     ids=["generic", "AVX2 without FMA"],
 )
-def test_kernels_use_no_instruction_that_numba_was_told_to_avoid(setting: dict[str, str], found: str) -> None:
+def test_kernels_use_no_instruction_that_numba_must_avoid(setting: dict[str, str], found: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", RESTRICTED], env=os.environ | setting, capture_output=True, text=True, timeout=120
     )
@@ -274,11 +274,11 @@ def test_a_square_of_either_type_is_transposed(kind: Any) -> None:
     assert (target[:, 16:] == 0).all()
 
 
-def test_a_token_and_its_drafts_come_out_as_each_would_alone() -> None:
-    """Else a guess would change what comes after it, right or wrong."""
+def test_a_token_and_its_drafts_equal_single_token_steps() -> None:
+    """Otherwise a draft token would change the tokens after it."""
     assert 1 + max(MAX_DRAFTS.values()) <= FEW
     random = np.random.default_rng(3)
-    heads, kv_heads, head_dim, before = 6, 2, 16, 250  # so that some rows come in two pieces, and some in one
+    heads, kv_heads, head_dim, before = 6, 2, 16, 250  # some rows have two pieces, some one
     keys, values = random.normal(size=(2, 20, 16, kv_heads, head_dim)).astype(np.float32)
     cache = Cache(keys, values, random.permutation(20).astype(np.int32)[None])
     q = random.normal(size=(FEW, heads, head_dim)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What measures the GPU path, as far as Triton's interpreter goes."""
+"""Profiles and benches of the GPU path, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.runner.gpu_engine import make_engine
 
 @pytest.fixture(autouse=True)
 def few_splits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """The interpreter runs one program after the other: do not give it hundreds that have nothing to do."""
+    """Launch few empty programs, since the interpreter runs them in sequence."""
     if device.type == "cpu":
         monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
 
@@ -48,7 +48,7 @@ def test_a_batch_on_the_pipelined_runner_is_profiled(model: Decoder) -> None:
     engine = make_engine(model, gpu=True, prefill=8)
     assert isinstance(engine.executor, GPURunner)
     started = StartedEngine(engine, engine.executor, MemoryPlan(0, 0, 8, 64, 96, "test"))
-    batch = Batch(engine, 2, 7, random.Random(0))  # whose prompts do not fit in one step
+    batch = Batch(engine, 2, 7, random.Random(0))  # its prompts do not fit into one step
     batch.start()
     steps = list(batch.run(2))
     batch.end()
@@ -60,14 +60,14 @@ def test_a_batch_on_the_pipelined_runner_is_profiled(model: Decoder) -> None:
     assert profile.share(GEMM) == pytest.approx(0.5)
     assert profile.parts[0].flops_per_second == pytest.approx(2 * 2 * number_of_weights() / 50e-6)
     assert profile.more["idle_share"] == pytest.approx(0.14)
-    later = [replace(step, end=step.end + 1.0) for step in steps]  # a host that sleeps for a second each time
+    later = [replace(step, end=step.end + 1.0) for step in steps]  # as if the host slept for a second each time
     gap = make_profile(started, 2, later, steps, recorded).more["host_gap_share"]
     busy = sum(step.done.timing.forward for step in later)
     assert gap == pytest.approx(1 - busy / sum(step.seconds for step in later))
 
 
 def test_a_long_prompt_alone_is_measured_on_the_pipelined_runner(model: Decoder) -> None:
-    """Its first chunks sample nothing at all."""
+    """Its first chunks sample nothing."""
     engine = make_engine(model, gpu=True, prefill=24)
     assert isinstance(engine.executor, GPURunner)
     started = StartedEngine(engine, engine.executor, MemoryPlan(0, 0, 8, 64, 96, "test"))
@@ -93,7 +93,7 @@ def test_attention_and_sampling_run_as_they_do_in_a_step(
     for case in (decode, prompt):
         case.run()
     assert (decode.calls, prompt.size) == (1, "40 tokens")
-    # As the runner would have it: heads in pairs share their keys.
+    # As in the runner: pairs of heads share their keys.
     queries = queries_per_tile(4, 2, 16, torch.float32)
     assert prompts[0]["tile_queries"] == queries
     assert prompts[0]["tile_offset"].tolist() == list(range(0, 40, queries))
@@ -101,7 +101,7 @@ def test_attention_and_sampling_run_as_they_do_in_a_step(
     kernel_speed._device_sampler(logits, SamplingParams(temperature=0.0))()
 
 
-def test_a_profile_knows_the_first_kernel_of_a_step() -> None:
+def test_a_profile_finds_the_first_kernel_of_a_step() -> None:
     from chairlift.kernels.triton.layers import begin_step_kernel
 
     assert begin_step_kernel.__name__ == FIRST_KERNEL

@@ -3,154 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 
-from chairlift.kernels.triton.attention import DEEP_TILE, _key_tile, prefill_attention, queries_per_tile
+from chairlift.kernels.triton.attention import DEEP_TILE, _key_tile
 from chairlift.kernels.triton.decode import DecodeTiling, Fresh, Scratch, decode_attention, decode_splits
 from chairlift.kernels.triton.layers import rotate_and_store_
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-@dataclass
-class Case:
-    """Sequences with `starts` tokens in the cache and `counts` new ones, in a paged cache with shuffled blocks."""
-
-    q: Tensor
-    keys: Tensor
-    values: Tensor
-    tables: Tensor
-    slots: list[int]
-    starts: list[int]
-    counts: list[int]
-
-    @property
-    def rows(self) -> list[int]:
-        return [sum(self.counts[:i]) for i in range(len(self.counts))]
-
-
-def make_case(
-    starts: list[int],
-    counts: list[int],
-    *,
-    heads: int = 4,
-    kv_heads: int = 2,
-    dim: int = 32,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device,
-    seed: int = 0,
-) -> Case:
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    per_sequence = [-(-(start + count) // block_size) for start, count in zip(starts, counts, strict=True)]
-    num_blocks = sum(per_sequence) + 3
-    free = list(range(num_blocks))
-    rng.shuffle(free)
-    slots = rng.sample(range(len(starts) + 2), len(starts))
-    tables = torch.zeros(len(starts) + 2, max(per_sequence, default=1) + 1, dtype=torch.int32)
-    for slot, blocks in zip(slots, per_sequence, strict=True):
-        for i in range(blocks):
-            tables[slot, i] = free.pop()
-    cache = (num_blocks, block_size, kv_heads, dim)
-    q = torch.randn(sum(counts), heads, dim, device=device).to(dtype)
-    keys, values = (torch.randn(cache, device=device).to(dtype) for _ in range(2))
-    return Case(q, keys, values, tables.to(device), slots, starts, counts)
-
-
-def reference(case: Case, scale: float, window: int | None, softcap: float | None) -> Tensor:
-    out = torch.zeros_like(case.q, dtype=torch.float64)
-    group = case.q.shape[1] // case.keys.shape[2]
-    block_size = case.keys.shape[1]
-    for slot, start, count, row in zip(case.slots, case.starts, case.counts, case.rows, strict=True):
-        length = start + count
-        table = case.tables[slot, : -(-length // block_size)].long()
-        k, v = (
-            side[table].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1)
-            for side in (case.keys, case.values)
-        )
-        scores = torch.einsum("qhd,khd->hqk", case.q[row : row + count].double(), k) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        query = torch.arange(start, length, device=k.device)[:, None]
-        key = torch.arange(length, device=k.device)[None, :]
-        visible = key <= query
-        if window is not None:
-            visible &= key > query - window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-        out[row : row + count] = torch.einsum("hqk,khd->qhd", weights, v)
-    return out
-
-
-def as_ints(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def run_decode(
-    case: Case, scale: float, window: int | None, softcap: float | None, splits: int | None = None, idle: int = 0
-) -> Tensor:
-    device = case.q.device
-    rows = len(case.slots) + idle
-    _, heads, dim = case.q.shape
-    scratch = Scratch(heads, case.keys.shape[2], dim, device)
-    scratch.partial.fill_(float("nan"))
-    if splits is not None:
-        scratch.partial = torch.full((rows * splits, heads, dim), float("nan"), device=device)
-        scratch.lse = torch.full((rows * splits, heads), float("nan"), device=device)
-    out = torch.full_like(case.q, float("nan"))
-    for _ in range(2):  # the second run finds what the first left behind
-        decode_attention(
-            case.q,
-            case.keys,
-            case.values,
-            out,
-            tables=case.tables,
-            row_slot=as_ints(case.slots + [0] * idle, device),
-            row_start=as_ints(case.starts + [0] * idle, device),
-            row_count=as_ints(case.counts + [0] * idle, device),
-            scratch=scratch,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            splits=splits,
-        )
-    assert not scratch.arrived.any()
-    return out
-
-
-def run_prefill(case: Case, scale: float, window: int | None, softcap: float | None, *, deep: bool = False) -> Tensor:
-    device = case.q.device
-    _, heads, dim = case.q.shape
-    queries = queries_per_tile(heads, case.keys.shape[2], dim, case.q.dtype)
-    tiles = [(i, at) for i, count in enumerate(case.counts) for at in range(0, count, queries)] + [(-1, 0)]
-    out = torch.full_like(case.q, float("nan"))
-    prefill_attention(
-        case.q,
-        case.keys,
-        case.values,
-        out,
-        tables=case.tables,
-        tile_chunk=as_ints([chunk for chunk, _ in tiles], device),
-        tile_offset=as_ints([at for _, at in tiles], device),
-        tile_queries=queries,
-        chunk_slot=as_ints(case.slots, device),
-        chunk_row=as_ints(case.rows, device),
-        chunk_start=as_ints(case.starts, device),
-        chunk_count=as_ints(case.counts, device),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        deep=deep,
-    )
-    return out
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
+from tests.kernels.attention_cases import TOLERANCE, as_ints, error, make_case, reference, run_decode, run_prefill
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (4, 2, 32), (6, 2, 24), (8, 1, 64), (9, 3, 64)])
@@ -172,10 +32,10 @@ def test_decode_with_window_and_softcap(
     assert error(found, reference(case, 0.2, window, softcap)) < TOLERANCE[torch.float32]
 
 
-def test_decode_leaves_rows_without_work_alone(device: torch.device) -> None:
+def test_decode_does_not_write_padding_rows(device: torch.device) -> None:
     case = make_case([10, 70], [1, 1], device=device)
     case.q = torch.cat((case.q, case.q[:1]))
-    found = run_decode(case, 0.2, None, None, idle=1)
+    found = run_decode(case, 0.2, None, None, padding_rows=1)
     assert found[2].isnan().all()
     assert not found[:2].isnan().any()
 
@@ -247,10 +107,10 @@ def test_random_mixes(seed: int, device: torch.device) -> None:
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "pairs"), [(4, 2, 16, 8), (6, 2, 32, 4), (3, 1, 24, 0)])
 @pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (2, 20)])
-def test_decode_straight_from_the_projection(
+def test_decode_from_the_projection(
     heads: int, kv_heads: int, dim: int, pairs: int, splits: int, window: int | None, early: bool, device: torch.device
 ) -> None:
-    """As if norms, rotation and the write to the cache had been a kernel before."""
+    """Equals a separate kernel for norms, rotation and the write to the cache."""
     starts = [0, 15, 16, 70, 3]
     case = make_case(starts, [1] * 5, heads=heads, kv_heads=kv_heads, dim=dim, device=device)
     rows, keys, values = len(starts), case.keys.clone(), case.values.clone()
@@ -310,7 +170,7 @@ def test_one_scratch_has_room_for_every_batch_size(kv_heads: int) -> None:
         assert all(rows * kv_heads <= len(scratch.arrived) for rows in cut)
 
 
-def test_a_long_context_is_cut_into_more_parts() -> None:
+def test_a_long_context_has_more_splits() -> None:
     usual, long = ({rows: decode_splits(rows, 8, long=kind) for rows in (1, 16, 32, 64, 128, 256)} for kind in (0, 1))
     assert usual == {1: 32, 16: 2, 32: 1, 64: 1, 128: 2, 256: 1}
     assert long == {1: 32, 16: 2, 32: 8, 64: 4, 128: 2, 256: 1}

@@ -1,4 +1,4 @@
-"""8-bit floats: weights, activations and the KV cache. The interpreter knows e4m3, with one fault: see `same`."""
+"""FP8 weights, activations and KV cache. The interpreter supports e4m3 with one fault: see `same`."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from chairlift.models.read_config import decoder_config
 from chairlift.models.weights import fill
 from chairlift.runner.host_blocks import HostBlocks
 from chairlift.runner.kv_storage import allocate_storage
-from tests.kernels.test_triton_attention import error, make_case, reference, run_decode, run_prefill
+from tests.kernels.attention_cases import error, make_case, reference, run_decode, run_prefill
 from tests.kernels.test_triton_invariant import attend
 from tests.kernels.tiny_config import CONFIG
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Whether e4m3 numbers are equal. Where a mantissa is rounded up to the next power of two, Triton 3.6's interpreter
-    drops the carry, and gets half of it: there nothing is compared, unless on a GPU."""
+    """Whether e4m3 numbers are equal. Where rounding carries to the next power of two, Triton 3.6's interpreter loses
+    the carry: those numbers are only compared on a GPU."""
     mine, right = found.float().cpu(), expected.float().cpu()
     compared = torch.ones_like(right, dtype=torch.bool) if found.is_cuda else right.frexp().mantissa.abs() != 0.5
     return bool(compared.float().mean() > 0.5) and mine[compared].equal(right[compared])
 
 
-def test_rows_are_rounded_alike_everywhere(device: torch.device) -> None:
+def test_rows_are_quantized_the_same_everywhere(device: torch.device) -> None:
     x = torch.randn(5, 70, device=device) * torch.tensor([[1e-3], [1.0], [50.0], [1e4], [0.0]], device=device)
     numbers, scales = triton_fp8.round_rows(x, LARGEST)
     expected = round_rows(x.cpu())
@@ -57,13 +57,13 @@ def test_rows_are_rounded_alike_everywhere(device: torch.device) -> None:
 
 @pytest.mark.parametrize(("rows", "channels", "depth"), [(1, 33, 70), (40, 70, 1100)])
 def test_own_product(rows: int, channels: int, depth: int, device: torch.device) -> None:
-    """Exact but for the rounding of the factors, which the reference shares."""
+    """Exact: the reference uses the same rounded factors."""
     x, bias = torch.randn(rows, depth, device=device), torch.randn(channels, device=device)
     weight = round_rows(torch.randn(channels, depth, device=device))
     rounded = round_rows(x)
     factors = [side.numbers.double() * side.scales.double()[:, None] for side in (rounded, weight)]
     found = multiply(x, weight, bias, own_kernel=True)
-    # Tensor cores of Hopper add products of 8-bit floats with fewer bits than float32 has.
+    # Hopper's tensor cores accumulate fp8 products with fewer bits than float32.
     assert error(found, factors[0] @ factors[1].T + bias.double()) < (3e-4 if found.is_cuda else 1e-5)
     assert multiply(x[-1:], weight, bias, own_kernel=True).equal(found[-1:])
 
@@ -78,7 +78,7 @@ def test_torchs_product(device: torch.device) -> None:
     assert error(multiply(x, weight, None, own_kernel=False), factors[0] @ factors[1].T) < 1e-2
 
 
-def test_attention_over_a_cache_in_8_bits(device: torch.device) -> None:
+def test_attention_over_an_fp8_cache(device: torch.device) -> None:
     decode, prefill = make_case([3, 90], [1, 1], device=device), make_case([0, 50], [20, 9], device=device)
     for case in (decode, prefill):
         case.keys, case.values = case.keys.to(FP8), case.values.to(FP8)
@@ -89,7 +89,7 @@ def test_attention_over_a_cache_in_8_bits(device: torch.device) -> None:
     assert error(invariant, expected) < 1e-5
 
 
-def test_what_the_cache_cannot_hold_becomes_the_largest(device: torch.device) -> None:
+def test_values_beyond_the_cache_type_are_clamped(device: torch.device) -> None:
     qkv = torch.randn(3, 4 * 16, device=device)
     qkv[1] *= 1e4
     new = qkv.clone().view(3, 4, 16)
@@ -103,7 +103,7 @@ def test_what_the_cache_cannot_hold_becomes_the_largest(device: torch.device) ->
 
 @pytest.fixture
 def chip_arithmetic(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Maxima and clamps as a GPU has them: NaN is dropped unless asked for. The interpreter always keeps it."""
+    """Emulate the GPU's maxima and clamps, which drop NaN; the interpreter keeps it."""
     if device.type == "cuda":
         return
     from triton.runtime.interpreter import InterpreterBuilder
@@ -118,7 +118,7 @@ def chip_arithmetic(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("chip_arithmetic")
-def test_rows_that_are_no_numbers_stay_so(device: torch.device) -> None:
+def test_nan_rows_stay_nan(device: torch.device) -> None:
     x = torch.randn(3, 70, device=device)
     x[1, 69] = float("nan")
     numbers, scales = triton_fp8.round_rows(x, LARGEST)
@@ -131,9 +131,9 @@ def test_rows_that_are_no_numbers_stay_so(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("chip_arithmetic")
-def test_keys_that_are_no_numbers_stay_so(device: torch.device) -> None:
+def test_nan_keys_stay_nan(device: torch.device) -> None:
     qkv = torch.randn(2, 4 * 16, device=device)
-    # Of the key. The interpreter just cuts off what e4m3 has no place for: here that leaves a NaN.
+    # For the key: the interpreter truncates numbers beyond e4m3, which leaves a NaN here.
     qkv[1, 40] = torch.tensor(0x7FF00000, dtype=torch.int32).view(torch.float32)
     keys, values = store_in_8_bits(qkv, heads=2, positions=[0, 1])
     assert keys[1, :2].float().isnan().any(dim=-1).flatten().tolist() == [False, True]
@@ -141,7 +141,7 @@ def test_keys_that_are_no_numbers_stay_so(device: torch.device) -> None:
 
 
 def store_in_8_bits(qkv: Tensor, *, heads: int, positions: list[int]) -> tuple[Tensor, Tensor]:
-    """The keys and values [2, 4, 1, 16] that a sequence with the blocks 1 and 0 has after these tokens."""
+    """Keys and values [2, 4, 1, 16] of a sequence with the blocks 1 and 0 after these tokens."""
     keys, values = (torch.zeros(2, 4, 1, 16, device=qkv.device).to(FP8) for _ in range(2))
     ints = {"dtype": torch.int32, "device": qkv.device}
     rotate_and_store_(
@@ -176,7 +176,7 @@ def test_blocks_are_copied_and_swapped() -> None:
     assert storage.keys[0].nbytes + storage.values[0].nbytes == 4 * 4 * bytes_per_token(layers[:1], FP8)
 
 
-def test_every_attention_reads_a_cache_in_8_bits() -> None:
+def test_every_backend_reads_an_fp8_cache() -> None:
     layer = AttentionLayer(0, num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
     layout = RaggedLayout([0, 2, 4], [3, 0], [5, 2], torch.tensor([[2, 0], [1, 0]]), torch.tensor([11, 0, 4, 5]))
     q, k, v = torch.randn(4, 2, 16), torch.randn(4, 1, 16), torch.randn(4, 1, 16)
@@ -188,7 +188,7 @@ def test_every_attention_reads_a_cache_in_8_bits() -> None:
     torch.testing.assert_close(*found)
 
 
-def test_a_rounded_decoder_counts_its_bytes_and_stays_close(device: torch.device) -> None:
+def test_a_quantized_decoder_counts_its_bytes_and_stays_close(device: torch.device) -> None:
     exact = build_model(CONFIG, dummy_tensors(CONFIG, device), dtype=torch.float32, device=device)
     model = Decoder(decoder_config(CONFIG), dtype=torch.float32, device=device, quantization="fp8")
     fill(
@@ -201,12 +201,14 @@ def test_a_rounded_decoder_counts_its_bytes_and_stays_close(device: torch.device
     model.finalize()
     assert isinstance(exact, Decoder)
     for mine, theirs in zip(model.layers[0].linears(), exact.layers[0].linears(), strict=True):
-        assert mine.num_bytes == mine.out_features * (mine.in_features + 4)  # a byte each, and a scale per channel
+        assert mine.num_bytes == mine.out_features * (
+            mine.in_features + 4
+        )  # one byte per weight and one scale per channel
         x = torch.randn(5, mine.in_features, device=device)
         assert error(mine(x), theirs(x).double()) < 0.06
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_combinations(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     with pytest.raises(InvalidParameter, match=r"quantization.*fp8 is not possible.*not for the cpu"):
         build_model(CONFIG, [], dtype=torch.bfloat16, device=cpu, quantization="fp8")
@@ -214,7 +216,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidParameter, match=r"kv_dtype.*fp8 is not possible.*not for the cpu.*float32"):
         kv_dtype(EngineConfig(device="cpu", kv_dtype="fp8"), model)
     with pytest.raises(InvalidParameter, match=r"kv_dtype.*fp8 is not possible"):
-        load_model("nowhere", EngineConfig(device="cpu", kv_dtype="fp8"))  # before anything is looked for
+        load_model("nowhere", EngineConfig(device="cpu", kv_dtype="fp8"))  # before the model is looked up
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert fp8_obstacles(cuda) == ["8-bit floats need a GPU of compute capability 8.9 or later, this one has 8.0"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

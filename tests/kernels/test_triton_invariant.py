@@ -1,4 +1,4 @@
-"""Kernels whose rows do not feel each other: exact against float64, and bit-identical in any batch."""
+"""Batch-invariant kernels: correct against float64, and bit-identical in any batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from chairlift.kernels.triton import invariant as triton_invariant
 from chairlift.kernels.triton.invariant import invariant_linear
 from chairlift.kernels.triton.invariant_attention import SpanScratch, invariant_attention, queries_per_tile
-from tests.kernels.test_triton_attention import Case, as_ints, error, make_case, reference
+from tests.kernels.attention_cases import AttentionCase, as_ints, error, make_case, reference
 
 
 @pytest.mark.parametrize(("columns", "depth"), [(70, 40), (33, 1100)])
@@ -17,7 +17,7 @@ from tests.kernels.test_triton_attention import Case, as_ints, error, make_case,
 def test_linear(
     columns: int, depth: int, residual: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few rows and many, parts side by side and one after the other: the same bits."""
+    """Few rows and many, parts in parallel and in sequence: the same bits."""
     x, weight = torch.randn(40, depth, device=device), torch.randn(columns, depth, device=device)
     bias = None if residual else torch.randn(columns, device=device)
     total = torch.randn(40, columns, device=device)
@@ -34,8 +34,8 @@ def test_linear(
     assert product(slice(None)).equal(whole)
 
 
-def attend(case: Case, *, longest: int, window: int | None, softcap: float | None, singles: bool) -> Tensor:
-    """With `singles` through the launch for single tokens, else as tiles."""
+def attend(case: AttentionCase, *, longest: int, window: int | None, softcap: float | None, singles: bool) -> Tensor:
+    """Run the kernel, with `singles` through the launch for single tokens."""
     device = case.q.device
     _, heads, dim = case.q.shape
     kv_heads = case.keys.shape[2]
@@ -45,7 +45,7 @@ def attend(case: Case, *, longest: int, window: int | None, softcap: float | Non
     scratch.lse.fill_(float("nan"))
     tiles = [(i, at) for i, count in enumerate(case.counts) for at in range(0, count, queries)] + [(-1, 0)]
     out = torch.full_like(case.q, float("nan"))
-    for _ in range(2 if singles else 1):  # the second run finds what the first left behind
+    for _ in range(2 if singles else 1):  # the second run meets the scratch memory of the first
         invariant_attention(
             case.q,
             case.keys,
@@ -69,11 +69,11 @@ def attend(case: Case, *, longest: int, window: int | None, softcap: float | Non
     return out
 
 
-def cut(case: Case, sequence: int, first: int, count: int) -> Case:
-    """Some neighbouring tokens of one sequence, as a batch of their own."""
+def cut(case: AttentionCase, sequence: int, first: int, count: int) -> AttentionCase:
+    """A run of tokens of one sequence, as a batch of its own."""
     row = case.rows[sequence] + first
     start = case.starts[sequence] + first
-    return Case(
+    return AttentionCase(
         case.q[row : row + count], case.keys, case.values, case.tables, [case.slots[sequence]], [start], [count]
     )
 
@@ -116,7 +116,7 @@ def test_single_tokens_share_a_batch(device: torch.device, monkeypatch: pytest.M
         assert alone.equal(together[sequence : sequence + 1])
 
 
-def test_chunks_of_several_tokens_are_left_to_the_other_launch(device: torch.device) -> None:
+def test_the_launch_for_single_tokens_skips_longer_chunks(device: torch.device) -> None:
     case = make_case([0, 5], [1, 3], device=device)
     found = attend(case, longest=64, window=None, softcap=None, singles=True)
     assert not found[0].isnan().any()

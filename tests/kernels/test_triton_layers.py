@@ -92,7 +92,7 @@ def test_rotate_and_store(
 
 @pytest.mark.parametrize("pairs", [4, 48])
 def test_rotation(pairs: int, device: torch.device) -> None:
-    """Angles of long contexts too: they are many turns."""
+    """Includes angles of long contexts, which are many turns."""
     positions = torch.tensor([0, 1, 77, 4095, 131_071], dtype=torch.int32, device=device)
     inv_freq = 10_000.0 ** -(torch.arange(pairs, device=device) / pairs)
     cos, sin = rotation(positions, inv_freq, 1.5, torch.float32)
@@ -101,7 +101,7 @@ def test_rotation(pairs: int, device: torch.device) -> None:
     torch.testing.assert_close(sin[:, 0].double(), angles.sin() * 1.5, rtol=0, atol=1e-5)
 
 
-def test_a_step_begins_with_its_tokens_and_tables(device: torch.device) -> None:
+def test_begin_step_resolves_tokens_and_updates_tables(device: torch.device) -> None:
     def ints(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 

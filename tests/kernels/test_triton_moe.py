@@ -32,7 +32,7 @@ def routing(kind: str, tokens: int, num_experts: int, top_k: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["random", "skewed", "last"])
 @pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 8, 2), (37, 5, 3), (50, 9, 1)])
 def test_grouping(kind: str, tokens: int, num_experts: int, top_k: int, device: torch.device) -> None:
-    """Every pair is in exactly one tile, which is its expert's."""
+    """Every pair is in exactly one tile of its expert."""
     experts = routing(kind, tokens, num_experts, top_k)
     grouping = triton_moe.group_by_expert(experts.to(device), num_experts, 16)
     assert grouping.order.tolist() == experts.flatten().argsort(stable=True).tolist()
@@ -40,7 +40,7 @@ def test_grouping(kind: str, tokens: int, num_experts: int, top_k: int, device: 
 
 
 def covered(grouping: triton_moe.Grouping, experts: Tensor) -> list[int]:
-    """The places in `order` that tiles hold, each of them the right expert's."""
+    """Indices in `order` that tiles cover, each checked to be of the tile's expert."""
     order, places = grouping.order.tolist(), []
     for expert, begin, end in zip(*(tensor.tolist() for tensor in grouping[1:]), strict=True):
         if expert != triton_moe.NO_EXPERT.value:
@@ -51,7 +51,7 @@ def covered(grouping: triton_moe.Grouping, experts: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["random", "skewed", "last"])
-def test_rows_of_nobody_are_left_out(kind: str, device: torch.device) -> None:
+def test_padding_rows_are_left_out(kind: str, device: torch.device) -> None:
     experts = routing(kind, 37, 5, 3)
     positions = torch.arange(37, dtype=torch.int32)
     positions[5::2] = -1
@@ -62,8 +62,8 @@ def test_rows_of_nobody_are_left_out(kind: str, device: torch.device) -> None:
     assert covered(grouping, experts) == list(range(len(live)))
 
 
-def test_the_step_tells_experts_whose_rows_are_nobodys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step on the GPU's runner, filled up with two rows, through the GPU's experts."""
+def test_the_step_marks_padding_rows_for_experts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the GPU runner with two padding rows, through the GPU experts."""
     shape = CONFIG | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
     shape |= {"moe_intermediate_size": 16, "norm_topk_prob": True, "num_hidden_layers": 2}
     model = build_model(shape, dummy_tensors(shape, device), dtype=torch.float32, device=device)
@@ -123,7 +123,7 @@ def test_experts(kind: str, tokens: int, num_experts: int, top_k: int, device: t
     assert float((found.double().cpu() - expected).norm() / expected.norm()) < 1e-5
 
 
-def test_invariant_experts_do_not_feel_the_batch(device: torch.device) -> None:
+def test_invariant_experts_do_not_depend_on_the_batch(device: torch.device) -> None:
     block = make_block(device, num_experts=6, top_k=2, hidden=48, inner=40)
     block.make_batch_invariant()
     x = torch.randn(40, 48, device=device)

@@ -1,4 +1,4 @@
-"""Products with a norm before them, and a gate or an addition after them, against float64."""
+"""Products fused with a norm before and a gate or an addition after, against float64."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_product(
     height = 16 if rows <= 16 else 32 if rows <= 32 else 64
     tiling = ProductTiling(height, 64, 64, splits, 3, prefetch=64, described=described)
     wanted = expected(x, weight, squares, bias, gated) + (before.double() if added else 0.0)
-    for _ in range(2):  # the second run finds what the first left behind
+    for _ in range(2):  # the second run meets the scratch memory of the first
         total = before.clone() if added else None
         found, sums = product(x, weight, squares=squares, eps=EPS, bias=bias, gated=gated, add_to=total, tiling=tiling)
         assert error(found, wanted) < 1e-3
@@ -58,7 +58,7 @@ def test_product(
 
 
 @pytest.mark.parametrize("size", [(1024, 3072, 2048, 4096, 151_936), (4096, 14_336, 4096, 6144, 128_256)])
-def test_tiles_are_inside_of_what_has_room_behind_it(size: tuple[int, ...]) -> None:
+def test_tiles_stay_inside_tensors_with_spare_rows(size: tuple[int, ...]) -> None:
     hidden, inner, heads, qkv, vocab = size
     products = [(qkv, hidden, False), (hidden, heads, False), (inner, hidden, True), (hidden, inner, False)]
     for rows in range(1, 257):
@@ -69,8 +69,8 @@ def test_tiles_are_inside_of_what_has_room_behind_it(size: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("rows", [1, 17, 70])
-def test_what_lies_behind_the_rows_does_not_count(rows: int, device: torch.device) -> None:
-    """Tiles reach into the room behind them, which may hold anything."""
+def test_spare_rows_do_not_affect_the_result(rows: int, device: torch.device) -> None:
+    """Tiles extend into the spare rows, which may hold anything."""
     torch.manual_seed(rows)
     x = empty_rows(rows, 64, dtype=torch.float16, device=device)
     room = x.as_strided((spare_rows(rows), 64), (64, 1))
@@ -107,10 +107,10 @@ def test_the_chosen_tiles_are_right(rows: int, columns: int, depth: int, device:
 
 @pytest.mark.parametrize("columns", [40, 264])
 @pytest.mark.parametrize("rows", [7, 70, 200])
-def test_those_of_a_large_weight_are_right(
+def test_the_tiles_of_large_weights_are_right(
     rows: int, columns: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is large, and with a gate or without."""
+    """Large weights, with a gate and without."""
     monkeypatch.setattr("chairlift.kernels.triton.products.SMALL_WEIGHTS", 0)
     choose_tiling.cache_clear()
     x, weight = torch.randn(rows, 1032, device=device).half() / 30, torch.randn(2 * columns, 1032, device=device).half()
@@ -121,7 +121,7 @@ def test_those_of_a_large_weight_are_right(
 
 
 def test_tiles_shrink_until_two_of_them_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on chips with 99 KiB, or less, for a program."""
+    """As on GPUs with 99 KiB of shared memory per program, or less."""
     wide = ProductTiling(128, 64, 128, 1, 4, described=True)
     gated = ProductTiling(128, 128, 64, 1, 4, described=True)
     chip, half = torch.device("cuda"), torch.bfloat16
@@ -137,7 +137,7 @@ def test_tiles_shrink_until_two_of_them_fit(monkeypatch: pytest.MonkeyPatch) -> 
         cached.cache_clear()
 
 
-def test_few_columns_are_left_to_others_where_they_would_not_fill_the_chip() -> None:
+def test_few_columns_are_left_to_cublas_where_they_do_not_fill_the_gpu() -> None:
     assert is_faster(224, 4096, 4096, gated=False)
     assert not is_faster(225, 4096, 4096, gated=False)
     assert is_faster(96, 2048, 8192, gated=False)

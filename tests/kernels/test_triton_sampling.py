@@ -1,4 +1,4 @@
-"""Tokens chosen on the device: the same as the host's sampler chooses."""
+"""Tokens sampled on the device equal those of the host's sampler."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_draws_equal_the_hosts(options: dict[str, float], device: torch.device) 
     assert last.tolist() == tokens.tolist()[::-1]
 
 
-def test_greedy_rows_idle_rows_and_bad_rows(device: torch.device) -> None:
+def test_greedy_rows_padding_rows_and_bad_rows(device: torch.device) -> None:
     logits = torch.randn(5, 9000, device=device)
     logits[0, 77] = logits[0, 8800] = 50.0  # a tie: the lowest id wins
     logits[2, 5] = float("nan")

@@ -1,6 +1,6 @@
 """Writes GGUF files as the usual converter does, from tiny Hugging Face checkpoints.
 
-The tensor names come from the gguf package's own map, so that our map is held against another.
+The tensor names come from the gguf package's map, so that our map is compared with another.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
 def write_gguf(folder: Path, path: Path, kind: GGMLQuantizationType = GGMLQuantizationType.F32) -> None:
-    """The checkpoint in `folder` as one GGUF file; matrices are quantised, vectors stay float32."""
+    """Write the checkpoint in `folder` as one GGUF file; matrices are quantized, vectors stay float32."""
     config = json.loads((folder / "config.json").read_text())
     tensors = {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
     architecture = ARCHITECTURES[config["model_type"]]
@@ -126,13 +126,13 @@ def llama3_divisors(rope: dict[str, Any], rotary_dim: int) -> Array:
 
 
 def converted(tensors: dict[str, Array], config: dict[str, Any]) -> dict[str, Array]:
-    """The values as GGUF wants them: interleaved heads, norms plus one, stacked experts."""
+    """Convert values to GGUF conventions: interleaved heads, norms plus one, stacked experts."""
     result: dict[str, Array] = {}
     experts: dict[str, dict[int, Array]] = {}
     for name, tensor in tensors.items():
         if match := EXPERT.fullmatch(name):
             stacked = f"{match[1]}.{match[3]}"
-            if config["model_type"] == "mixtral":  # the package's map knows these by an older name
+            if config["model_type"] == "mixtral":  # the package's map has an older name
                 stacked = stacked.replace("model.", "").replace("block_sparse_moe", "feed_forward")
             experts.setdefault(stacked, {})[int(match[2])] = tensor
         else:

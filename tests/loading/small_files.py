@@ -1,4 +1,4 @@
-"""Small valid files to damage, and what may happen when a damaged one is opened."""
+"""Small valid files to damage, and a check that a damaged one loads or is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MERGES = ["a b", "Ġ a", "Ġ ab"]
 def write_small_gguf(path: Path, edit: Callable[[GGUFWriter], None] = lambda writer: None) -> Path:
     """One llama layer of width 32, quantised in several ways, with a vocabulary of ten tokens.
 
-    `edit` may change what is about to be written.
+    `edit` may change the writer before the file is written.
     """
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -58,7 +58,7 @@ def write_small_gguf(path: Path, edit: Callable[[GGUFWriter], None] = lambda wri
 
 
 def loads_or_is_refused(path: Path) -> bool:
-    """Read everything there is; whatever is wrong must come out as one of our own errors."""
+    """Read everything; any error must be one of our types."""
     try:
         checkpoint = open_checkpoint(path)
         assert [name for name, _ in checkpoint.tensors()] == checkpoint.names()
@@ -73,7 +73,7 @@ Damage = Callable[[bytes], bytes]
 
 @st.composite
 def damages(draw: st.DrawFn) -> Damage:
-    """Cut the file short, or overwrite some bytes of it."""
+    """Truncate the file or overwrite some bytes."""
     if draw(st.booleans()):
         share = draw(st.floats(0, 1, exclude_max=True))
         return lambda content: content[: int(share * len(content))]

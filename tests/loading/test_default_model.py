@@ -1,4 +1,4 @@
-"""The real default model, fetched on first use, held against transformers' own reading of the same file."""
+"""The default model, fetched on first use, compared with transformers reading the same file."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_config(checkpoint: Checkpoint) -> None:
 
 
 def test_weights_are_what_transformers_reads(checkpoint: Checkpoint) -> None:
-    """The first two layers and all outside the layers: transformers takes its time for the rest.
+    """Compares the first two layers and everything outside the layers; the rest takes transformers too long.
 
-    `from_pretrained(gguf_file=...)` would also want the accelerate package; this is what it calls.
+    Calls what `from_pretrained(gguf_file=...)` calls, which itself needs the accelerate package.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -46,7 +46,7 @@ def test_tokenizer_json_alone(tmp_path: Path) -> None:
     assert files.template_variables == {}
 
 
-def test_special_tokens_may_be_texts_or_descriptions(tmp_path: Path) -> None:
+def test_special_tokens_may_be_strings_or_mappings(tmp_path: Path) -> None:
     settings = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "pad_token": None}
     files = _load(tmp_path, settings, adds_bos=True)
     assert (files.bos_token, files.eos_token, files.add_bos) == ("<s>", "</s>", True)
@@ -62,7 +62,7 @@ def test_special_tokens_map_fills_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("add_bos_token", [True, False])
-def test_add_bos_token_outweighs_the_post_processor(adds_bos: bool, add_bos_token: bool, tmp_path: Path) -> None:
+def test_add_bos_token_overrides_the_post_processor(adds_bos: bool, add_bos_token: bool, tmp_path: Path) -> None:
     settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": add_bos_token}
     files = _load(tmp_path, settings, adds_bos=adds_bos)
     assert files.add_bos == add_bos_token
@@ -84,7 +84,7 @@ def test_add_eos_token(tmp_path: Path) -> None:
         ([], None),
     ],
 )
-def test_chat_template_of_the_settings(template: Any, expected: str | None, tmp_path: Path) -> None:
+def test_chat_template_of_tokenizer_config(template: Any, expected: str | None, tmp_path: Path) -> None:
     assert _load(tmp_path, {"chat_template": template}).chat_template == expected
 
 
@@ -126,7 +126,7 @@ def test_a_tokenizer_json_that_makes_the_library_panic_is_refused(part: str, tmp
         load_tokenizer(_checkpoint(tmp_path))
 
 
-def test_padding_of_the_training_is_not_ours(tmp_path: Path) -> None:
+def test_padding_settings_of_the_training_are_ignored(tmp_path: Path) -> None:
     _load(tmp_path)
     file = tmp_path / "tokenizer.json"
     padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
@@ -149,7 +149,7 @@ def test_no_tokenizer_at_all(tmp_path: Path) -> None:
 
 
 def test_code_in_the_folder_is_never_run(tmp_path: Path) -> None:
-    """A tokenizer that comes as Python code is refused, not asked about."""
+    """A tokenizer in Python code is refused without a prompt."""
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'pwned')!r}, 'w')\nclass Evil: pass\n")
     settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,4 +1,4 @@
-"""What the config says when GGUF metadata is unusual, wrong, or leaves something to infer."""
+"""The config for GGUF metadata that is unusual, wrong or incomplete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _set(key: str, value: Any) -> Edit:
     return edit
 
 
-def test_what_the_small_file_says(tmp_path: Path) -> None:
+def test_config_of_the_small_file(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_small_gguf(tmp_path / "small.gguf"))
     assert checkpoint.format == "gguf"
     assert checkpoint.config == {
@@ -60,7 +60,7 @@ def test_what_the_small_file_says(tmp_path: Path) -> None:
 
 
 def test_interleaving_moves_rows_within_heads() -> None:
-    """The helper these tests rely on, against an example by hand: two heads of four rows."""
+    """The helper of these tests, on a hand-made example of two heads of four rows."""
     rows = np.arange(8).reshape(8, 1)
     assert interleaved(rows, heads=2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
@@ -108,7 +108,7 @@ def test_divisors_of_one_are_no_scaling(tmp_path: Path) -> None:
         (lambda writer: writer.add_string("llama.rope.scaling.type", "ntk"), "'ntk'"),
     ],
 )
-def test_what_is_not_supported_is_named(edit: Edit, problem: str, tmp_path: Path) -> None:
+def test_unsupported_features_are_named(edit: Edit, problem: str, tmp_path: Path) -> None:
     path = write_small_gguf(tmp_path / "small.gguf", edit)
     with pytest.raises(UnsupportedModel, match=problem):
         open_checkpoint(path)

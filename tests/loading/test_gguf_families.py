@@ -1,4 +1,4 @@
-"""Every family through GGUF: the tensors and the model they make are those of the Hugging Face checkpoint."""
+"""Every family through GGUF gives the tensors and logits of its Hugging Face checkpoint."""
 
 from __future__ import annotations
 

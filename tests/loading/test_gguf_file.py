@@ -1,4 +1,4 @@
-"""The GGUF reader: what it reads is right, and what is wrong it refuses."""
+"""The GGUF reader reads valid files correctly and refuses others."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ DEQUANTISABLE = [kind for kind in gguf.GGML_QUANT_SIZES if _can_dequantise(kind)
 
 
 @pytest.mark.parametrize("kind", DEQUANTISABLE, ids=lambda kind: kind.name)
-def test_every_quantisation_is_read_as_the_package_reads_it(
+def test_every_quantization_is_read_as_by_the_gguf_package(
     kind: GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random bytes are a valid tensor of any type, also of those which the package cannot write."""
+    """Random bytes are a valid tensor of any type, including types the package cannot write."""
     monkeypatch.setattr(gguf_file, "SLAB", 600)  # many slabs, the last of them incomplete
     type_size = gguf.GGML_QUANT_SIZES[kind][1]
     raw = np.random.default_rng(0).integers(0, 256, (3, 5, 2 * type_size), np.uint8)

@@ -1,4 +1,4 @@
-"""Items prepared in a thread are the same items, in order, and failures arrive where they would have."""
+"""Items prepared in a thread arrive unchanged and in order, and so do failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_same_items_in_order() -> None:
     assert list(read_ahead([])) == []
 
 
-def test_the_next_item_is_made_meanwhile_and_no_more_than_that() -> None:
+def test_exactly_one_item_is_prepared_ahead() -> None:
     made: list[int] = []
     ready = threading.Event()
 
@@ -43,7 +43,7 @@ def test_a_failure_comes_after_the_items_before_it() -> None:
         next(ahead)
 
 
-def test_a_caller_who_stops_leaves_no_thread() -> None:
+def test_stopping_early_leaves_no_thread() -> None:
     ahead = read_ahead(iter(range(100)))
     next(ahead)
     ahead.close()  # type: ignore[attr-defined]

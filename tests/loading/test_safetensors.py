@@ -56,7 +56,7 @@ def test_a_single_file_may_have_any_name_and_generation_config_may_be_absent(tmp
     assert checkpoint.generation_config == {}
 
 
-def test_the_stream_survives_its_file(tmp_path: Path) -> None:
+def test_tensors_outlive_their_file(tmp_path: Path) -> None:
     """A tensor that the caller kept stays valid after the file was closed."""
     _write(tmp_path, a=torch.arange(6), b=torch.arange(3))
     tensors = dict(open_checkpoint(tmp_path).tensors())
@@ -119,7 +119,7 @@ def test_a_huge_config_is_not_even_read(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def locked(path: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 

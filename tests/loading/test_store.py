@@ -207,13 +207,13 @@ UNKNOWN = ["nothing", "/nowhere/at/all", "./x", "a/b.gguf", "", "a/b/c", "../x/y
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_name_says_what_is_possible(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name_lists_the_choices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFound, match=f"known name .*{DEFAULT_MODEL}.* path .* Hugging Face id"):
         resolve_model(name)
 
 
-def test_a_name_that_no_path_can_have() -> None:
+def test_a_name_that_cannot_be_a_path() -> None:
     with pytest.raises(ModelNotFound, match=r"'x+' cannot be opened: .*too long"):
         resolve_model("x" * 5000)
 
@@ -237,7 +237,7 @@ def test_a_hub_id_fetches_weights_and_settings_but_never_code(tmp_path: Path, mo
     assert resolve_model("org/name", progress=False) == tmp_path
 
 
-def test_the_hub_out_of_reach_or_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_or_one_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def offline(repository: str, **filters: Any) -> str:

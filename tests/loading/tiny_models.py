@@ -74,7 +74,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(family: str, **changes: Any) -> Any:
-    """Seeded weights in which no norm is one and no bias zero, so that a mistaken tensor shows."""
+    """Build a model with seeded weights, no norm of ones and no zero bias, so that a wrong tensor changes the
+    output."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, own = FAMILIES[family]

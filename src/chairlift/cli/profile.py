@@ -10,9 +10,12 @@ import typer
 from rich.console import Console
 
 from chairlift.cli.app import UNDERSTAND, app
-from chairlift.lab.common.output import JsonOptions, parse_numbers, show_table, watch
-from chairlift.lab.common.report import check_writable, machine
 from chairlift.lab.common.shape_options import ShapeOptions, model_settings
+from chairlift.lab.report.json_report import check_writable, machine
+from chairlift.lab.report.lists import parse_numbers
+from chairlift.lab.report.options import JsonOptions
+from chairlift.lab.report.progress import watch
+from chairlift.lab.report.tables import show_table
 from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 
 if TYPE_CHECKING:

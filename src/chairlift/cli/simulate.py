@@ -12,7 +12,9 @@ import typer
 
 from chairlift.cli.app import UNDERSTAND, app
 from chairlift.errors import InvalidParameter
-from chairlift.lab.common.output import ReportOptions, show_comparison, show_table, watch
+from chairlift.lab.report.options import ReportOptions
+from chairlift.lab.report.progress import watch
+from chairlift.lab.report.tables import comparison_table, show_table
 from chairlift.lab.simulate.options import MACHINE, MachineOptions, TargetOptions
 from chairlift.terminal.options import refuse_given
 
@@ -151,14 +153,14 @@ def simulate(
 
 
 def _compare_with_recording(context: typer.Context, against: Path, report: ReportOptions) -> None:
-    from chairlift.lab.common.report import write_report
+    from chairlift.lab.report.json_report import write_report
     from chairlift.lab.simulate.recording import RecordedRun, compare
 
     others = [name for name in context.params if name not in ("against", "json_file", "quiet")]
     refuse_given(context, others, "does not go with --against: the recording determines what is simulated")
     report.check()
     rows = compare(RecordedRun.load(against))
-    show_comparison(rows)
+    comparison_table(rows).show()
     if report.json_file is not None:
         write_report(report.json_file, "simulate", {"against": str(against)}, rows)
 

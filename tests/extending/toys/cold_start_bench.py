@@ -4,11 +4,11 @@ import time
 from typing import Annotated
 
 import typer
-from chairlift.lab.report.progress import Note
-from chairlift.lab.report.tables import Column, Table
 
 from chairlift import SamplingParams
 from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.report.progress import Note
+from chairlift.lab.report.tables import Column, Table
 from chairlift.terminal.options import EngineOptions
 
 COLUMNS = (

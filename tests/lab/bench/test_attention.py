@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.attention.kernels import KV_MEMORY, materialised
-from chairlift.lab.bench.attention.run import AttentionSettings, parse_experiments, run_attention
+from chairlift.lab.bench.attention.options import AttentionSettings
+from chairlift.lab.bench.attention.run import EXPERIMENTS, run_attention
 from chairlift.lab.common.lengths import SpreadLengths
 from chairlift.lab.common.timing import growth, peak_bytes
+from chairlift.lab.report.lists import parse_names
 
 CPU = torch.device("cpu")
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
@@ -109,7 +111,7 @@ def test_settings_that_make_no_sense_are_named() -> None:
         assert refusal.value.parameter == name
     for text in ("", "magic", "cache,cache"):
         with pytest.raises(InvalidParameter, match="experiments"):
-            parse_experiments(text)
+            parse_names("experiments", text, EXPERIMENTS)
 
 
 def test_the_command(tmp_path: Path) -> None:

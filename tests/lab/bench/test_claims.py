@@ -19,14 +19,15 @@ from chairlift.lab.bench.attention.run import AttentionSettings
 from chairlift.lab.bench.claims import about_batching as claims_batching
 from chairlift.lab.bench.claims import about_chunking as claims_chunking
 from chairlift.lab.bench.claims import about_memory as claims_memory
-from chairlift.lab.bench.claims.batch_sizes import ComputeShare, SeatsPoint
+from chairlift.lab.bench.claims.batch_sizes import BatchSizePoint, ComputeShare
 from chairlift.lab.bench.claims.claim import Holds
 from chairlift.lab.bench.claims.kv_accounting import KVWaste, SharedPrefix
 from chairlift.lab.bench.claims.prompt_stall import StallPoint
-from chairlift.lab.bench.claims.run import GROUPS, ClaimsSettings, parse_groups, run_claims
+from chairlift.lab.bench.claims.run import GROUPS, ClaimsSettings, run_claims
 from chairlift.lab.bench.policies.run import AT_ONCE, POISSON, PoliciesSettings, PolicyPoint, Strategy
 from chairlift.lab.common.engines import EngineMaker
 from chairlift.lab.common.measure import EngineFigures, Measurement
+from chairlift.lab.report.lists import parse_names
 from tests.tiny import write_tiny_checkpoint
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
@@ -81,9 +82,9 @@ def point(strategy: str, arrivals: str, variation: float, tokens_per_s: float, u
 def test_compute_and_batching() -> None:
     assert claims_batching.judge_compute_share(ComputeShare(5e9, 100e9)).holds is Holds.YES
     assert claims_batching.judge_compute_share(ComputeShare(20e9, 100e9)).holds is Holds.NO
-    assert claims_batching.judge_batching([SeatsPoint(1, 10.0), SeatsPoint(8, 70.0)]).holds is Holds.YES
-    assert claims_batching.judge_batching([SeatsPoint(1, 10.0), SeatsPoint(8, 30.0)]).holds is Holds.PARTLY
-    found = claims_batching.judge_batching([SeatsPoint(1, 10.0), SeatsPoint(8, 20.0), SeatsPoint(64, 15.0)])
+    assert claims_batching.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 70.0)]).holds is Holds.YES
+    assert claims_batching.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 30.0)]).holds is Holds.PARTLY
+    found = claims_batching.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 20.0), BatchSizePoint(64, 15.0)])
     assert found.holds is Holds.NO
     assert found.figures["ratio"] == pytest.approx(2.0)
 
@@ -155,16 +156,16 @@ def test_every_claim_is_measured_and_every_key_documented(folder: str) -> None:
     maker = EngineMaker.load(folder, {"device": "cpu"})
     results = run_claims(maker, SMALL)
     # Three about policies, and two about tiling where the system tells how much memory was used.
-    assert len(results.outcomes) in (len(GROUPS) + 2, len(GROUPS) + 3)
-    for outcome in results.outcomes:
-        assert outcome.claim
-        assert outcome.source
-        assert outcome.measured
-        assert outcome.why
-        assert outcome.figures
+    assert len(results.verdicts) in (len(GROUPS) + 2, len(GROUPS) + 3)
+    for verdict in results.verdicts:
+        assert verdict.claim
+        assert verdict.source
+        assert verdict.measured
+        assert verdict.why
+        assert verdict.figures
     documented = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
-    assert set(results.outcomes[0].row()) <= documented
-    counted = {outcome.claim.split()[0]: outcome for outcome in results.outcomes}
+    assert set(results.verdicts[0].row()) <= documented
+    counted = {verdict.claim.split()[0]: verdict for verdict in results.verdicts}
     assert counted["A"].figures == {"padding_padded": 693, "padding_ragged": 0, "padding_bursted": 0}
     assert counted["Three"].holds is Holds.YES
 
@@ -184,4 +185,4 @@ def test_the_command(folder: str, tmp_path: Path) -> None:
 def test_unknown_claims_are_named() -> None:
     for text in ("magic", "cache,cache", ","):
         with pytest.raises(InvalidParameter, match="claims"):
-            parse_groups(text)
+            parse_names("claims", text, GROUPS)

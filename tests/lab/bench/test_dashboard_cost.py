@@ -9,15 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.lab.bench.dashboard.page_speed import full_lift
+from chairlift.lab.bench.dashboard.page_speed import full_batches
 from chairlift.lab.bench.dashboard.plot import plot_cost
-from chairlift.lab.bench.dashboard.run import DashboardCost, Window, _turns
+from chairlift.lab.bench.dashboard.run import DashboardCost, DashboardWindow, _turns
 from tests.dashboard.recorded import read_back
 from tests.tiny import write_tiny_checkpoint
 
 
-def window(is_open: bool, tokens: int) -> Window:
-    return Window(is_open, 2.0, tokens, engine_cpu=1.0, front_end_cpu=0.5)
+def window(is_open: bool, tokens: int) -> DashboardWindow:
+    return DashboardWindow(is_open, 2.0, tokens, engine_cpu=1.0, front_end_cpu=0.5)
 
 
 def test_each_open_window_is_held_against_its_neighbour(tmp_path: Path) -> None:
@@ -35,8 +35,8 @@ def test_each_open_window_is_held_against_its_neighbour(tmp_path: Path) -> None:
     assert (tmp_path / "cost.png").stat().st_size > 1000
 
 
-def test_the_lift_that_is_drawn_is_full() -> None:
-    steps, _ = read_back(list(full_lift(61, 8)))
+def test_batches_of_the_drawn_run_are_full() -> None:
+    steps, _ = read_back(list(full_batches(61, 8)))
     assert len(steps) == 61
     assert sum(map(len, steps[10:])) > 0.9 * 8 * 51
 

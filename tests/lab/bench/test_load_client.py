@@ -16,10 +16,10 @@ from chairlift.cli.main import app
 from chairlift.client.address import Address
 from chairlift.client.http import HttpClient
 from chairlift.lab.common.workload import BenchRequest
-from chairlift.lab.load.client import LoadClient, Wording
+from chairlift.lab.load.client import LoadClient, RequestFormat
 from chairlift.lab.load.figures import LatencyLimits, load_row
 from chairlift.lab.load.local_server import LocalServer, engine_arguments, local_server
-from chairlift.lab.load.run import ClosedLoop, Load, LoadRun, OpenLoop
+from chairlift.lab.load.run import ClosedLoop, LoadGenerator, LoadRun, OpenLoop
 from tests.tiny import write_tiny_checkpoint
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
@@ -96,8 +96,8 @@ def test_every_request_gets_an_ending(kind: str) -> None:
     answer, expected = ANSWERS[kind]
 
     async def use(http: HttpClient) -> LoadRun:
-        client = LoadClient(http, Wording("m"), timeout=0.2 if answer is None else 30)
-        return await Load(client.send).run([REQUEST] * 5, ClosedLoop(2))
+        client = LoadClient(http, RequestFormat("m"), timeout=0.2 if answer is None else 30)
+        return await LoadGenerator(client.send).run([REQUEST] * 5, ClosedLoop(2))
 
     run = asyncio.run(serving(answer, use))
     assert [record.error for record in run.records] == [expected] * 5
@@ -109,7 +109,7 @@ def test_every_request_gets_an_ending(kind: str) -> None:
 
 def test_usage_counts_and_pieces_are_timed() -> None:
     async def use(http: HttpClient) -> LoadRun:
-        return await Load(LoadClient(http, Wording("m"), timeout=30).send).run([REQUEST], ClosedLoop(1))
+        return await LoadGenerator(LoadClient(http, RequestFormat("m"), timeout=30).send).run([REQUEST], ClosedLoop(1))
 
     [record] = asyncio.run(serving(GOOD, use)).records
     assert (record.input_tokens, record.output_tokens) == (9, 4)
@@ -119,19 +119,19 @@ def test_usage_counts_and_pieces_are_timed() -> None:
 
 def test_an_unreachable_server_is_an_error_of_the_request() -> None:
     async def main() -> LoadRun:
-        client = LoadClient(HttpClient(Address("127.0.0.1", 1, False, "")), Wording("m"), timeout=30)
-        return await Load(client.send).run([REQUEST], ClosedLoop(1))
+        client = LoadClient(HttpClient(Address("127.0.0.1", 1, False, "")), RequestFormat("m"), timeout=30)
+        return await LoadGenerator(client.send).run([REQUEST], ClosedLoop(1))
 
     [record] = asyncio.run(main()).records
     assert (record.error or "").startswith("connection: ")
 
 
 def test_a_chat_is_made_of_words() -> None:
-    body = json.loads(Wording("m", "chat", ignore_eos=False, extra={"top_k": 5, "temperature": 1}).body(REQUEST))
+    body = json.loads(RequestFormat("m", "chat", ignore_eos=False, extra={"top_k": 5, "temperature": 1}).body(REQUEST))
     assert len(body["messages"][0]["content"].split()) == 3
     assert (body["max_tokens"], body["stream"], body["top_k"], body["temperature"]) == (3, True, 5, 1)
     assert "ignore_eos" not in body
-    assert json.loads(Wording("m").body(REQUEST))["ignore_eos"] is True
+    assert json.loads(RequestFormat("m").body(REQUEST))["ignore_eos"] is True
 
 
 # ---- loops -------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Service:
 
 def test_a_closed_loop_is_never_wider_than_asked() -> None:
     service = Service(0.001)
-    run = asyncio.run(Load(service.send).run([REQUEST] * 40, ClosedLoop(6)))
+    run = asyncio.run(LoadGenerator(service.send).run([REQUEST] * 40, ClosedLoop(6)))
     assert service.peak == 6
     assert len(run.records) == 40
 
@@ -161,7 +161,7 @@ def test_a_closed_loop_is_never_wider_than_asked() -> None:
 def test_an_open_loop_waits_for_nobody() -> None:
     service = Service(0.2)
     run = asyncio.run(
-        Load(service.send).run([REQUEST] * 30, OpenLoop(lambda: iter([index / 1000 for index in range(30)])))
+        LoadGenerator(service.send).run([REQUEST] * 30, OpenLoop(lambda: iter([index / 1000 for index in range(30)])))
     )
     assert service.peak == 30
     assert [record.due for record in run.records] == [index / 1000 for index in range(30)]
@@ -173,11 +173,11 @@ def test_a_duration_ends_an_endless_load() -> None:
         while True:
             yield REQUEST
 
-    closed = asyncio.run(Load(Service(0.01).send, duration=0.1).run(endless(), ClosedLoop(2)))
+    closed = asyncio.run(LoadGenerator(Service(0.01).send, duration=0.1).run(endless(), ClosedLoop(2)))
     assert 2 <= len(closed.records) <= 22
     assert all(record.sent < 0.1 and record.end for record in closed.records)
     times = OpenLoop(lambda: iter([0.0, 0.04, 0.08, 0.12, 0.16]))
-    assert len(asyncio.run(Load(Service(0.01).send, duration=0.1).run(endless(), times)).records) == 3
+    assert len(asyncio.run(LoadGenerator(Service(0.01).send, duration=0.1).run(endless(), times)).records) == 3
 
 
 # ---- a real server -----------------------------------------------------------------------------------------------

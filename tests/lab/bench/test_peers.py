@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.lab.bench.throughput.rounds import Rounds, median_row
-from chairlift.lab.bench.throughput.run import Comparison
+from chairlift.lab.bench.throughput.run import ThroughputComparison
 from chairlift.lab.common.measure import Advance
 from chairlift.lab.common.workload import BenchRequest, Workload
 from chairlift.lab.peers.peers import PEERS, Peer, parse_peer_paths, parse_peers
@@ -48,8 +48,10 @@ def unwatched(name: str) -> Iterator[Advance]:
     yield lambda tokens: None
 
 
-def own_engine(tiny: str) -> Comparison:
-    return Comparison(tiny, ["chairlift"], {"device": "cpu", "kv_memory": "4MiB"}, progress=False, closed_loop=True)
+def own_engine(tiny: str) -> ThroughputComparison:
+    return ThroughputComparison(
+        tiny, ["chairlift"], {"device": "cpu", "kv_memory": "4MiB"}, progress=False, closed_loop=True
+    )
 
 
 def test_a_peer_is_measured(fake_python: Path) -> None:
@@ -224,7 +226,7 @@ def test_command_line(tiny: str, fake_python: Path, tmp_path: Path, monkeypatch:
         (["--peers", "llama.cpp", "--peer-timeout", "0"], "--peer-timeout: "),
         (["--peers", "llama.cpp", "--engines", "transformers"], "--engines: there is no 'transformers'"),
         (["--peers", "llama.cpp", "--prefix-caching"], "--prefix-caching: "),
-        (["--peer-model", "llama.cpp=model.gguf"], "--peer-model: means nothing without"),
+        (["--peer-model", "llama.cpp=model.gguf"], "--peer-model: has no effect without"),
         (["--concurrency", "8,8"], "--concurrency: "),
         (["--concurrency", "8,many"], "--concurrency: "),
         (["--repeat", "0"], "--repeat: "),

@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.core.events import Event, RequestQueued
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.prefix.run import SCENARIOS, PrefixSettings, _Words, compare_prefix_caching, parse_scenarios
+from chairlift.lab.bench.prefix.options import PrefixSettings
+from chairlift.lab.bench.prefix.run import SCENARIOS, compare_prefix_caching
 from chairlift.lab.common.engine_run import Session, run_sessions
 from chairlift.lab.common.engines import EngineMaker
-from chairlift.lab.common.workload import BenchRequest
+from chairlift.lab.common.workload import BenchRequest, TokenSource
+from chairlift.lab.report.lists import parse_names
 from tests.tiny import write_tiny_checkpoint
 
 SMALL = PrefixSettings(
@@ -86,7 +88,7 @@ def test_every_key_is_documented(maker: EngineMaker) -> None:
 
 def test_the_same_seed_gives_the_same_sessions() -> None:
     for make in SCENARIOS.values():
-        first, same, other = (make(SMALL, _Words(range(50), seed)) for seed in ("a", "a", "b"))
+        first, same, other = (make(SMALL, TokenSource(range(50), seed)) for seed in ("a", "a", "b"))
         assert first == same != other
 
 
@@ -95,7 +97,7 @@ def test_settings_that_make_no_sense_are_named() -> None:
         PrefixSettings(turns=0)
     for text in ("", "magic", "rag,rag"):
         with pytest.raises(InvalidParameter, match="scenarios"):
-            parse_scenarios(text)
+            parse_names("scenarios", text, SCENARIOS)
 
 
 def test_the_command(folder: str, tmp_path: Path) -> None:

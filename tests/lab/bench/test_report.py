@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.throughput.run import Comparison
+from chairlift.lab.bench.throughput.run import ThroughputComparison
 from chairlift.lab.common.measure import Measurement, add_speedups
-from chairlift.lab.common.report import check_writable, machine, machine_line, write_report
+from chairlift.lab.report.json_report import check_writable, machine, machine_line, write_report
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
 
@@ -31,7 +31,7 @@ def test_every_key_is_documented() -> None:
     documented = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
     rows = [Measurement(1.0, input_tokens=1, token_times=[[0.5]]).row("chairlift")]
     add_speedups(rows)
-    settings = Comparison("m").settings()
+    settings = ThroughputComparison("m").settings()
     assert set(rows[0]) | set(settings) | set(machine()) <= documented
 
 

@@ -15,7 +15,7 @@ from chairlift.lab.bench.serve.run import turns
 from chairlift.lab.common.workload import LengthRange, SharedPrefixes, draw_requests
 from chairlift.lab.load.arrivals import Arrivals
 from chairlift.lab.load.figures import LatencyLimits, in_flight, load_row
-from chairlift.lab.load.plot import SLICES, draw_load, open_over_time, tokens_over_time
+from chairlift.lab.load.plot import SLICES, open_over_time, plot_load, tokens_over_time
 from chairlift.lab.load.run import LoadRun, RequestRecord
 from chairlift.lab.load.traces import TraceEntry, load_trace, trace_requests
 
@@ -273,5 +273,5 @@ def test_what_is_drawn_over_time_adds_up(requests: list[tuple[float, list[float]
 
 def test_a_plot_is_a_picture(tmp_path: Path) -> None:
     file = tmp_path / "load.png"
-    draw_load(file, "a load", "a machine", {"server": [RUN, RUN], "offline": [RUN]}, LatencyLimits(max_ttft_ms=100))
+    plot_load(file, "a load", "a machine", {"server": [RUN, RUN], "offline": [RUN]}, LatencyLimits(max_ttft_ms=100))
     assert file.read_bytes().startswith(b"\x89PNG")

@@ -164,8 +164,8 @@ def test_what_it_finished_before_it_failed_is_kept(
         (["--peer", "vllm", "--peer-timeout", "0"], "--peer-timeout: must be above 0"),
         (["--peer", "vllm", "--quantization", "int8"], "--quantization: cannot be compared"),
         (["--peer", "vllm", "--kv-dtype", "bfloat16"], "--kv-dtype: cannot be compared"),
-        (["--peer-python", sys.executable], "--peer-python: means nothing without --peer"),
-        (["--peer-timeout", "9"], "--peer-timeout: means nothing without --peer"),
+        (["--peer-python", sys.executable], "--peer-python: has no effect without --peer"),
+        (["--peer-timeout", "9"], "--peer-timeout: has no effect without --peer"),
     ],
 )
 def test_bad_options(options: list[str], expected: str, shape: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_python_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("shape", "kind", "message"),
     [
-        ("nowhere", InvalidParameter, "^shape: 'nowhere' is no file"),
+        ("nowhere", InvalidParameter, "^shape: there is no file 'nowhere'"),
         ("empty", ChairliftError, "^empty: no config.json there"),
     ],
 )

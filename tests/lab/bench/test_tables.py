@@ -6,11 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chairlift.lab.bench.claims.claim import Holds, Outcome
-from chairlift.lab.bench.claims.cli import show_claims
-from chairlift.lab.bench.quality.cli import show_quality
+from chairlift.lab.bench.claims.claim import Holds, Verdict
+from chairlift.lab.bench.claims.cli import ClaimsTable
+from chairlift.lab.bench.quality.cli import quality_table
 from chairlift.lab.bench.quality.run import MODES, Quality
-from chairlift.lab.common.output import show_table
+from chairlift.lab.report.tables import show_table
 
 words = st.text("abcdefgh", min_size=1, max_size=9)
 phrases = st.lists(words, min_size=1, max_size=4).map(" ".join)
@@ -50,7 +50,8 @@ def test_the_modes_of_bench_quality_are_all_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    show_quality("smollm2-135m", [Quality(mode, 12.345, 0.01234, 0.987, 538_060_800, 46_080) for mode in MODES])
+    found = [Quality(mode, 12.345, 0.01234, 0.987, 538_060_800, 46_080) for mode in MODES]
+    quality_table("smollm2-135m", [quality.row() for quality in found]).show()
     shown = capsys.readouterr().out
     names = " ".join(line[:14].strip() for line in shown.splitlines())  # long ones take two lines
     assert all(mode in " ".join(names.split()) for mode in MODES)
@@ -61,6 +62,7 @@ def test_the_modes_of_bench_quality_are_all_named(
 def test_every_claim_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     claim = "continuous batching serves many times as many tokens as static batching"
-    show_claims([Outcome(claim, "a paper with a long name", "x" * 30 + " or so" * 20, Holds.PARTLY, "because " * 30)])
+    verdict = Verdict(claim, "a paper with a long name", "x" * 30 + " or so" * 20, Holds.PARTLY, "because " * 30)
+    ClaimsTable([verdict]).show()
     shown = capsys.readouterr().out
     assert all(word in shown for word in claim.split())

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.throughput.run import ENGINES, Comparison, parse_engines
+from chairlift.lab.bench.throughput.run import ALL_ENGINES, ENGINES, ThroughputComparison
 from chairlift.lab.common.measure import Advance
 from chairlift.lab.common.workload import LengthRange, make_workload
+from chairlift.lab.report.lists import parse_names
 from tests.tiny import write_tiny_checkpoint
 
 
@@ -32,7 +33,7 @@ class Watching:
 
 
 def test_every_engine_serves_the_whole_workload(folder: str) -> None:
-    comparison = Comparison(folder, options={"device": "cpu"}, progress=False)
+    comparison = ThroughputComparison(folder, options={"device": "cpu"}, progress=False)
     workload = make_workload(
         comparison.vocabulary(), requests=5, prompt_len=LengthRange(4, 40), output_len=LengthRange(2, 6), seed=0
     )
@@ -58,7 +59,7 @@ def test_every_engine_serves_the_whole_workload(folder: str) -> None:
 
 def test_a_workload_longer_than_the_context_is_refused(folder: str) -> None:
     workload = make_workload([5], requests=1, prompt_len=LengthRange(250, 250), output_len=LengthRange(7, 7), seed=0)
-    comparison = Comparison(folder, ["chairlift"], {"device": "cpu"}, progress=False)
+    comparison = ThroughputComparison(folder, ["chairlift"], {"device": "cpu"}, progress=False)
     with pytest.raises(InvalidParameter, match=r"257 tokens.*256"):
         comparison.run(workload, Watching())
 
@@ -69,11 +70,13 @@ def test_what_transformers_lacks_is_said_at_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("chairlift.lab.bench.throughput.run.find_spec", lambda name: None)
     workload = make_workload([5], requests=1, prompt_len=LengthRange(2, 2), output_len=LengthRange(1, 1), seed=0)
     with pytest.raises(InvalidParameter, match=r"engines: .*accelerate"):
-        Comparison(str(file), options={"device": "cpu"}, progress=False).run(workload, Watching())
+        ThroughputComparison(str(file), options={"device": "cpu"}, progress=False).run(workload, Watching())
 
 
 def test_settings_say_what_was_chosen(tmp_path: Path) -> None:
-    settings = Comparison("m", options={"device": "cpu", "max_batch_tokens": 32, "max_batch_requests": 8}).settings()
+    settings = ThroughputComparison(
+        "m", options={"device": "cpu", "max_batch_tokens": 32, "max_batch_requests": 8}
+    ).settings()
     assert settings["device"] == "cpu"
     assert settings["dtype"] == "float32"
     assert settings["concurrency"] == 8
@@ -81,7 +84,7 @@ def test_settings_say_what_was_chosen(tmp_path: Path) -> None:
 
 
 def test_engines_are_parsed() -> None:
-    assert parse_engines("transformers, chairlift") == ["transformers", "chairlift"]
+    assert parse_names("engines", "transformers, chairlift", ALL_ENGINES) == ["transformers", "chairlift"]
     for text in ("", "vllm", "chairlift,chairlift"):
         with pytest.raises(InvalidParameter, match="engines: "):
-            parse_engines(text)
+            parse_names("engines", text, ALL_ENGINES)

@@ -1,4 +1,4 @@
-"""One model, and as many engines around it as a bench compares."""
+"""Engines with different settings that share one loaded model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from chairlift.engine.kv_dtype import kv_dtype
 from chairlift.engine.machine_defaults import batch_tokens, torch_device, torch_dtype
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
+from chairlift.lab.report.progress import Note
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
+    from chairlift.terminal.options import EngineOptions
 
 
 def touch_cache(storage: KVStorage, num_blocks: int | None = None) -> None:
-    """Write to its first blocks. A system hands out memory when that happens first: here, so that it does not count for
-    whoever comes first."""
+    """Write to the first blocks of the KV cache.
+
+    The system allocates pages on first write; this moves that cost out of the first measured request.
+    """
     for side in (*storage.keys, *storage.values):
         side[:num_blocks].view(torch.uint8).zero_()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMaker:
-    """`options` are those of `EngineConfig`; each engine may change some."""
+    """Builds engines around a loaded model; `options` are fields of `EngineConfig`, which each engine may change."""
 
     loaded: LoadedModel
     options: Mapping[str, Any]
@@ -37,6 +41,12 @@ class EngineMaker:
     @classmethod
     def load(cls, model: str, options: Mapping[str, Any], *, progress: bool = False) -> EngineMaker:
         return cls(load_model(model, EngineConfig(**options), progress=progress), options)
+
+    @classmethod
+    def from_options(cls, engine: EngineOptions, note: Note, **changes: Any) -> EngineMaker:
+        """Load the model that the options of a command name."""
+        note(f"loading {engine.model}")
+        return cls.load(engine.model, engine.config() | changes, progress=not engine.quiet)
 
     def start(self, *, clock: Callable[[], float] = time.monotonic, **changes: Any) -> StartedEngine:
         return start_engine(self.loaded, self.config(**changes), clock=clock)
@@ -48,7 +58,7 @@ class EngineMaker:
         return EngineConfig(**(dict(self.options) | changes))
 
     def kv_memory(self, num_blocks: int) -> int:
-        """The bytes of so many blocks."""
+        """The size of `num_blocks` blocks in bytes."""
         model, config = self.loaded.model, self.config()
         return num_blocks * config.block_size * bytes_per_token(model.attention_layers, kv_dtype(config, model))
 
@@ -69,9 +79,7 @@ class EngineMaker:
         return describe(open_checkpoint(resolve_model(self.loaded.name)).config).num_parameters
 
     def settings(self) -> dict[str, Any]:
-        """What all of its engines have in common, for a report."""
-        import torch
-
+        """What all engines have in common, for a report."""
         config = self.config()
         return {
             "model": self.loaded.name,

@@ -37,7 +37,7 @@ class ShapeOptions:
     ) -> Iterator[tuple[str, EngineConfig, str]]:
         """What to load, how, and what to call it. `argument` is the model as it may be typed without an option."""
         from chairlift.config import EngineConfig
-        from chairlift.lab.bench.shapes.run import config_file
+        from chairlift.lab.common.model_shapes import config_file
 
         if argument is not None and given(context, "model"):
             raise InvalidParameter("model", f"was given twice: {argument!r} and {engine.model!r}")

@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 
 Run = Callable[[], object]
-Note = Callable[[str], None]
-"""Told what is measured next, for whoever watches."""
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # what Linux wants written to clear_refs

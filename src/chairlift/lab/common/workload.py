@@ -45,6 +45,16 @@ class Workload:
         return Workload(tuple(BenchRequest(one.prompt_ids[::-1], min(one.n_out, 8)) for one in some))
 
 
+class TokenSource:
+    """Random tokens of a vocabulary; the same seed gives the same tokens."""
+
+    def __init__(self, vocabulary: Sequence[int], seed: int | str) -> None:
+        self._vocabulary, self._rng = vocabulary, random.Random(seed)
+
+    def draw(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.choices(self._vocabulary, k=count))
+
+
 @dataclass(frozen=True, slots=True)
 class LengthRange:
     """Lengths from `low` to `high`, both included."""

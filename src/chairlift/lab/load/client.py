@@ -30,7 +30,7 @@ WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wording:
+class RequestFormat:
     """How requests are put. `extra` goes into every body and wins over what is there."""
 
     model: str
@@ -68,10 +68,10 @@ class Wording:
 class LoadClient:
     """Sends requests and reads their streams. Whatever goes wrong ends up in the record, never in the caller."""
 
-    def __init__(self, http: HttpClient, wording: Wording, *, timeout: float) -> None:
+    def __init__(self, http: HttpClient, request_format: RequestFormat, *, timeout: float) -> None:
         self.num_pieces = 0  # that arrived so far, of all requests
         self._http = http
-        self._wording = wording
+        self._wording = request_format
         self._timeout = timeout
 
     @property
@@ -79,7 +79,7 @@ class LoadClient:
         return self._http.address
 
     async def send(self, request: BenchRequest, record: RequestRecord, now: Callable[[], float]) -> None:
-        answer = _Answer(self, record, now)
+        answer = _StreamReader(self, record, now)
         try:
             async with asyncio.timeout(self._timeout):
                 response = await self._http.post(self._wording.path, self._wording.body(request), answer.feed)
@@ -95,7 +95,7 @@ class LoadClient:
         record.output_tokens = record.output_tokens or len(record.times)
 
 
-class _Answer:
+class _StreamReader:
     """The stream of one answer. Which pieces it came in and when is all that is kept of it."""
 
     def __init__(self, client: LoadClient, record: RequestRecord, now: Callable[[], float]) -> None:

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from chairlift.errors import EngineDead
 from chairlift.lab.common.cpu_time import children, cpu_seconds
+from chairlift.lab.common.workload import text_like_ids
 
 START_SECONDS = 600
 STOP_SECONDS = 30
@@ -57,6 +58,18 @@ def local_server(model: str, options: Mapping[str, Any], *, max_waiting: int) ->
             yield server
         finally:
             _stop(process)
+
+
+def local_model_facts(model: str, options: Mapping[str, Any], *, progress: bool) -> tuple[list[int], int]:
+    """The token ids that prompts for a model can be made of, and the most tokens a request to it can have."""
+    from chairlift.loading.checkpoint import open_checkpoint
+    from chairlift.loading.store import resolve_model
+    from chairlift.loading.tokenizer import load_tokenizer
+    from chairlift.models import describe
+
+    checkpoint = open_checkpoint(resolve_model(model, progress=progress))
+    limit = options["max_model_len"] or describe(checkpoint.config).max_len
+    return text_like_ids(load_tokenizer(checkpoint).tokenizer), limit
 
 
 def engine_arguments(options: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from chairlift.core.events import Event, RequestAdmitted, RequestFinished, Token
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import EngineDead
 from chairlift.lab.common.workload import BenchRequest, Workload
-from chairlift.lab.load.run import Advance, ClosedLoop, LoadRun, OpenLoop, Pace, RequestRecord
+from chairlift.lab.load.run import ClosedLoop, LoadLoop, LoadProgress, LoadRun, OpenLoop, RequestRecord
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
@@ -29,7 +29,7 @@ REPORT_SECONDS = 0.25
 
 
 def run_offline(
-    model: str, options: Mapping[str, Any], workload: Workload, pace: Pace, warm_up: int, advance: Advance
+    model: str, options: Mapping[str, Any], workload: Workload, loop: LoadLoop, warm_up: int, advance: LoadProgress
 ) -> LoadRun:
     """Run `workload` on an engine in a new process that is gone afterwards; `advance` is told how far it is."""
     task = {
@@ -37,9 +37,9 @@ def run_offline(
         "options": dict(options),
         "requests": [[request.prompt_ids, request.n_out] for request in workload.requests],
         "warm_up": warm_up,
-        "concurrency": pace.concurrency if isinstance(pace, ClosedLoop) else None,
-        "times": [time for time, _ in zip(pace.times(), workload.requests, strict=False)]
-        if isinstance(pace, OpenLoop)
+        "concurrency": loop.concurrency if isinstance(loop, ClosedLoop) else None,
+        "times": [time for time, _ in zip(loop.times(), workload.requests, strict=False)]
+        if isinstance(loop, OpenLoop)
         else None,
     }
     command = [sys.executable, "-m", "chairlift.lab.load.offline_worker"]
@@ -66,19 +66,19 @@ def run_offline(
 
 
 class OfflineLoad:
-    """Keeps an engine as busy as the pace of the load asks for."""
+    """Keeps an engine as busy as the loop of the load asks for."""
 
-    def __init__(self, engine: Engine, requests: Sequence[BenchRequest], pace: Pace) -> None:
+    def __init__(self, engine: Engine, requests: Sequence[BenchRequest], loop: LoadLoop) -> None:
         self._num_pieces = self._num_done = 0
         self._engine = engine
         self._queue = list(reversed(requests))
-        self._seats = pace.concurrency if isinstance(pace, ClosedLoop) else len(requests)
-        self._times = pace.times() if isinstance(pace, OpenLoop) else None
+        self._seats = loop.concurrency if isinstance(loop, ClosedLoop) else len(requests)
+        self._times = loop.times() if isinstance(loop, OpenLoop) else None
         self._due = 0.0
         self._open: dict[str, RequestRecord] = {}
         self._begun = 0.0
 
-    def run(self, advance: Advance) -> LoadRun:
+    def run(self, advance: LoadProgress) -> LoadRun:
         cpu, records = time.process_time(), list[RequestRecord]()
         self._begun = self._engine.now()
         self._due = next(self._times) if self._times else 0.0
@@ -156,16 +156,16 @@ def main() -> None:
     print(json.dumps(answer), flush=True)
 
 
-def _run(task: Mapping[str, Any], advance: Advance) -> LoadRun:
+def _run(task: Mapping[str, Any], advance: LoadProgress) -> LoadRun:
     from chairlift.config import EngineConfig
     from chairlift.engine.startup import load_engine
 
     engine = load_engine(task["model"], EngineConfig(**task["options"]), progress=False).engine
     requests = [BenchRequest(tuple(prompt), n_out) for prompt, n_out in task["requests"]]
-    pace: Pace = ClosedLoop(task["concurrency"]) if task["times"] is None else OpenLoop(lambda: iter(task["times"]))
+    loop: LoadLoop = ClosedLoop(task["concurrency"]) if task["times"] is None else OpenLoop(lambda: iter(task["times"]))
     warm_up = Workload(tuple(requests)).warm_up(task["warm_up"])
     OfflineLoad(engine, warm_up.requests, ClosedLoop(len(warm_up.requests) or 1)).run(lambda *progress: None)
-    return OfflineLoad(engine, requests, pace).run(advance)
+    return OfflineLoad(engine, requests, loop).run(advance)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import typer
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.workload import BenchRequest, LengthRange, SharedPrefixes, draw_requests, load_workload
 from chairlift.lab.load.arrivals import ARRIVALS, Arrivals
-from chairlift.lab.load.client import APIS, Wording
+from chairlift.lab.load.client import APIS, RequestFormat
 from chairlift.lab.load.figures import LatencyLimits
-from chairlift.lab.load.run import ClosedLoop, OpenLoop, Pace
+from chairlift.lab.load.run import ClosedLoop, LoadLoop, OpenLoop
 from chairlift.lab.load.traces import TraceEntry, load_trace, trace_requests
 
 _LOAD, _WORKLOAD, _SERVER, _GOOD = "Load", "Workload", "Server", "What counts as good"
@@ -85,7 +85,7 @@ class LoadOptions:
         if self.duration is not None and not 0 < self.duration < float("inf"):
             raise InvalidParameter("duration", f"must be a number of seconds above 0, got {self.duration}")
 
-    def pace(self, seed: int, recorded: Sequence[TraceEntry] | None) -> Pace:
+    def loop(self, seed: int, recorded: Sequence[TraceEntry] | None) -> LoadLoop:
         """As asked for; a trace keeps its own time unless something else was."""
         if self.rate is not None:
             arrivals = Arrivals.parse(self.rate, self.arrivals, self.burstiness)
@@ -94,9 +94,9 @@ class LoadOptions:
             return OpenLoop(lambda: iter([entry.at for entry in recorded]))
         return ClosedLoop(self.concurrency or CONCURRENCY)
 
-    def describe(self, pace: Pace) -> str:
-        if isinstance(pace, ClosedLoop):
-            return f"closed loop, {pace.concurrency} at a time"
+    def describe(self, loop: LoadLoop) -> str:
+        if isinstance(loop, ClosedLoop):
+            return f"closed loop, {loop.concurrency} at a time"
         if self.rate is None:
             return "open loop, as recorded"
         return f"open loop, {self.rate:g} requests/s, {self.arrivals}"
@@ -113,7 +113,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadOptions:
+class LoadWorkload:
     """What the requests are."""
 
     prompt_len: Annotated[
@@ -247,7 +247,7 @@ class ServerOptions:
         float, typer.Option(help="Seconds after which a request is given up.", min=0.001, rich_help_panel=_SERVER)
     ] = 600.0
 
-    def wording(self, model: str) -> Wording:
+    def request_format(self, model: str) -> RequestFormat:
         try:
             extra = json.loads(self.extra_body)
         except ValueError:
@@ -256,7 +256,7 @@ class ServerOptions:
             raise InvalidParameter(
                 "extra_body", f'must be a JSON object such as {{"top_k": 5}}, got {self.extra_body!r}'
             )
-        return Wording(model, self.api, self.temperature, self.ignore_eos, extra)
+        return RequestFormat(model, self.api, self.temperature, self.ignore_eos, extra)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

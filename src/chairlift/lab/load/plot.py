@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chairlift.lab.common.plots import Draw, save_panels
 from chairlift.lab.load.figures import Latency, LatencyLimits, answered, token_gaps
 from chairlift.lab.load.run import LoadRun, RequestRecord
+from chairlift.lab.report.plots import Panel, save_panels
 
 COLOURS = ("#0b6e99", "#d9730d")  # blue and orange: hardly anyone confuses them
 RED = "#c4314b"
@@ -18,9 +18,9 @@ SLICES = 80  # of the time of a run
 Runs = Mapping[str, Sequence[LoadRun]]
 
 
-def draw_load(path: Path, title: str, note: str, runs: Runs, limits: LatencyLimits) -> None:
+def plot_load(path: Path, title: str, note: str, runs: Runs, limits: LatencyLimits) -> None:
     """Six panels, with a colour for each name in `runs`. What goes on over time is shown of its first run."""
-    panels: list[Draw] = [
+    panels: list[Panel] = [
         lambda axes: _draw_first(axes, runs, limits),
         lambda axes: _draw_per_token(axes, runs, limits),
         lambda axes: _draw_whole(axes, runs, limits),

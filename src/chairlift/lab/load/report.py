@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,13 +15,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from chairlift.lab.load.figures import LatencyLimits
-from chairlift.lab.load.run import Advance
+from chairlift.lab.load.run import LoadProgress
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 
 
 @contextmanager
-def watch_load(name: str, total: int | None, *, enabled: bool) -> Iterator[Advance]:
+def watch_load(name: str, total: int | None, *, enabled: bool) -> Iterator[LoadProgress]:
     """A bar that fills with requests; without a known number of them, it only moves."""
     columns = (
         TextColumn("{task.description:<8}"),
@@ -44,16 +45,24 @@ def watch_load(name: str, total: int | None, *, enabled: bool) -> Iterator[Advan
         yield advance
 
 
-def show_rows(rows: Sequence[Mapping[str, Any]], title: str, limits: LatencyLimits) -> None:
-    console = Console()
-    console.print(f"\n[bold]{title}[/bold]", highlight=False)
-    console.print(_throughput(rows, limits))
-    console.print(_latencies(rows))
-    for row in rows:
-        _show_errors(console, row)
-    if len(rows) == 2:
-        ratio = rows[0]["speedup_vs"][rows[1]["name"]]
-        console.print(f"{rows[0]['name']} / {rows[1]['name']}: [bold]{ratio:.1%}[/bold] of the output tokens/s")
+@dataclass(frozen=True, slots=True)
+class LoadTables:
+    """Throughput and latencies of each run, with a column for each."""
+
+    rows: Sequence[Mapping[str, Any]]
+    title: str
+    limits: LatencyLimits
+
+    def show(self) -> None:
+        console, rows = Console(), self.rows
+        console.print(f"\n[bold]{self.title}[/bold]", highlight=False)
+        console.print(_throughput(rows, self.limits))
+        console.print(_latencies(rows))
+        for row in rows:
+            _show_errors(console, row)
+        if len(rows) == 2:
+            ratio = rows[0]["speedup_vs"][rows[1]["name"]]
+            console.print(f"{rows[0]['name']} / {rows[1]['name']}: [bold]{ratio:.1%}[/bold] of the output tokens/s")
 
 
 def _throughput(rows: Sequence[Mapping[str, Any]], limits: LatencyLimits) -> Table:

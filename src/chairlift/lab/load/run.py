@@ -47,14 +47,14 @@ class OpenLoop:
     times: Callable[[], Iterator[float]]  # seconds from the start, rising; one for each request, or endless
 
 
-Pace = ClosedLoop | OpenLoop
+LoadLoop = ClosedLoop | OpenLoop
 Send = Callable[[BenchRequest, RequestRecord, Callable[[], float]], Awaitable[None]]
 """Carries a request through and fills in its record; the last argument is the run's clock. Never raises."""
-Advance = Callable[[int, int, int], None]
+LoadProgress = Callable[[int, int, int], None]
 """Called with the numbers of requests that are done, that are open, and of pieces of answers that have arrived."""
 
 
-class Load:
+class LoadGenerator:
     """A run under way."""
 
     def __init__(self, send: Send, *, duration: float | None = None) -> None:
@@ -67,13 +67,13 @@ class Load:
     def now(self) -> float:
         return time.perf_counter() - self._begun
 
-    async def run(self, requests: Iterable[BenchRequest], pace: Pace) -> LoadRun:
+    async def run(self, requests: Iterable[BenchRequest], loop: LoadLoop) -> LoadRun:
         """Send all requests, or those whose turn comes within the duration, and wait for every one of them."""
         cpu, self._begun = time.process_time(), time.perf_counter()
-        if isinstance(pace, ClosedLoop):
-            await self._run_closed(iter(requests), pace.concurrency)
+        if isinstance(loop, ClosedLoop):
+            await self._run_closed(iter(requests), loop.concurrency)
         else:
-            await self._run_open(iter(requests), pace.times())
+            await self._run_open(iter(requests), loop.times())
         seconds = max((record.end for record in self.records), default=0.0)
         return LoadRun(seconds, self.records, {"client": time.process_time() - cpu})
 

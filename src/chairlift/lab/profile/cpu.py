@@ -16,7 +16,6 @@ from chairlift.attention.base import Attend, RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.engine.startup import StartedEngine
 from chairlift.lab.common.step_work import ATTENTION, GEMM, SAMPLING
-from chairlift.lab.common.timing import Note
 from chairlift.lab.profile.chrome_trace import Span, trace_events
 from chairlift.lab.profile.step_profile import (
     Batch,
@@ -27,6 +26,7 @@ from chairlift.lab.profile.step_profile import (
     mean_context,
     mean_work,
 )
+from chairlift.lab.report.progress import Note
 from chairlift.layers.linear import Linear
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.models.base import CausalLM

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from chairlift.engine.startup import StartedEngine
-from chairlift.lab.common.timing import Note
 from chairlift.lab.profile.chrome_trace import Span, trace_events
 from chairlift.lab.profile.gpu_timeline import Timeline, device_activities, launch_seconds, read_timeline
 from chairlift.lab.profile.step_profile import (
@@ -26,6 +25,7 @@ from chairlift.lab.profile.step_profile import (
     mean_context,
     mean_work,
 )
+from chairlift.lab.report.progress import Note
 
 ENGINE_TRACK = 1_000_000  # a number that no thread has
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from chairlift.engine.startup import StartedEngine
 from chairlift.lab.common.floor import Ceilings, ceilings_for
-from chairlift.lab.common.timing import Note
 from chairlift.lab.profile.step_profile import BatchProfile, ProfileSettings
+from chairlift.lab.report.progress import Note
 
 
 @dataclass(frozen=True, slots=True)

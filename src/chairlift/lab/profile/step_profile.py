@@ -15,7 +15,7 @@ from chairlift.engine.engine import Engine
 from chairlift.engine.machine_defaults import batch_requests, batch_tokens
 from chairlift.engine.startup import StartedEngine
 from chairlift.errors import InvalidParameter
-from chairlift.lab.common.step_work import Work, step_work, total
+from chairlift.lab.common.step_work import KernelWork, step_work, total
 
 WARM_UP_STEPS = 3  # decode steps of a batch before those that count
 
@@ -70,7 +70,7 @@ class PartTime:
 
     name: str
     seconds: float
-    work: Work | None = None  # None: not counted
+    work: KernelWork | None = None  # None: not counted
 
     @property
     def flops_per_second(self) -> float | None:
@@ -180,7 +180,7 @@ class Batch:
             self.engine.step()
 
 
-def mean_work(started: StartedEngine, steps: Sequence[TimedStep]) -> dict[str, Work]:
+def mean_work(started: StartedEngine, steps: Sequence[TimedStep]) -> dict[str, KernelWork]:
     itemsize = started.runner.storage.keys[0].itemsize
     each = [step_work(started.runner.model, itemsize, step.done.plan) for step in steps if step.done.plan is not None]
     return {name: total(work[name] for work in each) / len(each) for name in each[0]}

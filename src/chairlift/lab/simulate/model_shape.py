@@ -19,7 +19,7 @@ BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0
 
 def read_config(name: str) -> Mapping[str, Any]:
     """Of a config.json, a folder that has one, a GGUF file, a known model, or a shape that `bench shapes` knows."""
-    from chairlift.lab.bench.shapes.run import SHAPES
+    from chairlift.lab.common.model_shapes import SHAPES
 
     if name in SHAPES:
         return SHAPES[name]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.core.cost_model import StepShape
-from chairlift.lab.common.plots import save_panels
+from chairlift.lab.report.plots import save_panels
 from chairlift.lab.simulator.records import Outcome
 from chairlift.lab.simulator.roofline import StepCost
 

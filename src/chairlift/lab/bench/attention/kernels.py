@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.engine.memory_plan import bytes_per_token, plan_memory
-from chairlift.lab.bench.attention.modes import BLOCK_SIZE, Shape, time_modes
-from chairlift.lab.common.timing import Note, best_seconds, peak_bytes
+from chairlift.lab.bench.attention.modes import BLOCK_SIZE, AttentionShape, time_modes
+from chairlift.lab.common.timing import best_seconds, peak_bytes
+from chairlift.lab.report.progress import Note
 from chairlift.runner.device_memory import free_memory
 
 KV_MEMORY = 2**30  # for comparing how many sequences fit
@@ -28,7 +29,7 @@ class TilingPoint:
     full_bytes: int | None
 
 
-def compare_tiling(shape: Shape, *, sizes: Sequence[int], note: Note = lambda text: None) -> list[TilingPoint]:
+def compare_tiling(shape: AttentionShape, *, sizes: Sequence[int], note: Note = lambda text: None) -> list[TilingPoint]:
     """Causal attention of one sequence: torch's FlashAttention-style kernel and the formula as it is written."""
     points = []
     for size in sizes:
@@ -75,7 +76,7 @@ class SharingPoint:
 
 
 def compare_head_sharing(
-    shape: Shape, *, group: int, batch: int, context: int, note: Note = lambda text: None
+    shape: AttentionShape, *, group: int, batch: int, context: int, note: Note = lambda text: None
 ) -> list[SharingPoint]:
     """Every query head with keys of its own, `group` heads with the same ones, all with the same."""
     points = []

@@ -16,7 +16,7 @@ from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.memory_plan import plan_memory
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.random_model import random_llama
-from chairlift.lab.common.timing import Note
+from chairlift.lab.report.progress import Note
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.cpu import CPURunner
 from chairlift.runner.kv_storage import allocate_storage

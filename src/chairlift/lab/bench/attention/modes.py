@@ -19,14 +19,15 @@ from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.lengths import SpreadLengths
-from chairlift.lab.common.timing import Note, best_seconds
+from chairlift.lab.common.timing import best_seconds
+from chairlift.lab.report.progress import Note
 
 BLOCK_SIZE = 16
 LONGEST = 8  # times the mean: where lengths are cut off
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AttentionShape:
     """One attention layer and where it runs."""
 
     heads: int
@@ -72,7 +73,7 @@ class ModesPoint:
 
 
 def compare_modes(
-    shape: Shape,
+    shape: AttentionShape,
     *,
     batches: Sequence[int],
     variations: Sequence[float],
@@ -96,7 +97,7 @@ def compare_modes(
     return points
 
 
-def _point(shape: Shape, kind: str, variation: float, spans: Sequence[tuple[int, int]]) -> ModesPoint:
+def _point(shape: AttentionShape, kind: str, variation: float, spans: Sequence[tuple[int, int]]) -> ModesPoint:
     ends = [start + count for start, count in spans]
     tokens = sum(count for _, count in spans)
     return ModesPoint(
@@ -111,7 +112,7 @@ def _point(shape: Shape, kind: str, variation: float, spans: Sequence[tuple[int,
     )
 
 
-def time_modes(shape: Shape, spans: Sequence[tuple[int, int]]) -> dict[str, float]:
+def time_modes(shape: AttentionShape, spans: Sequence[tuple[int, int]]) -> dict[str, float]:
     """Seconds per mode for a batch of (start, count): a request with `start` cached tokens that computes `count`."""
     plan, num_blocks = plan_of(spans)
     storage = random_storage(shape, num_blocks)
@@ -129,12 +130,12 @@ def plan_of(spans: Sequence[tuple[int, int]]) -> tuple[StepPlan, int]:
     return StepPlan(0, tuple(chunks)), used
 
 
-def random_storage(shape: Shape, num_blocks: int) -> KVStorage:
+def random_storage(shape: AttentionShape, num_blocks: int) -> KVStorage:
     size = (num_blocks + 1, BLOCK_SIZE, shape.kv_heads, shape.head_dim)
     return KVStorage([shape.random(*size)], [shape.random(*size)])
 
 
-def _time_backend(shape: Shape, name: str, plan: StepPlan, storage: KVStorage) -> float:
+def _time_backend(shape: AttentionShape, name: str, plan: StepPlan, storage: KVStorage) -> float:
     backend = shape.backend(name)
     batch = build_batch(plan, storage, shape.device, rectangular=backend.capabilities.rectangular)
     # Planned once for all layers of a model, so planning is no part of what a layer costs.

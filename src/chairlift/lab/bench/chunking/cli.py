@@ -8,22 +8,30 @@ from typing import Annotated, Any
 
 import typer
 
-from chairlift.lab.bench.base import bench
-from chairlift.lab.common.output import ReportOptions, parse_numbers, show_table, watch
-from chairlift.terminal.console import show_log
+from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.bench.chunking.options import ChunkingSettings
+from chairlift.lab.report.lists import number_list
+from chairlift.lab.report.options import ReportOptions
+from chairlift.lab.report.progress import Note
+from chairlift.lab.report.tables import Column, Table
 from chairlift.terminal.options import EngineOptions, refuse_given
 
-_TRAFFIC = "Traffic"
-_CHOSEN_HERE = (
-    "budget",
-    "target_tpot_ms",
-    "target_ttft_ms",
-    "max_batch_tokens",
-    "max_prefill_tokens",
-    "max_batch_requests",
-    "kv_memory",
-    "memory_share",
-    "prefix_caching",
+CHOSEN_HERE = (
+    *("budget", "target_tpot_ms", "target_ttft_ms", "max_batch_tokens", "max_prefill_tokens"),
+    *("max_batch_requests", "kv_memory", "memory_share", "prefix_caching"),
+)
+COLUMNS = (
+    Column("", "name"),
+    Column("ITL\np50 ms", "itl_p50_ms", ".3g"),
+    Column("ITL\np99 ms", "itl_p99_ms", ".3g"),
+    Column("TTFT\np50 s", "ttft_p50_ms", ".2f", factor=1e-3),
+    Column("Tokens\nper s", "tokens_per_s", ",.0f"),
+    Column("Mean\nchunk", "mean_chunk", ".0f"),
+    Column("Target met?\nOf best fixed", lambda row: _verdict(row)),
+)
+CAPTION = (
+    "ITL: between tokens of decoding requests. TTFT: of the long prompts.\nTokens: prompts and outputs. Best "
+    "fixed: the highest throughput\nof all fixed chunks that meet the same target"
 )
 
 
@@ -31,85 +39,46 @@ _CHOSEN_HERE = (
     "chunking",
     "chairlift bench chunking",
     "chairlift bench chunking --targets-ms 100,200 --plot chunking.png",
+    report=ReportOptions,
 )
 def bench_chunking(
     context: typer.Context,
     engine: EngineOptions,
-    report: ReportOptions,
+    settings: ChunkingSettings,
+    note: Note,
     chunks: Annotated[
-        str | None,
-        typer.Option(help="Fixed chunk sizes, in tokens.", show_default="16 to 512 on a CPU, 128 to 4096 on a GPU"),
+        Sequence[int] | None,
+        number_list("Fixed chunk sizes, in tokens.", default="16 to 512 on a CPU, 128 to 4096 on a GPU"),
     ] = None,
     targets_ms: Annotated[
-        str | None,
-        typer.Option(help="Targets for the time per output token.", show_default="two that the machine suggests"),
+        Sequence[float] | None,
+        number_list("Targets for the time per output token.", kind=float, default="two, from the machine's speed"),
     ] = None,
-    decodes: Annotated[int, typer.Option(help="Requests that generate all the while.", rich_help_panel=_TRAFFIC)] = 8,
-    start: Annotated[int, typer.Option(help="Tokens of their prompts.", rich_help_panel=_TRAFFIC)] = 32,
-    output: Annotated[
-        int, typer.Option(help="Tokens each generates before another takes its place.", rich_help_panel=_TRAFFIC)
-    ] = 512,
-    prompts: Annotated[int, typer.Option(help="Long prompts of each setting, in turns.", rich_help_panel=_TRAFFIC)] = 4,
-    prompt_len: Annotated[int, typer.Option(help="Tokens of each.", rich_help_panel=_TRAFFIC)] = 1024,
-    rounds: Annotated[int, typer.Option(help="Times that everything is run, with new engines.")] = 1,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_TRAFFIC)] = 0,
-) -> None:
-    """Long prompts arrive while others generate: fixed chunks against budgets that adapt.
+) -> BenchResult:
+    """Long prompts that arrive beside decoding requests: fixed chunks against adaptive token budgets.
 
-    A target is met if the median of the inter-token times of those who
-    generate is inside it, and their 99th percentile within 1.2 x of it. The
-    throughput of an adaptive budget is compared with the highest of all fixed
-    chunks that meet the same target by the same rule.
+    A target is met if the median inter-token time of the decoding requests is
+    within it and the 99th percentile within 1.2 x of it. The throughput of an
+    adaptive budget is compared with the highest of all fixed chunks that meet
+    the same target by the same rule.
     """
     from chairlift.engine.machine_defaults import torch_device
-    from chairlift.lab.bench.chunking.long_prompts import ChunkingSettings
     from chairlift.lab.bench.chunking.plot import plot_chunking
     from chairlift.lab.bench.chunking.run import CHUNKS, chunking_rows, sweep_chunks
     from chairlift.lab.common.engines import EngineMaker
 
-    refuse_given(context, _CHOSEN_HERE, "this bench chooses it")
-    settings = ChunkingSettings(
-        decodes=decodes,
-        start=start,
-        output=output,
-        prompts=prompts,
-        prompt_len=prompt_len,
-        rounds=rounds,
-        seed=seed,
-    )
-    targets = None if targets_ms is None else [ms / 1e3 for ms in parse_numbers("targets_ms", targets_ms, float)]
-    sizes = None if chunks is None else parse_numbers("chunks", chunks)
-    report.check()
-    show_log(quiet=True)
-    with watch(enabled=not engine.quiet) as note:
-        note(f"loading {engine.model}")
-        maker = EngineMaker.load(engine.model, engine.config(), progress=not engine.quiet)
-        sizes = sizes or list(CHUNKS[torch_device(maker.config()).type])
-        points = sweep_chunks(maker, settings, chunks=sizes, targets=targets, note=note)
+    refuse_given(context, CHOSEN_HERE, "is chosen by this bench")
+    targets = None if targets_ms is None else [ms / 1e3 for ms in targets_ms]
+    maker = EngineMaker.from_options(engine, note)
+    sizes = chunks or CHUNKS[torch_device(maker.config()).type]
+    points = sweep_chunks(maker, settings, chunks=sizes, targets=targets, note=note)
     rows = chunking_rows(points)
-    show_chunking(rows)
-    asked = maker.settings() | asdict(settings) | {"chunks": sizes}
-    asked |= {"targets_ms": [row["target_ms"] for row in rows if row["target_ms"] is not None]}
-    report.write("chunking", asked, rows, lambda path, here: plot_chunking(path, points, here))
-
-
-def show_chunking(rows: Sequence[Mapping[str, Any]]) -> None:
-    show_table(
-        "Prompt chunks beside running requests",
-        ["", "ITL\np50 ms", "ITL\np99 ms", "TTFT\np50 s", "Tokens\nper s", "Mean\nchunk", "Target met?\nOf best fixed"],
-        (
-            [
-                row["name"],
-                *(f"{row[key]:.3g}" for key in ("itl_p50_ms", "itl_p99_ms")),
-                f"{row['ttft_p50_ms'] / 1e3:.2f}",
-                f"{row['tokens_per_s']:,.0f}",
-                f"{row['mean_chunk']:.0f}",
-                _verdict(row),
-            ]
-            for row in rows
-        ),
-        "ITL: between tokens of running requests. TTFT: of the long prompts.\nTokens: prompts and outputs. Best "
-        "fixed: the highest throughput\nof all fixed chunks that meet the same target",
+    used = [row["target_ms"] for row in rows if row["target_ms"] is not None]
+    return BenchResult(
+        maker.settings() | asdict(settings) | {"chunks": sizes, "targets_ms": used},
+        rows,
+        [Table("Prompt chunks beside decoding requests", COLUMNS, rows, CAPTION)],
+        lambda path, footnote: plot_chunking(path, points, footnote),
     )
 
 

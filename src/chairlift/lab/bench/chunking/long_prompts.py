@@ -9,34 +9,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from chairlift.core.events import BudgetDecided, Event, RequestFinished, StepDone, TokenProduced
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.chunking.options import ChunkingSettings
 from chairlift.lab.common.engines import EngineMaker
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkingSettings:
-    """Lengths are in tokens."""
-
-    decodes: int = 8  # requests that generate all the while
-    start: int = 32  # their prompts
-    output: int = 512  # what each generates; then another takes its place
-    prompts: int = 4  # long prompts that are measured in each round
-    prompt_len: int = 1024
-    rounds: int = 1  # so often everything is run, each time with engines that have learned nothing yet
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < (0 if name == "seed" else 1):
-                raise InvalidParameter(name, f"must be at least {0 if name == 'seed' else 1}, got {value}")
 
 
 @dataclass(slots=True)

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.chunking.long_prompts import (
     ChunkingRun,
-    ChunkingSettings,
     LongPrompts,
     TurnClock,
     engine_for_long_prompts,
 )
+from chairlift.lab.bench.chunking.options import ChunkingSettings
 from chairlift.lab.common.engines import EngineMaker
 from chairlift.lab.common.measure import percentile
-from chairlift.lab.common.timing import Note
+from chairlift.lab.report.progress import Note
 
 # A target is met if the median of the inter-token times is inside it and their 99th percentile within this much of it.
 ALLOWANCE = 1.2

@@ -10,8 +10,8 @@ from chairlift.lab.common.engine_run import measure_engine
 from chairlift.lab.common.engines import EngineMaker
 from chairlift.lab.common.floor import ceilings_for
 from chairlift.lab.common.measure import percentile
-from chairlift.lab.common.timing import Note
 from chairlift.lab.common.workload import LengthRange, make_workload
+from chairlift.lab.report.progress import Note
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +39,19 @@ def measure_compute_share(maker: EngineMaker, *, tokens: int = 24, note: Note = 
 
 
 @dataclass(frozen=True, slots=True)
-class SeatsPoint:
+class BatchSizePoint:
     seats: int
     tokens_per_s: float
 
 
-def compare_seats(
+def compare_batch_sizes(
     maker: EngineMaker,
     *,
     seats: Sequence[int] = (1, 4, 16, 64),
     prompt: int = 32,
     output: int = 24,
     note: Note = lambda text: None,
-) -> list[SeatsPoint]:
+) -> list[BatchSizePoint]:
     """The same engine with ever more seats, all of them always taken. The fewer there are, the less work they get:
     a rate does not depend on how long it is kept up."""
     points = []
@@ -66,5 +66,5 @@ def compare_seats(
         )
         engine = maker.engine(max_batch_requests=count, prefix_caching=False)
         row = measure_engine(engine, workload, lambda tokens: None).row("")
-        points.append(SeatsPoint(count, row["output_tokens_per_s"]))
+        points.append(BatchSizePoint(count, row["output_tokens_per_s"]))
     return points

@@ -18,7 +18,7 @@ class Holds(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Verdict:
     """One claim, and what came of it."""
 
     claim: str

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from chairlift.lab.bench.base import bench
-from chairlift.lab.common.output import ReportOptions, parse_numbers, watch
-from chairlift.terminal.console import show_log
+from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.report.lists import number_list, parse_names
+from chairlift.lab.report.options import ReportOptions
+from chairlift.lab.report.progress import Note
 from chairlift.terminal.options import EngineOptions, refuse_given
 
 if TYPE_CHECKING:
-    from chairlift.lab.bench.claims.claim import Outcome
+    from chairlift.lab.bench.claims.claim import Verdict
 
 _COLOURS = {"yes": "green", "partly": "yellow", "no": "red"}
 
@@ -26,55 +27,60 @@ _COLOURS = {"yes": "green", "partly": "yellow", "no": "red"}
     "claims",
     "chairlift bench claims",
     "chairlift bench claims --claims tiling,cache --plot claims.png",
+    report=ReportOptions,
 )
 def bench_claims(
     context: typer.Context,
     engine: EngineOptions,
-    report: ReportOptions,
-    claims: Annotated[
-        str,
-        typer.Option(help="Which to measure.", show_default="all"),
-    ] = "",
-    sizes: Annotated[str, typer.Option(help="Prompt tokens for FlashAttention.")] = "512,1024,2048,4096,8192,16384",
-    requests: Annotated[int, typer.Option(help="Requests for the batching strategies.")] = 64,
-) -> None:
-    """What the field says about batching and attention, next to what is measured here.
+    note: Note,
+    claims: Annotated[str, typer.Option(help="Groups of claims to measure.", show_default="all")] = "",
+    sizes: Annotated[Sequence[int], number_list("Prompt tokens for FlashAttention.")] = (
+        *(512, 1024, 2048),
+        *(4096, 8192, 16384),
+    ),
+    requests: Annotated[int, typer.Option(help="Requests for the batching policies.")] = 64,
+) -> BenchResult:
+    """Published claims about batching and attention, next to what is measured here.
 
-    A claim that does not hold on this machine says so, and why. Takes about
-    ten minutes on two cores.
+    A claim that does not hold on this machine is shown with the reason. Takes
+    about ten minutes on two cores.
     """
     from chairlift.lab.bench.claims.plot import plot_claims
-    from chairlift.lab.bench.claims.run import GROUPS, ClaimsSettings, parse_groups, run_claims
+    from chairlift.lab.bench.claims.run import GROUPS, ClaimsSettings, run_claims
     from chairlift.lab.common.engines import EngineMaker
 
     chosen_here = ("policy", "attention", "max_batch_requests", "prefix_caching", "max_delay_ms")
-    refuse_given(context, chosen_here, "this bench compares several")
-    groups = parse_groups(claims) if claims else list(GROUPS)
+    refuse_given(context, chosen_here, "is chosen by this bench")
+    groups = parse_names("claims", claims, GROUPS) if claims else list(GROUPS)
     default = ClaimsSettings()
     settings = replace(
         default,
-        attention=replace(default.attention, tiling_sizes=parse_numbers("sizes", sizes)),
+        attention=replace(default.attention, tiling_sizes=sizes),
         policies=replace(default.policies, requests=requests),
     )
-    report.check()
-    show_log(quiet=True)
-    with watch(enabled=not engine.quiet) as note:
-        note(f"loading {engine.model}")
-        maker = EngineMaker.load(engine.model, engine.config(), progress=not engine.quiet)
-        results = run_claims(maker, settings, groups=groups, note=note)
-    show_claims(results.outcomes)
-    asked: dict[str, Any] = maker.settings() | {"claims": groups, "requests": requests}
-    asked["tiling_sizes"] = settings.attention.tiling_sizes
-    rows = [outcome.row() for outcome in results.outcomes]
-    report.write("claims", asked, rows, lambda path, here: plot_claims(path, results, here))
+    maker = EngineMaker.from_options(engine, note)
+    results = run_claims(maker, settings, groups=groups, note=note)
+    return BenchResult(
+        maker.settings() | {"claims": groups, "requests": requests, "tiling_sizes": sizes},
+        [verdict.row() for verdict in results.verdicts],
+        [ClaimsTable(results.verdicts)],
+        lambda path, footnote: plot_claims(path, results, footnote),
+    )
 
 
-def show_claims(outcomes: Sequence[Outcome]) -> None:
-    table = Table(title="The field's claims", title_justify="left", box=SIMPLE_HEAD, show_lines=True)
-    for heading, ratio in (("Claim", 3), ("Source", 2), ("Measured here", 4), ("Holds?", 1)):
-        table.add_column(heading, ratio=ratio)
-    for outcome in outcomes:
-        colour = _COLOURS[outcome.holds]
-        why = "" if outcome.holds == "yes" else f"\n[dim]{outcome.why}[/dim]"
-        table.add_row(outcome.claim, outcome.source, outcome.measured + why, f"[{colour}]{outcome.holds}[/{colour}]")
-    Console().print(table)
+@dataclass(frozen=True, slots=True)
+class ClaimsTable:
+    """The claims with their sources, the measurement and the verdict."""
+
+    verdicts: Sequence[Verdict]
+
+    def show(self) -> None:
+        table = Table(title="Published claims", title_justify="left", box=SIMPLE_HEAD, show_lines=True)
+        for heading, ratio in (("Claim", 3), ("Source", 2), ("Measured here", 4), ("Holds?", 1)):
+            table.add_column(heading, ratio=ratio)
+        for verdict in self.verdicts:
+            colour = _COLOURS[verdict.holds]
+            why = "" if verdict.holds == "yes" else f"\n[dim]{verdict.why}[/dim]"
+            holds = f"[{colour}]{verdict.holds}[/{colour}]"
+            table.add_row(verdict.claim, verdict.source, verdict.measured + why, holds)
+        Console().print(table)

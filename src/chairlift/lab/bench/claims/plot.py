@@ -8,14 +8,14 @@ from typing import Any
 
 from chairlift.lab.bench.attention.plot import attention_panels
 from chairlift.lab.bench.claims.about_chunking import chunking_panel
-from chairlift.lab.bench.claims.batch_sizes import SeatsPoint
+from chairlift.lab.bench.claims.batch_sizes import BatchSizePoint
 from chairlift.lab.bench.claims.run import ClaimsResults
 from chairlift.lab.bench.policies.plot import policy_panels
-from chairlift.lab.common.plots import Draw, save_panels
+from chairlift.lab.report.plots import Panel, save_panels
 
 
 def plot_claims(path: Path, results: ClaimsResults, footnote: str) -> None:
-    panels: list[Draw] = []
+    panels: list[Panel] = []
     if results.seats:
         panels.append(lambda axes: _seats(axes, results.seats))
     if results.policies:
@@ -27,7 +27,7 @@ def plot_claims(path: Path, results: ClaimsResults, footnote: str) -> None:
         save_panels(path, "The field's claims, measured", footnote, panels, columns=3)
 
 
-def _seats(axes: Any, points: Sequence[SeatsPoint]) -> None:
+def _seats(axes: Any, points: Sequence[BatchSizePoint]) -> None:
     axes.set_title("Requests at a time")
     axes.plot([point.seats for point in points], [point.tokens_per_s for point in points], marker="o")
     axes.set_xscale("log", base=2)

@@ -9,10 +9,11 @@ from typing import Any
 from chairlift.config import EngineConfig
 from chairlift.engine.machine_defaults import torch_device, torch_dtype
 from chairlift.engine.startup import LoadedModel
-from chairlift.lab.bench.chunking.long_prompts import ChunkingSettings, engine_for_long_prompts, run_long_prompts
+from chairlift.lab.bench.chunking.long_prompts import engine_for_long_prompts, run_long_prompts
+from chairlift.lab.bench.chunking.options import ChunkingSettings
 from chairlift.lab.common.engines import EngineMaker
 from chairlift.lab.common.random_model import random_llama
-from chairlift.lab.common.timing import Note
+from chairlift.lab.report.progress import Note
 from chairlift.models.dummy import dummy_tokenizer
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)

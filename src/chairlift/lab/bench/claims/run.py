@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from chairlift.engine.machine_defaults import torch_device, torch_dtype
-from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.attention.run import AttentionResults, AttentionSettings, run_attention
+from chairlift.lab.bench.attention.options import AttentionSettings
+from chairlift.lab.bench.attention.run import AttentionResults, run_attention
 from chairlift.lab.bench.claims import about_batching as batching
 from chairlift.lab.bench.claims import about_memory as memory
 from chairlift.lab.bench.claims.about_chunking import judge_chunking
-from chairlift.lab.bench.claims.batch_sizes import SeatsPoint, compare_seats, measure_compute_share
-from chairlift.lab.bench.claims.claim import Outcome
+from chairlift.lab.bench.claims.batch_sizes import BatchSizePoint, compare_batch_sizes, measure_compute_share
+from chairlift.lab.bench.claims.claim import Verdict
 from chairlift.lab.bench.claims.kv_accounting import measure_joining_padding, measure_kv_waste, measure_shared_prefix
 from chairlift.lab.bench.claims.prompt_stall import StallPoint, measure_stalls, random_maker
 from chairlift.lab.bench.policies.run import PoliciesSettings, PolicyPoint, Strategy, compare_policies
 from chairlift.lab.common.engines import EngineMaker
-from chairlift.lab.common.timing import Note
+from chairlift.lab.report.progress import Note
 
 POLICIES = PoliciesSettings(
     strategies=tuple(Strategy.parse(text) for text in ("continuous", "dynamic", "static", "static/padded")),
@@ -45,8 +45,8 @@ class ClaimsResults:
     """The verdicts, and what of their figures can be drawn."""
 
     settings: ClaimsSettings
-    outcomes: list[Outcome] = field(default_factory=list)
-    seats: list[SeatsPoint] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    seats: list[BatchSizePoint] = field(default_factory=list)
     policies: list[PolicyPoint] = field(default_factory=list)
     stalls: list[StallPoint] = field(default_factory=list)
     attention: AttentionResults = field(default_factory=AttentionResults)
@@ -61,14 +61,14 @@ class _Claims:
         self._note = note
         self.results = ClaimsResults(settings)
 
-    def compute(self) -> list[Outcome]:
+    def compute(self) -> list[Verdict]:
         return [batching.judge_compute_share(measure_compute_share(self._maker, note=self._note))]
 
-    def batching(self) -> list[Outcome]:
-        self.results.seats = compare_seats(self._maker, seats=self._settings.seats, note=self._note)
+    def batching(self) -> list[Verdict]:
+        self.results.seats = compare_batch_sizes(self._maker, seats=self._settings.seats, note=self._note)
         return [batching.judge_batching(self.results.seats)]
 
-    def policies(self) -> list[Outcome]:
+    def policies(self) -> list[Verdict]:
         points = self.results.policies = compare_policies(self._maker, self._settings.policies, note=self._note)
         judges = (
             batching.judge_continuous_vs_dynamic,
@@ -77,7 +77,7 @@ class _Claims:
         )
         return [judge(points) for judge in judges]
 
-    def padding(self) -> list[Outcome]:
+    def padding(self) -> list[Verdict]:
         self._note("a prompt that joins a batch")
         prompt, batch = self._settings.joining_prompt, self._settings.joining_batch
         found = {
@@ -86,34 +86,34 @@ class _Claims:
         }
         return [batching.judge_joining_padding(found, prompt, batch)]
 
-    def chunking(self) -> list[Outcome]:
+    def chunking(self) -> list[Verdict]:
         prompt = self._settings.chunked_prompt
         points = self.results.stalls = measure_stalls(
             self._small(), prompt_len=prompt, chunks=self._settings.chunks, note=self._note
         )
         return [judge_chunking(points, prompt)]
 
-    def prefix(self) -> list[Outcome]:
+    def prefix(self) -> list[Verdict]:
         self._note("a prefix that requests share")
         return [memory.judge_shared_prefix(measure_shared_prefix(self._small(), prefix=self._settings.shared_prefix))]
 
-    def waste(self) -> list[Outcome]:
+    def waste(self) -> list[Verdict]:
         self._note("KV memory that holds nothing")
         return [memory.judge_kv_waste(measure_kv_waste(self._small(), requests=self._settings.waste_requests))]
 
-    def heads(self) -> list[Outcome]:
+    def heads(self) -> list[Verdict]:
         self.results.attention.sharing = self._attention("sharing").sharing
         return [memory.judge_head_sharing(self.results.attention.sharing)]
 
-    def tiling(self) -> list[Outcome]:
+    def tiling(self) -> list[Verdict]:
         self.results.attention.tiling = self._attention("tiling").tiling
         return memory.judge_tiling(self.results.attention.tiling)
 
-    def modes(self) -> list[Outcome]:
+    def modes(self) -> list[Verdict]:
         self.results.attention.modes = self._attention("modes").modes
         return [memory.judge_modes(self.results.attention.modes)]
 
-    def cache(self) -> list[Outcome]:
+    def cache(self) -> list[Verdict]:
         self.results.attention.cache = self._attention("cache").cache
         return [memory.judge_cache(self.results.attention.cache)]
 
@@ -133,7 +133,7 @@ class _Claims:
         return random_maker(config.device, config.dtype)
 
 
-GROUPS: dict[str, Callable[[_Claims], list[Outcome]]] = {
+GROUPS: dict[str, Callable[[_Claims], list[Verdict]]] = {
     "compute": _Claims.compute,
     "batching": _Claims.batching,
     "policies": _Claims.policies,
@@ -157,14 +157,5 @@ def run_claims(
 ) -> ClaimsResults:
     claims = _Claims(maker, settings, note)
     for name in groups:
-        claims.results.outcomes += GROUPS[name](claims)
+        claims.results.verdicts += GROUPS[name](claims)
     return claims.results
-
-
-def parse_groups(text: str) -> list[str]:
-    """ "tiling, cache" -> those, each known and named once."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in GROUPS or names.count(name) > 1:
-            raise InvalidParameter("claims", f"{name!r} is no choice here; name {', '.join(GROUPS)} once each")
-    return names

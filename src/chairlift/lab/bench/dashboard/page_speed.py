@@ -1,4 +1,4 @@
-"""How fast the page draws: a long run of a full lift in a real browser, moved about while it is all in view."""
+"""How fast the dashboard draws a long run with full batches, in a real browser."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ requestAnimationFrame(look);
 
 
 def require_browser() -> tuple[str, str]:
-    """The browser and its driver; raises now rather than after minutes of measuring."""
+    """The browser and its driver; raises before the measurement if there is none."""
     if find_spec("selenium") is None:
         raise InvalidParameter("frames", "needs selenium; install chairlift[dev]")
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -71,7 +71,7 @@ def require_browser() -> tuple[str, str]:
     return browser, driver
 
 
-def measure_frames(*, steps: int, seats: int) -> dict[str, Any]:
+def measure_frames(*, steps: int, slots: int) -> dict[str, Any]:
     browser, driver = require_browser()
     from selenium import webdriver
 
@@ -81,7 +81,7 @@ def measure_frames(*, steps: int, seats: int) -> dict[str, Any]:
         options.add_argument(flag)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "run.html"
-        lines = [json.dumps(frame, separators=(",", ":")).encode() for frame in full_lift(steps + 200, seats)]
+        lines = [json.dumps(frame, separators=(",", ":")).encode() for frame in full_batches(steps + 200, slots)]
         write_run(page, lines)
         chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
         try:
@@ -90,13 +90,13 @@ def measure_frames(*, steps: int, seats: int) -> dict[str, Any]:
             found: dict[str, Any] = chrome.execute_async_script(_MEASURE, steps, 1000 * MEASURED_SECONDS)
         finally:
             chrome.quit()
-    return found | {"seats": seats}
+    return found | {"seats": slots}
 
 
-def full_lift(steps: int, seats: int) -> Iterator[Frame]:
-    """The frames of a run in which every seat is always taken, by requests of all lengths."""
+def full_batches(steps: int, slots: int) -> Iterator[Frame]:
+    """The frames of a run whose batches are always full, with requests of all lengths."""
     source = random.Random(0)
-    scheduler = Scheduler(KVCache(seats * 40), FixedBudget.of(4 * seats), make_policy("continuous"), seats)
+    scheduler = Scheduler(KVCache(slots * 40), FixedBudget.of(4 * slots), make_policy("continuous"), slots)
     recorder = Recorder(scheduler)
     yield {"t": "hello", "model": "none", "policy_switch": False}
     yield recorder.keyframe(0.0, 0.0)

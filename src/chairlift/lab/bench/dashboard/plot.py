@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.lab.bench.dashboard.run import DashboardCost
-from chairlift.lab.common.plots import save_panels
+from chairlift.lab.report.plots import save_panels
 
 
 def plot_cost(path: Path, cost: DashboardCost, here: str) -> None:

@@ -19,18 +19,18 @@ from chairlift.client.address import Address
 from chairlift.client.http import HttpClient
 from chairlift.errors import ChairliftError
 from chairlift.lab.common.cpu_time import children
-from chairlift.lab.common.timing import Note
 from chairlift.lab.common.workload import BenchRequest
-from chairlift.lab.load.client import LoadClient, Wording
+from chairlift.lab.load.client import LoadClient, RequestFormat
 from chairlift.lab.load.local_server import MODEL_NAME, LocalServer, local_server
-from chairlift.lab.load.run import ClosedLoop, Load
+from chairlift.lab.load.run import ClosedLoop, LoadGenerator
+from chairlift.lab.report.progress import Note
 
 SETTLE_SECONDS = 0.5  # after someone came or went
 STREAM = b"GET /dashboard/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class DashboardWindow:
     """A stretch of time in which the page was open, or not."""
 
     is_open: bool
@@ -46,7 +46,7 @@ class Window:
 
 @dataclass(slots=True)
 class DashboardCost:
-    windows: list[Window] = field(default_factory=list)
+    windows: list[DashboardWindow] = field(default_factory=list)
     stream_bytes: int = 0
     front_end_memory: list[int] = field(default_factory=list)  # after each window
     engine_memory: list[int] = field(default_factory=list)  # grows until all of the KV cache has been written to
@@ -127,8 +127,8 @@ async def _measure(
     server: LocalServer, requests: Iterable[BenchRequest], streams: int, pairs: int, seconds: float, note: Note
 ) -> DashboardCost:
     http = HttpClient(Address.parse(server.url))
-    client = LoadClient(http, Wording(MODEL_NAME), timeout=3600.0)
-    load = Load(client.send)
+    client = LoadClient(http, RequestFormat(MODEL_NAME), timeout=3600.0)
+    load = LoadGenerator(client.send)
     running = asyncio.create_task(load.run(requests, ClosedLoop(streams)))
     cost = DashboardCost()
     try:
@@ -158,13 +158,13 @@ def _turns(pairs: int) -> Iterator[bool]:
         yield from (False, True)[:: -1 if index % 2 else 1]
 
 
-async def _window(server: LocalServer, seconds: float, *, is_open: bool) -> Window:
+async def _window(server: LocalServer, seconds: float, *, is_open: bool) -> DashboardWindow:
     await asyncio.sleep(SETTLE_SECONDS)
     begun, tokens, cpu = time.perf_counter(), await _tokens(server.port), server.cpu_seconds()
     await asyncio.sleep(seconds)
     lasted, made, used = time.perf_counter() - begun, await _tokens(server.port) - tokens, server.cpu_seconds()
     spent = {name: used[name] - cpu.get(name, 0.0) for name in used}
-    return Window(is_open, lasted, made, spent.get("engine", 0.0), spent.get("front_end", 0.0))
+    return DashboardWindow(is_open, lasted, made, spent.get("engine", 0.0), spent.get("front_end", 0.0))
 
 
 async def _tokens(port: int) -> int:

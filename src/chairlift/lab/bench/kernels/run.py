@@ -22,8 +22,9 @@ from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.attention.modes import BLOCK_SIZE, plan_of
 from chairlift.lab.common.floor import Ceilings
-from chairlift.lab.common.step_work import Work, attention_work, linear_work
-from chairlift.lab.common.timing import Note, Run, best_seconds
+from chairlift.lab.common.step_work import KernelWork, attention_work, linear_work
+from chairlift.lab.common.timing import Run, best_seconds
+from chairlift.lab.report.progress import Note
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.models.decoder import Decoder
@@ -57,7 +58,7 @@ class KernelPoint:
     name: str
     size: str  # of the batch
     seconds: float  # of one call
-    work: Work
+    work: KernelWork
     floor_seconds: float  # for reading or computing, whichever takes longer
 
     @property
@@ -85,7 +86,7 @@ class KernelCase:
     size: str
     run: Run
     calls: int
-    work: Work
+    work: KernelWork
 
 
 @torch.inference_mode()
@@ -147,7 +148,7 @@ def _products(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
                 f"{count} rows",
                 _each(layers, x),
                 len(layers),
-                linear_work(first, count) + Work(bytes=moved),
+                linear_work(first, count) + KernelWork(bytes=moved),
             )
 
 
@@ -206,7 +207,7 @@ def attention_case(
                 attend(layer, q, k, v)
 
     work = attention_work(first, spans, kv_dtype.itemsize)
-    return KernelCase(f"attention, {name}", size, run, count, work + Work(bytes=2.0 * q.nbytes))
+    return KernelCase(f"attention, {name}", size, run, count, work + KernelWork(bytes=2.0 * q.nbytes))
 
 
 def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dtype) -> Attend:
@@ -239,7 +240,7 @@ def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
                 norm.add_(x, delta)
 
         # The stream is read and written, what is added is read, and the norm is written.
-        yield KernelCase("add and norm", f"{count} rows", run, len(norms), Work(4.0 * x.numel(), 4.0 * x.nbytes))
+        yield KernelCase("add and norm", f"{count} rows", run, len(norms), KernelWork(4.0 * x.numel(), 4.0 * x.nbytes))
 
 
 def _sampling(model: Decoder, batches: Sequence[int]) -> Iterator[KernelCase]:
@@ -254,7 +255,7 @@ def _sampling(model: Decoder, batches: Sequence[int]) -> Iterator[KernelCase]:
             else:
                 run = _host_sampler(logits, params)
             moved = logits.numel() * (model.dtype.itemsize if model.device.type == "cuda" else 4)
-            yield KernelCase(f"sampling, {name}", f"{batch} rows", run, 1, Work(bytes=moved))
+            yield KernelCase(f"sampling, {name}", f"{batch} rows", run, 1, KernelWork(bytes=moved))
 
 
 def _device_sampler(logits: Tensor, params: SamplingParams) -> Run:

@@ -15,7 +15,7 @@ from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.shapes.run import WARM_UP_TOKENS
 from chairlift.lab.common.floor import Ceilings, ModelCost, floor_seconds
-from chairlift.lab.common.timing import Note
+from chairlift.lab.report.progress import Note
 
 
 @dataclass(frozen=True, slots=True)

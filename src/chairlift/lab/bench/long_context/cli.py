@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.base import bench
-from chairlift.lab.common.output import JsonOptions, parse_numbers, show_table, watch
+from chairlift.lab.bench.base import BenchResult, bench
 from chairlift.lab.common.shape_options import ShapeOptions, ceilings_line, model_settings
+from chairlift.lab.report.lists import number_list
+from chairlift.lab.report.progress import Note
+from chairlift.lab.report.tables import Column, Table
 from chairlift.terminal.options import EngineOptions, ModelArgument, refuse_given
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from chairlift.lab.bench.long_context.run import LongContextPoint
-
-HEADINGS = (
-    *("Prompt", "Chunks"),
-    *("Prefill\ns", "Floor\ns", "Of\nfloor"),
-    *("KV cache\nMiB", "Peak more\nMiB"),
-    *("TPOT\nms", "Floor\nms", "Of\nfloor", "KV times\nfloor, <="),
-    *("Attention\nµs/layer", "Floor\nµs", "Times\nfloor"),
+COLUMNS = (
+    Column("Prompt", "tokens", ","),
+    Column("Chunks", "chunks", ","),
+    Column("Prefill\ns", "prefill_seconds", ",.3f"),
+    Column("Floor\ns", "prefill_floor_seconds", ",.3f"),
+    Column("Of\nfloor", "prefill_share_of_floor", ".0%"),
+    Column("KV cache\nMiB", "kv_bytes", ",.1f", factor=2**-20),
+    Column("Peak more\nMiB", "peak_bytes", ",.1f", factor=2**-20, missing=""),
+    Column("TPOT\nms", "tpot_seconds", ",.3f", factor=1e3),
+    Column("Floor\nms", "tpot_floor_seconds", ",.3f", factor=1e3),
+    Column("Of\nfloor", "tpot_share_of_floor", ".0%"),
+    Column("KV times\nfloor, <=", "kv_times_floor", ".2f", unit="x"),
+    Column("Attention\nµs/layer", "attention_seconds", ",.1f", factor=1e6, missing=""),
+    Column("Floor\nµs", lambda row: _attention_floor(row), ",.1f", factor=1e6, missing=""),
+    Column("Times\nfloor", "attention_times_floor", ".2f", unit="x", missing=""),
 )
 
 
@@ -37,34 +44,32 @@ def bench_long_context(
     context: typer.Context,
     engine: EngineOptions,
     shape: ShapeOptions,
-    report: JsonOptions,
+    note: Note,
     model_argument: ModelArgument = None,
-    lengths: Annotated[str, typer.Option(help="Prompt tokens, with commas between them.")] = "512,2048,8000",
+    lengths: Annotated[Sequence[int], number_list("Prompt tokens.")] = (512, 2048, 8000),
     output_tokens: Annotated[int, typer.Option(help="Tokens generated after each prompt.")] = 64,
-) -> None:
-    """One long prompt at a time: how its time and memory grow, and what a token costs after it.
+) -> BenchResult:
+    """One long prompt at a time: prefill time, memory, and time per output token after it.
 
-    A prompt is computed in chunks of --max-prefill-tokens. "Peak more" is the most
-    memory in use beyond the weights and the KV cache: with ragged attention, which
-    writes no score matrix, it hardly grows with the prompt. "KV times floor" counts
-    all time of a step as attention but that in which its weights could be read, so it
-    says little of short prompts. The last columns are the attention of one layer for
-    one token by itself, beside the time in which the bandwidth measured in the same
-    run brings its keys and values.
+    A prompt is computed in chunks of --max-prefill-tokens. "Peak more" is the
+    peak memory beyond the weights and the KV cache: ragged attention writes no
+    score matrix, so it hardly grows with the prompt. "KV times floor" counts the
+    whole step but the reading of weights as attention, which says little for
+    short prompts. The last columns are the attention of one layer for one token,
+    beside the time to read its keys and values at the bandwidth measured in the
+    same run.
     """
     from chairlift.engine.machine_defaults import prefill_tokens
     from chairlift.engine.startup import load_engine
     from chairlift.lab.bench.long_context.run import LongContextSettings, made_longer, measure_long_contexts
     from chairlift.lab.common.floor import ceilings_for
 
-    settings = LongContextSettings(parse_numbers("lengths", lengths), output_tokens)
+    settings = LongContextSettings(lengths, output_tokens)
     refuse_given(context, ("max_model_len", "max_batch_requests"), "follows from --lengths: one prompt at a time")
     refuse_given(context, ("prefix_caching",), "has no effect here: every prompt is new")
     refuse_given(context, ("speculate", "draft_length"), "the floor counts a step for every token")
-    report.check()
-    chosen = shape.resolve(context, engine, model_argument)
-    with ExitStack() as files, watch(enabled=not engine.quiet) as note:
-        path, config, name = files.enter_context(chosen)
+    with ExitStack() as files:
+        path, config, name = files.enter_context(shape.resolve(context, engine, model_argument))
         if config.load_format == "dummy":
             path = files.enter_context(made_longer(path, settings.longest))
         note("loading")
@@ -75,44 +80,27 @@ def bench_long_context(
             if error.parameter != "max_model_len":
                 raise
             raise InvalidParameter("lengths", error.problem) from None
-        note("measuring what the machine can do")
+        note("measuring the ceilings")
         ceilings = ceilings_for(started.runner.model)
-        points = measure_long_contexts(started, ceilings, settings, note)
-    show_table(name, HEADINGS, [_cells(point) for point in points], f"{_growth_line(points)}{ceilings_line(ceilings)}")
-    asked = {"lengths": list(settings.lengths), "output_tokens": output_tokens, "chunk": prefill_tokens(config)}
-    report.write(
-        "long-context",
+        rows = [point.row() for point in measure_long_contexts(started, ceilings, settings, note)]
+    asked = {"lengths": lengths, "output_tokens": output_tokens, "chunk": prefill_tokens(config)}
+    return BenchResult(
         asked | model_settings(name, started.runner.model, ceilings),
-        [point.row() for point in points],
+        rows,
+        [Table(name, COLUMNS, rows, _growth_line(rows) + ceilings_line(ceilings))],
     )
 
 
-def _cells(point: LongContextPoint) -> list[str]:
-    attention, times = point.attention_seconds, point.attention_times_floor
-    return [
-        f"{point.tokens:,}",
-        f"{point.chunks:,}",
-        f"{point.prefill_seconds:,.3f}",
-        f"{point.prefill_floor_seconds:,.3f}",
-        f"{point.prefill_share_of_floor:.0%}",
-        f"{point.kv_bytes / 2**20:,.1f}",
-        "" if point.peak_bytes is None else f"{point.peak_bytes / 2**20:,.1f}",
-        f"{1e3 * point.tpot_seconds:,.3f}",
-        f"{1e3 * point.tpot_floor_seconds:,.3f}",
-        f"{point.tpot_share_of_floor:.0%}",
-        f"{point.kv_times_floor:.2f}x",
-        "" if attention is None else f"{1e6 * attention:,.1f}",
-        "" if attention is None else f"{1e6 * point.attention_floor_seconds:,.1f}",
-        "" if times is None else f"{times:.2f}x",
-    ]
+def _attention_floor(row: Mapping[str, Any]) -> float | None:
+    return None if row["attention_seconds"] is None else row["attention_floor_seconds"]
 
 
-def _growth_line(points: Sequence[LongContextPoint]) -> str:
+def _growth_line(rows: Sequence[Mapping[str, Any]]) -> str:
     from chairlift.lab.common.timing import growth
 
-    peaks = [point.peak_bytes for point in points if point.peak_bytes]
-    lengths = [point.tokens for point in points]
-    if len(peaks) < len(points) or len(set(lengths)) < 2:
+    peaks = [row["peak_bytes"] for row in rows if row["peak_bytes"]]
+    lengths = [row["tokens"] for row in rows]
+    if len(peaks) < len(rows) or len(set(lengths)) < 2:
         return ""
     return (
         f"Memory beyond weights and KV cache grows as the prompt's length to the power {growth(lengths, peaks):.2f}.\n"

@@ -25,7 +25,8 @@ from chairlift.lab.bench.shapes.run import WARM_UP_TOKENS, model_cost
 from chairlift.lab.common.engines import touch_cache
 from chairlift.lab.common.floor import Ceilings, ModelCost
 from chairlift.lab.common.step_work import attention_work, total
-from chairlift.lab.common.timing import Note, peak_bytes
+from chairlift.lab.common.timing import peak_bytes
+from chairlift.lab.report.progress import Note
 from chairlift.models.decoder import Decoder
 
 

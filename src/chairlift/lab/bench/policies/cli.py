@@ -2,117 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chairlift.lab.bench.base import bench
-from chairlift.lab.common.output import ReportOptions, parse_numbers, show_table, watch
-from chairlift.terminal.console import show_log
+from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.bench.policies.options import PolicyWorkload
+from chairlift.lab.report.lists import parse_names
+from chairlift.lab.report.options import ReportOptions
+from chairlift.lab.report.progress import Note
+from chairlift.lab.report.tables import Column, Table
 from chairlift.terminal.options import EngineOptions, refuse_given
 
 if TYPE_CHECKING:
-    from chairlift.lab.bench.policies.run import PolicyPoint
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
-_WORKLOAD = "Workload"
+TITLES = {"at-once": "All requests at once", "poisson": "Poisson arrivals"}
+COLUMNS = (
+    Column("Strategy", "strategy"),
+    Column("Spread", "variation", "g"),
+    Column("Output\ntokens/s", "output_tokens_per_s", ",.1f"),
+    Column("Useful\ntokens", "useful_token_share", ".0%"),
+    Column("Latency\np50 s", "latency_p50_ms", ".2f", factor=1e-3),
+    Column("Latency\np99 s", "latency_p99_ms", ".2f", factor=1e-3),
+    Column("Batch\nmean", "mean_batch_requests", ".1f"),
+)
+CAPTION = "Spread: standard deviation / mean of the output lengths. Batch: requests per step"
 
 
 @bench(
     "policies",
     "chairlift bench policies",
     "chairlift bench policies --strategies continuous,continuous/padded,static/padded --arrivals at-once",
+    report=ReportOptions,
 )
 def bench_policies(
     context: typer.Context,
     engine: EngineOptions,
-    report: ReportOptions,
+    workload: PolicyWorkload,
+    note: Note,
     strategies: Annotated[
-        str, typer.Option(help="What to compare: policies, each alone or with an attention mode (static/padded).")
+        str, typer.Option(help="Batching policies, each alone or with an attention backend (static/padded).")
     ] = "continuous,dynamic,static",
     arrivals: Annotated[
-        str, typer.Option(help="How requests come: at-once, or one by one (poisson).", rich_help_panel=_WORKLOAD)
+        str, typer.Option(help="Arrivals: at-once, poisson or both.", rich_help_panel="Workload")
     ] = "at-once,poisson",
-    variations: Annotated[
-        str,
-        typer.Option(help="How much output lengths vary: standard deviation / mean.", rich_help_panel=_WORKLOAD),
-    ] = "0.2,0.6,1.2",
-    requests: Annotated[int, typer.Option(help="How many.", rich_help_panel=_WORKLOAD)] = 64,
-    prompt: Annotated[int, typer.Option(help="Mean prompt tokens.", rich_help_panel=_WORKLOAD)] = 24,
-    output: Annotated[int, typer.Option(help="Mean output tokens.", rich_help_panel=_WORKLOAD)] = 20,
-    concurrency: Annotated[int, typer.Option(help="Requests per step.", rich_help_panel=_WORKLOAD)] = 32,
-    load: Annotated[
-        float,
-        typer.Option(
-            help="One by one: their rate, as a share of what continuous batching gets done.",
-            rich_help_panel=_WORKLOAD,
-        ),
-    ] = 0.7,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_WORKLOAD)] = 0,
-) -> None:
-    """All batching strategies on the same requests, at several variations of the output lengths.
+) -> BenchResult:
+    """Batching policies on the same requests, for several variations of the output lengths.
 
-    Requests come at once, where static and dynamic batches are the same, and
-    one by one, where a static batch first has to wait for enough of them.
-    Latency is from a request's arrival to its last token.
+    Requests arrive at once, where static and dynamic batching are the same, and
+    as a Poisson process, where a static batch waits until it is full. Latency is
+    from a request's arrival to its last token.
     """
     from chairlift.lab.bench.policies.plot import plot_policies
-    from chairlift.lab.bench.policies.run import PoliciesSettings, Strategy, compare_policies
+    from chairlift.lab.bench.policies.run import ARRIVALS, PoliciesSettings, Strategy, compare_policies
     from chairlift.lab.common.engines import EngineMaker
 
-    refuse_given(context, ("policy", "attention"), "this bench compares several; see --strategies")
-    refuse_given(context, ("max_batch_requests",), "give --concurrency instead")
-    refuse_given(context, ("prefix_caching",), "the prompts of this bench share nothing")
+    refuse_given(context, ("policy", "attention"), "is compared by this bench; see --strategies")
+    refuse_given(context, ("max_batch_requests",), "is called --concurrency here")
+    refuse_given(context, ("prefix_caching",), "has no effect: the prompts of this bench have no common prefixes")
     settings = PoliciesSettings(
         strategies=[Strategy.parse(text) for text in strategies.split(",")],
-        arrivals=[name.strip() for name in arrivals.split(",")],
-        variations=parse_numbers("variations", variations, float),
-        requests=requests,
-        prompt=prompt,
-        output=output,
-        seats=concurrency,
-        load=load,
+        arrivals=parse_names("arrivals", arrivals, ARRIVALS),
         max_delay_ms=engine.max_delay_ms,
-        seed=seed,
+        **asdict(workload),
     )
-    report.check()
-    show_log(quiet=True)
-    options = engine.config() | {"max_delay_ms": None}
-    with watch(enabled=not engine.quiet) as note:
-        note(f"loading {engine.model}")
-        maker = EngineMaker.load(engine.model, options, progress=not engine.quiet)
-        points = compare_policies(maker, settings, note=note)
-    show_policies(points)
-    asked = maker.settings() | asdict(settings) | {"strategies": [str(each) for each in settings.strategies]}
+    maker = EngineMaker.from_options(engine, note, max_delay_ms=None)
+    points = compare_policies(maker, settings, note=note)
     rows = [point.row() for point in points]
-    report.write("policies", asked, rows, lambda path, here: plot_policies(path, points, here))
+    return BenchResult(
+        maker.settings() | asdict(settings) | {"strategies": [str(each) for each in settings.strategies]},
+        rows,
+        _tables(rows),
+        lambda path, footnote: plot_policies(path, points, footnote),
+    )
 
 
-def show_policies(points: Sequence[PolicyPoint]) -> None:
-    for arrivals in dict.fromkeys(point.arrivals for point in points):
-        show_table(
-            "All requests at once" if arrivals == "at-once" else "Requests one by one (Poisson)",
-            [
-                "Strategy",
-                "Spread",
-                "Output\ntokens/s",
-                "Useful\ntokens",
-                "Latency\np50 s",
-                "Latency\np99 s",
-                "Batch\nmean",
-            ],
-            (
-                [
-                    str(point.strategy),
-                    f"{point.variation:g}",
-                    f"{row['output_tokens_per_s']:,.1f}",
-                    f"{row['useful_token_share']:.0%}",
-                    f"{row['latency_p50_ms'] / 1e3:.2f}",
-                    f"{row['latency_p99_ms'] / 1e3:.2f}",
-                    f"{row['mean_batch_requests']:.1f}",
-                ]
-                for point, row in ((point, point.row()) for point in points if point.arrivals == arrivals)
-            ),
-            "Spread: standard deviation / mean of the output lengths. Batch: requests that compute in a step",
-        )
+def _tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    return [
+        Table(TITLES[kind], COLUMNS, [row for row in rows if row["arrivals"] == kind], CAPTION)
+        for kind in dict.fromkeys(row["arrivals"] for row in rows)
+    ]

@@ -1,4 +1,4 @@
-"""`chairlift bench policies` as a picture."""
+"""The plot of `chairlift bench policies`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.lab.bench.policies.run import PolicyPoint
-from chairlift.lab.common.plots import Draw, save_panels
+from chairlift.lab.report.plots import Panel, save_panels
 
-WORDING = {"at-once": "All at once", "poisson": "One by one"}
+TITLES = {"at-once": "All at once", "poisson": "Poisson arrivals"}
 COLOURS = ("tab:blue", "tab:green", "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:grey")
 
 
@@ -17,21 +17,21 @@ def plot_policies(path: Path, points: Sequence[PolicyPoint], footnote: str) -> N
     save_panels(path, "Batching strategies", footnote, policy_panels(points), columns=3)
 
 
-def policy_panels(points: Sequence[PolicyPoint]) -> list[Draw]:
-    """Throughput, latency and useful tokens, for each way in which requests came."""
-    panels: list[Draw] = []
+def policy_panels(points: Sequence[PolicyPoint]) -> list[Panel]:
+    """Throughput, latency and useful tokens, for each kind of arrivals."""
+    panels: list[Panel] = []
     for arrivals in dict.fromkeys(point.arrivals for point in points):
         chosen = [point for point in points if point.arrivals == arrivals]
-        wording = WORDING[arrivals]
+        title = TITLES[arrivals]
         panels += [
-            _panel(chosen, f"{wording}: throughput", "output tokens/s", "output_tokens_per_s", 1),
-            _panel(chosen, f"{wording}: p99 latency", "seconds", "latency_p99_ms", 1e-3),
-            _panel(chosen, f"{wording}: useful tokens", "%", "useful_token_share", 100),
+            _panel(chosen, f"{title}: throughput", "output tokens/s", "output_tokens_per_s", 1),
+            _panel(chosen, f"{title}: p99 latency", "seconds", "latency_p99_ms", 1e-3),
+            _panel(chosen, f"{title}: useful tokens", "%", "useful_token_share", 100),
         ]
     return panels
 
 
-def _panel(points: Sequence[PolicyPoint], title: str, unit: str, key: str, factor: float) -> Draw:
+def _panel(points: Sequence[PolicyPoint], title: str, unit: str, key: str, factor: float) -> Panel:
     strategies = list(dict.fromkeys(str(point.strategy) for point in points))
     variations = sorted({point.variation for point in points})
     width = 0.8 / len(strategies)

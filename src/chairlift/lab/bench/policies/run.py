@@ -1,31 +1,28 @@
-"""Every batching strategy on the same requests: all at once, and coming one by one."""
+"""Batching policies on the same requests, which arrive at once or as a Poisson process."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.core.policies.base import POLICIES
 from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.policies.options import PolicyWorkload
 from chairlift.lab.common.engine_run import measure_engine
 from chairlift.lab.common.engines import EngineMaker
-from chairlift.lab.common.lengths import SpreadLengths
 from chairlift.lab.common.measure import Measurement
-from chairlift.lab.common.timing import Note
-from chairlift.lab.common.workload import BenchRequest, Workload
+from chairlift.lab.common.workload import Workload
+from chairlift.lab.report.progress import Note
 
-LONGEST = 8  # times the mean output: where lengths are cut off
 AT_ONCE, POISSON = "at-once", "poisson"
 ARRIVALS = (AT_ONCE, POISSON)
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """When requests board, and how the attention of a batch is computed."""
+    """A batching policy and an attention backend."""
 
     policy: str
     attention: str = "auto"
@@ -48,48 +45,20 @@ CONTINUOUS = Strategy("continuous")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoliciesSettings:
-    """Batches are large beside the rate at which requests come, as in most servers. That is where filling one takes
-    time, which is all that static and dynamic batches differ in."""
+class PoliciesSettings(PolicyWorkload):
+    """Which strategies to compare, and on which arrivals."""
 
     strategies: Sequence[Strategy] = (CONTINUOUS, Strategy("dynamic"), Strategy("static"))
     arrivals: Sequence[str] = ARRIVALS
-    variations: Sequence[float] = (0.2, 0.6, 1.2)  # of the output lengths: standard deviation / mean
-    requests: int = 64
-    prompt: int = 24  # mean tokens
-    output: int = 20
-    seats: int = 32
-    load: float = 0.7  # Poisson: requests per second, as a share of what continuous batching gets done at once
     max_delay_ms: float | None = None  # of dynamic batches
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("requests", "prompt", "output", "seats", "load"):
-            if not getattr(self, name) > 0:
-                raise InvalidParameter(name, f"must be above 0, got {getattr(self, name)}")
-        if not self.variations or not all(0 <= value < float("inf") for value in self.variations):
-            raise InvalidParameter("variations", f"must be numbers of at least 0, got {list(self.variations)}")
+        PolicyWorkload.__post_init__(self)
         for name in self.arrivals:
             if name not in ARRIVALS:
                 raise InvalidParameter("arrivals", f"there is no {name!r}; choose from {', '.join(ARRIVALS)}")
         if not self.strategies or len(set(self.strategies)) < len(self.strategies):
-            raise InvalidParameter("strategies", "name each of them once")
-
-    def workload(self, vocabulary: Sequence[int], variation: float) -> Workload:
-        """The prompts are the same for every variation; only how long the answers get differs."""
-        prompts, outputs = (random.Random(f"{part} {self.seed}") for part in ("prompts", "outputs"))
-        prompt = SpreadLengths(self.prompt, 0.5, LONGEST * self.prompt)
-        output = SpreadLengths(self.output, variation, LONGEST * self.output)
-        return Workload(
-            tuple(
-                BenchRequest(tuple(prompts.choices(vocabulary, k=prompt.draw(prompts))), output.draw(outputs))
-                for _ in range(self.requests)
-            )
-        )
-
-    def poisson(self, rate: float) -> list[float]:
-        source = random.Random(f"arrivals {self.seed}")
-        return list(accumulate((source.expovariate(rate) for _ in range(self.requests - 1)), initial=0.0))
+            raise InvalidParameter("strategies", "must name each strategy once")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +66,7 @@ class PolicyPoint:
     strategy: Strategy
     arrivals: str
     variation: float
-    rate: float | None  # requests per second, if they came one by one
+    rate: float | None  # requests per second of Poisson arrivals
     measured: Measurement
 
     def row(self) -> dict[str, Any]:
@@ -114,12 +83,12 @@ class PolicyPoint:
 def compare_policies(
     maker: EngineMaker, settings: PoliciesSettings, *, note: Note = lambda text: None
 ) -> list[PolicyPoint]:
-    """By length variation, then by how requests come, then by strategy."""
+    """One point for each variation, kind of arrivals and strategy, in this order."""
     points: list[PolicyPoint] = []
     vocabulary = maker.vocabulary()
     for variation in settings.variations:
         workload = settings.workload(vocabulary, variation)
-        reference: PolicyPoint | None = None  # continuous batching of all requests at once: what 100% load is
+        reference: PolicyPoint | None = None  # continuous batching of all requests at once: a load of 1
         for arrivals in settings.arrivals:
             rate = None
             if arrivals == POISSON:
@@ -148,7 +117,7 @@ def _measure(
         attention=strategy.attention,
         max_delay_ms=settings.max_delay_ms if strategy.policy == "dynamic" else None,
         max_batch_requests=settings.seats,
-        prefix_caching=False,  # prompts of random tokens share nothing
+        prefix_caching=False,  # random prompts have no common prefixes
     )
     times = None if rate is None else settings.poisson(rate)
     return PolicyPoint(

@@ -1,87 +1,56 @@
-"""What reusing the start of earlier prompts is worth, on three kinds of traffic that repeat themselves."""
+"""Prefix caching on and off, on three kinds of traffic with common prefixes."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from chairlift.errors import InvalidParameter
+from chairlift.lab.bench.prefix.options import PrefixSettings
 from chairlift.lab.common.engine_run import Session, run_sessions
 from chairlift.lab.common.engines import EngineMaker
 from chairlift.lab.common.measure import Measurement
-from chairlift.lab.common.timing import Note
-from chairlift.lab.common.workload import BenchRequest
+from chairlift.lab.common.workload import BenchRequest, TokenSource
+from chairlift.lab.report.progress import Note
 
-MEMORY_SHARE = 0.5  # of what all sessions would take without sharing: so memory limits the batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixSettings:
-    """Lengths are in tokens. The defaults take a minute or two on two cores with the default model."""
-
-    users: int = 8  # chat: each with a conversation of his own, after a system prompt that all share
-    turns: int = 4
-    system: int = 48
-    message: int = 24
-    documents: int = 4  # RAG: every question comes with one of these documents in front
-    document: int = 256
-    questions: int = 16
-    agents: int = 8  # agents: the same tool descriptions, then steps that each add a tool's result
-    tools: int = 384
-    steps: int = 3
-    answer: int = 16  # tokens generated each time
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < (0 if name == "seed" else 1):
-                raise InvalidParameter(name, f"must be at least {0 if name == 'seed' else 1}, got {value}")
+MEMORY_SHARE = 0.5  # of the memory that all sessions need without sharing, so that memory limits the batch
 
 
-class _Words:
-    """Random tokens."""
-
-    def __init__(self, vocabulary: Sequence[int], seed: str) -> None:
-        self._vocabulary, self._source = vocabulary, random.Random(seed)
-
-    def __call__(self, count: int) -> tuple[int, ...]:
-        return tuple(self._source.choices(self._vocabulary, k=count))
+def chat(settings: PrefixSettings, tokens: TokenSource) -> list[Session]:
+    """Conversations in which every turn repeats all turns before it."""
+    return _sessions(settings.users, tokens.draw(settings.system), settings.turns, settings, tokens)
 
 
-def chat(settings: PrefixSettings, words: _Words) -> list[Session]:
-    """Every turn repeats the whole conversation so far."""
-    system = words(settings.system)
-
-    def user() -> Session:
-        messages = [words(settings.message) for _ in range(settings.turns)]
-        return Session(tuple(BenchRequest(text, settings.answer) for text in [system + messages[0], *messages[1:]]))
-
-    return [user() for _ in range(settings.users)]
-
-
-def rag(settings: PrefixSettings, words: _Words) -> list[Session]:
-    """Single questions, many of them about the same document."""
-    documents = [words(settings.document) for _ in range(settings.documents)]
+def rag(settings: PrefixSettings, tokens: TokenSource) -> list[Session]:
+    """Single questions, several of them about the same document."""
+    documents = [tokens.draw(settings.document) for _ in range(settings.documents)]
     return [
-        Session((BenchRequest(documents[index % len(documents)] + words(settings.message), settings.answer),))
+        Session((BenchRequest(documents[index % len(documents)] + tokens.draw(settings.message), settings.answer),))
         for index in range(settings.questions)
     ]
 
 
-def agents(settings: PrefixSettings, words: _Words) -> list[Session]:
-    """Long descriptions of tools that never change, then a task, then results of tools one after the other."""
-    tools = words(settings.tools)
-
-    def agent() -> Session:
-        results = [words(settings.message) for _ in range(settings.steps)]
-        return Session(tuple(BenchRequest(text, settings.answer) for text in [tools + results[0], *results[1:]]))
-
-    return [agent() for _ in range(settings.agents)]
+def agents(settings: PrefixSettings, tokens: TokenSource) -> list[Session]:
+    """A long tool list that never changes, then a task, then tool results one after the other."""
+    return _sessions(settings.agents, tokens.draw(settings.tools), settings.steps, settings, tokens)
 
 
-SCENARIOS: dict[str, Callable[[PrefixSettings, _Words], list[Session]]] = {"chat": chat, "rag": rag, "agents": agents}
+def _sessions(
+    count: int, common: tuple[int, ...], turns: int, settings: PrefixSettings, tokens: TokenSource
+) -> list[Session]:
+    def session() -> Session:
+        messages = [tokens.draw(settings.message) for _ in range(turns)]
+        prompts = [common + messages[0], *messages[1:]]
+        return Session(tuple(BenchRequest(prompt, settings.answer) for prompt in prompts))
+
+    return [session() for _ in range(count)]
+
+
+SCENARIOS: dict[str, Callable[[PrefixSettings, TokenSource], list[Session]]] = {
+    "chat": chat,
+    "rag": rag,
+    "agents": agents,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +59,12 @@ class PrefixPoint:
 
     scenario: str
     caching: bool
-    kv_blocks: int  # there were
+    kv_blocks: int  # blocks of the KV cache
     measured: Measurement
 
     @property
     def hit_rate(self) -> float:
-        """The share of the prompt tokens that need not be computed."""
+        """The share of the prompt tokens that were found in the cache."""
         assert self.measured.inside is not None
         return self.measured.inside.cached_tokens / self.measured.input_tokens
 
@@ -112,10 +81,11 @@ def compare_prefix_caching(
     scenarios: Sequence[str] = tuple(SCENARIOS),
     note: Note = lambda text: None,
 ) -> list[PrefixPoint]:
-    """Without caching first, then with; the same sessions, the same memory, a seat for each session."""
+    """Without caching first, then with it: the same sessions, the same memory, a slot for each session."""
     points = []
+    vocabulary = maker.vocabulary()
     for scenario in scenarios:
-        sessions = SCENARIOS[scenario](settings, _Words(maker.vocabulary(), f"{scenario} {settings.seed}"))
+        sessions = SCENARIOS[scenario](settings, TokenSource(vocabulary, f"{scenario} {settings.seed}"))
         block_size = maker.config().block_size
         needs = [-(-session.longest // block_size) for session in sessions]
         num_blocks = max(int(sum(needs) * MEMORY_SHARE), max(needs) + 1)
@@ -126,12 +96,3 @@ def compare_prefix_caching(
             )
             points.append(PrefixPoint(scenario, caching, num_blocks, run_sessions(engine, sessions)))
     return points
-
-
-def parse_scenarios(text: str) -> list[str]:
-    """ "chat, rag" -> those, each known and named once."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in SCENARIOS or names.count(name) > 1:
-            raise InvalidParameter("scenarios", f"{name!r} is no choice here; name {', '.join(SCENARIOS)} once each")
-    return names

@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.base import bench
-from chairlift.lab.common.output import show_comparison, show_table, watch
-from chairlift.lab.common.report import check_writable, machine
+from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.report.json_report import check_writable, machine
+from chairlift.lab.report.progress import Note
+from chairlift.lab.report.tables import Column, Line, Table, comparison_table
 from chairlift.terminal.options import EngineOptions, given, refuse_given
 
 if TYPE_CHECKING:
     from chairlift.config import EngineConfig
     from chairlift.engine.engine import Engine
-    from chairlift.lab.bench.profile.run import Profile
+    from chairlift.lab.bench.profile.run import CostProfile
     from chairlift.lab.simulate.run import ReplicaSettings
 
 _RUN = "The recorded run"
-_OF_THE_RUN = ("requests", "prompt_len", "output_len", "load", "seed")
+_OPTIONS_OF_THE_RUN = ("requests", "prompt_len", "output_len", "load", "seed")
 
 
 @bench(
@@ -30,20 +30,21 @@ _OF_THE_RUN = ("requests", "prompt_len", "output_len", "load", "seed")
     "chairlift bench profile --out profile.json",
     "chairlift bench profile --model path/to/model --out profile.json",
     "chairlift simulate --profile profile.json --rate 1",
+    report=None,
 )
 def bench_profile(
     context: typer.Context,
     engine: EngineOptions,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it, as JSON.")] = Path("profile.json"),
-    rounds: Annotated[int, typer.Option(help="More rounds, better figures.")] = 3,
+    note: Note,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")] = Path("profile.json"),
+    rounds: Annotated[int, typer.Option(help="Rounds; more of them give better figures.")] = 3,
     record: Annotated[
         bool,
         typer.Option(
-            "--record",
-            help="Run some traffic too, write it down beside the profile, and compare the simulator with it.",
+            "--record", help="Also record a run with traffic in the profile, and compare the simulator with it."
         ),
     ] = False,
-    requests: Annotated[int, typer.Option(help="How many.", rich_help_panel=_RUN)] = 100,
+    requests: Annotated[int, typer.Option(help="Number of requests.", rich_help_panel=_RUN)] = 100,
     prompt_len: Annotated[
         str, typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_RUN)
     ] = "16:256",
@@ -51,14 +52,13 @@ def bench_profile(
         str, typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform.", rich_help_panel=_RUN)
     ] = "8:64",
     load: Annotated[
-        float,
-        typer.Option(help="Their rate, as a share of what the machine gets done at once.", rich_help_panel=_RUN),
+        float, typer.Option(help="Request rate, as a share of the machine's throughput.", rich_help_panel=_RUN)
     ] = 0.7,
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_RUN)] = 0,
-) -> None:
-    """Learn what steps cost on this machine, for chairlift simulate --profile.
+) -> BenchResult:
+    """Measure what steps cost on this machine, for chairlift simulate --profile.
 
-    With --record, how far the simulator is off is measured as well; chairlift
+    With --record, the error of the simulator is measured as well; chairlift
     simulate --against FILE repeats that comparison without a model.
     """
     from chairlift.config import EngineConfig
@@ -71,9 +71,9 @@ def bench_profile(
     if rounds < 1:
         raise InvalidParameter("rounds", f"must be at least 1, got {rounds}")
     if not record:
-        refuse_given(context, _OF_THE_RUN, "only goes with --record")
+        refuse_given(context, _OPTIONS_OF_THE_RUN, "only goes with --record")
     elif given(context, "max_delay_ms"):
-        raise InvalidParameter("max_delay_ms", "the simulator knows no other than the policy's own; leave it out")
+        raise InvalidParameter("max_delay_ms", "cannot be simulated; only the policy's default can")
     refuse_given(context, ("budget", "target_tpot_ms", "target_ttft_ms"), "a profile needs steps of all sizes")
     settings = RunSettings(
         requests=requests,
@@ -84,35 +84,38 @@ def bench_profile(
     )
     check_writable(out, parameter="out")
     config = EngineConfig(**engine.config())
-    with watch(enabled=not engine.quiet) as note:
-        note("loading")
-        started = load_engine(engine.model, config, progress=not engine.quiet).engine
-        replica = _replica(started, config)
-        others, run = OtherPrograms(), None
-        if record:
-            note("finding out how many requests the machine can take")
-            recorder = Recorder(started, replica, measure_profile(started, rounds=1, note=note).cost, settings)
-            profile = measure_profile(started, rounds=rounds, note=note, seed=1, between=recorder.keep_up)
-            run = recorder.recorded(profile.cost)
-        else:
-            profile = measure_profile(started, rounds=rounds, note=note)
-        disturbance = others.share()
-    saved: dict[str, Any] = profile.to_json()
-    saved["settings"] = {"model": engine.model, "kv_blocks": replica.num_blocks}
-    saved["settings"] |= {"max_batch_requests": replica.seats, "max_batch_tokens": replica.max_batch_tokens}
-    saved["machine"] = machine()
+    note("loading")
+    started = load_engine(engine.model, config, progress=not engine.quiet).engine
+    replica = _replica(started, config)
+    others, run = OtherPrograms(), None
+    if record:
+        note("estimating the throughput of the machine")
+        recorder = Recorder(started, replica, measure_profile(started, rounds=1, note=note).cost, settings)
+        profile = measure_profile(started, rounds=rounds, note=note, seed=1, between=recorder.keep_up)
+        run = recorder.recorded(profile.cost)
+    else:
+        profile = measure_profile(started, rounds=rounds, note=note)
+    disturbance = others.share()
+    saved = profile.to_json() | {"settings": _settings(engine.model, replica), "machine": machine()}
     saved["other_programs"] = disturbance  # their share of all processor time meanwhile
     if run is not None:
         saved["run"] = run.to_json()
     out.write_text(json.dumps(saved) + "\n", encoding="utf-8")
-    _show_prices(profile, disturbance)
-    if run is not None:
-        show_comparison(compare(run))
-    Console().print(f"Written to {out}", highlight=False)
+    compared = [] if run is None else [comparison_table(compare(run))]
+    return BenchResult({}, [], [_prices(profile, disturbance), *compared, Line(f"Written to {out}")])
+
+
+def _settings(model: str, replica: ReplicaSettings) -> dict[str, Any]:
+    return {
+        "model": model,
+        "kv_blocks": replica.num_blocks,
+        "max_batch_requests": replica.seats,
+        "max_batch_tokens": replica.max_batch_tokens,
+    }
 
 
 def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
-    """A simulated engine that plans as this one does."""
+    """A simulated engine that schedules as this one does."""
     from chairlift.engine.machine_defaults import batch_tokens
     from chairlift.lab.simulate.run import ReplicaSettings
 
@@ -128,15 +131,12 @@ def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
     )
 
 
-def _show_prices(profile: Profile, disturbance: float | None) -> None:
+def _prices(profile: CostProfile, disturbance: float | None) -> Table:
     cost = profile.cost
     meanwhile = "" if disturbance is None else f"; other programs used {disturbance:.1%} of the processors meanwhile"
     rows = [("step", cost.step), ("request", cost.request)]
     rows += [(f"token, after the first {bend}" if bend else "first token", price) for bend, price in cost.tokens]
     rows += [("position read by a prompt", cost.prefill_kv), ("position read by a decode", cost.decode_kv)]
-    show_table(
-        "Microseconds per",
-        ["", ""],
-        [[name, f"{1e6 * price:,.3f}"] for name, price in rows],
-        f"{len(profile.steps):,} steps; typical error {profile.error:.1%}{meanwhile}",
-    )
+    columns = [Column("", lambda row: row[0]), Column("", lambda row: row[1], ",.3f", factor=1e6)]
+    caption = f"{len(profile.steps):,} steps; typical error {profile.error:.1%}{meanwhile}"
+    return Table("Microseconds per", columns, rows, caption)

@@ -12,8 +12,8 @@ from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import RequestFinished
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.engine import Engine
-from chairlift.lab.common.timing import Note
 from chairlift.lab.common.workload import LengthRange
+from chairlift.lab.report.progress import Note
 from chairlift.lab.simulator.measured import MeasuredCost, Steps
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 512, 24
@@ -21,13 +21,13 @@ RELAY = 8  # requests that come one by one
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class CostProfile:
     steps: Steps
     cost: MeasuredCost
     error: float  # median of |measured - predicted| / predicted over all steps
 
     @classmethod
-    def of(cls, steps: Steps) -> Profile:
+    def of(cls, steps: Steps) -> CostProfile:
         cost = MeasuredCost.fit(steps)
         return cls(steps, cost, median(cost.errors(steps)))
 
@@ -37,7 +37,7 @@ class Profile:
 
 def measure_profile(
     engine: Engine, *, rounds: int, note: Note, seed: int = 0, between: Callable[[float], None] = lambda share: None
-) -> Profile:
+) -> CostProfile:
     """Run batches of all sizes up to the seats, with prompts of all lengths, and fit what their steps took.
 
     `between` is called again and again with the share that is done; what it lets the engine do does not count.
@@ -59,7 +59,7 @@ def measure_profile(
         _relay(engine, size, prompts, rng)
         engine.check_alive()
     between(1.0)
-    return Profile.of(watched.steps)
+    return CostProfile.of(watched.steps)
 
 
 def _relay(engine: Engine, size: int, prompts: LengthRange, rng: random.Random) -> None:

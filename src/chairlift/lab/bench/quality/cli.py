@@ -2,83 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 
-from chairlift.lab.bench.base import bench
-from chairlift.lab.common.output import ReportOptions, show_table, watch
+from chairlift.byte_sizes import format_bytes
+from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.report.options import ReportOptions
+from chairlift.lab.report.progress import Note
+from chairlift.lab.report.tables import Column, Table
 from chairlift.loading.store import DEFAULT_MODEL
-from chairlift.terminal.console import show_log
 
-if TYPE_CHECKING:
-    from chairlift.lab.bench.quality.run import Quality
+LARGEST_LOSS = 0.02  # of perplexity, for an option that is the default
+COLUMNS = (
+    Column("", "name"),
+    Column("Perplexity", "perplexity", ".3f"),
+    Column("Change", "perplexity_change", "+.2%"),
+    Column("Same\nlikeliest token", "greedy_agreement", ".1%"),
+    Column("Weights", lambda row: format_bytes(row["weight_bytes"])),
+    Column("KV bytes\nper token", "kv_bytes_per_token", ","),
+    Column(f"Within {LARGEST_LOSS:.0%}", lambda row: row["perplexity_change"] <= LARGEST_LOSS),
+)
 
 
 @bench(
     "quality",
     "chairlift bench quality --json quality.json --plot quality.png",
     "chairlift bench quality --model path/to/model --modes 'int8, KV bfloat16'",
+    report=ReportOptions,
 )
 def bench_quality(
-    report: ReportOptions,
-    model: Annotated[str, typer.Option("--model", "-m", help="Which model to judge.")] = DEFAULT_MODEL,
+    note: Note,
+    model: Annotated[str, typer.Option("--model", "-m", help="The model to measure.")] = DEFAULT_MODEL,
     modes: Annotated[
-        str | None, typer.Option(help="What to compare with float32, with ; between them.", show_default="all of them")
+        str | None, typer.Option(help="Modes to compare with float32, separated by ;.", show_default="all")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
-) -> None:
-    """What 8-bit weights and a smaller KV cache cost, on a fixed set of texts.
+) -> BenchResult:
+    """The cost of 8-bit weights and of a smaller KV cache in perplexity, on fixed texts.
 
-    Perplexity against float32, and how often the likeliest next token is the same. An option that costs more than 2%
-    of perplexity must not be a default.
+    Perplexity against float32, and how often the likeliest next token is the
+    same. An option that costs more than 2% of perplexity must not be a default.
     """
     from chairlift.lab.bench.quality.plot import plot_quality
     from chairlift.lab.bench.quality.run import measure_quality, modes_on, parse_modes
 
     chosen = parse_modes(modes, device) if modes is not None else list(modes_on(device))
-    report.check()
-    show_log(quiet=True)
-    with watch(enabled=not quiet) as note:
-        found = measure_quality(model, chosen, note, device=device)
-    show_quality(model, found)
+    found = measure_quality(model, chosen, note, device=device)
     rows = [quality.row() for quality in found]
-    report.write(
-        "quality",
+    return BenchResult(
         {"model": model, "modes": chosen, "device": device},
         rows,
-        lambda path, here: plot_quality(path, found, here),
+        [quality_table(model, rows)],
+        lambda path, footnote: plot_quality(path, found, footnote),
     )
 
 
-def show_quality(model: str, found: Sequence[Quality]) -> None:
-    from chairlift.byte_sizes import format_bytes
-    from chairlift.lab.bench.quality.run import LARGEST_LOSS
-
-    show_table(
-        f"Quality of {model}",
-        [
-            "",
-            "Perplexity",
-            "Change",
-            "Same\nlikeliest token",
-            "Weights",
-            "KV bytes\nper token",
-            f"Within {LARGEST_LOSS:.0%}",
-        ],
-        (
-            [
-                quality.mode,
-                f"{quality.perplexity:.3f}",
-                f"{quality.change:+.2%}",
-                f"{quality.agreement:.1%}",
-                format_bytes(quality.weight_bytes),
-                f"{quality.kv_bytes_per_token:,}",
-                "yes" if quality.change <= LARGEST_LOSS else "no",
-            ]
-            for quality in found
-        ),
-        "Perplexity: how many tokens the model hesitates between, on average; less is better",
-    )
+def quality_table(model: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    caption = "Perplexity: how many tokens the model hesitates between on average; less is better"
+    return Table(f"Quality of {model}", COLUMNS, rows, caption)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chairlift.lab.common.plots import save_panels
+from chairlift.lab.report.plots import save_panels
 
 if TYPE_CHECKING:
     from chairlift.lab.bench.quality.run import Quality

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,8 @@ from chairlift.engine.machine_defaults import torch_device
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.quality.texts import TEXTS
+from chairlift.lab.report.progress import Note
 from chairlift.runner.base import ModelRunner
-
-Note = Callable[[str], None]
 
 EXACT = {"dtype": "float32", "quantization": "none", "kv_dtype": "float32"}
 MODES: Mapping[str, Mapping[str, str]] = {
@@ -39,7 +38,6 @@ GPU_MODES: Mapping[str, Mapping[str, str]] = {
     "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
     "fp8, KV fp8": {"dtype": "bfloat16", "quantization": "fp8", "kv_dtype": "fp8"},
 }
-LARGEST_LOSS = 0.02  # in perplexity: what an option may cost and still be the default
 ROWS = 64  # tokens whose logits are held at a time
 
 

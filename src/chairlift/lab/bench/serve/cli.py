@@ -11,18 +11,19 @@ import typer
 from chairlift.client.address import Address
 from chairlift.client.blocking import BlockingClient
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.base import bench
-from chairlift.lab.bench.serve.run import OwnServer, Plan, Target, local_model_facts, measure_server
+from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.bench.serve.run import LoadPlan, OwnServer, ServerTarget, measure_server
 from chairlift.lab.common.measure import add_speedups
-from chairlift.lab.common.output import ReportOptions
 from chairlift.lab.common.workload import LengthRange
 from chairlift.lab.load.client import WORDS
 from chairlift.lab.load.figures import load_row
-from chairlift.lab.load.options import JudgeOptions, LoadOptions, ServerOptions, WorkloadOptions
-from chairlift.lab.load.plot import draw_load
-from chairlift.lab.load.report import show_rows, watch_load
+from chairlift.lab.load.local_server import local_model_facts
+from chairlift.lab.load.options import JudgeOptions, LoadOptions, LoadWorkload, ServerOptions
+from chairlift.lab.load.plot import plot_load
+from chairlift.lab.load.report import LoadTables, watch_load
 from chairlift.lab.load.run import ClosedLoop, LoadRun
 from chairlift.lab.load.traces import TraceEntry
+from chairlift.lab.report.options import ReportOptions
 from chairlift.terminal.console import note
 from chairlift.terminal.options import EngineOptions, given, refuse_engine_options, refuse_given
 
@@ -34,44 +35,43 @@ from chairlift.terminal.options import EngineOptions, given, refuse_engine_optio
     "chairlift bench serve --rate 2 --arrivals bursty --max-ttft-ms 2000 --max-tpot-ms 150",
     "chairlift bench serve --url http://localhost:8000 --concurrency 32 --prompt-len 256 --output-len 128",
     "chairlift bench serve --trace azure_2023_conversation.csv --trace-speed 0.2 --duration 120",
+    report=ReportOptions,
 )
 def bench_serve(
     context: typer.Context,
     engine: EngineOptions,
     load: LoadOptions,
-    work: WorkloadOptions,
+    work: LoadWorkload,
     server: ServerOptions,
     judge: JudgeOptions,
-    report: ReportOptions,
-) -> None:
-    """Measure a server under load, as its clients see it: throughput, latencies, and good answers per second.
+) -> BenchResult:
+    """Measure a server under load as its clients see it: throughput, latencies and goodput.
 
     Without --url, a server is started on a free port for the run. Requests are
-    sent in a closed loop (--concurrency), in an open one (--rate), or as a
-    --trace recorded them.
+    sent in a closed loop (--concurrency), in an open loop (--rate), or at the
+    times of a recorded --trace.
     """
     limits = judge.limits
-    for options in (load, work, report):
-        options.check()
+    load.check()
+    work.check()
     _check_together(context, load, work, server, judge)
-    bench = _Bench(context, engine, load, work, server)
-    runs = bench.run(judge)
+    measurement = _Measurement(context, engine, load, work, server)
+    runs = measurement.run(judge)
     rows = [load_row(name, found, limits) for name, found in runs.items()]
     add_speedups(rows)
-    show_rows(rows, bench.title, limits)
-    report.write(
-        "serve",
-        bench.settings() | asdict(judge),
+    return BenchResult(
+        measurement.settings() | asdict(judge),
         rows,
-        lambda file, here: draw_load(file, bench.title, here, runs, limits),
+        [LoadTables(rows, measurement.title, limits)],
+        lambda path, footnote: plot_load(path, measurement.title, footnote, runs, limits),
     )
 
 
 def _check_together(
-    context: typer.Context, load: LoadOptions, work: WorkloadOptions, server: ServerOptions, judge: JudgeOptions
+    context: typer.Context, load: LoadOptions, work: LoadWorkload, server: ServerOptions, judge: JudgeOptions
 ) -> None:
     """Refuse options that would change nothing beside others."""
-    server.wording("")
+    server.request_format("")
     if server.url is None:
         refuse_given(context, ("token_ids", "api_key"), "only goes with --url")
     else:
@@ -89,15 +89,15 @@ def _check_together(
             raise InvalidParameter("compare_offline", f"{problem} that ignore the end token, without extra parameters")
 
 
-class _Bench:
-    """The pieces that the options describe, put together."""
+class _Measurement:
+    """The load that the options describe, and the server it goes to."""
 
     def __init__(
         self,
         context: typer.Context,
         engine: EngineOptions,
         load: LoadOptions,
-        work: WorkloadOptions,
+        work: LoadWorkload,
         server: ServerOptions,
     ) -> None:
         self._engine, self._load, self._work, self._server = engine, load, work, server
@@ -109,37 +109,37 @@ class _Bench:
         recorded = _fitting(work.recorded(), limit)
         self._count = load.count(work.available(recorded))
         requests = work.requests(vocabulary, recorded, self._count)
-        pace = load.pace(work.seed, recorded)
-        self._plan = Plan(requests, pace, load.duration, load.warmup, server.request_timeout)
+        loop = load.loop(work.seed, recorded)
+        self._plan = LoadPlan(requests, loop, load.duration, load.warmup, server.request_timeout)
 
     @property
     def title(self) -> str:
-        return f"{self._model}: {self._load.describe(self._plan.pace)}"
+        return f"{self._model}: {self._load.describe(self._plan.loop)}"
 
     def run(self, judge: JudgeOptions) -> dict[str, list[LoadRun]]:
         def watch(name: str) -> Any:
             return watch_load(name, self._count, enabled=not self._engine.quiet)
 
-        wording = self._server.wording(self._model)
+        request_format = self._server.request_format(self._model)
         if self._address is not None:
             with watch("server") as advance:
-                target = Target(self._address, wording, self._server.api_key)
+                target = ServerTarget(self._address, request_format, self._server.api_key)
                 return {"server": [measure_server(target, self._plan, advance)]}
-        own = OwnServer(self._engine.model, wording, self._engine.config())
+        own = OwnServer(self._engine.model, request_format, self._engine.config())
         if judge.compare_offline:
             return own.compare(self._plan, judge.repeat, watch)
         return {"server": [own.run(self._plan, watch) for _ in range(judge.repeat)]}
 
     def settings(self) -> dict[str, Any]:
         """All that the figures depend on, for the report."""
-        closed = isinstance(self._plan.pace, ClosedLoop)
+        closed = isinstance(self._plan.loop, ClosedLoop)
         settings: dict[str, Any] = {"model": self._model, "loop": "closed" if closed else "open"}
         for options in (self._load, self._work, self._server):
             settings |= asdict(options)
         del settings["api_key"]
         for name in ("workload", "trace"):
             settings[name] = settings[name] and settings[name].name
-        settings["concurrency"] = self._plan.pace.concurrency if isinstance(self._plan.pace, ClosedLoop) else None
+        settings["concurrency"] = self._plan.loop.concurrency if isinstance(self._plan.loop, ClosedLoop) else None
         settings["num_requests"] = self._count
         settings["engine"] = self._engine.config() if self._address is None else None
         return settings

@@ -12,53 +12,53 @@ from typing import Any
 from chairlift.client.address import Address
 from chairlift.client.http import HttpClient
 from chairlift.errors import ChairliftError
-from chairlift.lab.common.workload import BenchRequest, Workload, text_like_ids
-from chairlift.lab.load.client import LoadClient, Wording
+from chairlift.lab.common.workload import BenchRequest, Workload
+from chairlift.lab.load.client import LoadClient, RequestFormat
 from chairlift.lab.load.local_server import MODEL_NAME, local_server
 from chairlift.lab.load.offline_worker import run_offline
-from chairlift.lab.load.run import Advance, ClosedLoop, Load, LoadRun, Pace
+from chairlift.lab.load.run import ClosedLoop, LoadGenerator, LoadLoop, LoadProgress, LoadRun
 
 SHOW_SECONDS = 0.25
 MAX_WAITING = 100_000  # in our own server's queue: a load that is too much shows as latency, not as refusals
 
-Watch = Callable[[str], AbstractContextManager[Advance]]
+WatchLoad = Callable[[str], AbstractContextManager[LoadProgress]]
 """Shows the progress of the run of that name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """What to send and how fast. `requests` may be endless if there is a duration."""
 
     requests: Callable[[], Iterable[BenchRequest]]  # the same ones each time
-    pace: Pace
+    loop: LoadLoop
     duration: float | None = None
     warm_up: int = 4
     timeout: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServerTarget:
     """A server that runs already."""
 
     address: Address
-    wording: Wording
+    request_format: RequestFormat
     api_key: str | None = None
     cpu_seconds: Callable[[], Mapping[str, float]] = field(default=dict)  # its processes' so far, if that is known
 
 
-def measure_server(target: Target, plan: Plan, advance: Advance) -> LoadRun:
+def measure_server(target: ServerTarget, plan: LoadPlan, advance: LoadProgress) -> LoadRun:
     return asyncio.run(_measure(target, plan, advance))
 
 
-async def _measure(target: Target, plan: Plan, advance: Advance) -> LoadRun:
+async def _measure(target: ServerTarget, plan: LoadPlan, advance: LoadProgress) -> LoadRun:
     http = HttpClient(target.address, api_key=target.api_key)
-    client = LoadClient(http, target.wording, timeout=plan.timeout)
+    client = LoadClient(http, target.request_format, timeout=plan.timeout)
     try:
         await _warm_up(client, plan)
         client.num_pieces, before = 0, target.cpu_seconds()
-        load = Load(client.send, duration=plan.duration)
+        load = LoadGenerator(client.send, duration=plan.duration)
         shown = asyncio.create_task(_show(load, client, advance))
-        run = await load.run(plan.requests(), plan.pace)
+        run = await load.run(plan.requests(), plan.loop)
         shown.cancel()
         advance(len(run.records), 0, client.num_pieces)
         run.cpu_seconds |= {name: used - before.get(name, 0.0) for name, used in target.cpu_seconds().items()}
@@ -67,15 +67,15 @@ async def _measure(target: Target, plan: Plan, advance: Advance) -> LoadRun:
         http.close()
 
 
-async def _warm_up(client: LoadClient, plan: Plan) -> None:
+async def _warm_up(client: LoadClient, plan: LoadPlan) -> None:
     some = Workload(tuple(islice(plan.requests(), plan.warm_up))).warm_up(plan.warm_up)
-    run = await Load(client.send).run(some.requests, ClosedLoop(plan.warm_up))
+    run = await LoadGenerator(client.send).run(some.requests, ClosedLoop(plan.warm_up))
     failed = [record.error for record in run.records if record.error is not None]
     if failed:
         raise ChairliftError(f"the server at {client.address} does not answer as it should: {failed[0]}")
 
 
-async def _show(load: Load, client: LoadClient, advance: Advance) -> None:
+async def _show(load: LoadGenerator, client: LoadClient, advance: LoadProgress) -> None:
     while True:
         advance(len(load.records) - load.num_open, load.num_open, client.num_pieces)
         await asyncio.sleep(SHOW_SECONDS)
@@ -86,24 +86,24 @@ class OwnServer:
     """A server of ours that is started for each run. `options` are those of `EngineConfig`."""
 
     model: str
-    wording: Wording  # of which the model's name does not matter
+    request_format: RequestFormat  # of which the model's name does not matter
     options: Mapping[str, Any]
 
-    def run(self, plan: Plan, watch: Watch) -> LoadRun:
-        wording = replace(self.wording, model=MODEL_NAME)
+    def run(self, plan: LoadPlan, watch: WatchLoad) -> LoadRun:
+        request_format = replace(self.request_format, model=MODEL_NAME)
         with (
             watch("server") as advance,
             local_server(self.model, self.options, max_waiting=MAX_WAITING) as server,
         ):
-            target = Target(Address.parse(server.url), wording, cpu_seconds=server.cpu_seconds)
+            target = ServerTarget(Address.parse(server.url), request_format, cpu_seconds=server.cpu_seconds)
             return measure_server(target, plan, advance)
 
-    def run_offline(self, plan: Plan, watch: Watch) -> LoadRun:
+    def run_offline(self, plan: LoadPlan, watch: WatchLoad) -> LoadRun:
         workload = Workload(tuple(plan.requests()))
         with watch("offline") as advance:
-            return run_offline(self.model, self.options, workload, plan.pace, plan.warm_up, advance)
+            return run_offline(self.model, self.options, workload, plan.loop, plan.warm_up, advance)
 
-    def compare(self, plan: Plan, repeat: int, watch: Watch) -> dict[str, list[LoadRun]]:
+    def compare(self, plan: LoadPlan, repeat: int, watch: WatchLoad) -> dict[str, list[LoadRun]]:
         """Both, `repeat` times, in turns: whatever else slows the machine down should slow down both."""
         runs: dict[str, list[LoadRun]] = {"server": [], "offline": []}
         for name in turns(repeat):
@@ -116,15 +116,3 @@ def turns(repeat: int) -> Iterator[str]:
     pair = ["server", "offline"]
     for index in range(repeat):
         yield from pair[:: -1 if index % 2 else 1]
-
-
-def local_model_facts(model: str, options: Mapping[str, Any], *, progress: bool) -> tuple[list[int], int]:
-    """The token ids that prompts for a model can be made of, and the most tokens a request to it can have."""
-    from chairlift.loading.checkpoint import open_checkpoint
-    from chairlift.loading.store import resolve_model
-    from chairlift.loading.tokenizer import load_tokenizer
-    from chairlift.models import describe
-
-    checkpoint = open_checkpoint(resolve_model(model, progress=progress))
-    limit = options["max_model_len"] or describe(checkpoint.config).max_len
-    return text_like_ids(load_tokenizer(checkpoint).tokenizer), limit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,15 +10,27 @@ import typer
 from rich.console import Console
 
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.lab.bench.base import bench
-from chairlift.lab.common.output import ReportOptions, show_table, watch
+from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.report.options import ReportOptions
+from chairlift.lab.report.progress import Note
+from chairlift.lab.report.tables import Column, Table
 from chairlift.terminal.options import refuse_given
 
 if TYPE_CHECKING:
-    from chairlift.lab.bench.shapes.peer import Comparison, ShapePeer
-    from chairlift.lab.bench.shapes.run import CaseResult, ShapeRun
+    from chairlift.lab.bench.shapes.peer import ShapeComparison, ShapePeer
+    from chairlift.lab.bench.shapes.run import ShapeRun
 
 _PEER = "Another engine"
+CASE = Column("Case", "name")
+TOKENS = Column("Tokens/s", "tokens_per_second", ",.0f")
+COLUMNS = (
+    Column("Seconds", "seconds", ".3f"),
+    Column("Floor s", "floor_seconds", ".3f"),
+    Column("Of floor", "share_of_floor", ".0%"),
+    Column("Steps", "steps", ","),
+    Column("ms/step", lambda row: 1e3 * row["seconds"] / row["steps"], ".2f"),
+    Column("Host busy", lambda row: row["host_seconds"] / row["seconds"], ".0%"),
+)
 
 
 @bench(
@@ -28,14 +39,16 @@ _PEER = "Another engine"
     "chairlift bench shapes llama3-8b --cases decode-1,load-256 --json result.json",
     "chairlift bench shapes path/to/config.json --device cpu --cases decode-2 --scale 16",
     "chairlift bench shapes qwen3-0.6b --peer vllm --peer-python vllm/bin/python",
+    report=ReportOptions,
 )
 def bench_shapes(
     context: typer.Context,
     report: ReportOptions,
+    note: Note,
     shape: Annotated[str, typer.Argument(help="qwen3-0.6b, llama3-8b, or the path of a config.json.")] = "qwen3-0.6b",
     cases: Annotated[
-        str, typer.Option(help="decode-N, load-N, load-N-SEED and prefill-N, with commas between them.")
-    ] = ("decode-1,decode-8,decode-32,decode-128,load-256,prefill-64"),
+        str, typer.Option(help="decode-N, load-N, load-N-SEED and prefill-N, separated by commas.")
+    ] = "decode-1,decode-8,decode-32,decode-128,load-256,prefill-64",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="auto, none, int8 (CPU) or fp8 (GPU).")] = "auto",
@@ -46,7 +59,6 @@ def bench_shapes(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Measure what bit-identical answers cost.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     peer: Annotated[
         str | None,
         typer.Option(
@@ -58,27 +70,24 @@ def bench_shapes(
     peer_python: Annotated[
         Path | None,
         typer.Option(
-            metavar="PYTHON",
-            help="The Python that has its package.",
-            rich_help_panel=_PEER,
-            show_default="this one",
+            metavar="PYTHON", help="The Python that has its package.", rich_help_panel=_PEER, show_default="this one"
         ),
     ] = None,
     peer_timeout: Annotated[
         float, typer.Option(help="Seconds for all of its cases, loading included.", rich_help_panel=_PEER)
     ] = 1800.0,
-) -> None:
-    """How fast a model of this shape runs, next to the least time the device needs for it.
+) -> BenchResult:
+    """The speed of a model of a given shape, next to the least time the device needs for it.
 
     Weights are random: speed depends on shapes, not on values, so nothing is
-    fetched. The floor counts every weight once per step (of a mixture of experts,
-    those of one token), every cached key and value once per token that reads it,
-    and the arithmetic of the prompts, over the bandwidth and arithmetic measured
-    on this device in the same run.
+    downloaded. The floor counts every weight once per step (of a mixture of
+    experts, those of one token), every cached key and value once per token that
+    reads it, and the arithmetic of the prompts, over the bandwidth and the
+    arithmetic measured on this device in the same run.
 
     With --peer another engine gets the same requests afterwards, in the same
-    number format. Each of the two has a process of its own, so that the memory of
-    the first is free for the second.
+    number format. Each engine has a process of its own, so that the memory of the
+    first is free for the second.
     """
     from chairlift.config import EngineConfig
     from chairlift.engine.machine_defaults import for_throughput
@@ -100,33 +109,38 @@ def bench_shapes(
     )
     config = for_throughput(config)
     names = [name.strip() for name in cases.split(",")]
-    other = _peer(context, peer, peer_python, peer_timeout)
-    report.check()
     asked = {"shape": shape, "cases": names, "device": device, "dtype": dtype, "seats": seats, "scale": scale}
     asked |= {"batch_invariant": batch_invariant, "quantization": config.quantization, "kv_dtype": kv_dtype}
-
-    def keep(half: Comparison) -> None:
-        _show(shape, half.own, None)
-        _write(report, shape, asked, half.own, half)
-
-    with watch(enabled=not quiet) as note:
-        if other is None:
-            run, compared = run_shape(shape, config, names, note, scale=scale), None
-        else:
-            compared = other.compare(shape, config, names, note, scale=scale, keep=keep)
-            run = compared.own
-    _show(shape, run, compared)
-    _write(report, shape, asked, run, compared)
-    if compared is not None and compared.failure is not None:
+    other = _peer(context, peer, peer_python, peer_timeout)
+    if other is None:
+        return _result(asked, run_shape(shape, config, names, note, scale=scale), None)
+    compared = other.compare(
+        *(shape, config, names, note),
+        scale=scale,
+        keep=lambda half: _result(asked, half.own, half).finish("shapes", report),
+    )
+    result = _result(asked, compared.own, compared)
+    if compared.failure is not None:
+        result.finish("shapes", report)
         if compared.failure.output:
             Console(file=sys.stderr).print(compared.failure.output, style="dim", highlight=False, markup=False)
         raise ChairliftError(f"{compared.peer.title} {compared.failure}")
+    return result
 
 
-def _write(
-    report: ReportOptions, shape: str, asked: dict[str, Any], run: ShapeRun, compared: Comparison | None
-) -> None:
-    from chairlift.lab.bench.shapes.run import plot_shapes
+def _peer(context: typer.Context, name: str | None, python: Path | None, timeout: float) -> ShapePeer | None:
+    from chairlift.lab.bench.shapes.peer import ShapePeer
+
+    if name is None:
+        refuse_given(context, ("peer_python", "peer_timeout"), "has no effect without --peer")
+        return None
+    # Not resolved: a virtual environment's python is a link that leads out of it.
+    path = Path(sys.executable) if python is None else python.expanduser().absolute()
+    return ShapePeer(name, path, timeout)
+
+
+def _result(asked: dict[str, Any], run: ShapeRun, compared: ShapeComparison | None) -> BenchResult:
+    from chairlift.lab.bench.shapes.plot import plot_shapes
 
     settings = asked | {
         "ready_seconds": run.ready_seconds,
@@ -136,53 +150,28 @@ def _write(
     settings |= {} if compared is None else compared.settings()
     rows = [result.row() for result in run.results] if compared is None else compared.rows()
     times = None if compared is None else compared.times()
-    report.write("shapes", settings, rows, lambda path, here: plot_shapes(path, shape, run.results, here, times))
+    return BenchResult(
+        settings,
+        rows,
+        [_table(asked["shape"], run, rows, compared)],
+        lambda path, footnote: plot_shapes(path, asked["shape"], run.results, footnote, times),
+    )
 
 
-def _peer(context: typer.Context, name: str | None, python: Path | None, timeout: float) -> ShapePeer | None:
-    from chairlift.lab.bench.shapes.peer import ShapePeer
-
-    if name is None:
-        refuse_given(context, ("peer_python", "peer_timeout"), "means nothing without --peer")
-        return None
-    # Not resolved: the link that is a virtual environment's python leads out of it.
-    path = Path(sys.executable) if python is None else python.expanduser().absolute()
-    return ShapePeer(name, path, timeout)
-
-
-def _show(shape: str, run: ShapeRun, compared: Comparison | None) -> None:
-    peer_headings: list[str] = []
-    peer_cells: list[list[str]] = [[] for _ in run.results]
-    title = f"{shape}, random weights: first token after {run.ready_seconds:.1f} s"
+def _table(shape: str, run: ShapeRun, rows: list[dict[str, Any]], compared: ShapeComparison | None) -> Table:
+    title, columns = f"{shape}, random weights: first token after {run.ready_seconds:.1f} s", [CASE, TOKENS]
     if compared is not None and compared.theirs is not None:
         name = compared.peer.title
         title = (
             f"{shape}, random weights: first token {compared.own_start_seconds:.1f} s after the start of the process, "
             f"{name} {compared.version}: {compared.theirs.start_seconds:.1f} s"
         )
-        peer_headings = [f"{name} tokens/s", f"Times {name}"]
-        peer_cells = [
-            [f"{row['peer_tokens_per_second']:,.0f}", f"{row['times_peer']:.2f}x"] if "times_peer" in row else ["", ""]
-            for row in compared.rows()
+        columns += [
+            Column(f"{name} tokens/s", lambda row: row.get("peer_tokens_per_second"), ",.0f", missing=""),
+            Column(f"Times {name}", lambda row: row.get("times_peer"), ".2f", unit="x", missing=""),
         ]
-    show_table(
-        title,
-        ["Case", "Tokens/s", *peer_headings, "Seconds", "Floor s", "Of floor", "Steps", "ms/step", "Host busy"],
-        [_cells(result, cells) for result, cells in zip(run.results, peer_cells, strict=True)],
+    caption = (
         f"Ceilings here: {run.ceilings.bytes_per_second / 1e9:,.0f} GB/s, "
-        f"{run.ceilings.flops_per_second / 1e12:,.1f} TFLOP/s",
+        f"{run.ceilings.flops_per_second / 1e12:,.1f} TFLOP/s"
     )
-
-
-def _cells(result: CaseResult, peer_cells: Sequence[str]) -> list[str]:
-    return [
-        result.name,
-        f"{result.tokens_per_second:,.0f}",
-        *peer_cells,
-        f"{result.seconds:.3f}",
-        f"{result.floor_seconds:.3f}",
-        f"{result.share_of_floor:.0%}",
-        f"{result.steps:,}",
-        f"{1e3 * result.seconds / result.steps:.2f}",
-        f"{result.host_seconds / result.seconds:.0%}",
-    ]
+    return Table(title, [*columns, *COLUMNS], rows, caption)

@@ -18,10 +18,11 @@ from typing import Any
 from chairlift.config import EngineConfig
 from chairlift.engine.machine_defaults import KV_DTYPES, torch_device, torch_dtype
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.lab.bench.shapes.run import Case, CaseResult, ShapeRun, config_file, make_cases, warm_up_of
+from chairlift.lab.bench.shapes.run import CaseResult, ShapeCase, ShapeRun, make_cases, warm_up_of
 from chairlift.lab.common.floor import Ceilings
-from chairlift.lab.common.timing import Note
+from chairlift.lab.common.model_shapes import config_file
 from chairlift.lab.peers.process import PeerFailed, PeerProcess
+from chairlift.lab.report.progress import Note
 
 CHECK_SECONDS = 60.0
 OWN_PROGRAM = "run_chairlift_shapes.py"
@@ -82,20 +83,20 @@ class ShapePeer:
         note: Note,
         *,
         scale: int = 1,
-        keep: Callable[[Comparison], None] = lambda half: None,
-    ) -> Comparison:
+        keep: Callable[[ShapeComparison], None] = lambda half: None,
+    ) -> ShapeComparison:
         """First ours, then the other. What can be refused is refused before. `keep` is told our half once it is there:
         the other takes minutes, and somebody may lose patience."""
         _refuse_other_formats(config, self.title)
         version = self.version()
         own, start_seconds = _run_own(shape, config, cases, note, scale=scale)
-        half = Comparison(self, version, own, start_seconds, None)
+        half = ShapeComparison(self, version, own, start_seconds, None)
         keep(half)
         theirs, failure = self._run(shape, config, make_cases(cases, own.vocabulary, scale), note)
         return replace(half, theirs=theirs, failure=failure)
 
     def _run(
-        self, shape: str, config: EngineConfig, cases: Sequence[Case], note: Note
+        self, shape: str, config: EngineConfig, cases: Sequence[ShapeCase], note: Note
     ) -> tuple[PeerRun | None, PeerFailed | None]:
         """The same cases, in the same number format. If it fails, as much as it had answered by then."""
         job = {
@@ -137,7 +138,7 @@ def _check_answer(answer: Mapping[str, Any], num_cases: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ShapeComparison:
     """Ours is complete even if the other has failed."""
 
     peer: ShapePeer

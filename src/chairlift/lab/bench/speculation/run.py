@@ -26,7 +26,7 @@ from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.speculation.texts import SCENARIOS
 from chairlift.lab.common.engines import EngineMaker, touch_cache
-from chairlift.lab.common.timing import Note
+from chairlift.lab.report.progress import Note
 
 PLAIN = "none"
 TWIN = "none again"  # shows the noise

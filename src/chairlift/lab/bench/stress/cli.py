@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.base import bench
-from chairlift.lab.common.output import JsonOptions, show_table, watch
+from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.report.progress import Note
+from chairlift.lab.report.tables import Column, Table
 
-if TYPE_CHECKING:
-    from chairlift.lab.bench.stress.run import StressFigures
-
-_FIGURES = (
+FIGURES = (
     *("seconds", "steps", "requests", "tokens", "preempted", "swapped", "cached_tokens"),
     *("drafts", "accepted", "checked", "ties"),
+)
+COLUMNS = (
+    Column("Round", "name"),
+    *(Column(name.replace("_", " ").capitalize(), name, ",.0f") for name in FIGURES),
 )
 
 
@@ -26,31 +29,30 @@ _FIGURES = (
     "chairlift bench stress --family qwen3_moe --batch-invariant",
 )
 def bench_stress(
-    report: JsonOptions,
-    seconds: Annotated[float, typer.Option(help="Of traffic, for all rounds together.")] = 20.0,
+    note: Note,
+    seconds: Annotated[float, typer.Option(help="Duration of all rounds together.")] = 20.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     family: Annotated[str, typer.Option(help="llama, mistral, qwen3, qwen3_moe or gemma2.")] = "llama",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    preemption: Annotated[str, typer.Option(help="A round with each of these.")] = "recompute,swap",
+    preemption: Annotated[str, typer.Option(help="Preemption modes, a round with each.")] = "recompute,swap",
     speculate: Annotated[str | None, typer.Option(help="ngram or layers:1.", show_default="no")] = None,
     draft_length: Annotated[
-        int | None, typer.Option(help="Guesses at a time with --speculate.", show_default="as many as pay")
+        int | None, typer.Option(help="Draft tokens per step with --speculate.", show_default="adaptive")
     ] = None,
     attention: Annotated[str, typer.Option(help="Attention backend: auto, or one by name.")] = "auto",
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="With bit-identical answers.")] = False,
     cuda_graphs: Annotated[bool, typer.Option(help="On a GPU: capture steps and replay them.")] = True,
-    seed: Annotated[int, typer.Option(help="Of the traffic.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
-) -> None:
-    """Random traffic with every invariant checked at every step: it goes well, or says what went wrong.
+    seed: Annotated[int, typer.Option(help="Seed of the traffic.")] = 0,
+) -> BenchResult:
+    """Random traffic with every invariant checked at every step; fails with the first violation.
 
-    A small random model serves requests of every kind (greedy, drawn,
-    several at once, beams, structured, …) that come in bursts, quote each other,
-    are cancelled or run out of time, in a KV cache that is far too small. After
-    every step the books are checked, every request must end exactly once, and
-    every token of greedy requests must be the one that the model gives to that
-    sequence by itself, computed by the plain formula (or tie with it, within what
-    rounding to --dtype does).
+    A small random model serves requests of every kind (greedy, sampled,
+    parallel, beam search, structured, …) that come in bursts, quote each other,
+    are cancelled or time out, with a KV cache that is far too small. The block
+    accounting is checked after every step, every request must finish exactly
+    once, and every token of a greedy request must be the argmax of the model on
+    that sequence alone with plain attention (or tie with it within the rounding
+    of --dtype).
     """
     from chairlift.config import EngineConfig
     from chairlift.engine.machine_defaults import torch_device, torch_dtype
@@ -68,28 +70,21 @@ def bench_stress(
         "draft_length": draft_length,
         "seed": seed,
     }
-    report.check()
     machine = EngineConfig(device=device, dtype=dtype)
     loaded = stress_model(family, torch_device(machine), torch_dtype(machine), batch_invariant=batch_invariant)
     configs = [stress_config(loaded, name, **options) for name in rounds]
-    with watch(enabled=not quiet) as note:
-        found = [
-            stress(loaded, config, seconds=seconds / len(rounds), seed=seed + number, note=note)
-            for number, config in enumerate(configs)
-        ]
-    show(family, found)
-    asked = {"family": family, "device": str(loaded.model.device), "dtype": dtype, "seconds": seconds} | options
-    report.write("stress", asked, [figures.row() for figures in found])
+    rows = [
+        stress(loaded, config, seconds=seconds / len(rounds), seed=seed + number, note=note).row()
+        for number, config in enumerate(configs)
+    ]
+    title = f"A random {family} under random traffic: all checks passed"
+    request = {"family": family, "device": str(loaded.model.device), "dtype": dtype, "seconds": seconds} | options
+    return BenchResult(request, rows, [Table(title, COLUMNS, rows, _counts(rows))])
 
 
-def show(family: str, found: list[StressFigures]) -> None:
-    show_table(
-        f"A random {family} under random traffic: nothing went wrong",
-        ["Round", *(name.replace("_", " ").capitalize() for name in _FIGURES)],
-        [[figures.name, *(f"{getattr(figures, name):,.0f}" for name in _FIGURES)] for figures in found],
-        "\n".join(
-            f"{figures.name}: {', '.join(f'{count:,} {name}' for name, count in counts.items())}"
-            for figures in found
-            for counts in (figures.kinds, figures.endings)
-        ),
+def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(
+        f"{row['name']}: {', '.join(f'{count:,} {name}' for name, count in row[key].items())}"
+        for row in rows
+        for key in ("kinds", "endings")
     )

@@ -35,8 +35,8 @@ from chairlift.engine.startup import LoadedModel, start_engine
 from chairlift.errors import ChairliftError
 from chairlift.lab.bench.stress.greedy_check import greedy_gaps
 from chairlift.lab.bench.stress.model import END
-from chairlift.lab.bench.stress.traffic import LONGEST_OUTPUT, LONGEST_PROMPT, PATTERN, Asked, Traffic
-from chairlift.lab.common.timing import Note
+from chairlift.lab.bench.stress.traffic import LONGEST_OUTPUT, LONGEST_PROMPT, PATTERN, StressRequest, Traffic
+from chairlift.lab.report.progress import Note
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, SEATS = 4, 64, 32, 12  # of the cache, of the host's memory, and requests per step
 MOST_OPEN = 30
@@ -112,7 +112,7 @@ def stress(
 
 @dataclass(slots=True)
 class _Open:
-    asked: Asked
+    request: StressRequest
     tokens: list[int]
     told: bool  # of its tokens; of beams and completions that were not chosen only the end is
 
@@ -156,13 +156,13 @@ class _Stress:
             self._rate_until = self.figures.steps + self._rng.randint(20, 200)
         count = int(self._rate + self._rng.random())
         for _ in range(min(count, MOST_OPEN - len(self._open))):
-            asked = self._traffic.request()
+            request = self._traffic.request()
             self.figures.requests += 1
-            self.figures.kinds[asked.kind] += 1
-            told = self._engine.submit(asked.prompt, asked.params, **asked.options)
-            for request_id in completion_ids(told[0], asked.params.num_sequences):
+            self.figures.kinds[request.kind] += 1
+            told = self._engine.submit(request.prompt, request.params, **request.options)
+            for request_id in completion_ids(told[0], request.params.num_sequences):
                 assert request_id not in self._open, f"{request_id} was handed out twice"
-                self._open[request_id] = _Open(asked, [], told=request_id in told)
+                self._open[request_id] = _Open(request, [], told=request_id in told)
 
     def _abort(self) -> None:
         if self._open and self._rng.random() < 0.03:
@@ -203,19 +203,19 @@ class _Stress:
                 pass
 
     def _end(self, one: _Open, event: RequestFinished) -> None:
-        reason, asked, tokens = event.ending.reason, one.asked, one.tokens
-        assert reason is not FinishReason.ERROR, f"{event.request_id} ({asked.kind}): {event.ending.detail}"
+        reason, request, tokens = event.ending.reason, one.request, one.tokens
+        assert reason is not FinishReason.ERROR, f"{event.request_id} ({request.kind}): {event.ending.detail}"
         self.figures.endings[reason.value] += 1
         if not one.told:
             return
         if reason is FinishReason.LENGTH:
-            assert len(tokens) == asked.params.max_tokens, f"{event.request_id} has {len(tokens)} tokens"
-        if asked.kind == "structured" and reason is FinishReason.STOP:
+            assert len(tokens) == request.params.max_tokens, f"{event.request_id} has {len(tokens)} tokens"
+        if request.kind == "structured" and reason is FinishReason.STOP:
             text = self._tokenizer.decode(tokens)
             assert re.fullmatch(PATTERN, text), f"{event.request_id} breaks its grammar: {text!r}"
-        if asked.is_greedy and tokens:
-            self._unchecked.append((asked.prompt, tokens))
-        self._traffic.remember([*asked.prompt, *tokens])
+        if request.is_greedy and tokens:
+            self._unchecked.append((request.prompt, tokens))
+        self._traffic.remember([*request.prompt, *tokens])
 
     def _check_tokens(self) -> None:
         """Also of those that were cancelled: what they had got was right."""

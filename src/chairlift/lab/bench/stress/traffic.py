@@ -19,7 +19,7 @@ PATTERN = "[0-9]{2,4}-[a-f]{1,6}"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StressRequest:
     kind: str
     prompt: list[int]
     params: SamplingParams
@@ -44,12 +44,12 @@ class Traffic:
             del weights["structured"]
         self._kinds, self._weights = list(weights), list(weights.values())
 
-    def request(self) -> Asked:
+    def request(self) -> StressRequest:
         rng = self.rng
         (kind,) = rng.choices(self._kinds, self._weights)
         options: dict[str, Any] = {"timeout": rng.uniform(0.001, 0.1)} if rng.random() < 0.03 else {}
         options |= {"cache_salt": "another"} if rng.random() < 0.1 else {}
-        return Asked(kind, self._prompt(), self._params(kind), options)
+        return StressRequest(kind, self._prompt(), self._params(kind), options)
 
     def remember(self, tokens: Sequence[int]) -> None:
         """What was said may be quoted."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,16 +13,34 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.base import bench
-from chairlift.lab.bench.throughput.options import PeerOptions, WorkloadOptions
-from chairlift.lab.bench.throughput.rounds import Rounds, Table
-from chairlift.lab.bench.throughput.run import ENGINES, OWN_ENGINES, Comparison, parse_engines
+from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.bench.throughput.options import PeerOptions, ThroughputWorkload
+from chairlift.lab.bench.throughput.rounds import ConcurrencyResult, Rounds
+from chairlift.lab.bench.throughput.run import ALL_ENGINES, ENGINES, OWN_ENGINES, ThroughputComparison
 from chairlift.lab.common.measure import Advance
-from chairlift.lab.common.output import show_table
-from chairlift.lab.common.report import check_writable, machine, machine_line, write_report
 from chairlift.lab.common.workload import Workload
+from chairlift.lab.report.lists import parse_names
+from chairlift.lab.report.tables import Column, Line, Table
 from chairlift.terminal.console import show_log
 from chairlift.terminal.options import EngineOptions, given
+
+NAME = Column("\nEngine", "name")
+TOKENS = Column("Output\ntokens/s", "output_tokens_per_s", ",.1f")
+ENGINE_COLUMNS = (
+    *(NAME, TOKENS),
+    Column("TTFT\np50 s", "ttft_p50_ms", ".2f", factor=1e-3),
+    Column("ITL\nmean ms", "itl_mean_ms", ".1f"),
+    Column("Mean\nbatch", "mean_batch_requests", ".1f"),
+    Column("Over-\nhead", "scheduler_share", ".1%"),
+)
+PEER_COLUMNS = (
+    *(NAME, TOKENS),
+    Column("TTFT\np50 ms", "ttft_p50_ms", ",.0f"),
+    Column("TTFT\np95 ms", "ttft_p95_ms", ",.0f"),
+    Column("ITL\nmean ms", "itl_mean_ms", ",.1f"),
+    Column("ITL\np99 ms", "itl_p99_ms", ",.1f"),
+    Column("Of the\nbest peer", "vs_best_peer", ".2f", unit="x"),
+)
 
 
 @bench(
@@ -37,70 +54,72 @@ from chairlift.terminal.options import EngineOptions, given
 def bench_throughput(
     context: typer.Context,
     engine: EngineOptions,
-    work_options: WorkloadOptions,
+    work_options: ThroughputWorkload,
     peer_options: PeerOptions,
     engines: Annotated[
         str,
         typer.Option(
-            help="What to compare, in this order; also chairlift-fp32.", show_default="with --peers, chairlift"
+            help="Engines to compare, in this order; also chairlift-fp32.", show_default="with --peers, chairlift"
         ),
     ] = ",".join(ENGINES),
-    repeat: Annotated[int, typer.Option(help="Rounds; the figures are medians over them.")] = 1,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the report there (keys: docs/bench-json.md)."),
-    ] = None,
-) -> None:
-    """Output tokens per second of this engine, of itself one request at a time, and of others.
+    repeat: Annotated[int, typer.Option(help="Repetitions; the figures are medians.")] = 1,
+) -> BenchResult:
+    """Output tokens per second of this engine, of itself one request at a time, and of other engines.
 
-    All requests are submitted at once and generate greedily until their
-    length is reached. The engines run one after the other in this process,
-    with as many threads each.
+    All requests are submitted at once and generate greedily to their full length.
+    The engines run one after the other in this process, with the same number of
+    threads.
 
-    With --peers each of those runs in a process and a Python of its own. All
-    engines then keep as many requests under way as --concurrency says: the
-    next is sent when one has ended. Prefixes are not cached.
+    With --peers, each peer runs in a process and a Python of its own. All engines
+    then keep --concurrency requests in flight: the next is sent when one has
+    finished. Prefixes are not cached.
     """
     if repeat < 1:
         raise InvalidParameter("repeat", f"must be at least 1, got {repeat}")
     concurrencies = work_options.concurrencies(engine)
     comparison = _comparison(context, engine, engines, against_peers=peer_options.peers is not None)
-    if json_file is not None:
-        check_writable(json_file)
     show_log(quiet=engine.quiet)
     work, source = work_options.make(context, comparison)
     rounds = Rounds(comparison, peer_options.make(context, comparison), concurrencies, repeat)
-    tables: list[Table] = []
-    for table in rounds.run(work, lambda name: _watch(name, work, enabled=not engine.quiet)):
-        _show(rounds, table, tables)
-        tables.append(table)
-    Console().print(machine_line(machine()), style="dim", highlight=False)
-    if json_file is not None:
-        settings = _settings(rounds, tables) | {"requests": len(work.requests)} | source
-        write_report(json_file, "throughput", settings, [row for table in tables for row in table.rows])
+    results: list[ConcurrencyResult] = []
+    for result in rounds.run(work, lambda name: _watch(name, work, enabled=not engine.quiet)):
+        _table(rounds, result).show()  # now: the next concurrency takes minutes
+        known = {reason for before in results for reason in before.skipped.items()}
+        for name, reason in result.skipped.items():
+            if (name, reason) not in known:
+                Line(f"No row for {name}: {reason}\n").show()
+        results.append(result)
+    return BenchResult(
+        _settings(rounds, results) | {"requests": len(work.requests)} | source,
+        [row for result in results for row in result.rows],
+    )
 
 
-def _comparison(context: typer.Context, engine: EngineOptions, engines: str, *, against_peers: bool) -> Comparison:
-    options = engine.config()
+def _comparison(
+    context: typer.Context, engine: EngineOptions, engines: str, *, against_peers: bool
+) -> ThroughputComparison:
+    options, progress = engine.config(), not engine.quiet
     if not against_peers:
-        return Comparison(engine.model, parse_engines(engines), options, progress=not engine.quiet)
+        return ThroughputComparison(
+            engine.model, parse_names("engines", engines, ALL_ENGINES), options, progress=progress
+        )
     if engine.prefix_caching and given(context, "prefix_caching"):
-        raise InvalidParameter("prefix_caching", "is off in the comparison with --peers, here and there")
-    own = parse_engines(engines, OWN_ENGINES) if given(context, "engines") else ["chairlift"]
+        raise InvalidParameter("prefix_caching", "is off in a comparison with --peers, for all engines")
+    own = parse_names("engines", engines, OWN_ENGINES) if given(context, "engines") else ["chairlift"]
     options["prefix_caching"] = False
-    return Comparison(engine.model, own, options, progress=not engine.quiet, closed_loop=True)
+    return ThroughputComparison(engine.model, own, options, progress=progress, closed_loop=True)
 
 
-def _settings(rounds: Rounds, tables: Sequence[Table]) -> dict[str, Any]:
-    seats = [table.concurrency for table in tables]
+def _settings(rounds: Rounds, results: Sequence[ConcurrencyResult]) -> dict[str, Any]:
+    concurrencies = [result.concurrency for result in results]
     versions = {name: version for name, version in rounds.versions.items() if isinstance(version, str)}
     skipped = [
-        {"name": name, "concurrency": table.concurrency, "reason": reason}
-        for table in tables
-        for name, reason in table.skipped.items()
+        {"name": name, "concurrency": result.concurrency, "reason": reason}
+        for result in results
+        for name, reason in result.skipped.items()
     ]
     return rounds.own.settings() | {
-        "concurrency": seats[0] if len(seats) == 1 else seats,
+        "concurrency": concurrencies[0] if len(concurrencies) == 1 else concurrencies,
         "repeat": rounds.repeat,
         "closed_loop": rounds.own.closed_loop,
         "peers": {peer.name: {"version": versions.get(peer.name), "model": peer.model.name} for peer in rounds.peers},
@@ -110,7 +129,7 @@ def _settings(rounds: Rounds, tables: Sequence[Table]) -> dict[str, Any]:
 
 @contextmanager
 def _watch(name: str, work: Workload, *, enabled: bool) -> Iterator[Advance]:
-    """A bar that fills with the tokens of one engine."""
+    """A progress bar for the tokens of one engine."""
     columns = (
         TextColumn("{task.description:<14}"),
         BarColumn(),
@@ -119,7 +138,7 @@ def _watch(name: str, work: Workload, *, enabled: bool) -> Iterator[Advance]:
         TimeElapsedColumn(),
     )
     shown = enabled and sys.stderr.isatty()
-    console = Console(file=sys.stderr)  # this very stream: loading transformers exchanges sys.stderr for a while
+    console = Console(file=sys.stderr)  # bound now, because loading transformers replaces sys.stderr for a while
     with Progress(*columns, console=console, disable=not shown) as progress:
         task = progress.add_task(name, total=work.output_tokens, speed="loading")
         begun = 0.0
@@ -133,58 +152,13 @@ def _watch(name: str, work: Workload, *, enabled: bool) -> Iterator[Advance]:
         yield advance
 
 
-def _show(rounds: Rounds, table: Table, earlier: Sequence[Table]) -> None:
+def _table(rounds: Rounds, result: ConcurrencyResult) -> Table:
+    title = f"Throughput at concurrency {result.concurrency}"
     if rounds.peers:
-        _show_against_peers(table)
-    else:
-        _show_engines(table)
-    known = {reason for before in earlier for reason in before.skipped.items()}
-    for name, reason in table.skipped.items():
-        if (name, reason) not in known:
-            Console().print(f"No row for {name}: {reason}\n", highlight=False, markup=False, soft_wrap=True)
-
-
-def _show_engines(table: Table) -> None:
-    first = table.rows[0]
-    figures = ("Output\ntokens/s", "TTFT\np50 s", "ITL\nmean ms", "Mean\nbatch", "Over-\nhead")
-
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        ratio = first["speedup_vs"].get(row["name"])
-        return [
-            row["name"],
-            f"{row['output_tokens_per_s']:,.1f}",
-            f"{row['ttft_p50_ms'] / 1e3:.2f}",
-            _or_dash(row["itl_mean_ms"], ".1f"),
-            _or_dash(row["mean_batch_requests"], ".1f"),
-            _or_dash(row["scheduler_share"], ".1%"),
-            "" if ratio is None else f"{ratio:.2f}x",
-        ]
-
-    show_table(
-        f"Throughput at concurrency {table.concurrency}",
-        ["\nEngine", *figures, f"{first['name']}\nis"],
-        map(cells, table.rows),
-        "Overhead: scheduling and building batches, as a share of the steps",
+        return Table(title, PEER_COLUMNS, result.rows)
+    first = result.rows[0]
+    ratio = Column(
+        f"{first['name']}\nis", lambda row: first["speedup_vs"].get(row["name"]), ".2f", unit="x", missing=""
     )
-
-
-def _show_against_peers(table: Table) -> None:
-    figures = ("Output\ntokens/s", "TTFT\np50 ms", "TTFT\np95 ms", "ITL\nmean ms", "ITL\np99 ms", "Of the\nbest peer")
-
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        return [
-            row["name"],
-            f"{row['output_tokens_per_s']:,.1f}",
-            f"{row['ttft_p50_ms']:,.0f}",
-            f"{row['ttft_p95_ms']:,.0f}",
-            _or_dash(row["itl_mean_ms"], ",.1f"),
-            _or_dash(row["itl_p99_ms"], ",.1f"),
-            "-" if row["vs_best_peer"] is None else f"{row['vs_best_peer']:.2f}x",
-        ]
-
-    title = f"Throughput at concurrency {table.concurrency}"
-    show_table(title, ["\nEngine", *figures], map(cells, table.rows))
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    caption = "Overhead: scheduling and building batches, as a share of the steps"
+    return Table(title, [*ENGINE_COLUMNS, ratio], result.rows, caption)

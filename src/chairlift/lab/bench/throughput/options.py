@@ -1,4 +1,4 @@
-"""What `chairlift bench throughput` asks of whom: the requests, and the other engines."""
+"""The requests and the peers of `chairlift bench throughput`."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from typing import Annotated, Any
 import typer
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.throughput.run import Comparison
-from chairlift.lab.common.output import parse_numbers
+from chairlift.lab.bench.throughput.run import ThroughputComparison
 from chairlift.lab.common.workload import LengthRange, Workload, load_workload, make_workload
 from chairlift.lab.peers.peers import PEERS, Peer, parse_peer_paths, parse_peers
+from chairlift.lab.report.lists import parse_numbers
 from chairlift.terminal.options import EngineOptions, given, refuse_given
 
 _WORKLOAD, _PEERS = "Workload", "Peers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadOptions:
-    """What is asked of the engines."""
+class ThroughputWorkload:
+    """Random requests, or those of a file."""
 
     requests: Annotated[
-        int, typer.Option(help="How many requests; with --workload, the first so many.", rich_help_panel=_WORKLOAD)
+        int,
+        typer.Option(help="Number of requests; with --workload, the first of the file.", rich_help_panel=_WORKLOAD),
     ] = 64
     prompt_len: Annotated[
         str,
-        typer.Option(metavar="LOW:HIGH", help="Prompt tokens, spread log-uniformly.", rich_help_panel=_WORKLOAD),
+        typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform.", rich_help_panel=_WORKLOAD),
     ] = "16:512"
     output_len: Annotated[
         str,
-        typer.Option(metavar="LOW:HIGH", help="Output tokens, spread log-uniformly.", rich_help_panel=_WORKLOAD),
+        typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform.", rich_help_panel=_WORKLOAD),
     ] = "16:256"
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_WORKLOAD)] = 0
     workload: Annotated[
         Path | None,
         typer.Option(
-            help='Take the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.',
+            help='Read the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.',
             rich_help_panel=_WORKLOAD,
         ),
     ] = None
@@ -46,7 +47,7 @@ class WorkloadOptions:
         str | None,
         typer.Option(
             metavar="N[,N…]",
-            help="Requests per step, in every engine that batches; several give a table each.",
+            help="Requests per step of every engine that batches; a table for each N.",
             rich_help_panel=_WORKLOAD,
             show_default="from the machine",
         ),
@@ -61,11 +62,11 @@ class WorkloadOptions:
         if min(numbers) < 1:
             raise InvalidParameter("concurrency", f"must be at least 1, got {min(numbers)}")
         if len(set(numbers)) < len(numbers):
-            raise InvalidParameter("concurrency", f"{self.concurrency!r} has one twice")
+            raise InvalidParameter("concurrency", f"{self.concurrency!r} repeats a number")
         return numbers
 
-    def make(self, context: typer.Context, comparison: Comparison) -> tuple[Workload, dict[str, Any]]:
-        """The requests, and where they come from."""
+    def make(self, context: typer.Context, comparison: ThroughputComparison) -> tuple[Workload, dict[str, Any]]:
+        """The requests, and their source for the report."""
         lengths = {name: LengthRange.parse(name, getattr(self, name)) for name in ("prompt_len", "output_len")}
         if self.workload is None:
             work = make_workload(comparison.vocabulary(), requests=self.requests, seed=self.seed, **lengths)
@@ -83,13 +84,13 @@ class WorkloadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOptions:
-    """Which other engines run too, and with what."""
+    """The peers to run, and what they need."""
 
     peers: Annotated[
         str | None,
         typer.Option(
-            help=f"Other engines to compare with, each in a process of its own: {', '.join(PEERS)}. Those that cannot "
-            "run here are left out, with the reason.",
+            help=f"Other engines to compare with: {', '.join(PEERS)}. One that cannot run here is left out, with the "
+            "reason.",
             rich_help_panel=_PEERS,
             show_default="none",
         ),
@@ -98,7 +99,7 @@ class PeerOptions:
         list[str] | None,
         typer.Option(
             metavar="NAME=PYTHON",
-            help="The Python that has a peer's package; may be given several times.",
+            help="The Python that has the peer's package; repeatable.",
             rich_help_panel=_PEERS,
             show_default="this one",
         ),
@@ -107,7 +108,7 @@ class PeerOptions:
         list[str] | None,
         typer.Option(
             metavar="NAME=PATH",
-            help="What a peer loads instead of --model; may be given several times.",
+            help="The model that a peer loads instead of --model; repeatable.",
             rich_help_panel=_PEERS,
             show_default="--model",
         ),
@@ -116,11 +117,11 @@ class PeerOptions:
         float, typer.Option(help="Seconds for one run of a peer, loading included.", rich_help_panel=_PEERS)
     ] = 900.0
 
-    def make(self, context: typer.Context, comparison: Comparison) -> list[Peer]:
+    def make(self, context: typer.Context, comparison: ThroughputComparison) -> list[Peer]:
         from chairlift.loading.store import resolve_model
 
         if self.peers is None:
-            refuse_given(context, ("peer_python", "peer_model", "peer_timeout"), "means nothing without --peers")
+            refuse_given(context, ("peer_python", "peer_model", "peer_timeout"), "has no effect without --peers")
             return []
         if self.peer_timeout <= 0:
             raise InvalidParameter("peer_timeout", f"must be above 0, got {self.peer_timeout:g}")
@@ -129,7 +130,7 @@ class PeerOptions:
         models = parse_peer_paths("peer_model", self.peer_model or [], names)
         settings = comparison.settings()
         if settings["device"] != "cpu":
-            raise InvalidParameter("peers", "they run on the CPU; add --device cpu")
+            raise InvalidParameter("peers", "run on the CPU; add --device cpu")
         default = resolve_model(comparison.model, progress=comparison.progress)
         return [
             Peer(

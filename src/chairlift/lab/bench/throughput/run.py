@@ -22,21 +22,21 @@ Watch = Callable[[str], AbstractContextManager[Advance]]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Which model to run, on which engines, and how. `options` are those of `EngineConfig`.
+class ThroughputComparison:
+    """Engines to run on one model; `options` are fields of `EngineConfig`.
 
-    All requests are submitted at once, or with `closed_loop` no more of them than there are seats: the next comes when
-    one has ended. That is for our own engines.
+    All requests are submitted at once. With `closed_loop`, our own engines get at most as many as they have slots, and
+    the next when one has finished.
     """
 
     model: str
     engines: Sequence[str] = ENGINES
     options: Mapping[str, Any] = field(default_factory=dict)
-    progress: bool = True  # of fetching the model
+    progress: bool = True  # of downloading the model
     closed_loop: bool = False
 
     def run(self, workload: Workload, watch: Watch) -> list[dict[str, Any]]:
-        """One row per engine. Each is loaded, warmed up, measured and let go before the next."""
+        """Load, warm up and measure one engine after the other; return a row for each."""
         import torch
 
         runs = {
@@ -49,21 +49,21 @@ class Comparison:
         threads = torch.get_num_threads()
         rows = []
         for name in self.engines:
-            torch.set_num_threads(threads)  # whatever the one before made of it
+            torch.set_num_threads(threads)  # the engine before may have changed it
             with watch(name) as advance:
                 rows.append(runs[name](workload, advance).row(name))
             gc.collect()
         add_speedups(rows)
         return rows
 
-    def seats(self) -> int:
-        """The most requests in a step."""
+    def slots(self) -> int:
+        """The most requests per step."""
         from chairlift.engine.machine_defaults import batch_requests
 
         return batch_requests(self._config())
 
     def settings(self) -> dict[str, Any]:
-        """The choices that were left open, as they were made here."""
+        """The settings with all defaults resolved."""
         import torch
 
         from chairlift.engine.machine_defaults import batch_requests, batch_tokens, torch_device, torch_dtype
@@ -97,7 +97,7 @@ class Comparison:
         return text_like_ids(load_tokenizer(checkpoint).tokenizer)
 
     def _require_accelerate(self) -> None:
-        """Raise now if transformers could not load the model after the other engines were measured for minutes."""
+        """Raise before the measurement if transformers could not load the model."""
         from chairlift.loading.store import resolve_model
 
         if "transformers" not in self.engines or find_spec("accelerate") is not None:
@@ -127,7 +127,7 @@ class Comparison:
         return self._run_batched(workload, advance, quantization="none", dtype="float32")
 
     def _run_one_at_a_time(self, workload: Workload, advance: Advance) -> Measurement:
-        """The same engine with a single seat."""
+        """The same engine with one slot."""
         return self._run_batched(workload, advance, max_batch_requests=1, prefix_caching=False)
 
     def _run_transformers(self, workload: Workload, advance: Advance) -> Measurement:
@@ -149,14 +149,3 @@ class Comparison:
         from chairlift.lab.peers.transformers_run import MAX_BATCH_TOKENS
 
         return self.options.get("max_batch_tokens") or MAX_BATCH_TOKENS
-
-
-def parse_engines(text: str, known: Sequence[str] = ALL_ENGINES) -> list[str]:
-    """ "chairlift,transformers" -> both, in this order."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise InvalidParameter("engines", f"there is no {name!r}; choose from {', '.join(known)}")
-    if len(set(names)) < len(names):
-        raise InvalidParameter("engines", f"{text!r} names one twice")
-    return names

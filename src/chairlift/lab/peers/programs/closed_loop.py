@@ -24,9 +24,9 @@ Poll = Callable[[], Iterable[tuple[str, Sequence[float]]]]
 """Wait a little for tokens: which request, and at what time (`time.perf_counter`) each of its new tokens was there."""
 
 
-def main(package: str, distribution: str, run: Callable[[dict[str, Any], Answer], None]) -> None:
+def main(package: str, distribution: str, run: Callable[[dict[str, Any], ReplyWriter], None]) -> None:
     """`run` gets the job, and what to call with its answers."""
-    answer = Answer()
+    answer = ReplyWriter()
     if sys.argv[1:] == ["--check"]:
         found = find_spec(package) is not None
         answer(**({"version": version(distribution)} if found else {"missing": package}))
@@ -36,7 +36,7 @@ def main(package: str, distribution: str, run: Callable[[dict[str, Any], Answer]
     run(job, answer)
 
 
-class Answer:
+class ReplyWriter:
     """Writes lines to whoever started this process, and to nobody else."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Answer:
         self._lines.flush()
 
 
-def run_job(job: dict[str, Any], answer: Answer, submit: Submit, poll: Poll) -> None:
+def run_job(job: dict[str, Any], answer: ReplyWriter, submit: Submit, poll: Poll) -> None:
     """The warm-up, then the requests that count."""
     _drive("warm-up", job["warm_up"], job["concurrency"], submit, poll)
     answer(tokens=0)
@@ -57,7 +57,7 @@ def run_job(job: dict[str, Any], answer: Answer, submit: Submit, poll: Poll) -> 
 
 
 def _drive(
-    label: str, requests: Sequence[Any], concurrency: int, submit: Submit, poll: Poll, answer: Answer | None = None
+    label: str, requests: Sequence[Any], concurrency: int, submit: Submit, poll: Poll, answer: ReplyWriter | None = None
 ) -> dict[str, Any]:
     """Keep `concurrency` requests under way: the next is sent as soon as one has ended."""
     names = {f"{label}-{index}": index for index in range(len(requests))}

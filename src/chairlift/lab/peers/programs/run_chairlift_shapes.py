@@ -6,10 +6,10 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from closed_loop import Answer, main
+from closed_loop import ReplyWriter, main
 
 
-def run(job: dict[str, Any], answer: Answer) -> None:
+def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     from chairlift.config import EngineConfig
     from chairlift.errors import ChairliftError, InvalidParameter
     from chairlift.lab.bench.shapes.run import run_shape

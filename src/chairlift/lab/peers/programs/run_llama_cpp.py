@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from closed_loop import Answer, main, run_job
+from closed_loop import ReplyWriter, main, run_job
 
 
-def run(job: dict[str, Any], answer: Answer) -> None:
+def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     server = _load(job)
     arrived: SimpleQueue[tuple[str, list[float]] | Exception] = SimpleQueue()
     clients = ThreadPoolExecutor(job["concurrency"])  # a call returns when its request has ended

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from closed_loop import Answer, main, run_job
+from closed_loop import ReplyWriter, main, run_job
 
 MAX_BATCH_TOKENS = 512  # more than its default, which is slower with prompts of this length
 KV_GIGABYTES = 2
 
 
-def run(job: dict[str, Any], answer: Answer) -> None:
+def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     import numpy as np
     import openvino
     import openvino_genai as genai

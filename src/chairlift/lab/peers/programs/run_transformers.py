@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from closed_loop import Answer, main, run_job
+from closed_loop import ReplyWriter, main, run_job
 
 PAGE_SIZE = 32
 MAX_BATCH_TOKENS = 512  # its default asks a GPU for its size
 
 
-def run(job: dict[str, Any], answer: Answer) -> None:
+def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     manager = _manager(job, _load(job))
     manager.start()
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from closed_loop import Answer, main, run_job
+from closed_loop import ReplyWriter, main, run_job
 
 KV_GIGABYTES = 2
 
 
-def run(job: dict[str, Any], answer: Answer) -> None:
+def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     cores = sorted(os.sched_getaffinity(0))[: job["threads"]]
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_GIGABYTES))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))

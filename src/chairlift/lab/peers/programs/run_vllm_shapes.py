@@ -6,10 +6,10 @@ import os
 import time
 from typing import Any
 
-from closed_loop import Answer, main
+from closed_loop import ReplyWriter, main
 
 
-def run(job: dict[str, Any], answer: Answer) -> None:
+def run(job: dict[str, Any], answer: ReplyWriter) -> None:
     # That sampler may have to be compiled when vLLM starts, and greedy requests never get there.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -1,0 +1,150 @@
+"""`python compile_for.py CAPABILITY`: compile every Triton kernel for a GPU that is not there, and list the kernels.
+
+Launches go to a driver that does nothing. Kernels are called through their wrappers, in the shapes of a Llama with GQA,
+so that signatures, tiles and launch options are those of real steps.
+"""
+
+# ruff: noqa: E402 - driver and launch options are replaced before the kernels are imported
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of one program
+capability = int(sys.argv[1])
+hopper = capability >= 90
+compiled: list[str] = []
+
+
+class Driver:
+    """A GPU that runs nothing."""
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY[capability]},
+        load_binary=lambda name, *binary: compiled.append(name) or (1, 2, 0, 0, 1024),
+    )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
+triton.runtime.driver.set_active(Driver())
+
+from chairlift.kernels.triton import launch
+
+launch.overlapping = lambda device: {"OVERLAP": True, "launch_pdl": True} if hopper else {"OVERLAP": False}
+launch.shared_memory = lambda device: SHARED_MEMORY[capability]
+
+from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, moe, products, sampling
+from chairlift.kernels.triton.decode import Fresh
+from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_prefill, tiles_of
+
+products.reads_ahead = lambda device: hopper
+
+CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
+HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 8, 2, 128, 1024, 2048, 5000
+
+
+def compile_attention() -> None:
+    shape: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "dtype": BF16, "device": CPU}
+    decode, prefill = make_case([3, 90], [1, 1], **shape), make_case([0, 40], [75, 9], **shape)
+    norms = torch.ones(DIM, dtype=BF16)
+    cos = torch.ones(2, DIM // 2, dtype=BF16)
+    for cache in (BF16, FP8) if capability >= 89 else (BF16,):
+        for case in (decode, prefill):
+            case.keys, case.values = case.keys.to(cache), case.values.to(cache)
+        run_decode(decode, 0.1, None, None)
+        run_prefill(prefill, 0.1, None, None)
+        run_prefill(prefill, 0.1, 64, 30.0, deep=True)
+        fused = make_case([3, 90], [1, 1], **shape | {"heads": HEADS + 2 * KV_HEADS})
+        fused.keys, fused.values = decode.keys, decode.values
+        out = torch.empty(2, HEADS, DIM, dtype=BF16)
+        run_decode(fused, 0.1, None, None, out=out, fresh=Fresh(norms, norms, 1e-6, cos, cos))
+    compile_invariant_attention(prefill)
+
+
+def compile_invariant_attention(case: Any) -> None:
+    queries = invariant_attention.queries_per_tile(HEADS, KV_HEADS, DIM, BF16)
+    tile_chunk, tile_offset = tiles_of(case, queries)
+    scratch = invariant_attention.SpanScratch(4, HEADS, KV_HEADS, DIM, 4096, CPU)
+    for singles in (False, True):
+        invariant_attention.invariant_attention(
+            case.q, case.keys.to(BF16), case.values.to(BF16), torch.empty_like(case.q), tables=case.tables,
+            tile_chunk=tile_chunk, tile_offset=tile_offset, tile_queries=queries, chunk_slot=as_ints(case.slots, CPU),
+            chunk_row=as_ints(case.rows, CPU), chunk_start=as_ints(case.starts, CPU),
+            chunk_count=as_ints(case.counts, CPU), scratch=scratch, singles=singles, scale=0.1,
+        )  # fmt: skip
+
+
+def compile_products() -> None:
+    weight = torch.randn(2 * INNER, HIDDEN).to(BF16)
+    for rows in (1, 24, 100):
+        x = launch.empty_rows(rows, HIDDEN, dtype=BF16, device=CPU)
+        squares = torch.ones(rows, 4)
+        products.product(x, weight, squares=squares, eps=1e-6, gated=True)
+        products.product(x, weight, add_to=launch.empty_rows(rows, 2 * INNER, dtype=BF16, device=CPU))
+        invariant.invariant_linear(x, weight)
+    if capability >= 89:
+        numbers, scales = fp8.round_rows(torch.randn(4, HIDDEN).to(BF16), 448.0)
+        invariant.invariant_linear(numbers, weight.to(FP8), scales=(scales, torch.ones(2 * INNER)), out_dtype=BF16)
+
+
+def compile_layers() -> None:
+    x, weight = torch.randn(4, HIDDEN).to(BF16), torch.ones(HIDDEN, dtype=BF16)
+    layers.rms_norm(x, weight, 1e-6)
+    layers.add_rms_norm_(x, x.clone(), weight, 1e-6)
+    layers.silu_mul(torch.randn(4, 2 * INNER).to(BF16))
+    ints = torch.zeros(4, dtype=torch.int32)
+    tables = torch.zeros(8, 16, dtype=torch.int32)
+    layers.begin_step(ints, ints, ints, ints, ints, tables)
+    layers.embed(ints, torch.randn(VOCAB, HIDDEN).to(BF16), 1.0)
+    cos, sin = layers.rotation(ints, torch.ones(DIM // 2), 1.0, BF16)
+    qkv = torch.randn(4, (HEADS + 2 * KV_HEADS) * DIM).to(BF16)
+    norm = torch.ones(DIM, dtype=BF16)
+    for cache in (BF16, FP8) if capability >= 89 else (BF16,):
+        keys = torch.zeros(16, 16, KV_HEADS, DIM).to(cache)
+        layers.rotate_and_store_(
+            qkv, keys, keys.clone(), num_heads=HEADS, q_norm=norm, k_norm=norm, eps=1e-6, cos=cos, sin=sin,
+            slots=ints, positions=ints, tables=tables,
+        )  # fmt: skip
+
+
+def compile_experts() -> None:
+    num_experts, top_k, x = 8, 2, torch.randn(4, HIDDEN).to(BF16)
+    experts = torch.zeros(4, top_k, dtype=torch.int64)
+    tiling = moe.tiling_for(8, num_experts, BF16, invariant=False)
+    grouping = moe.group_by_expert(experts, num_experts, tiling.rows, torch.zeros(4, dtype=torch.int32))
+    pairs = moe.grouped_linear(x, torch.randn(num_experts, 256, HIDDEN).to(BF16), grouping, tiling, top_k)
+    share = torch.ones(8, dtype=BF16)
+    weight = torch.randn(num_experts, HIDDEN, 256).to(BF16)
+    moe.add_up(moe.grouped_linear(pairs, weight, grouping, tiling, top_k, share), top_k)
+
+
+def compile_sampling() -> None:
+    ints, floats = torch.zeros(4, dtype=torch.int32), torch.ones(4)
+    sampling.sample(
+        torch.randn(4, VOCAB).to(BF16), tokens=ints, last_token=ints, slots=ints, temperature=floats, top_k=ints,
+        top_p=floats, min_p=floats, uniforms=floats,
+    )  # fmt: skip
+
+
+for compile_some in (compile_attention, compile_products, compile_layers, compile_experts, compile_sampling):
+    compile_some()
+print(json.dumps(sorted(set(compiled))))

@@ -26,7 +26,7 @@ def logprobs_after(tokens: Sequence[int]) -> list[float]:
 def candidates_of(request: Request) -> Candidates:
     assert request.group is not None
     scores = logprobs_after(request.tokens)
-    ids = sorted(range(VOCAB), key=lambda token: -scores[token])[: request.group.search.num_candidates]
+    ids = sorted(range(VOCAB), key=lambda token: -scores[token])[: request.group.num_candidates]
     return Candidates(ids, [scores[token] for token in ids])
 
 

@@ -88,8 +88,9 @@ def test_nothing_is_noted_once_it_is_stopped() -> None:
     run.recorder.stop()
     run.submit("a", 6, 9)
     run.scheduler.schedule(0.0)
-    assert run.scheduler.kv.pool.changed is None
-    assert run.scheduler.kv.rewritten is None
+    changes = run.scheduler.kv.take_changes()
+    assert not changes.blocks
+    assert not changes.rewritten
 
 
 def test_forgets_requests_that_are_over() -> None:

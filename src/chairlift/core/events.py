@@ -1,7 +1,4 @@
-"""Everything that happens, as typed values in one stream.
-
-Outputs, metrics, the dashboard and the tests read these and never reach into the scheduler.
-"""
+"""Everything that happens, as typed values in one stream, for outputs, metrics, the dashboard and the tests."""
 
 from __future__ import annotations
 
@@ -23,26 +20,26 @@ class RequestQueued:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted:
-    """It left the queue: the tokens it need not compute, and why there were not more of them."""
+    """A request left the queue: how many tokens it need not compute, and why not more."""
 
     time: float
     request_id: str
     cached_tokens: int
     miss: Miss | None
-    swapped_tokens: int = 0  # those it gets back from host memory
+    swapped_tokens: int = 0  # tokens restored from host memory
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPreempted:
-    """Memory ran out, or its seat was due to another: its blocks were taken and it went back to the queue."""
+    """Memory ran out, or another request took the slot: the request lost its blocks and waits again."""
 
     time: float
     request_id: str
     computed_tokens: int
-    swapped: bool = False  # to host memory; else those tokens are computed again
+    swapped: bool = False  # its blocks are in host memory; else its tokens are recomputed
 
 
-@dataclass(slots=True)  # nobody changes one; not frozen because every token makes one, and that would take far longer
+@dataclass(slots=True)  # immutable by convention: freezing would make every token slower
 class TokenProduced:
     time: float
     request_id: str
@@ -52,7 +49,7 @@ class TokenProduced:
 
 @dataclass(frozen=True, slots=True)
 class DraftsVerified:
-    """A step computed `proposed` guesses of a request's next tokens; the first `accepted` of them were right."""
+    """A step verified `proposed` draft tokens of a request; the first `accepted` of them were right."""
 
     time: float
     request_id: str
@@ -74,13 +71,13 @@ class RequestFinished:
     time: float
     request_id: str
     ending: Ending
-    logprob: float | None = None  # of all its tokens together, if completions were compared: beam search or best_of
-    score: float | None = None  # by which they were
+    logprob: float | None = None  # of all its tokens, if completions were compared: beam search or best_of
+    score: float | None = None  # by which they were compared
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetDecided:
-    """From this step on, other limits hold than before. `limits` says why, and what time the step should take."""
+    """The limits of a step differ from those before. `limits` has the reason and the predicted time."""
 
     time: float
     limits: StepLimits
@@ -88,7 +85,7 @@ class BudgetDecided:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """What one step carried. Times are seconds."""
+    """A step finished. Times are in seconds."""
 
     time: float
     step: int
@@ -101,11 +98,11 @@ class StepDone:
     schedule_seconds: float
     apply_seconds: float
     timing: StepTiming
-    padding_tokens: int = 0  # computed besides, for nobody
+    padding_tokens: int = 0  # padding rows
     seconds: float = 0.0  # from its beginning, or the end of the step before it if that was later, to its end
-    predicted_seconds: float | None = None  # what the cost model expected; None while it knows nothing
+    predicted_seconds: float | None = None  # by the cost model; None before it has seen any step
     speedup: float | None = None  # by speculation, estimated from the last steps; None without it
-    plan: StepPlan | None = field(default=None, repr=False, compare=False)  # whose tokens it computed
+    plan: StepPlan | None = field(default=None, repr=False, compare=False)  # what it computed
 
 
 Event = (

@@ -1,6 +1,6 @@
-"""Invariants of the scheduler and the KV accounting, checked from outside.
+"""Invariants of the scheduler and the KV accounting.
 
-Tests run this after every step of random workloads; it is also the shortest statement of what must always hold.
+Tests check them after every step of random workloads; this is also the shortest statement of what must always hold.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from chairlift.core.scheduler.scheduler import Scheduler
 
 
 def check_accounting(scheduler: Scheduler) -> None:
-    """Blocks are conserved, counted right, and held only by requests that are on board."""
+    """Blocks are conserved, counted right, and held only by running requests."""
     kv, pool = scheduler.kv, scheduler.kv.pool
     tables = kv.tables()
     holders = Counter(block for table in tables.values() for block in table)
@@ -30,11 +30,11 @@ def check_accounting(scheduler: Scheduler) -> None:
         assert len(table) == len(set(table)), f"{request_id} holds a block twice"
         request = scheduler.get(request_id)
         assert request is not None, f"{request_id} is gone but holds blocks"
-        on_board = request.status is Status.RUNNING or request in scheduler.idle
-        assert on_board or request.steps_in_flight, f"{request_id} waits but holds blocks"
+        may_hold = request.status is Status.RUNNING or request in scheduler.idle
+        assert may_hold or request.steps_in_flight, f"{request_id} waits but holds blocks"
         assert len(table) >= kv.blocks_for(request.num_planned), f"{request_id} lacks blocks for planned tokens"
     for request in scheduler.running:
-        assert request.id in tables, f"{request.id} is on board without a table"
+        assert request.id in tables, f"{request.id} is running without a table"
     for name, queue in (("running", scheduler.running), ("waiting", list(scheduler.waiting))):
         orders = [request.order for request in queue]
         assert orders == sorted(set(orders)), f"{name} is out of order"
@@ -43,11 +43,11 @@ def check_accounting(scheduler: Scheduler) -> None:
     check_swap(scheduler)
     waiting = scheduler.waiting
     assert waiting.reasons() == Counter(map(waiting.last_reason, waiting)), "reasons to wait are counted wrong"
-    assert scheduler.running or not scheduler.idle, "a batch is over, but its seats are not free"
+    assert scheduler.running or not scheduler.idle, "a batch is over, but its slots are not free"
 
 
 def check_swap(scheduler: Scheduler) -> None:
-    """Every host slot is free or holds one block, of a request that waits with that much computed."""
+    """Every host slot is free or holds one block, of a waiting request with that many computed tokens."""
     swap, slots = scheduler.swap, scheduler.swap.slots()
     held = [slot for some in slots.values() for slot in some]
     assert len(held) == len(set(held)), "a host slot is held twice"
@@ -55,7 +55,7 @@ def check_swap(scheduler: Scheduler) -> None:
     for request_id, some in slots.items():
         request = scheduler.get(request_id)
         assert request is not None, f"{request_id} is gone but holds host slots"
-        assert request.status is Status.WAITING, f"{request_id} holds host slots on board"
+        assert request.status is Status.WAITING, f"{request_id} holds host slots while running"
         assert len(some) == scheduler.kv.blocks_for(request.num_computed)
     for request in scheduler.waiting:
         assert request.id in slots or request.num_computed == 0, f"{request.id} has computed tokens nowhere"
@@ -76,13 +76,13 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
         assert not chunk.drafts or (chunk.samples and chunk.known_end == request.num_known)
         first, last = chunk.start // kv.block_size, (chunk.end - 1) // kv.block_size
         for block in chunk.table[first : last + 1]:
-            assert kv.pool.references(block) == 1, f"{request.id} writes block {block}, which others hold too"
+            assert kv.pool.references(block) == 1, f"{request.id} writes block {block}, which is shared"
             assert not kv.pool.is_cached(block), f"{request.id} writes block {block}, which is indexed"
             assert block not in written
             written.add(block)
     targets = [copy.target for copy in plan.copies]
     assert len(targets) == len(set(targets))
-    assert set(targets) <= written, "a copy nobody writes to is work for nothing"
+    assert set(targets) <= written, "a block is copied but not written to"
 
 
 def check_shared_prefixes(scheduler: Scheduler) -> None:

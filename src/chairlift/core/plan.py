@@ -1,4 +1,4 @@
-"""What one step will do, and what came of it."""
+"""The plan of one step, and its result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chairlift.core.beam.search import Candidates
 from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.request import Request
 
-BAD_LOGITS = -1  # stands for a token where the model gave no usable scores
+BAD_LOGITS = -1  # in place of a token where the logits were not usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +29,22 @@ class BlockSwap:
     slot: int  # in host memory
 
 
-# Nobody changes a chunk. It is not frozen because every decode makes one, and that would take five times as long.
+# Treat as immutable. It is not frozen because every decode creates one, and that would take five times as long.
 @dataclass(slots=True)
 class Chunk:
     """The tokens [start, start + count) of one request, to be computed in this step.
 
-    The last of them may be drafts: guesses that the request does not know yet. The step finds out how far they are
-    right, and gives the request a token after the last right one.
+    The last of them may be draft tokens, which are not known tokens of the request yet. The step verifies them and
+    samples one more token after the last accepted one.
     """
 
     request: Request
     start: int
     count: int
     table: Sequence[int]  # the request's block table: logical block -> physical block
-    samples: bool  # whether it reaches the request's last token, so that the next one can be sampled
+    samples: bool  # it reaches the request's last known token, so the next one can be sampled
     copies: tuple[BlockCopy, ...] = ()
-    generation: int = 0  # the request's when this was planned
+    generation: int = 0  # of the request when this was planned
     drafts: tuple[int, ...] = ()
 
     @property
@@ -57,7 +57,7 @@ class Chunk:
 
     @property
     def known_end(self) -> int:
-        """Where its drafts begin."""
+        """The position where its drafts begin."""
         return self.start + self.count - len(self.drafts)
 
     @property
@@ -66,7 +66,7 @@ class Chunk:
 
     @property
     def num_scored(self) -> int:
-        """Of how many of its last tokens the scores of the next one are needed."""
+        """How many of its last tokens need logits."""
         return 1 + len(self.drafts) if self.samples else 0
 
 
@@ -76,9 +76,9 @@ class StepPlan:
 
     step: int
     chunks: tuple[Chunk, ...]
-    idle_rows: int = 0  # seats that a static batch keeps for finished requests: computed, and the result dropped
-    swap_outs: tuple[BlockSwap, ...] = ()  # to be made first of all: others may write to these blocks in this step
-    swap_ins: tuple[BlockSwap, ...] = ()  # to be made next, before the copies of the chunks
+    idle_rows: int = 0  # slots that a static batch keeps for finished requests: computed, and the result dropped
+    swap_outs: tuple[BlockSwap, ...] = ()  # done first: other requests may write to these blocks in this step
+    swap_ins: tuple[BlockSwap, ...] = ()  # done next, before the copies of the chunks
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +102,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Where the executor's share of a step went, in seconds."""
+    """How the executor's time for a step divides, in seconds."""
 
     build: float = 0.0  # plan -> tensors
     forward: float = 0.0  # the model
@@ -115,12 +115,14 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One entry per chunk of the plan that samples, in the plan's order; with drafts, one more for each right one."""
+    """One token per chunk that samples, in the plan's order, plus one for each accepted draft."""
 
     plan: StepPlan
     tokens: Sequence[int]  # BAD_LOGITS where a row could not be sampled
     logprobs: Sequence[TokenLogprobs | None]
     timing: StepTiming = StepTiming()
-    padding_tokens: int = 0  # rows the model computed for nobody: idle seats, and what fills up a padded batch
-    accepted: Mapping[str, int] = field(default_factory=dict)  # by request id: how many of its drafts were right
-    candidates: Mapping[str, Candidates] = field(default_factory=dict)  # by request id: of beams, whose token is moot
+    padding_tokens: int = 0  # padding rows the model computed: idle slots, and what fills up a padded batch
+    accepted: Mapping[str, int] = field(default_factory=dict)  # by request id: how many of its drafts were accepted
+    candidates: Mapping[str, Candidates] = field(
+        default_factory=dict
+    )  # by request id, for beams; their sampled token is ignored

@@ -1,4 +1,4 @@
-"""A step's plan while it is being made."""
+"""Builds the plan of a step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from chairlift.core.step_limits import StepLimits
 class PlanBuilder:
     """The chunks chosen so far for the coming step, and what is left of its budget."""
 
-    def __init__(self, limits: StepLimits, taken: int = 0) -> None:
-        """`taken`: tokens of the step that are spoken for."""
+    def __init__(self, limits: StepLimits) -> None:
         self.chunks: dict[str, Chunk] = {}
-        self.room = limits.tokens - taken
+        self.room = limits.tokens
         self.prefill_room = min(limits.prefill_tokens, self.room)
         self.slots = limits.slots
         self.memory_was_short = False
@@ -27,7 +26,7 @@ class PlanBuilder:
         self._restrained_room = 0
 
     def restrain(self, tenants: Collection[str], prefill_tokens: int) -> None:
-        """The prompts of these tenants together get no more than so many tokens."""
+        """Limit the prompts of these tenants together to `prefill_tokens`."""
         self._restrained, self._restrained_room = tenants, prefill_tokens
 
     def room_for(self, request: Request) -> int:
@@ -38,7 +37,7 @@ class PlanBuilder:
         return min(self.num_behind(request), room)
 
     def num_behind(self, request: Request) -> int:
-        """Its known tokens that will not be computed even after this step."""
+        """Its known tokens that will still not be computed after this step."""
         return request.num_behind - self.count(request)
 
     def count(self, request: Request) -> int:
@@ -46,7 +45,7 @@ class PlanBuilder:
         return chunk.count if chunk is not None else 0
 
     def add(self, request: Request, count: int, kv: KVCache, copies: tuple[BlockCopy, ...]) -> None:
-        """`count` tokens for `request`, beyond those it may have in this step already."""
+        """Add `count` tokens for `request` to those it may have in this step already."""
         self._spend(request, count)
         before = self.chunks.get(request.id)
         if before is not None:
@@ -56,20 +55,19 @@ class PlanBuilder:
         self.chunks[request.id] = Chunk(request, start, count, kv.table(request), samples, copies, request.generation)
 
     def add_decode(self, request: Request, table: Sequence[int], copies: tuple[BlockCopy, ...]) -> None:
-        """The token that a decoding `request` is behind. The same as `add`, with what is known of it beforehand: most
-        chunks of most steps are made here."""
+        """Add the one token that a decoding `request` is behind. A faster `add`: most chunks are made here."""
         self.room -= 1
         self.prefill_room = min(self.prefill_room, self.room)
         self.chunks[request.id] = Chunk(request, request.num_planned, 1, table, True, copies, request.generation)
 
     def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
-        """Guesses of the tokens that follow those `request` has in this step already."""
+        """Add draft tokens after those that `request` has in this step already."""
         chunk = self.chunks[request.id]
         self._spend(request, len(drafts))
         self.chunks[request.id] = replace(chunk, count=chunk.count + len(drafts), drafts=tuple(drafts))
 
     def drop(self, request: Request) -> Chunk | None:
-        """Take a preempted request out again, if it was in, and give its tokens back to the budget."""
+        """Remove a request, if it is in the plan, and return its tokens to the budget."""
         chunk = self.chunks.pop(request.id, None)
         if chunk is not None:
             self._spend(request, -chunk.count)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from chairlift.core.plan import StepResult
 from chairlift.core.plan_builder import PlanBuilder
-
-if TYPE_CHECKING:
-    from chairlift.core.scheduler.state import SchedulerState
+from chairlift.core.scheduler.state import SchedulerState
 
 
 class Speculation(Protocol):

@@ -22,7 +22,7 @@ def beam_candidates(chunks: Sequence[Chunk], logits: Tensor, *, one_by_one: bool
     beams, row = {}, 0
     for chunk in chunks:
         if chunk.samples and chunk.request.group is not None:
-            beams[row] = chunk.request.id, chunk.request.group.search.num_candidates
+            beams[row] = chunk.request.id, chunk.request.group.num_candidates
         row += chunk.num_scored
     if not beams:  # no beam's chunk reaches its last token
         return {}

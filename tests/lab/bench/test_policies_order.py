@@ -9,14 +9,14 @@ import pytest
 from chairlift.lab.bench.policies.run import PoliciesSettings
 from chairlift.lab.simulate.run import ReplicaSettings
 from chairlift.lab.simulator.measured import MeasuredCost
-from chairlift.lab.simulator.records import Arrival, Outcome
+from chairlift.lab.simulator.records import Arrival, SimulationOutcome
 from chairlift.lab.simulator.router import make_router
 from chairlift.lab.simulator.run import simulate
 
 CPU_LIKE = MeasuredCost(step=0.012, request=0.0, prefill_kv=0.0, decode_kv=1e-6, tokens=((0, 0.0015),))
 
 
-def run(settings: PoliciesSettings, policy: str, variation: float, rate: float | None) -> Outcome:
+def run(settings: PoliciesSettings, policy: str, variation: float, rate: float | None) -> SimulationOutcome:
     requests = settings.workload(range(1000), variation).requests
     times = [0.0] * len(requests) if rate is None else settings.poisson(rate)
     coming = [Arrival(at, request.prompt_ids, request.n_out) for at, request in zip(times, requests, strict=True)]

@@ -15,7 +15,7 @@ from chairlift.lab.load.traces import load_trace
 from chairlift.lab.simulate.model_shape import model_shape, read_config
 from chairlift.lab.simulate.run import ReplicaSettings, trace_arrivals
 from chairlift.lab.simulator.devices import device_named
-from chairlift.lab.simulator.records import Arrival, Outcome
+from chairlift.lab.simulator.records import Arrival, SimulationOutcome
 from chairlift.lab.simulator.roofline import Roofline
 from chairlift.lab.simulator.router import make_router
 from chairlift.lab.simulator.run import simulate
@@ -46,7 +46,7 @@ def traffic(on_board: int, output: int, count: int, *, times: float = 1.0, share
 
 def report(name: str, coming: Sequence[Arrival], *, replicas: int = 1, **settings: Any) -> None:
     made = ReplicaSettings(**({"num_blocks": 100_000, "seats": 1024} | settings))
-    fastest, outcome = float("inf"), Outcome()
+    fastest, outcome = float("inf"), SimulationOutcome()
     for _ in range(REPEATS):
         gc.collect()
         begun = time.process_time()

@@ -13,7 +13,7 @@ from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
 from chairlift.lab.simulate.recording import COMPARED, RecordedRun, compare
 from chairlift.lab.simulator.measured import MeasuredCost
-from chairlift.lab.simulator.pace import Pace, Walk
+from chairlift.lab.simulator.speed_profile import SpeedCursor, SpeedProfile
 
 RECORDED = sorted((Path(__file__).parent / "data").glob("*.json"))
 assert RECORDED
@@ -82,8 +82,8 @@ def test_a_profile_remembers_when_the_machine_was_slow() -> None:
     fitted = MeasuredCost.fit(steps)
     assert MeasuredCost.from_json(fitted.to_json()).pace == fitted.pace
     assert fitted.pace is not None
-    walk = Walk(fitted.pace)
-    took = walk.look_ahead([fitted.predict(shape) for shape, _ in steps])
+    cursor = SpeedCursor(fitted.pace)
+    took = cursor.look_ahead([fitted.predict(shape) for shape, _ in steps])
     for began in (0, 300, 600):
         part = slice(began, began + 300)
         assert sum(took[part]) == pytest.approx(sum(seconds for _, seconds in steps[part]), rel=1e-3)
@@ -94,22 +94,22 @@ def test_a_profile_remembers_when_the_machine_was_slow() -> None:
     begin=st.floats(0, 1),
     work=st.lists(st.floats(0, 0.3), max_size=12),
 )
-def test_a_walk_goes_along_its_pace(pieces: list[tuple[int, int]], begin: float, work: list[float]) -> None:
+def test_a_cursor_moves_along_its_profile(pieces: list[tuple[int, int]], begin: float, work: list[float]) -> None:
     """Nobody goes back in time, looking ahead changes nothing, and a whole lap takes what all its pieces took."""
-    pace = Pace.from_json(pieces)
-    walk = Walk(pace, begin)
-    expected = walk.look_ahead(work)
+    pace = SpeedProfile.from_json(pieces)
+    cursor = SpeedCursor(pace, begin)
+    expected = cursor.look_ahead(work)
     half = len(work) // 2
-    walk.go_ahead(half)
-    assert [walk.go(one) for one in work[half:]] == expected[half:]
+    cursor.advance_steps(half)
+    assert [cursor.advance(one) for one in work[half:]] == expected[half:]
     assert all(seconds > -1e-9 for seconds in expected)
-    assert walk.go(pace.total_work) == pytest.approx(sum(took for _, took in pieces) * 1e-6, rel=1e-6)
+    assert cursor.advance(pace.total_work) == pytest.approx(sum(took for _, took in pieces) * 1e-6, rel=1e-6)
 
 
 @pytest.mark.parametrize("pieces", [(), ((0.0, 1.0),), ((1.0, 0.0),), ((1.0, -1.0),)])
 def test_a_pace_without_progress_is_refused(pieces: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(InvalidParameter):
-        Pace(pieces)
+        SpeedProfile(pieces)
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

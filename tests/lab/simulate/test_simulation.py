@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.cost_model import StepShape
 from chairlift.core.integrity import check_quiescent
-from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
-from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.errors import InvalidParameter
 from chairlift.lab.simulate.run import ReplicaSettings
 from chairlift.lab.simulator.devices import DEVICES, device_named
-from chairlift.lab.simulator.pace import Pace, Walk
-from chairlift.lab.simulator.records import Arrival, Outcome
+from chairlift.lab.simulator.kv_cache import SimulatedKVCache
+from chairlift.lab.simulator.records import Arrival, SimulationOutcome
 from chairlift.lab.simulator.replica import Replica
 from chairlift.lab.simulator.roofline import ModelShape, Roofline
-from chairlift.lab.simulator.router import ROUTERS, Loads, make_router
+from chairlift.lab.simulator.router import ROUTERS, ReplicaLoads, make_router
 from chairlift.lab.simulator.run import simulate
+from chairlift.lab.simulator.scheduler import SimulatedScheduler
+from chairlift.lab.simulator.speed_profile import SpeedCursor, SpeedProfile
 
-UNEVEN = Pace(((0.031, 0.020), (0.007, 0.050), (0.113, 0.131), (0.0005, 0.0004)))
+UNEVEN = SpeedProfile(((0.031, 0.020), (0.007, 0.050), (0.113, 0.131), (0.0005, 0.0004)))
 
 
 class Linear:
@@ -48,13 +48,13 @@ def make_replica(
     order: str = "fcfs",
     caching: bool = False,
     budget: int = 64,
-    walk: Walk | None = None,
+    speed: SpeedCursor | None = None,
     prefill: int | None = None,
 ) -> Replica:
-    kv = KVCache(num_blocks, block_size, prefix_caching=caching)
+    kv = SimulatedKVCache(num_blocks, block_size, prefix_caching=caching)
     limits = FixedBudget.of(budget, prefill)
-    scheduler = Scheduler(kv, limits, make_policy(policy), seats, ordering=make_ordering(order))
-    return Replica(scheduler, Linear(), leaps=leaps, walk=walk)
+    scheduler = SimulatedScheduler(kv, limits, make_policy(policy), seats, ordering=make_ordering(order))
+    return Replica(scheduler, Linear(), leaps=leaps, speed=speed)
 
 
 def arrivals(
@@ -75,7 +75,7 @@ def arrivals(
     return found
 
 
-def times(outcome: Outcome) -> list[tuple[float, float]]:
+def times(outcome: SimulationOutcome) -> list[tuple[float, float]]:
     return [(record.first_token or -1.0, record.end or -1.0) for record in outcome.records]
 
 
@@ -125,7 +125,7 @@ def test_leaps_change_nothing(
     shared: bool,
     branching: bool,
     budget: int,
-    pace: Pace | None,
+    pace: SpeedProfile | None,
     prefill: int | None,
 ) -> None:
     """Every time is the same to the last bit, also on an uneven machine, and where memory is so short that requests are
@@ -142,7 +142,7 @@ def test_leaps_change_nothing(
                 order=order,
                 caching=caching,
                 budget=budget,
-                walk=Walk(pace, index / num_replicas) if pace else None,
+                speed=SpeedCursor(pace, index / num_replicas) if pace else None,
                 prefill=prefill,
             )
             for index in range(num_replicas)
@@ -212,7 +212,7 @@ def test_continuous_batching_beats_static_batching() -> None:
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=200))
 def test_the_least_loaded_replica_is_found(num_replicas: int, changes: list[tuple[int, int]]) -> None:
-    loads, expected = Loads(num_replicas), [0] * num_replicas
+    loads, expected = ReplicaLoads(num_replicas), [0] * num_replicas
     for place, load in changes:
         index = place % num_replicas
         loads.change(index, load - expected[index])

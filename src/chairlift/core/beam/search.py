@@ -1,4 +1,4 @@
-"""Beam search as transformers' `generate(num_beams=…)` defines it, for one prompt; knows no memory and no scheduler.
+"""Beam search for one prompt as transformers' `generate(num_beams=…)` defines it; independent of memory and scheduler.
 
 Every step, each beam names its likeliest next tokens. Of all continuations, the best by the sum of their
 log-probabilities are looked at: those that end (a stop token, or the last token allowed) become hypotheses if they

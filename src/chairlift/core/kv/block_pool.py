@@ -3,35 +3,37 @@
 A block is in exactly one of three states:
 
     used      reference count > 0: it stands in that many block tables
-    cached    reference count 0, but its contents are indexed: a later request may take it up again
+    cached    reference count 0, but its contents are indexed: a later request may use it again
     empty     reference count 0, contents worthless
 
-Cached and empty blocks are both *free*: both may be handed out. Empty ones go first, those used last before the rest,
-then the cached ones, the least recently used first; handing out a cached block drops it from the index.
+Cached and empty blocks are both *free*: both may be handed out. Empty ones go first, the most recently used before the
+rest, then the cached ones, the least recently used first; handing out a cached block drops it from the index.
 
-Blocks that were never used are written down nowhere: a simulation may have thousands of pools, each as large as a
-GPU's.
+Blocks that were never used take no memory here: a simulation may have thousands of pools, each as large as a GPU's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from chairlift.core.kv.eviction import EvictionLine, Pile
+from chairlift.core.kv.eviction import EvictionQueue
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, on_evict: Callable[[Sequence[int]], None]) -> None:
+    """Counts the references to each block and hands out free ones."""
+
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[Sequence[int]], None], queue: EvictionQueue | None = None
+    ) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
-        self._references: list[int] = []  # of the blocks that were used at some time: the first so many
-        self._empty: list[int] = []  # used before, and next to be handed out: the last first
+        self._references: list[int] = []  # of the blocks that were ever used: the first ones
+        self._empty: list[int] = []  # used before; handed out from the end
         self._cached: set[int] = set()  # blocks whose contents are indexed, used or free
-        self._cached_free = EvictionLine()  # the free ones of them
+        self._cached_free = EvictionQueue() if queue is None else queue  # the free ones among them
         self._on_evict = on_evict
+        self._changed: set[int] | None = None  # while changes are tracked: blocks whose state may have changed
         self.num_evictions = 0
-        self.num_lent = 0  # blocks that count as used though no table names them (a simulation does that)
-        self.changed: set[int] | None = None  # while someone watches: blocks whose state may have changed
 
     @property
     def num_free(self) -> int:
@@ -39,8 +41,7 @@ class BlockPool:
 
     @property
     def num_empty(self) -> int:
-        nameless = self.num_lent + self._cached_free.num_nameless
-        return len(self._empty) + self.num_blocks - len(self._references) - nameless
+        return len(self._empty) + self.num_blocks - len(self._references)
 
     @property
     def num_used(self) -> int:
@@ -60,32 +61,31 @@ class BlockPool:
         return block in self._cached
 
     def is_private(self, block: int) -> bool:
-        """Whether its one owner may write to it: nobody else holds it, and what is in it is not indexed."""
+        """Whether its one owner may write to it: no other table has it, and its contents are not indexed."""
         return self._references[block] == 1 and block not in self._cached
 
     def mark_cached(self, blocks: Sequence[int]) -> None:
-        """Their contents are now indexed: keep them as long as possible once they are free."""
-        assert all(map(self._references.__getitem__, blocks)), "a block is indexed while nobody holds it"
+        """The contents of these blocks are indexed now: keep them as long as possible once they are free."""
+        assert all(map(self._references.__getitem__, blocks)), "an indexed block must be in a table"
         self._cached.update(blocks)
-        if self.changed is not None:
-            self.changed.update(blocks)
+        if self._changed is not None:
+            self._changed.update(blocks)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` blocks for one new owner, or None (and no change) if there are not as many."""
+        """Hand out `count` blocks to one new owner, or return None (and change nothing) if there are fewer."""
         if count > self.num_free:
             return None
         blocks = self._take_empty(min(count, self.num_empty))
         if len(blocks) < count:
             blocks += self._evict(count - len(blocks))
-            blocks += self._take_empty(count - len(blocks))  # of the evicted, those without a name
         for block in blocks:
             self._references[block] = 1
-        if self.changed is not None:
-            self.changed.update(blocks)
+        if self._changed is not None:
+            self._changed.update(blocks)
         return blocks
 
     def _take_empty(self, count: int) -> list[int]:
-        """Those used last first, then some that never were."""
+        """The most recently used ones first, then some that were never used."""
         used = min(count, len(self._empty))
         blocks = self._empty[len(self._empty) - used :]
         blocks.reverse()
@@ -103,45 +103,37 @@ class BlockPool:
         self.num_evictions += count
         return blocks
 
-    def leave_pile(self, count: int, on_gone: Callable[[], None] | None) -> Pile:
-        """`count` empty blocks become cached ones, as if someone had taken, filled and released them."""
-        assert count <= self.num_empty
-        return self._cached_free.append_pile(count, on_gone)
-
-    def name(self, pile: Pile, count: int) -> list[int]:
-        """The last `count` blocks of a pile, which someone will ask for. The first of them is evicted last."""
-        blocks = self._take_empty(count)
-        self._cached_free.name(pile, blocks)
-        self._cached.update(blocks)
-        return blocks
-
-    def lend(self, count: int) -> None:
-        """Count so many more blocks as used, without saying which; a negative count takes that back. For whoever needs
-        to know when memory runs out and what is evicted by then, but not who holds which block."""
-        if count > self.num_empty:
-            self._empty += self._evict(count - self.num_empty)
-        self.num_lent += count
-
     def share(self, blocks: Iterable[int]) -> None:
-        """One more owner for each of these; a cached free block comes back to life."""
+        """Add one owner to each of these; a cached free block is used again."""
         for block in blocks:
             if self._references[block] == 0:
                 assert block in self._cached, f"block {block} is shared but holds nothing"
                 self._cached_free.remove(block)
             self._references[block] += 1
-            if self.changed is not None:
-                self.changed.add(block)
+            if self._changed is not None:
+                self._changed.add(block)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One owner less for each. Pass a table's tail first: what is released first is evicted first."""
+        """Remove one owner of each. Pass a table's tail first: what is released first is evicted first."""
         references, cached = self._references, self._cached
         for block in blocks:
             count = references[block] = references[block] - 1
             assert count >= 0, f"block {block} is released twice"
-            if self.changed is not None:
-                self.changed.add(block)
+            if self._changed is not None:
+                self._changed.add(block)
             if count == 0:
                 if block in cached:
                     self._cached_free.append(block)
                 else:
                     self._empty.append(block)
+
+    def track_changes(self, on: bool) -> None:
+        """Start afresh to note changed blocks, or stop."""
+        self._changed = set() if on else None
+
+    def take_changes(self) -> list[int]:
+        """The blocks whose state may have changed since the last call, in order."""
+        changed = sorted(self._changed or ())
+        if self._changed:
+            self._changed.clear()
+        return changed

@@ -1,4 +1,4 @@
-"""The prefix index: which cached block holds which tokens after which prefix.
+"""The prefix index: maps tokens after a prefix to the cached block that holds them.
 
 Each full block has a digest that is chained, SHA-256(digest of the block before it, its tokens), starting from the
 request's salt. Equal digests therefore mean equal prefixes, under the same salt, back to the first token. A hit is
@@ -20,7 +20,7 @@ from chairlift.core.request import Request
 REMEMBERED_EVICTIONS = 65_536
 
 Digest = Callable[[bytes, tuple[int, ...]], bytes]
-"""Of a block: from the digest of the prefix before it, and its tokens."""
+"""(digest of the prefix before a block, its tokens) -> digest of the block."""
 
 
 def sha256(parent: bytes, tokens: tuple[int, ...]) -> bytes:
@@ -38,15 +38,15 @@ class Miss(StrEnum):
 
 class PrefixMatch(NamedTuple):
     blocks: tuple[int, ...]
-    miss: Miss | None  # None: every block that could be shared was found
-    coming: bool = False  # a request on board is computing the next block right now
+    miss: Miss | None  # None: all blocks that could be shared were found
+    coming: bool = False  # a running request is computing the next block
 
 
 class TokenHolder(Protocol):
-    """Whose tokens are looked up and indexed: a request, or in a simulation what stands for one."""
+    """What the index reads of a request."""
 
     salt: str
-    block_digests: list[bytes]  # of its first full blocks, made as far as they were asked for
+    block_digests: list[bytes]  # of its first full blocks, as far as they were needed
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -67,15 +67,13 @@ class PrefixIndex:
         self._block_of: dict[bytes, int] = {}
         self._entry_of: dict[int, _Entry] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
-        self._claims: dict[bytes, str] = {}  # digest -> the request on board that is computing that block
-        self._put_off: dict[bytes, Callable[[], None]] = {}  # digest -> what indexes that block
+        self._claims: dict[bytes, str] = {}  # digest -> the running request that is computing that block
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def find(self, request: TokenHolder) -> PrefixMatch:
-        """The longest run of cached blocks that starts `request`'s tokens. Changes nothing but its digests; and in
-        a simulation, blocks whose indexing was put off are indexed now that someone asks for them.
+        """The longest run of cached blocks that the tokens of `request` start with. Changes nothing but its digests.
 
         The last known token is never taken from the cache: it has to be computed to get its logits.
         """
@@ -85,12 +83,10 @@ class PrefixIndex:
         parent = _root(request.salt)
         for position in range(shareable):
             own = tuple(tokens[position * size : (position + 1) * size])
-            if position == len(chain):  # digests are made as far as needed: the queue may be long
+            if position == len(chain):  # computed as far as needed: the queue may be long
                 chain.append(self._digest(parent, own))
             digest = chain[position]
-            if digest in self._put_off:
-                self._put_off[digest]()
-            block = self._block_of.get(digest)
+            block = self._lookup(digest)
             if block is not None:
                 found = self._entry_of[block]
                 if found.tokens != own or found.parent != parent:
@@ -102,18 +98,19 @@ class PrefixIndex:
             parent = digest
         return PrefixMatch(tuple(blocks), None if blocks else Miss.TOO_SHORT)
 
+    def _lookup(self, digest: bytes) -> int | None:
+        return self._block_of.get(digest)
+
     def insert(self, request: TokenHolder, first: int, blocks: Sequence[int]) -> list[int]:
-        """Index `blocks` as the full blocks of `request` from the `first`-th on. Returns those that are now: the tokens
-        of the others were indexed already."""
+        """Index `blocks` as the full blocks of `request` from the `first`-th on. Returns the newly indexed ones; the
+        tokens of the others were indexed already."""
         size, tokens = self.block_size, request.tokens
         digests = self.digests(request, first + len(blocks))
         parent = digests[first - 1] if first else _root(request.salt)
         inserted = []
         for position, block in enumerate(blocks, first):
             digest = digests[position]
-            if digest in self._put_off:
-                self._put_off[digest]()
-            if digest not in self._block_of:
+            if self._lookup(digest) is None:
                 self._block_of[digest] = block
                 own = tuple(tokens[position * size : (position + 1) * size])
                 self._entry_of[block] = _Entry(digest, parent, own)
@@ -124,7 +121,7 @@ class PrefixIndex:
         return inserted
 
     def claim(self, request: Request) -> None:
-        """Announce the blocks that `request` is about to fill, so that others can wait instead of doing the same."""
+        """Note the blocks that `request` is about to fill, so that others wait instead of computing the same."""
         num_full = request.num_known // self.block_size
         for digest in self.digests(request, num_full)[:num_full]:
             if digest not in self._block_of:
@@ -137,24 +134,9 @@ class PrefixIndex:
             if self._claims.get(digest) == request.id:
                 del self._claims[digest]
 
-    def put_off(self, digest: bytes, index_now: Callable[[], None]) -> None:
-        """A block with this digest, and perhaps others after it, will be indexed or claimed by `index_now`, which also
-        takes this back: when someone asks for it. In a simulation most are never asked for."""
-        self._put_off[digest] = index_now
-
-    def take_back(self, digest: bytes) -> None:
-        del self._put_off[digest]
-
-    def knows(self, digest: bytes) -> bool:
-        """Whether such a block is cached, or being computed."""
-        return digest in self._block_of or digest in self._claims or digest in self._put_off
-
     def remove(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            entry = self._entry_of.pop(block, None)
-            if entry is None:
-                continue  # it was never indexed (`KVCache.leave_behind`)
-            digest = entry.digest
+            digest = self._entry_of.pop(block).digest
             del self._block_of[digest]
             self._evicted[digest] = None
             if len(self._evicted) > REMEMBERED_EVICTIONS:
@@ -171,7 +153,7 @@ class PrefixIndex:
         return chain[position] if position < len(chain) else self.digests(request, position + 1)[position]
 
     def digests(self, request: TokenHolder, count: int) -> Sequence[bytes]:
-        """Those of its first `count` full blocks, and perhaps more; computed once and kept on the request."""
+        """The digests of its first `count` full blocks, and perhaps more; computed once and kept on the request."""
         chain = request.block_digests
         if len(chain) < count:
             size, tokens, make = self.block_size, request.tokens, self._digest
@@ -182,12 +164,12 @@ class PrefixIndex:
         return chain
 
     def parent_digest(self, request: TokenHolder, position: int) -> bytes:
-        """The digest of all that comes before a block: the salt, and the tokens of the blocks before it."""
+        """The digest of everything before a block: the salt, and the tokens of the blocks before it."""
         return self.digest(request, position - 1) if position else _root(request.salt)
 
 
 @lru_cache(maxsize=4096)
 def _root(salt: str) -> bytes:
-    """What comes before a first block."""
+    """The digest before a first block."""
     # A salt may come from JSON, which can spell what is not valid Unicode.
     return hashlib.sha256(b"salt:" + salt.encode("utf-8", "surrogatepass")).digest()

@@ -1,10 +1,10 @@
-"""Preemption without losing what was computed: a victim's KV blocks wait in host memory until it boards again.
+"""Preemption that keeps what was computed: a victim's KV blocks wait in host memory until it is admitted again.
 
     step n      plan.swap_outs   device block 7 -> host slot 0     before anything else of the step
                                  device block 2 -> host slot 1
-    step m      plan.swap_ins    host slot 1 -> device block 5     then these; position 0 was in the prefix cache still
+    step m      plan.swap_ins    host slot 1 -> device block 5     then these; position 0 was still in the prefix cache
 
-Only who holds which slot is decided here; the executor makes the copies.
+This module decides which request holds which host slot; the executor makes the copies.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MODES = ("recompute", "swap", "auto")
 
 class RecomputeCost(Protocol):
     def recompute_seconds(self, tokens: int) -> float:
-        """What it takes to compute so many tokens of one request again."""
+        """The time to recompute this many tokens of one request."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """What it takes to move blocks to host memory and back, from a measured speed, against computing them again."""
+    """Compares moving blocks to host memory and back, at a measured speed, with recomputing them."""
 
     bytes_per_block: int
     bytes_per_second: float
@@ -41,14 +41,14 @@ class SwapCost:
 
 
 class SwapSpace:
-    """A bounded number of host slots, each as large as a block. With none, every preemption recomputes."""
+    """A bounded number of host slots, each as large as a block. Without any, every preemption recomputes."""
 
     def __init__(self, num_slots: int = 0, cost: SwapCost | None = None) -> None:
         self.num_slots = num_slots
         self.cost = cost  # None: swap whenever there are slots
         self._free = list(range(num_slots))
         self._slots: dict[str, list[int]] = {}  # by request id: the slots of its first blocks
-        self._emptied: list[int] = []  # read by the step in the making: not to be written by the same step
+        self._emptied: list[int] = []  # read by the step being planned: not to be written by the same step
 
     @property
     def num_free(self) -> int:
@@ -66,7 +66,7 @@ class SwapSpace:
         self._emptied = []
 
     def take_out(self, request: Request, kv: KVCache) -> list[BlockSwap] | None:
-        """Slots for the blocks of `request`'s computed tokens; None (and no change) if it had better recompute."""
+        """Take slots for the computed tokens of `request`; None (and no change) if it should recompute instead."""
         blocks = kv.table(request)[: kv.blocks_for(request.num_computed)]
         if not blocks or len(blocks) > len(self._free):
             return None
@@ -77,7 +77,7 @@ class SwapSpace:
         return [BlockSwap(request, block, slot) for block, slot in zip(blocks, slots, strict=True)]
 
     def bring_back(self, request: Request, blocks: Sequence[int]) -> list[BlockSwap]:
-        """Copies into `blocks`, the last ones of `request`'s table; the others of it were found in the prefix cache.
+        """Plan copies into `blocks`, the last ones in the table of `request`; the others came from the prefix cache.
         Its slots are free again once this step is planned."""
         slots = self._slots.pop(request.id)
         self._emptied += slots
@@ -85,7 +85,7 @@ class SwapSpace:
         return [BlockSwap(request, block, slot) for block, slot in zip(blocks, wanted, strict=True)]
 
     def release(self, request: Request) -> None:
-        """The copies of `request` are not needed any more."""
+        """Free the slots of `request`."""
         self._emptied += self._slots.pop(request.id, [])
 
 

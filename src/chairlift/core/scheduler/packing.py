@@ -1,4 +1,4 @@
-"""The tokens of those on board: every decode, then prompts."""
+"""The tokens of running requests: every decode, then prompts."""
 
 from __future__ import annotations
 
@@ -8,75 +8,83 @@ from chairlift.core.request import Request, Status
 from chairlift.core.scheduler.state import SchedulerState, Urgency
 
 
-def decode(state: SchedulerState, draft: PlanBuilder, now: float) -> None:
-    """One token for everyone who is one behind: running requests never wait for a new prompt."""
+def decode(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
+    """Plan one token for every request that is one behind: running requests never wait for a new prompt."""
     for request in [request for request in state.running if request.decoding]:
-        if request.num_behind and draft.room > 0:
-            copies = _reserve(request, 1, state, draft, now)
+        if request.num_behind and builder.room > 0:
+            copies = _reserve(request, 1, state, builder, now)
             if copies is not None:
-                draft.add_decode(request, state.kv.table(request), copies)
+                builder.add_decode(request, state.kv.table(request), copies)
 
 
-def advance_prompts(state: SchedulerState, draft: PlanBuilder, now: float) -> None:
-    """Half of the room (or all of it, with nobody to share it) goes by the order; the rest will go to the shortest
-    first, newcomers included. So a long prompt does not hold up those behind it, nor is it ever held up itself."""
+def advance_prompts(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
+    """Give half of the prefill budget (all of it, if there is one prompt and no queue) to prompts in their order.
+
+    The rest goes to the shortest first later on, newly admitted ones included. So a long prompt does not hold up those
+    behind it, and is never held up itself.
+    """
     prompts = sorted((request for request in state.running if not request.decoding), key=state.ordering.rank)
     if not prompts:
         return
-    shared = draft.prefill_room // 2 if len(prompts) > 1 or state.waiting else 0
+    shared = builder.prefill_room // 2 if len(prompts) > 1 or state.waiting else 0
     best_waiting = state.waiting.best_claim()
     for request in prompts:
         if best_waiting is not None and best_waiting < state.ordering.rank(request)[:2]:
-            return  # whoever boards with a better claim is served first
-        _compute(request, min(draft.room_for(request), draft.prefill_room - shared), state, draft, now)
+            return  # a waiting request with a better claim is admitted first
+        _compute(request, min(builder.room_for(request), builder.prefill_room - shared), state, builder, now)
 
 
-def share_rest_among_prompts(state: SchedulerState, draft: PlanBuilder, before: Urgency | None = None) -> None:
-    """What is left of the room for prompts, to the most urgent first; if `before` is given, only to those who are
-    more urgent than that."""
-    if not draft.prefill_room:
+def share_rest_among_prompts(state: SchedulerState, builder: PlanBuilder, before: Urgency | None = None) -> None:
+    """Give what is left of the prefill budget to the most urgent prompts; with `before`, only to more urgent ones."""
+    if not builder.prefill_room:
         return
-    unserved = [(state.urgency(request, draft), request.order, request) for request in state.unserved_prompts(draft)]
+    unserved = [
+        (state.urgency(request, builder), request.order, request) for request in state.unserved_prompts(builder)
+    ]
     for urgency, _, request in sorted(unserved, key=lambda entry: entry[:2]):
         if before is not None and urgency >= before:
             return
-        count = draft.room_for(request)
+        count = builder.room_for(request)
         if not count:
             continue  # its tenant is held back; others may not be
-        copies = state.kv.reserve(request, draft.count(request) + count)
+        copies = state.kv.reserve(request, builder.count(request) + count)
         if copies is not None:
-            draft.add(request, count, state.kv, copies)
+            builder.add(request, count, state.kv, copies)
 
 
-def keep_moving(state: SchedulerState, draft: PlanBuilder, now: float) -> None:
-    """If nobody computes anything, the first prompt on board does, at the expense of others if memory is short: one who
-    comes before it was expected to board, and did not."""
+def keep_moving(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
+    """If the plan is empty, let the first running prompt compute, preempting others if memory is short.
+
+    This happens when a waiting request had a better claim, but could not be admitted.
+    """
+    if builder.chunks:
+        return
     for request in sorted(state.running, key=state.ordering.rank):
-        if draft.chunks:
+        if builder.chunks:
             return
-        _compute(request, draft.room_for(request), state, draft, now)
+        _compute(request, builder.room_for(request), state, builder, now)
 
 
-def _compute(request: Request, count: int, state: SchedulerState, draft: PlanBuilder, now: float) -> None:
-    """Plan `count` tokens of one on board."""
-    copies = _reserve(request, count, state, draft, now) if count > 0 else None
+def _compute(request: Request, count: int, state: SchedulerState, builder: PlanBuilder, now: float) -> None:
+    """Plan `count` tokens of a running request."""
+    copies = _reserve(request, count, state, builder, now) if count > 0 else None
     if copies is not None:
-        draft.add(request, count, state.kv, copies)
+        builder.add(request, count, state.kv, copies)
 
 
 def _reserve(
-    request: Request, count: int, state: SchedulerState, draft: PlanBuilder, now: float
+    request: Request, count: int, state: SchedulerState, builder: PlanBuilder, now: float
 ) -> tuple[BlockCopy, ...] | None:
-    """Make room for `count` tokens of one on board, at the expense of others if memory is short. None if it has to give
-    way itself."""
-    if draft.memory_was_short and request.status is not Status.RUNNING:
-        return None  # someone ahead has preempted it meanwhile
+    """Reserve blocks for `count` tokens of a running request, preempting others if memory is short. None if the
+    request is preempted itself."""
+    if builder.memory_was_short and request.status is not Status.RUNNING:
+        return None  # preempted by a request before it
     while (copies := state.kv.reserve(request, count)) is None:
         if state.take_idle_blocks():
             continue
-        draft.memory_was_short = True
+        builder.memory_was_short = True
         victim = state.ordering.victim(state.running)
-        state.preempt(victim, now, draft)
+        state.preempt(victim, now, builder)
         if request in victim.companions:
             return None
     return copies

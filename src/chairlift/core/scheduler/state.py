@@ -1,10 +1,9 @@
-"""Who is on board, who waits, and how one changes into the other. Shared by all parts of the scheduler."""
+"""The running, waiting and idle requests, and the transitions between them; shared by all parts of the scheduler."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 from chairlift.core.events import Event, RequestAdmitted, RequestPreempted
 from chairlift.core.kv.kv_cache import KVCache
@@ -13,34 +12,65 @@ from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.orderings.base import Ordering
 from chairlift.core.plan import BlockSwap
 from chairlift.core.plan_builder import PlanBuilder
-from chairlift.core.request import Request, Status
+from chairlift.core.policies.base import Policy
+from chairlift.core.request import Request, RequestGroup, Status
 from chairlift.core.scheduler.waiting_queue import WaitingQueue
 from chairlift.errors import InvalidParameter
-
-if TYPE_CHECKING:
-    from chairlift.core.beam.group import BeamGroup
 
 Urgency = tuple[bool, float, int]
 
 
 class SchedulerState:
+    """Every open request is in exactly one of `waiting` and `running`."""
+
     def __init__(
-        self, kv: KVCache, ordering: Ordering, max_batch_requests: int, max_overtakes: int, swap: SwapSpace
+        self,
+        kv: KVCache,
+        policy: Policy,
+        ordering: Ordering,
+        max_batch_requests: int,
+        max_overtakes: int,
+        swap: SwapSpace,
     ) -> None:
         if max_batch_requests < 1:
             raise InvalidParameter("max_batch_requests", f"must be at least 1, got {max_batch_requests}")
         self.kv = kv
+        self.policy = policy
         self.ordering = ordering
         self.swap = swap
         self.max_batch_requests = max_batch_requests
         self.waiting = WaitingQueue(ordering, max_overtakes)
         self.running: list[Request] = []  # in order of submission, as `waiting` is
-        self.idle: list[Request] = []  # finished, but their batch is not: they keep their seats (and their blocks)
-        self.aside = 0  # how many more are on board and decode, but are kept elsewhere (a simulation does that)
+        self.idle: list[Request] = []  # finished, but their batch is not: they keep their slots (and their blocks)
         self.requests: dict[str, Request] = {}  # by id: all that are open, or still hold blocks
         self.events: list[Event] = []
 
-    def seat(self, request: Request, cached_tokens: int, miss: Miss | None, now: float) -> None:
+    # ---- what is taken ------------------------------------------------------------------------------------------
+
+    @property
+    def slots_taken(self) -> int:
+        return self.slots_with(self.running)
+
+    def slots_with(self, running: Sequence[Request]) -> int:
+        """Slots that would be taken if these requests were running."""
+        return slots_of(running) + len(self.idle)
+
+    def blocks_promised(self) -> int:
+        """Free blocks that the running requests will still need."""
+        return sum(map(self.blocks_to_come, self.running))
+
+    def blocks_to_come(self, request: Request) -> int:
+        """Blocks that a running request still needs for its known tokens, and a spare one for each of its slots."""
+        return self.blocks_needed(request) + request.num_slots
+
+    def blocks_needed(self, request: Request) -> int:
+        """Blocks that it needs for its known tokens but does not hold yet; for a beam search, those of all beams."""
+        others = request.group.blocks_to_join(self.kv.block_size) if request.group is not None else 0
+        return self.kv.num_missing(request) + others
+
+    # ---- admission and preemption -------------------------------------------------------------------------------
+
+    def admit(self, request: Request, cached_tokens: int, miss: Miss | None, now: float) -> None:
         self.waiting.remove(request)
         insort(self.running, request, key=lambda request: request.order)
         request.status = Status.RUNNING
@@ -49,96 +79,99 @@ class SchedulerState:
         self.events.append(RequestAdmitted(now, request.id, cached_tokens, miss, swapped_tokens))
 
     def join(self, beam: Request, now: float) -> None:
-        """A beam takes one of the seats that its search has already."""
+        """Run a beam in one of the slots that its search has already."""
         self.events.append(RequestAdmitted(now, beam.id, beam.num_computed, miss=None))
         insort(self.running, beam, key=lambda request: request.order)
         beam.status = Status.RUNNING
 
-    @property
-    def slots_taken(self) -> int:
-        return slots_of(self.running) + len(self.idle)
-
-    def preempt(self, victim: Request, now: float, draft: PlanBuilder | None = None) -> None:
-        """Take a request's blocks and seat, and its part of the step in the making. Its tokens stay known. Their keys
-        and values wait in host memory, or are computed again when it is back on board (often found in the prefix cache
-        by then). A beam search leaves as a whole, and always computes its tokens again."""
+    def preempt(self, victim: Request, now: float, builder: PlanBuilder | None = None) -> None:
+        """Take a request's blocks and slot, and its chunk of the step being planned. Its tokens stay known. Their keys
+        and values wait in host memory, or are recomputed once it is admitted again (often found in the prefix cache by
+        then). A beam search is preempted as a whole, and always recomputes its tokens."""
         if victim.group is not None:
-            self._preempt_search(victim.group, now, draft)
+            self._preempt_group(victim.group, now, builder)
             return
-        swaps = self._swap_out(victim, draft) if draft is not None else None
+        swaps = self._swap_out(victim, builder) if builder is not None else None
         self.events.append(RequestPreempted(now, victim.id, victim.num_computed, swapped=swaps is not None))
-        self._unseat(victim, 0 if swaps is None else victim.num_computed)
+        self._stop_running(victim, 0 if swaps is None else victim.num_computed)
         self.waiting.add(victim)
         self.end_batch_if_over()
 
-    def _preempt_search(self, group: BeamGroup, now: float, draft: PlanBuilder | None) -> None:
+    def _preempt_group(self, group: RequestGroup, now: float, builder: PlanBuilder | None) -> None:
         for beam in group.members:
             if beam.status is Status.RUNNING:
                 self.events.append(RequestPreempted(now, beam.id, beam.num_computed))
-                if draft is not None:
-                    draft.drop(beam)
-                self._unseat(beam, 0)
-        group.gather()
+                if builder is not None:
+                    builder.drop(beam)
+                self._stop_running(beam, 0)
+        group.regroup()
         self.waiting.add(group.leader)
         self.end_batch_if_over()
 
-    def _unseat(self, victim: Request, num_computed: int) -> None:
+    def _stop_running(self, victim: Request, num_computed: int) -> None:
         self.kv.release(victim)
         self.running.remove(victim)
         victim.start_from(num_computed)
         victim.generation += 1
         victim.status = Status.WAITING
 
-    def _swap_out(self, victim: Request, draft: PlanBuilder) -> list[BlockSwap] | None:
-        chunk = draft.drop(victim)
-        # Blocks are copied on write by those who have just boarded, and they are no victims in the same step: so what
-        # the victim's table names is there to be saved.
+    def _swap_out(self, victim: Request, builder: PlanBuilder) -> list[BlockSwap] | None:
+        chunk = builder.drop(victim)
+        # Only requests admitted in this step copy blocks on write, and they are never victims in the same step: so
+        # the blocks in the victim's table hold what is to be saved.
         assert chunk is None or not chunk.copies
         swaps = self.swap.take_out(victim, self.kv)
-        draft.swap_outs += swaps or ()
+        builder.swap_outs += swaps or ()
         return swaps
 
     def forget_swap(self, request: Request) -> None:
-        """What was to be copied to host memory was not, or perhaps not."""
+        """Recompute `request` after all: its copy to host memory was not made, or may not have been."""
         if self.swap.holds(request):
             self.swap.release(request)
             request.start_from(0)
 
+    # ---- finished requests --------------------------------------------------------------------------------------
+
+    @property
+    def batch_is_over(self) -> bool:
+        return not self.running
+
     def end_batch_if_over(self) -> None:
-        """With the last of a batch gone, what its finished requests kept is free at last."""
-        if self.idle and not self.running and not self.aside:
+        """Free the slots and blocks of idle requests once the last request of their batch has finished."""
+        if self.idle and self.batch_is_over:
             self.free_idle_slots()
 
     def free_idle_slots(self) -> None:
         idle, self.idle = self.idle, []
         for request in idle:
-            self.let_go(request)
+            self.release(request)
 
-    def let_go(self, request: Request) -> None:
-        """Give back what a finished request holds, unless a step under way may still write to its blocks (then this
-        is called again when that step is done) or its batch is not over."""
+    def release(self, request: Request) -> None:
+        """Release what a finished request holds, unless a step in flight may still write to its blocks (this is called
+        again when that step is done) or its batch is not over."""
         if request.steps_in_flight == 0 and request not in self.idle:
             self.kv.release(request)
             self.swap.release(request)
             del self.requests[request.id]
 
     def take_idle_blocks(self) -> bool:
-        """Before anyone who is still running gives way, the finished requests of a batch do; False if none can."""
+        """Release the blocks of one idle request, before any running one is preempted; False if there are none."""
         for request in self.idle:
             if self.kv.table(request) and request.steps_in_flight == 0:
                 self.kv.release(request)
                 return True
         return False
 
-    def unserved_prompts(self, draft: PlanBuilder) -> list[Request]:
-        """Those on board whose known tokens will not all be computed with this step."""
-        return [request for request in self.running if not request.decoding and draft.num_behind(request)]
+    # ---- prompts ------------------------------------------------------------------------------------------------
 
-    def urgency(self, request: Request, draft: PlanBuilder) -> Urgency:
-        """Who gets what is left of the prefill budget: as the order says, but among equal claims whoever has the
-        fewest tokens left to compute."""
+    def unserved_prompts(self, builder: PlanBuilder) -> list[Request]:
+        """Running requests whose known tokens will not all be computed after this step."""
+        return [request for request in self.running if not request.decoding and builder.num_behind(request)]
+
+    def urgency(self, request: Request, builder: PlanBuilder) -> Urgency:
+        """Sorts prompts for what is left of the prefill budget: by claim, then the fewest tokens left to compute."""
         not_starved, claim, _ = self.ordering.rank(request)
-        return not_starved, claim, draft.num_behind(request)
+        return not_starved, claim, builder.num_behind(request)
 
 
 def slots_of(requests: Iterable[Request]) -> int:

@@ -16,7 +16,7 @@ from chairlift.lab.load.arrivals import Arrivals
 from chairlift.lab.simulate.run import ReplicaSettings
 from chairlift.lab.simulator.figures import Targets, figures
 from chairlift.lab.simulator.measured import MeasuredCost
-from chairlift.lab.simulator.records import Arrival, Gaps, Outcome, Record
+from chairlift.lab.simulator.records import Arrival, Gaps, RequestRecord, SimulationOutcome
 from chairlift.lab.simulator.replica import Replica
 from chairlift.lab.simulator.router import make_router
 from chairlift.lab.simulator.run import simulate
@@ -63,7 +63,7 @@ class RecordedRun:
     def simulated(self) -> dict[str, Any]:
         """The figures of the same traffic on the virtual clock. Every part meets slow and fast stretches of the
         machine's pace: which of them the real one met is luck."""
-        outcome = Outcome()
+        outcome = SimulationOutcome()
         for index, part in enumerate(self.parts):
             for walk in range(WALKS):
                 begin = (index / len(self.parts) + walk / WALKS) % 1.0
@@ -115,7 +115,7 @@ class Recorder:
         self._rng = random.Random(f"recording {settings.seed}")
         self._parts = _draw(settings, replica, cost, self._rng)
         self._num_run = 0
-        self._outcome = Outcome()
+        self._outcome = SimulationOutcome()
 
     def keep_up(self, share: float) -> None:
         """Run as many parts as make up this share of all."""
@@ -157,17 +157,17 @@ def _draw(settings: RunSettings, replica: ReplicaSettings, cost: MeasuredCost, r
     )
 
 
-def _simulated(part: Sequence[tuple[float, int, int]], replica: Replica) -> Outcome:
+def _simulated(part: Sequence[tuple[float, int, int]], replica: Replica) -> SimulationOutcome:
     arrivals = [Arrival(at, [index] * n_in, n_out) for index, (at, n_in, n_out) in enumerate(part)]
     return simulate(arrivals, [replica], make_router("round-robin"))
 
 
-def _outcome(measured: Measurement, part: Part, busy: float) -> Outcome:
+def _outcome(measured: Measurement, part: Part, busy: float) -> SimulationOutcome:
     """As of a simulation, so that the same code makes figures of it."""
     assert measured.inside is not None
     records = [
-        Record(at, n_in, n_out, 0, times[0], times[-1])
+        RequestRecord(at, n_in, n_out, 0, times[0], times[-1])
         for (at, n_in, n_out), times in zip(part, measured.token_times, strict=True)
     ]
     gaps = Gaps((later - earlier, 1) for times in measured.token_times for earlier, later in pairwise(times))
-    return Outcome(records, measured.seconds, measured.inside.steps, busy, measured.inside.preemptions, gaps)
+    return SimulationOutcome(records, measured.seconds, measured.inside.steps, busy, measured.inside.preemptions, gaps)

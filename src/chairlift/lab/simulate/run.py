@@ -11,11 +11,9 @@ from pathlib import Path
 
 from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.cost_model import StepShape, chunk_kv
-from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
-from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.workload import LengthRange
@@ -23,14 +21,15 @@ from chairlift.lab.load.arrivals import Arrivals
 from chairlift.lab.load.traces import HASHED_TOKENS, TraceEntry
 from chairlift.lab.simulator.devices import Device
 from chairlift.lab.simulator.figures import Targets, percentile
+from chairlift.lab.simulator.kv_cache import SimulatedKVCache
 from chairlift.lab.simulator.measured import MeasuredCost
-from chairlift.lab.simulator.pace import Walk
 from chairlift.lab.simulator.records import Arrival
 from chairlift.lab.simulator.replica import Replica
-from chairlift.lab.simulator.rider import quick_digest
 from chairlift.lab.simulator.roofline import ModelShape, StepCost
 from chairlift.lab.simulator.router import make_router
 from chairlift.lab.simulator.run import simulate
+from chairlift.lab.simulator.scheduler import SimulatedScheduler
+from chairlift.lab.simulator.speed_profile import SpeedCursor
 
 SHARE_OF_MEMORY = 0.9  # what is left free is for the step's own tensors
 HIGHEST_RATE = 1e5
@@ -57,8 +56,8 @@ class ReplicaSettings:
         """`begin`: at which share of a measured pace it starts, if the cost has one."""
         ordering = make_ordering(self.order)
         most = min(self.max_prefill_tokens or self.max_batch_tokens, self.max_batch_tokens)
-        scheduler = Scheduler(
-            KVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching, digest=quick_digest),
+        scheduler = SimulatedScheduler(
+            SimulatedKVCache(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching),
             FixedBudget.of(self.max_batch_tokens, self.max_prefill_tokens),
             make_policy(self.policy),
             self.seats,
@@ -71,7 +70,7 @@ class ReplicaSettings:
             scheduler,
             cost,
             seconds_per_swap=self.block_bytes / self.host_bytes_per_second,
-            walk=Walk(pace, begin) if pace else None,
+            speed=SpeedCursor(pace, begin) if pace else None,
         )
 
     def _swap_space(self, cost: StepCost, chunk: int) -> SwapSpace:

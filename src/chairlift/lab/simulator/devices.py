@@ -1,4 +1,4 @@
-"""What machines can do: for predictions, where none is at hand to measure."""
+"""Figures of machines, for predictions where none can be measured."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from chairlift.errors import InvalidParameter
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Sustained figures. Datasheets promise more; what a large copy and a large product reach is what counts."""
+    """Sustained figures: what a large copy and a large product reach, which is less than datasheets promise."""
 
     name: str
     bytes_per_second: float
     flops_per_second: float  # dense, in the type the weights are computed in
     memory_bytes: float
-    step_seconds: float  # what a step costs however small it is: kernels that wait for each other
-    host_bytes_per_second: float = 25e9  # to host memory or back, where preempted requests may be swapped to
+    step_seconds: float  # fixed time of a step: kernel launches and waits
+    host_bytes_per_second: float = 25e9  # to host memory or back, for swapping
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_second", "flops_per_second", "memory_bytes", "host_bytes_per_second"):
@@ -42,7 +42,7 @@ DEVICES = {
 
 
 def device_named(name: str, **changes: float | None) -> Device:
-    """A known device, perhaps with some figures of one's own; `custom` needs all of them."""
+    """A known device, with some figures replaced; `custom` needs all of them."""
     given = {key: value for key, value in changes.items() if value is not None}
     if name == "custom":
         missing = [key for key in ("bytes_per_second", "flops_per_second", "memory_bytes") if key not in given]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.lab.simulator.records import Gaps, Outcome, Record
+from chairlift.lab.simulator.records import Gaps, RequestRecord, SimulationOutcome
 
 SHARES = (50, 95, 99)
 
@@ -19,7 +19,7 @@ class Targets:
     tpot: float | None = None
     e2e: float | None = None
 
-    def met_by(self, record: Record) -> bool:
+    def met_by(self, record: RequestRecord) -> bool:
         pairs = ((record.ttft, self.ttft), (record.tpot, self.tpot), (record.e2e, self.e2e))
         return all(limit is None or found is None or found <= limit for found, limit in pairs)
 
@@ -42,7 +42,7 @@ def weighted_percentiles(values: Iterable[tuple[float, int]], shares: Sequence[f
     return found + [ordered[-1][0]] * (len(shares) - len(found))
 
 
-def figures(outcome: Outcome, num_replicas: int, targets: Targets) -> dict[str, Any]:
+def figures(outcome: SimulationOutcome, num_replicas: int, targets: Targets) -> dict[str, Any]:
     records = outcome.records
     tokens = sum(record.n_out for record in records)
     good = sum(targets.met_by(record) for record in records)

@@ -3,12 +3,12 @@
     seconds ≈ step + Σ price of each token by its place in the step + a·requests + b·KV of prompts + c·KV of decodes
 
 The first tokens of a step have prices of their own, then those up to the next power of two, and so on: small batches
-are cheap here and dear there, as the machine's matrix products happen to be. The engine's own `CostModel` has fewer
+may be cheap or expensive, depending on the machine's matrix products. The engine's own `CostModel` has fewer
 such bends, since it learns while it works; a profile has all the steps at once.
 
 These are the prices of a typical step. Some take longer, and requests wait for them: by how much steps are late on the
 whole is measured for those of decodes alone and for those with a prompt each by itself, and added to their price.
-When they were late, and by how much, is kept besides (`pace.py`).
+When they were late, and by how much, is kept besides (`speed_profile.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
-from chairlift.lab.simulator.pace import Pace
+from chairlift.lab.simulator.speed_profile import SpeedProfile
 
 BENDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -48,8 +48,8 @@ class MeasuredCost:
     decode_kv: float
     tokens: tuple[tuple[int, float], ...]  # (from which token of a step on, price of each)
     late_decodes: float = 1.0  # what steps of decodes alone take, in proportion to these prices
-    late_prompts: float = 1.0  # and those with a prompt in them
-    pace: Pace | None = None  # how this changed in the course of the profile
+    late_prompts: float = 1.0  # the same for steps with a prompt
+    pace: SpeedProfile | None = None  # how the speed changed during the profile
     _seconds_of: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # so many tokens
 
     @classmethod
@@ -70,15 +70,15 @@ class MeasuredCost:
         decodes = [(shape, seconds) for shape, seconds in steps if not shape.prefill_tokens]
         prompts = [(shape, seconds) for shape, seconds in steps if shape.prefill_tokens]
         fitted = replace(fitted, late_decodes=fitted._lateness(decodes), late_prompts=fitted._lateness(prompts))
-        return replace(fitted, pace=Pace.of(fitted._beside(steps)))
+        return replace(fitted, pace=SpeedProfile.of(fitted._beside(steps)))
 
     def _lateness(self, steps: Steps) -> float:
-        """What these took on the whole, in proportion to what is typical."""
+        """The total duration of these steps relative to the typical one."""
         usual, took = (sum(column) for column in zip((0.0, 0.0), *self._beside(steps), strict=True))
         return took / usual if usual else 1.0
 
     def _beside(self, steps: Steps) -> list[tuple[float, float]]:
-        """What each should have taken, and what it took, but for accidents."""
+        """(typical, measured) duration of each step, with accidents capped."""
         usual = [self.predict(shape) for shape, _ in steps]
         return [(one, min(seconds, _MOST_LATE * one)) for one, (_, seconds) in zip(usual, steps, strict=True)]
 
@@ -89,7 +89,7 @@ class MeasuredCost:
         if not tokens or [bend for bend, _ in tokens] != sorted({bend for bend, _ in tokens}) or tokens[0][0] != 0:
             raise InvalidParameter("tokens", "the prices of tokens must begin with the first, and rise from there")
         late_decodes, late_prompts = (_price(name, saved.get(name, 1.0)) for name in _LATENESS)
-        pace = Pace.from_json(saved["pace"]) if saved.get("pace") else None
+        pace = SpeedProfile.from_json(saved["pace"]) if saved.get("pace") else None
         return cls(step, request, prefill_kv, decode_kv, tokens, late_decodes, late_prompts, pace)
 
     def to_json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class MeasuredCost:
         return named | {"tokens": tokens, "pace": None if self.pace is None else self.pace.to_json()}
 
     def predict(self, shape: StepShape) -> float:
-        """Seconds at the mean pace."""
+        """Seconds at the mean speed."""
         late = self.late_prompts if shape.prefill_tokens else self.late_decodes
         fixed = self.step + self.request * shape.requests + self.prefill_kv * shape.prefill_kv
         return late * (fixed + self._tokens(shape.tokens)) + late * self.decode_kv * shape.decode_kv

@@ -1,4 +1,4 @@
-"""What comes into a simulation, and what comes out of it."""
+"""The input of a simulation, and its outcome."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True)
 class Arrival:
     at: float
-    prompt: Sequence[int]  # tokens; equal beginnings are shared
+    prompt: Sequence[int]  # tokens; equal prefixes are shared
     n_out: int
 
 
 @dataclass(slots=True)
-class Record:
-    """What became of a request. Times are seconds on the virtual clock."""
+class RequestRecord:
+    """The times of a request, in seconds on the virtual clock."""
 
     arrival: float
     n_in: int
@@ -41,8 +41,8 @@ class Record:
 
 
 class Gaps:
-    """Times between two tokens of a request, and how many requests waited so long: (seconds, count). One for every
-    step, of which there are many: therefore flat."""
+    """Inter-token times: (seconds, how many requests waited that long), one pair for every step; kept in flat arrays,
+    since there are many."""
 
     def __init__(self, pairs: Iterable[tuple[float, int]] = ()) -> None:
         self._seconds = array("d")
@@ -61,7 +61,7 @@ class Gaps:
         self._counts.append(count)
 
     def add_steps(self, seconds: Sequence[float], count: int) -> None:
-        """As many waited in each of these steps."""
+        """Add several steps in which the same number of requests waited."""
         self._seconds.extend(seconds)
         self._counts.extend([count] * len(seconds))
 
@@ -71,16 +71,16 @@ class Gaps:
 
 
 @dataclass(slots=True)
-class Outcome:
-    records: list[Record] = field(default_factory=list)
+class SimulationOutcome:
+    records: list[RequestRecord] = field(default_factory=list)
     seconds: float = 0.0  # when the last request ended
     steps: int = 0
     busy_seconds: float = 0.0  # of all replicas together
     preemptions: int = 0
     gaps: Gaps = field(default_factory=Gaps)
 
-    def add(self, other: Outcome) -> None:
-        """What happened after this."""
+    def add(self, other: SimulationOutcome) -> None:
+        """Append an outcome that follows this one in time."""
         self.records.extend(other.records)
         self.seconds += other.seconds
         self.steps += other.steps

@@ -8,17 +8,17 @@ from typing import Protocol
 from chairlift.errors import InvalidParameter
 from chairlift.lab.simulator.records import Arrival
 
-AFFINE_TOKENS = 256  # requests that begin with so many equal tokens belong together
-TOO_BUSY = 1.5  # a replica with so many times the mean load is passed over
+AFFINE_TOKENS = 256  # requests with this many equal first tokens belong together
+TOO_BUSY = 1.5  # a replica with this many times the mean load is skipped
 
 
-class Loads:
-    """Tokens that the open requests of each replica may still compute. Finds the least without going through all."""
+class ReplicaLoads:
+    """Tokens that the open requests of each replica may still compute; a heap finds the least."""
 
     def __init__(self, num_replicas: int) -> None:
         self.total = 0
         self._loads = [0] * num_replicas
-        self._heap = [(0, index) for index in range(num_replicas)]  # with entries that are out of date
+        self._heap = [(0, index) for index in range(num_replicas)]  # entries may be out of date
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -43,14 +43,14 @@ class Loads:
 
 
 class Router(Protocol):
-    def choose(self, arrival: Arrival, loads: Loads) -> int: ...
+    def choose(self, arrival: Arrival, loads: ReplicaLoads) -> int: ...
 
 
 class RoundRobin:
     def __init__(self) -> None:
         self._next = -1
 
-    def choose(self, arrival: Arrival, loads: Loads) -> int:
+    def choose(self, arrival: Arrival, loads: ReplicaLoads) -> int:
         self._next = (self._next + 1) % len(loads)
         return self._next
 
@@ -58,7 +58,7 @@ class RoundRobin:
 class LeastLoaded:
     """The one with the fewest tokens still to compute."""
 
-    def choose(self, arrival: Arrival, loads: Loads) -> int:
+    def choose(self, arrival: Arrival, loads: ReplicaLoads) -> int:
         return loads.least()
 
 
@@ -66,9 +66,9 @@ class PrefixAffine:
     """The one that has seen a prompt with the same beginning, unless it has far more to do than the others."""
 
     def __init__(self) -> None:
-        self._home: dict[int, int] = {}  # by the hash of the beginning: there may be millions of them
+        self._home: dict[int, int] = {}  # by the hash of the prefix: there may be millions
 
-    def choose(self, arrival: Arrival, loads: Loads) -> int:
+    def choose(self, arrival: Arrival, loads: ReplicaLoads) -> int:
         key = hash(tuple(arrival.prompt[:AFFINE_TOKENS]))
         home = self._home.get(key)
         own = len(arrival.prompt) + arrival.n_out

@@ -6,9 +6,9 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from chairlift.lab.simulator.records import Arrival, Outcome, Record
+from chairlift.lab.simulator.records import Arrival, RequestRecord, SimulationOutcome
 from chairlift.lab.simulator.replica import Replica
-from chairlift.lab.simulator.router import Loads, Router
+from chairlift.lab.simulator.router import ReplicaLoads, Router
 
 
 def simulate(
@@ -17,8 +17,8 @@ def simulate(
     router: Router,
     *,
     progress: Callable[[int], None] = lambda done: None,
-) -> Outcome:
-    """Run all of `arrivals`, which come in the order of their time, to their end."""
+) -> SimulationOutcome:
+    """Run all of `arrivals`, given in order of time, to their end."""
     return _Run(replicas, router, progress).run(arrivals)
 
 
@@ -27,17 +27,17 @@ class _Run:
         self.replicas = replicas
         self.router = router
         self.progress = progress
-        self.outcome = Outcome()
-        self.loads = Loads(len(replicas))
-        self.due: list[tuple[float, int]] = []  # (time, replica): void unless the replica is still due then
+        self.outcome = SimulationOutcome()
+        self.loads = ReplicaLoads(len(replicas))
+        self.due: list[tuple[float, int]] = []  # (time, replica): out of date unless the replica is still due then
         self.num_done = 0
         for replica in replicas:
             replica.on_end = self._note_end
 
-    def run(self, arrivals: Iterable[Arrival]) -> Outcome:
+    def run(self, arrivals: Iterable[Arrival]) -> SimulationOutcome:
         coming = iter(arrivals)
         following = next(coming, None)
-        alone = len(self.replicas) == 1  # else it is not known who the next one goes to
+        alone = len(self.replicas) == 1  # else the replica of the next arrival is unknown
         until = math.inf
         while following is not None or self.due:
             if following is not None and (not self.due or following.at <= self.due[0][0]):
@@ -58,7 +58,7 @@ class _Run:
     def _admit(self, arrival: Arrival, until: float) -> None:
         n_in, n_out = len(arrival.prompt), arrival.n_out
         index = self.router.choose(arrival, self.loads)
-        record = Record(arrival.at, n_in, n_out, index)
+        record = RequestRecord(arrival.at, n_in, n_out, index)
         self.outcome.records.append(record)
         self.loads.change(index, n_in + n_out)
         replica = self.replicas[index]
@@ -77,12 +77,12 @@ class _Run:
         if due is not None and due != before:
             heapq.heappush(self.due, (due, index))
 
-    def _note_end(self, record: Record) -> None:
+    def _note_end(self, record: RequestRecord) -> None:
         self.loads.change(record.replica, -record.n_in - record.n_out)
         self.num_done += 1
         self.progress(self.num_done)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationOutcome:
         outcome = self.outcome
         outcome.seconds = max((record.end for record in outcome.records if record.end is not None), default=0.0)
         for replica in self.replicas:

@@ -80,7 +80,7 @@ class Recorder:
         self._num_steps = 0
 
     def stop(self) -> None:
-        self._kv.pool.changed = self._kv.rewritten = None
+        self._kv.track_changes(False)
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
@@ -220,12 +220,11 @@ class Recorder:
     def frame(self, now: float) -> Frame:
         """All since the last frame, and how things stand."""
         self._cut_runs()
-        self._note_tables()
+        changes = self._kv.take_changes()
+        self._note_tables(changes.rewritten)
         frame = {"t": "batch", "now": _seconds(now), **self._standing(), **self._lists}
-        changed = self._kv.pool.changed
-        if changed:
-            frame["blocks"] = self._states(sorted(changed))
-            changed.clear()
+        if changes.blocks:
+            frame["blocks"] = self._states(changes.blocks)
         self._clear()
         return frame
 
@@ -239,7 +238,7 @@ class Recorder:
             self._know(request.id)
         self._lists.pop("new", None)  # they are all in here
         self._policy = ""  # to be said again
-        pool.changed, self._kv.rewritten = set(), set()
+        self._kv.track_changes(True)
         return {
             "t": "key",
             "format": FORMAT,
@@ -283,8 +282,7 @@ class Recorder:
             standing["policy"] = self._policy
         return standing
 
-    def _note_tables(self) -> None:
-        rewritten, self._kv.rewritten = self._kv.rewritten or set(), set()
+    def _note_tables(self, rewritten: set[str]) -> None:
         for seen in list(self._seen.values()):
             table = self._kv.table(seen.request)
             if seen.request.id in rewritten:

@@ -1,10 +1,10 @@
-"""How fast a machine is from moment to moment.
+"""How the speed of a machine changes over time.
 
-The same step takes 10 ms now and 13 ms a little later: others use the same memory and caches, clocks rise and fall, and
-now and then something interrupts. Such times come in stretches, and requests queue up in the slow ones, so that
-percentiles of latency depend on them and not on the mean alone. Therefore a profile keeps, in their order, what its
-steps should have taken by its prices and what they took. A simulated engine walks along that line: a piece of work
-takes as long as the same amount of work took the machine there.
+The same step takes 10 ms now and 13 ms a little later: other programs use the same memory and caches, clocks rise and
+fall, and interrupts happen. Slow times come in stretches, and requests queue up in them, so that percentiles of latency
+depend on them and not only on the mean. Therefore a profile keeps, in order, how long its steps should have taken by
+their price and how long they took. A simulated engine moves along that line: an amount of work takes as long as the
+same amount took the machine there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _DIGITS = 6  # microseconds
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """A line through (work done, time passed); after its end it begins again."""
+class SpeedProfile:
+    """A line through (work done, time passed), which repeats after its end."""
 
     pieces: tuple[tuple[float, float], ...]  # (seconds of work by the prices, seconds it took)
     _work: list[float] = field(init=False, compare=False, repr=False)  # done before each piece, and in all
@@ -35,18 +35,18 @@ class Pace:
         object.__setattr__(self, "_time", list(accumulate((took for _, took in self.pieces), initial=0.0)))
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[float, float]]) -> Pace | None:
-        """Rounded as it is saved; None if there is nothing to learn from."""
+    def of(cls, pairs: Iterable[tuple[float, float]]) -> SpeedProfile | None:
+        """Rounded as it is saved; None without any usable pair."""
         rounded = ((round(work, _DIGITS), round(took, _DIGITS)) for work, took in pairs)
         pieces = tuple((work, took) for work, took in rounded if work > 0 and took > 0)
         return cls(pieces) if pieces else None
 
     @classmethod
-    def from_json(cls, saved: Sequence[Sequence[int]]) -> Pace:
+    def from_json(cls, saved: Sequence[Sequence[int]]) -> SpeedProfile:
         return cls(tuple((round(work * 1e-6, _DIGITS), round(took * 1e-6, _DIGITS)) for work, took in saved))
 
     def to_json(self) -> list[Any]:
-        """In whole microseconds, which keeps files small."""
+        """Whole microseconds, to keep files small."""
         return [[round(1e6 * work), round(1e6 * took)] for work, took in self.pieces]
 
     @property
@@ -54,35 +54,35 @@ class Pace:
         return self._work[-1]
 
     def time_at(self, work: float) -> float:
-        """How long it takes to get so much done from the beginning."""
+        """The time at which this much work is done."""
         laps, rest = divmod(work, self._work[-1])
         index = bisect_right(self._work, rest, hi=len(self.pieces)) - 1
         amount, took = self.pieces[index]
         return laps * self._time[-1] + self._time[index] + (rest - self._work[index]) / amount * took
 
 
-class Walk:
-    """Somebody who works along a pace."""
+class SpeedCursor:
+    """A position on a speed profile."""
 
-    def __init__(self, pace: Pace, begin: float = 0.0) -> None:
-        """`begin`: after which share of the line."""
-        self._pace = pace
-        self._done = begin * pace.total_work
-        self._time = pace.time_at(self._done)
-        self._ahead: list[tuple[float, float]] = []  # work done and time passed, now and after each step looked ahead
+    def __init__(self, profile: SpeedProfile, begin: float = 0.0) -> None:
+        """`begin`: the share of the line to start after."""
+        self._profile = profile
+        self._done = begin * profile.total_work
+        self._time = profile.time_at(self._done)
+        self._ahead: list[tuple[float, float]] = []  # (work done, time), now and after each step looked ahead
 
-    def go(self, work: float) -> float:
-        """Do it; return how long it takes."""
+    def advance(self, work: float) -> float:
+        """Do an amount of work; return how long it takes."""
         before = self._time
         self._done += work
-        self._time = self._pace.time_at(self._done)
+        self._time = self._profile.time_at(self._done)
         return self._time - before
 
     def look_ahead(self, work: Iterable[float]) -> list[float]:
-        """How long each of these would take, one after the other."""
-        self._ahead = [(done, self._pace.time_at(done)) for done in accumulate(work, initial=self._done)]
+        """How long each of these amounts would take, one after the other."""
+        self._ahead = [(done, self._profile.time_at(done)) for done in accumulate(work, initial=self._done)]
         return [later - earlier for (_, earlier), (_, later) in pairwise(self._ahead)]
 
-    def go_ahead(self, steps: int) -> None:
-        """Do the first so many of those last looked at."""
+    def advance_steps(self, steps: int) -> None:
+        """Do the first `steps` amounts of the last `look_ahead`."""
         self._done, self._time = self._ahead[steps]

@@ -1,0 +1,130 @@
+"""Applies the result of a step: advances requests, appends sampled tokens, indexes full blocks, finishes, frees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from chairlift.core.beam.group import beam_group
+from chairlift.core.events import DraftsVerified, RequestFinished, TokenProduced
+from chairlift.core.plan import BAD_LOGITS, StepPlan, StepResult
+from chairlift.core.request import Ending, FinishReason, Request, Status
+from chairlift.core.scheduler.state import SchedulerState
+from chairlift.core.speculation import Speculation
+
+EndingCheck = Callable[[Request, int], Ending | None]
+"""Called with a token just appended to a request; returns the ending that its text or grammar calls for, if any. Also
+called with BAD_LOGITS, which is not appended: the grammar may have a reason why no token could be chosen."""
+
+NO_TOKEN = "no token could be chosen: the model's scores are not finite, or the grammar allows none"
+
+
+class ResultApplier:
+    """Changes requests as the results of their steps arrive, and ends them."""
+
+    def __init__(self, state: SchedulerState, speculation: Speculation | None) -> None:
+        self._state = state
+        self._kv = state.kv
+        self._speculation = speculation
+
+    def apply(self, result: StepResult, now: float, ends: EndingCheck | None = None) -> None:
+        assert len(result.tokens) == len(result.logprobs)
+        num_read = 0  # of the sampled tokens
+        for chunk in result.plan.chunks:
+            request = chunk.request
+            accepted = result.accepted.get(request.id, 0) if chunk.drafts else 0
+            sampled = range(num_read, num_read + chunk.samples + accepted)
+            num_read = sampled.stop
+            request.steps_in_flight -= 1
+            if request.ending is not None:  # it ended while the step was in flight: its blocks are free now
+                self._state.release(request)
+                continue
+            if chunk.generation != request.generation:  # preempted meanwhile: it computes those tokens again
+                continue
+            request.num_computed = chunk.known_end
+            self._kv.commit(request)
+            request.num_unread -= chunk.samples
+            if chunk.drafts:
+                self._state.events.append(DraftsVerified(now, request.id, len(chunk.drafts), accepted))
+            if request.group is not None and sampled:
+                self._advance_beam(request, result, result.tokens[sampled.start], now, ends)
+            else:
+                self._append(request, result, sampled, now, ends)
+            if chunk.drafts and request.status is Status.RUNNING:
+                request.rewind()
+                self._kv.trim(request, request.num_computed)
+
+    def _append(
+        self, request: Request, result: StepResult, sampled: range, now: float, ends: EndingCheck | None
+    ) -> None:
+        """Append sampled tokens. All but the last are accepted drafts, whose keys and values are computed already."""
+        for index in sampled:
+            if index > sampled.start:
+                request.num_computed += 1
+                self._kv.commit(request)
+            token = result.tokens[index]
+            if token == BAD_LOGITS:
+                known = ends(request, token) if ends else None
+                self.finish(request, known or Ending(FinishReason.ERROR, NO_TOKEN), now)
+                return
+            request.append(token)
+            self._state.ordering.appended(request)
+            self._state.events.append(TokenProduced(now, request.id, token, result.logprobs[index]))
+            ending = (ends(request, token) if ends else None) or request.ending_after(token)
+            if ending is not None:
+                self.finish(request, ending, now)
+                return
+
+    def _advance_beam(
+        self, request: Request, result: StepResult, token: int, now: float, ends: EndingCheck | None
+    ) -> None:
+        """Pass the candidates of a beam to its search, which chooses the next tokens once all beams have reported."""
+        if token == BAD_LOGITS:
+            self.finish(request, Ending(FinishReason.ERROR, NO_TOKEN), now)
+            return
+        group = beam_group(request)
+        group.take(request, result.candidates[request.id], self._state, now)
+        if group.search.over:
+            group.publish(self._state, now, ends)
+            self._leave(request.companions)
+
+    def abandon(self, plan: StepPlan, now: float) -> None:
+        """A planned step will have no result: preempt its requests, since what it wrote and copied is unknown."""
+        for swap in plan.swap_outs:
+            if swap.request.status is Status.WAITING:
+                self._state.forget_swap(swap.request)
+        for chunk in plan.chunks:
+            request = chunk.request
+            if request.steps_in_flight == 0:  # applied already
+                continue
+            request.steps_in_flight -= 1
+            if request.status is Status.FINISHED:
+                self._state.release(request)
+            elif request.status is Status.RUNNING:
+                self._state.preempt(request, now)
+
+    def finish(self, request: Request, ending: Ending, now: float) -> None:
+        """End a request; a beam ends with its whole search."""
+        for one in request.companions:
+            assert one.ending is None
+            one.ending = ending
+            self._state.events.append(RequestFinished(now, one.id, ending))
+        self._leave(request.companions)
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        """Remove finished requests from the batch or the queue; the only way out."""
+        state, first = self._state, requests[0]
+        for request in requests:
+            was_running = request.status is Status.RUNNING
+            if was_running:
+                state.running.remove(request)
+            elif request is first:  # the other beams of a search are in no queue
+                state.waiting.remove(request)
+            request.status = Status.FINISHED
+            if self._speculation is not None:
+                self._speculation.forget(request.id)
+            if was_running and state.policy.keeps_slots:
+                state.idle.append(request)
+            else:
+                state.release(request)
+        state.ordering.finished(first)
+        state.end_batch_if_over()

@@ -1,0 +1,117 @@
+"""A request of a simulation, and the `Request` that stands for it in the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from chairlift.core.events import RequestFinished, RequestPreempted, TokenProduced
+from chairlift.core.request import Request, Status
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.lab.simulator.block_pool import Pile
+from chairlift.lab.simulator.records import RequestRecord
+from chairlift.lab.simulator.scheduler import SimulatedScheduler
+
+_LAST_TOKEN = 2**32 - 1
+_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+
+
+class SimulatedRequest:
+    """An open request. Most run from arrival to end without being shown to the scheduler."""
+
+    __slots__ = (
+        "block_digests",
+        "known",
+        "num_found",
+        "order",
+        "pile",
+        "prompt",
+        "record",
+        "request",
+        "shared",
+        "since",
+    )
+    salt = ""
+
+    def __init__(self, record: RequestRecord, prompt: Sequence[int], order: int) -> None:
+        self.record = record
+        self.prompt = prompt
+        self.order = order  # place in the order of submission
+        self.request: Request | None = None  # in the scheduler, if it was shown
+        self.since = 0  # steps taken when it was set aside (`steady_decodes.py`) ...
+        self.known = 0  # ... and its known tokens then
+        self.block_digests: list[bytes] = []  # of its prompt
+        # While it is not shown, with a prefix cache (`lazy_indexing.py`):
+        self.shared: Sequence[int] = ()  # blocks with the start of its prompt that were cached before it arrived ...
+        self.num_found = 0  # ... and how many tokens that is
+        self.pile: Pile | None = None  # blocks with the rest of its prompt, in the cache since it ended
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.prompt
+
+    @property
+    def num_known(self) -> int:
+        """Its known tokens while it waits."""
+        return self.record.n_in if self.request is None else self.request.num_known
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that it found in the prefix cache when it was admitted."""
+        return self.num_found if self.request is None else self.request.num_computed
+
+
+def token_of(request: Request) -> int:
+    """A generated token: only how many there are matters, so each request has one that no other has."""
+    return _LAST_TOKEN - request.order
+
+
+class ShownRequests:
+    """The requests that the scheduler was shown."""
+
+    def __init__(self, scheduler: SimulatedScheduler, on_end: Callable[[RequestRecord], None]) -> None:
+        self.preemptions = 0
+        self._scheduler = scheduler
+        self._on_end = on_end
+        self._by_id: dict[str, SimulatedRequest] = {}
+
+    def show(self, simulated: SimulatedRequest) -> Request:
+        """Submit it to the scheduler, as if that had been done when it arrived."""
+        record = simulated.record
+        request = Request(
+            str(simulated.order), simulated.prompt, _GREEDY, max_new_tokens=record.n_out, arrival=record.arrival
+        )
+        request.order = simulated.order
+        request.block_digests = simulated.block_digests
+        simulated.request = request
+        self._by_id[request.id] = simulated
+        self._scheduler.submit(request, record.arrival)
+        return request
+
+    def show_running(self, simulated: SimulatedRequest) -> Request:
+        request = self.show(simulated)
+        self.start(request)
+        return request
+
+    def start(self, request: Request) -> None:
+        """Take a request out of the queue; it runs outside of the scheduler."""
+        self._scheduler.waiting.remove(request)
+        request.status = Status.RUNNING
+
+    def find(self, request: Request) -> SimulatedRequest:
+        return self._by_id[request.id]
+
+    def take_in_events(self) -> None:
+        """Note the events of the scheduler in the records."""
+        for event in self._scheduler.drain_events():
+            if isinstance(event, TokenProduced):
+                record = self._by_id[event.request_id].record
+                if record.first_token is None:
+                    record.first_token = event.time
+            elif isinstance(event, RequestFinished):
+                self.end(self._by_id.pop(event.request_id), event.time)
+            elif isinstance(event, RequestPreempted):
+                self.preemptions += 1
+
+    def end(self, simulated: SimulatedRequest, now: float) -> None:
+        simulated.record.end = now
+        self._on_end(simulated.record)

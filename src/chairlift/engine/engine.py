@@ -236,19 +236,19 @@ class Engine:
         try:
             self._admit_compiled(now)
             if self._pipeline.begin(now):
-                plan = self.scheduler.schedule(now)
+                plan = self.scheduler.schedule(now)  # which tokens of which requests; blocks are reserved
             if plan:
-                self._launch(plan)
-            done = self._apply_due(plan)
+                self._launch(plan)  # one ragged forward pass, one batched sampling
+            done = self._apply_due(plan)  # tokens are appended, full blocks indexed, finished requests freed
         except Exception as error:
             return self._die(error)
         except BaseException:  # Ctrl-C: the steps in flight are lost, the engine is not
             self._abandon(plan)
             raise
-        return self._publish(done)
+        return self._publish(done)  # one stream for text, metrics and tests
 
     def _admit_compiled(self, now: float) -> None:
-        """Requests wait for their grammars; let those go on whose grammar is compiled, or end them if that failed."""
+        """Let requests whose grammar has been compiled be admitted; end those whose grammar could not be."""
         for request_id, ending in self._structured.newly_compiled() if self._structured else ():
             if ending is None:
                 self.scheduler.make_ready(request_id)

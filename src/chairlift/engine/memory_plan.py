@@ -37,7 +37,7 @@ class MemoryPlan:
         return self.num_blocks * self.block_size
 
     def max_requests(self, most: int) -> int:
-        """`most`, or fewer if there is not even memory for so many short sequences.
+        """`most`, or fewer if there is not even memory for as many short sequences.
 
         How many really run depends on their lengths, and is decided when they are admitted.
         """

@@ -104,7 +104,7 @@ class RunnerFactory:
         try:
             return runner.measure_largest_step()
         except torch.OutOfMemoryError:
-            problem = "a step of so many tokens takes more memory than the weights leave; lower it"
+            problem = "a step of this many tokens takes more memory than the weights leave; lower it"
             raise InvalidParameter("max_batch_tokens", problem) from None
 
     def _allocate(self, memory: MemoryPlan) -> KVStorage:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.storage import KVStorage
 from chairlift.core.executor import Executor
+from chairlift.core.request import Request
 from chairlift.models.base import CausalLM
 from chairlift.runner.host_blocks import HostBlocks
 from chairlift.sampling.sampler import Sampler
@@ -49,6 +50,12 @@ class ModelRunner(Executor):
 
     def capture_decodes(self, sizes: Sequence[int] | None = None) -> None:
         """Capture decode steps of these batch sizes, or of all, where steps are captured; else do nothing."""
+
+    def _warm_up_drafter(self, request: Request) -> None:
+        """Compile the draft network's part, with a request that the model has just computed."""
+        if self.drafter is not None:
+            self.drafter.warm_up(request)
+            self.drafter.forget(request.id)
 
     def forget(self, request_id: str) -> None:
         self.sampler.forget(request_id)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from chairlift.attention.base import Attend
 from chairlift.attention.input_batch import InputBatch, build_batch
@@ -18,7 +19,9 @@ from chairlift.models.torch_threads import few_threads
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.host_blocks import make_copies
 from chairlift.sampling.beam_candidates import beam_candidates
+from chairlift.sampling.sampler import SampledBatch
 from chairlift.speculation.networks import ComputedBatch
+from chairlift.structured.output import MaskJob
 
 
 class CPURunner(ModelRunner):
@@ -33,46 +36,56 @@ class CPURunner(ModelRunner):
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         with torch.inference_mode(), few_threads(self.model, self.attention):
-            return FinishedStep(self._run(plan))
+            return FinishedStep(self._compute(plan))
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _compute(self, plan: StepPlan) -> StepResult:
         begun = time.perf_counter()
         make_copies(plan, self.storage, self.host_blocks)
         batch = build_batch(plan, self.storage, self.model.device, rectangular=self.attention.capabilities.rectangular)
         attend = self.attention.plan(batch.layout, self.storage)
         built = time.perf_counter()
-        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
-        drafts = [chunk.drafts for chunk in plan.chunks if chunk.samples]
-        masks = self.structured.begin_masks(sampling, drafts) if self.structured else None  # computed meanwhile
-        rows = batch.sampled_rows if self.drafter is None else None  # a draft network reads all of them
+        sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        masks = self._begin_masks(sampling)  # computed while the model runs
+        rows = batch.sampled_rows if self.drafter is None else None  # a draft network reads all rows
         hidden = self.model.hidden_states(batch.tokens, batch.positions, attend, rows)
         if not sampling:
-            self._show_drafter(plan, batch, attend, hidden, {})
+            self._observe(plan, batch, attend, hidden, {})
             timing = StepTiming(built - begun, time.perf_counter() - built)
             return StepResult(plan, [], [], timing, batch.num_padding)
-        num_scored = len(sampling) + plan.num_drafts  # the rows of idle slots come last
         scored = hidden.last if rows is not None else hidden.last[batch.sampled_rows]
+        num_scored = len(sampling) + plan.num_drafts  # idle rows come last
         logits = self.model.logits(scored)[:num_scored].float()
         forwarded = time.perf_counter()
-        candidates = beam_candidates(plan.chunks, logits, one_by_one=self.one_by_one)  # before the sampler changes them
-        for request in sampling:
-            self.sampler.follow(request)
-        sampled = self.sampler.sample(
-            logits,
-            [request.id for request in sampling],
-            [request.num_output for request in sampling],
-            masks.wait() if masks else None,
-            drafts if plan.num_drafts else None,
-            [self.drafter.drawn_from(request.id) for request in sampling] if self.drafter and plan.num_drafts else None,
-        )
-        accepted = {request.id: count for request, count in zip(sampling, sampled.accepted, strict=False) if count}
-        self._show_drafter(plan, batch, attend, hidden, accepted)
+        candidates = beam_candidates(plan.chunks, logits, one_by_one=self.one_by_one)  # before the sampler edits logits
+        sampled = self._sample(sampling, logits, masks)
+        accepted = {chunk.request.id: count for chunk, count in zip(sampling, sampled.accepted, strict=False) if count}
+        self._observe(plan, batch, attend, hidden, accepted)
         timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
         return StepResult(plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted, candidates)
 
-    def _show_drafter(
+    def _begin_masks(self, sampling: Sequence[Chunk]) -> MaskJob | None:
+        if self.structured is None:
+            return None
+        return self.structured.begin_masks([chunk.request for chunk in sampling], [chunk.drafts for chunk in sampling])
+
+    def _sample(self, sampling: Sequence[Chunk], logits: Tensor, masks: MaskJob | None) -> SampledBatch:
+        requests = [chunk.request for chunk in sampling]
+        drafts = [chunk.drafts for chunk in sampling] if any(chunk.drafts for chunk in sampling) else None
+        for request in requests:
+            self.sampler.follow(request)
+        return self.sampler.sample(
+            logits,
+            [request.id for request in requests],
+            [request.num_output for request in requests],
+            masks.wait() if masks else None,
+            drafts,
+            [self.drafter.drawn_from(request.id) for request in requests] if self.drafter and drafts else None,
+        )
+
+    def _observe(
         self, plan: StepPlan, batch: InputBatch, attend: Attend, hidden: HiddenStates, accepted: Mapping[str, int]
     ) -> None:
+        """Let the draft network read what the model computed."""
         if self.drafter is not None:
             self.drafter.network.follow(ComputedBatch(plan, batch, attend, hidden, accepted, self.storage))
 
@@ -81,6 +94,4 @@ class CPURunner(ModelRunner):
         request = Request("warm-up", [0], SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
         self.run(StepPlan(step=0, chunks=(Chunk(request, start=0, count=1, table=[0], samples=True),)))
         self.forget(request.id)
-        if self.drafter is not None:
-            self.drafter.warm_up(request)
-            self.drafter.forget(request.id)
+        self._warm_up_drafter(request)

@@ -206,9 +206,7 @@ class GPURunner(ModelRunner):
             chunk = Chunk(request, start=start, count=count, table=scratch, samples=True)
             self.run(StepPlan(step=0, chunks=(chunk,)))
         self.forget(request.id)
-        if self.drafter is not None:
-            self.drafter.warm_up(request)
-            self.drafter.forget(request.id)
+        self._warm_up_drafter(request)
 
     @torch.inference_mode()
     def measure_largest_step(self) -> int:

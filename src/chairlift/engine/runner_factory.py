@@ -93,14 +93,24 @@ class RunnerFactory:
         host_blocks = None
         if self.config.preemption != "recompute":
             host_blocks = HostBlocks(storage, plan_host_slots(self.config.swap_memory, memory))
-        runner = self._runner(storage, max_requests, proposer, host_blocks, step_bytes)
+        runner: ModelRunner
+        if self.attention.capabilities.captures:
+            runner = self._gpu_runner(storage, max_requests, proposer, host_blocks, step_bytes)
+        else:
+            runner = CPURunner(
+                self.model,
+                self.attention,
+                storage,
+                structured=self.structured,
+                drafter=_drafter(proposer),
+                host_blocks=host_blocks,
+            )
         return BuiltRunner(runner, memory, max_requests, proposer)
 
     def _measure_step(self, memory: MemoryPlan, max_requests: int) -> int:
         """Bytes of the largest step, computed with a cache of one block."""
         storage = self._allocate(replace(memory, num_blocks=1))
-        runner = self._runner(storage, max_requests, self._make_proposer(storage, repeatable=True))
-        assert isinstance(runner, GPURunner)
+        runner = self._gpu_runner(storage, max_requests, self._make_proposer(storage, repeatable=True))
         try:
             return runner.measure_largest_step()
         except torch.OutOfMemoryError:
@@ -116,24 +126,14 @@ class RunnerFactory:
             return None
         return self.draft.make_proposer(self.attention, storage, self.model, repeatable=repeatable)
 
-    def _runner(
+    def _gpu_runner(
         self,
         storage: KVStorage,
         max_requests: int,
         proposer: Proposer | None,
         host_blocks: HostBlocks | None = None,
         step_bytes: int = 0,
-    ) -> ModelRunner:
-        drafter = proposer if isinstance(proposer, NetworkProposer) else None
-        if not self.attention.capabilities.captures:
-            return CPURunner(
-                self.model,
-                self.attention,
-                storage,
-                structured=self.structured,
-                drafter=drafter,
-                host_blocks=host_blocks,
-            )
+    ) -> GPURunner:
         return GPURunner(
             self.model,
             self.attention,
@@ -143,12 +143,17 @@ class RunnerFactory:
             max_model_len=self.max_model_len,
             graphs=self.config.cuda_graphs,
             structured=self.structured,
-            drafter=drafter,
+            drafter=_drafter(proposer),
             host_blocks=host_blocks,
             max_drafts=self._max_drafts,
             draft_layers=self._draft_layers,
             step_bytes=step_bytes,
         )
+
+
+def _drafter(proposer: Proposer | None) -> NetworkProposer | None:
+    """The proposer, if it has a network that reads what the model computes."""
+    return proposer if isinstance(proposer, NetworkProposer) else None
 
 
 def _measures_steps(device: torch.device) -> bool:

@@ -125,7 +125,7 @@ def test_nothing_is_recorded_once_nobody_watches(watched: Watched) -> None:
     watched.turn()
     watched.turn()
     assert watched.kinds() == ["key"]
-    assert watched.scheduler.kv.pool.changed is None
+    assert not watched.scheduler.kv.take_changes().blocks
 
 
 @pytest.mark.parametrize(("work", "most"), [(0.0, 200), (0.02, 25), (0.2, 3)])

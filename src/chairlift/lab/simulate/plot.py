@@ -8,7 +8,7 @@ from typing import Any
 
 from chairlift.core.cost_model import StepShape
 from chairlift.lab.report.plots import save_panels
-from chairlift.lab.simulator.records import Outcome
+from chairlift.lab.simulator.records import SimulationOutcome
 from chairlift.lab.simulator.roofline import StepCost
 
 
@@ -47,7 +47,7 @@ def plot_plan(path: Path, title: str, curve: list[DecodePoint], target: float | 
     save_panels(path, title, footnote, [throughput, step])
 
 
-def plot_outcome(path: Path, outcome: Outcome, footnote: str) -> None:
+def plot_outcome(path: Path, outcome: SimulationOutcome, footnote: str) -> None:
     records = outcome.records
 
     def latencies(axes: Any) -> None:

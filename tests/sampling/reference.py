@@ -1,4 +1,4 @@
-"""The sampler's contract for one row, written the obvious way: the oracle of the tests."""
+"""The sampler for one row, written in the most direct way: the reference of the tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def edited(
 
 
 def probabilities(row: Row, params: SamplingParams) -> tuple[Row, bool]:
-    """What is left to draw from, and whether top-p cut too close to call."""
+    """The probabilities after all filters, and whether rounding may change what top-p or min-p keep."""
     scaled = row / params.temperature
     weights = np.exp(scaled - scaled.max())
     weights /= weights.sum()
@@ -57,16 +57,16 @@ def probabilities(row: Row, params: SamplingParams) -> tuple[Row, bool]:
 
 
 def token(row: Row, params: SamplingParams, seed: int, position: int) -> int | None:
-    """The token to expect, or None where rounding may decide between two."""
+    """The expected token, or None where rounding may decide between two."""
     if params.greedy:
         second, first = np.sort(row)[-2:]
         return None if 0 < first - second < 1e-4 else int(row.argmax())
     weights, close = probabilities(row, params)
     sums = weights.cumsum()
-    place = uniform(seed, position)
-    if close or (np.abs(sums - place) < 1e-5).any():
+    target = uniform(seed, position)
+    if close or (np.abs(sums - target) < 1e-5).any():
         return None
-    return int((sums <= place).sum())
+    return int((sums <= target).sum())
 
 
 def small_logits(rows: int, vocab: int, seed: int) -> Tensor:

@@ -1,13 +1,15 @@
-"""Filters and draws on their own: against transformers, against statistics, and both top-p paths."""
+"""Filters and draws by themselves: against transformers, against statistics, and both implementations of top-p."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from chairlift.core.randomness import child_seed, uniform
 from chairlift.core.sampling_params import MAX_SEED, SamplingParams
@@ -33,7 +35,7 @@ CPU = torch.device("cpu")
         {"temperature": 1.7, "top_k": 40, "top_p": 0.7, "min_p": 0.05},
     ],
 )
-def test_what_is_left_to_draw_from_equals_transformers(fields: dict[str, float]) -> None:
+def test_filtered_probabilities_equal_transformers(fields: dict[str, float]) -> None:
     warpers = pytest.importorskip("transformers.generation.logits_process")
     params = SamplingParams(**fields)  # type: ignore[arg-type]
     logits = torch.randn(16, 1000, generator=torch.Generator().manual_seed(1)) * 3
@@ -74,19 +76,19 @@ def test_tokens_that_tie_at_a_filter_stay_together() -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 97, 512, 1000, 49152])
-@pytest.mark.parametrize("place", [0.0, 1e-12, 0.5, 1 - 2**-53])
-def test_a_draw_never_leaves_the_tokens_that_have_weight(vocab: int, place: float) -> None:
+@pytest.mark.parametrize("number", [0.0, 1e-12, 0.5, 1 - 2**-53])
+def test_only_tokens_with_weight_are_drawn(vocab: int, number: float) -> None:
     weights = torch.zeros(3, vocab)
     allowed = [vocab // 3, vocab // 2, vocab - 1]
     for row, token in enumerate(allowed):
         weights[row, token] = 0.1 + row
-    assert draw(weights, [place] * 3).tolist() == allowed
+    assert draw(weights, [number] * 3).tolist() == allowed
     flat = torch.full((1, vocab), 1.0 / vocab)
-    (token,) = draw(flat, [place]).tolist()
-    assert token == pytest.approx(place * vocab, abs=1.01)
+    (token,) = draw(flat, [number]).tolist()
+    assert token == pytest.approx(number * vocab, abs=1.01)
 
 
-def test_rounding_of_the_sums_never_leads_past_the_last_token_with_weight() -> None:
+def test_rounding_never_leads_past_the_last_token_with_weight() -> None:
     weights = torch.rand(200, 512, generator=torch.Generator().manual_seed(6))
     weights[:, 300:] = 0
     tokens = draw(weights, [1 - 2**-53] * 200)
@@ -120,7 +122,7 @@ def test_drawn_frequencies_follow_the_probabilities(params: SamplingParams) -> N
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), spread=st.sampled_from([0.0, 1.0, 4.0, 20.0]), vocab=st.integers(1, 3000))
-def test_both_ways_to_find_the_nucleus_agree(seed: int, spread: float, vocab: int) -> None:
+def test_both_implementations_of_top_p_agree(seed: int, spread: float, vocab: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = (torch.randn(5, vocab, generator=generator) * spread).softmax(-1)
     top_p = torch.tensor([[0.05], [0.5], [0.9], [0.99], [0.9999]], dtype=torch.float64)
@@ -131,11 +133,11 @@ def test_both_ways_to_find_the_nucleus_agree(seed: int, spread: float, vocab: in
     for row, floors in enumerate(zip(by_row[:, 0].tolist(), batched[:, 0].tolist(), strict=True)):
         kept = weights[row][weights[row] >= min(floors)].double()
         missing = float(top_p[row]) - float(kept.sum() - kept.min())
-        assert floors[0] == floors[1] or abs(missing) < 1e-6  # rounding may decide at the very edge
+        assert floors[0] == floors[1] or abs(missing) < 1e-6  # rounding may decide at the boundary
         assert float(kept.sum()) >= float(top_p[row]) - 1e-6
 
 
-def test_uniforms_are_spread_and_distinct() -> None:
+def test_uniforms_are_evenly_distributed_and_distinct() -> None:
     numbers = [uniform(seed, position) for seed in range(100) for position in range(100)]
     assert all(0 <= number < 1 for number in numbers)
     assert len(set(numbers)) == len(numbers)
@@ -143,13 +145,13 @@ def test_uniforms_are_spread_and_distinct() -> None:
     assert chi_square(tenths, torch.full((10,), 0.1), len(numbers)) < 27.9  # 9 degrees, one in a thousand
 
 
-def test_a_seed_keeps_its_meaning() -> None:
-    """Pinned to the first output of SplitMix64 from state 0, so that seeds outlive releases and platforms."""
+def test_a_seed_gives_the_same_numbers_in_every_release() -> None:
+    """Pinned to the first output of SplitMix64 from state 0."""
     assert uniform(0, 0) == (0xE220A8397B1DCDAF >> 11) / 2**53
     assert uniform(7, 0) == 0.5243459416779314
 
 
-def test_children_get_seeds_of_their_own_and_the_first_keeps_the_parents() -> None:
+def test_each_completion_has_its_own_seed_and_the_first_keeps_the_requests() -> None:
     seeds = {child_seed(seed, index) for seed in range(50) for index in range(128)}
     assert len(seeds) == 50 * 128
     assert child_seed(123, 0) == 123
@@ -166,3 +168,11 @@ def test_the_reference_agrees_on_a_large_vocabulary() -> None:
     expected = [reference.token(row.double().numpy(), params, i, 3) for i, row in enumerate(logits)]
     assert all(want is None or got == want for got, want in zip(tokens, expected, strict=True))
     assert sum(want is not None for want in expected) >= 4
+
+
+@pytest.mark.parametrize("floor", [top_p_filter.nucleus_floor_by_row, top_p_filter.nucleus_floor])
+def test_a_set_that_holds_exactly_top_p_is_the_nucleus(floor: Callable[[Tensor, Tensor], Tensor]) -> None:
+    weights = torch.tensor([[0.125, 0.5, 0.25, 0.125]])
+    shares = [0.5, 0.5000001, 0.75, 0.8]
+    found = [float(floor(weights, torch.tensor([[share]], dtype=torch.float64))) for share in shares]
+    assert found == [0.5, 0.25, 0.25, 0.125]

@@ -1,4 +1,4 @@
-"""The sampler as the runner sees it: edits, greedy rows, logprobs, batches and broken rows."""
+"""The sampler as the runners use it: edits, greedy rows, logprobs, batches and invalid rows."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def greedy(**fields: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, **fields)
 
 
-def test_greedy_takes_the_lowest_id_of_the_highest() -> None:
+def test_greedy_takes_the_lowest_id_of_the_most_likely_tokens() -> None:
     assert sample_one([0.0, 5.0, 5.0, 1.0], greedy()).tokens == [1]
 
 
-def test_one_by_one_no_sum_is_over_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And every row has memory of its own, from its beginning."""
+def test_one_by_one_draws_each_row_in_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of a sum depends on the number of rows and on the alignment of their memory."""
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(sampler_module, "draw", lambda weights, chances: seen.append(weights) or draw(weights, chances))
     logits = torch.randn(4, 7)
@@ -70,7 +70,7 @@ def test_a_step_may_sample_nothing() -> None:
     assert Sampler(5, CPU).sample(torch.empty(0, 5), [], []) == SampledBatch([], [])
 
 
-def test_bias_moves_the_choice() -> None:
+def test_logit_bias_changes_the_choice() -> None:
     assert sample_one([0.0, 5.0, 4.0], greedy(logit_bias={2: 1.5, 1: -0.2})).tokens == [2]
 
 
@@ -84,19 +84,19 @@ def test_bias_moves_the_choice() -> None:
         ({"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [EOS]}, 1),
     ],
 )
-def test_min_tokens_bans_what_would_end_the_text(fields: dict[str, Any], expected: int) -> None:
+def test_min_tokens_bans_tokens_that_end_the_output(fields: dict[str, Any], expected: int) -> None:
     logits = [2.0, 3.0, 1.0, 9.0]
     assert sample_one(logits, greedy(**fields), output=[0]).tokens == [expected]
     assert sample_one(logits, greedy(**fields), output=[0, 0]).tokens == [EOS]
 
 
-def test_repetition_penalty_covers_prompt_and_output_and_respects_the_sign() -> None:
+def test_repetition_penalty_applies_to_prompt_and_output_and_to_both_signs() -> None:
     params = greedy(repetition_penalty=2.0)
     assert sample_one([4.0, 3.0, 2.5], params, prompt=[0], output=[1]).tokens == [2]
     assert sample_one([-1.0, -1.5, -9.0], params, prompt=[0, 0]).tokens == [1]
 
 
-def test_frequency_counts_and_presence_does_not_and_neither_sees_the_prompt() -> None:
+def test_frequency_penalty_counts_presence_penalty_does_not_and_both_ignore_the_prompt() -> None:
     logits = [3.0, 2.0, 0.5]
     assert sample_one(logits, greedy(frequency_penalty=0.5), prompt=[0] * 9).tokens == [0]
     assert sample_one(logits, greedy(frequency_penalty=0.5), output=[0, 0]).tokens == [0]
@@ -105,14 +105,14 @@ def test_frequency_counts_and_presence_does_not_and_neither_sees_the_prompt() ->
     assert sample_one(logits, greedy(presence_penalty=1.1), output=[0]).tokens == [1]
 
 
-def test_the_sampler_counts_its_own_tokens() -> None:
+def test_penalties_count_the_sampled_tokens() -> None:
     sampler = Sampler(3, CPU)
     sampler.add("r", greedy(frequency_penalty=1.0), [2], seed=0, eos_ids=[])
     tokens = [sampler.sample(torch.tensor([[3.0, 2.5, 0.9]]), ["r"], [i]).tokens[0] for i in range(6)]
     assert tokens == [0, 1, 0, 1, 0, 2]
 
 
-def test_logprobs_are_of_the_raw_logits() -> None:
+def test_logprobs_are_those_of_the_unedited_logits() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
     expected = logits.log_softmax(-1)
     params = greedy(logprobs=3, logit_bias={3: 50.0}, repetition_penalty=1.5)
@@ -124,7 +124,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert [value for _, value in entry.top] == pytest.approx(expected[[1, 2, 0]].tolist())
 
 
-def test_equal_logprobs_are_listed_by_id_and_share_a_rank() -> None:
+def test_tied_logprobs_are_listed_by_id_and_share_a_rank() -> None:
     logits = torch.zeros(40)
     logits[[30, 7, 21]] = 2.0
     logits[11] = 5.0
@@ -137,12 +137,12 @@ def test_equal_logprobs_are_listed_by_id_and_share_a_rank() -> None:
     assert [token for token, _ in entry.top] == list(range(20))
 
 
-def test_each_row_gets_the_number_of_logprobs_it_asked_for() -> None:
+def test_each_row_gets_its_own_number_of_logprobs() -> None:
     sampler = Sampler(4, CPU)
-    asked = {"none": None, "zero": 0, "two": 2, "more than there are": 20}
-    for name, count in asked.items():
+    wanted = {"none": None, "zero": 0, "two": 2, "more than there are": 20}
+    for name, count in wanted.items():
         sampler.add(name, greedy(logprobs=count), [], seed=0, eos_ids=[])
-    batch = sampler.sample(torch.tensor([[1.0, 2.0, 3.0, 4.0]]).repeat(4, 1), list(asked), [0] * 4)
+    batch = sampler.sample(torch.tensor([[1.0, 2.0, 3.0, 4.0]]).repeat(4, 1), list(wanted), [0] * 4)
     counts = [None if entry is None else len(entry.top) for entry in batch.logprobs]
     assert counts == [None, 0, 2, 4]
     assert all(entry.rank == 1 for entry in batch.logprobs if entry)
@@ -153,7 +153,7 @@ def test_each_row_gets_the_number_of_logprobs_it_asked_for() -> None:
     "params",
     [greedy(logprobs=2), greedy(repetition_penalty=1.2), SamplingParams(top_k=2, top_p=0.9, logprobs=1)],
 )
-def test_a_broken_row_is_flagged_and_harms_no_other(bad: list[float], params: SamplingParams) -> None:
+def test_an_invalid_row_is_flagged_and_does_not_affect_others(bad: list[float], params: SamplingParams) -> None:
     good = [0.0, 1.0, 8.0, 3.0]
     alone = sample_one(good, params, prompt=[1], seed=5)
     sampler = Sampler(4, CPU)
@@ -169,7 +169,7 @@ def test_a_row_with_every_token_banned_is_flagged() -> None:
     assert sample_one([1.0, 2.0], params).tokens == [-1]
 
 
-def test_ids_the_model_lacks_are_refused_by_name() -> None:
+def test_token_ids_beyond_the_vocabulary_are_refused_by_name() -> None:
     with pytest.raises(InvalidParameter, match=r"logit_bias: .* below 100, got 100"):
         check_token_ids(SamplingParams(logit_bias={100: 1.0}), 100)
     with pytest.raises(InvalidParameter, match="stop_token_ids"):
@@ -178,7 +178,7 @@ def test_ids_the_model_lacks_are_refused_by_name() -> None:
         sample_one([0.0, 0.0], greedy(repetition_penalty=2.0), prompt=[2])
 
 
-def test_a_request_joins_once_and_leaves_no_trace() -> None:
+def test_a_request_is_added_once_and_removed_completely() -> None:
     sampler = Sampler(2, CPU)
     sampler.add("r", greedy(presence_penalty=2.0), [], seed=0, eos_ids=[], output=[0])
     with pytest.raises(InvalidParameter, match="request_id"):
@@ -211,7 +211,7 @@ ids = st.lists(st.integers(0, 59), max_size=12)
     rows=st.lists(st.tuples(any_params, ids, ids, st.integers(0, 2**63 - 1)), min_size=1, max_size=6),
     seed=st.integers(0, 10**6),
 )
-def test_any_mix_of_requests_matches_the_row_by_row_reference(
+def test_any_mix_of_requests_matches_the_reference(
     rows: list[tuple[SamplingParams, list[int], list[int], int]], seed: int
 ) -> None:
     logits = reference.small_logits(len(rows), 60, seed)
@@ -249,7 +249,7 @@ def varied_params(rng: random.Random) -> SamplingParams:
 
 
 def generate(sampler: Sampler, name: str, logits: torch.Tensor, others: list[str]) -> list[int]:
-    """One token per row of logits [steps, V] for a request, in the middle of others that all decode too."""
+    """One token per row of logits [steps, V] for a request, in the middle of a batch of others."""
     noise = reference.small_logits(len(others), logits.shape[1], 99)
     middle = len(others) // 2
     names = [*others[:middle], name, *others[middle:]]
@@ -261,7 +261,7 @@ def generate(sampler: Sampler, name: str, logits: torch.Tensor, others: list[str
 
 
 @pytest.mark.parametrize("case", range(8))
-def test_a_request_gets_the_same_tokens_alone_in_a_crowd_and_after_preemption(case: int) -> None:
+def test_a_request_gets_the_same_tokens_alone_in_a_batch_and_after_preemption(case: int) -> None:
     rng = random.Random(case)
     vocab, steps, prompt = 1013, 12, [5, 6, 7, 7]
     logits = torch.randn(steps, vocab, generator=torch.Generator().manual_seed(case)) * 2

@@ -1,4 +1,4 @@
-"""Random numbers for many requests at once are those of each by itself."""
+"""Random numbers for many requests at once equal those for each request by itself."""
 
 import numpy as np
 from hypothesis import given

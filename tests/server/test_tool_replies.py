@@ -11,7 +11,7 @@ from chairlift.server.openai.response_builder import Reply, Usage
 from chairlift.server.openai.tool_responses import ToolShape
 from chairlift.server.process.messages import Update
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_formats import FORMATS
+from chairlift.text.tool_formats.hermes import HermesFormat
 from chairlift.text.tools.tool_use import ToolUse
 from tests.tiny import byte_level_tokenizer
 
@@ -22,7 +22,7 @@ PIECES = [TEXT[start:end] for start, end in pairwise(CUTS)]
 
 
 def reply(n: int = 1, logprobs: bool = False, **request: Any) -> Reply:
-    use = ToolUse.of(FORMATS["hermes"](""), TOOLS, request.get("tool_choice"), request.get("parallel_tool_calls"))
+    use = ToolUse.of(HermesFormat(""), TOOLS, request.get("tool_choice"), request.get("parallel_tool_calls"))
     ids = ["r", *(f"r#{index}" for index in range(1, n))]
     return Reply(ToolShape(logprobs, use), "tiny", Tokenizer(byte_level_tokenizer()), "chatcmpl-1", ids, Usage())
 

@@ -1,4 +1,4 @@
-"""Compiling structures: what is allowed, what is refused and why, and what it may cost."""
+"""Compiling structures: which text a grammar allows, which structures are refused and why, and what it may cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chairlift.errors import InvalidParameter, TemporaryFailure
 from chairlift.structured import trial_process
 from chairlift.structured.compiler import GrammarCompiler, GrammarLimits
 from chairlift.structured.grammar_source import BadStructure, grammar_of
-from chairlift.structured.trial_process import Trial
+from chairlift.structured.trial_process import TrialProcess
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends
 from tests.tiny import byte_level_tokenizer
@@ -38,22 +38,22 @@ def compiler() -> GrammarCompiler:
 
 
 def texts(compiler: GrammarCompiler, structure: Structure, count: int = 40, limit: int = 60) -> set[str]:
-    """What the grammar lets a random writer write."""
+    """Random texts that the grammar allows."""
     matcher, tokenizer = compiler.compile(structure).result(), compiler._tokenizer
     found = set()
     for seed in range(count):
-        rng, walker, tokens = random.Random(seed), matcher.deep_copy(), list[int]()
-        while not walker.is_stopped() and len(tokens) < limit:
-            mask = int.from_bytes(walker.compute_bitmask(), "little")
+        rng, copy, tokens = random.Random(seed), matcher.deep_copy(), list[int]()
+        while not copy.is_stopped() and len(tokens) < limit:
+            mask = int.from_bytes(copy.compute_bitmask(), "little")
             token = rng.choice([token for token in range(400) if mask >> token & 1])
-            assert walker.consume_token(token)
+            assert copy.consume_token(token)
             tokens.append(token)
-        if walker.is_stopped():
+        if copy.is_stopped():
             found.add(tokenizer.decode([token for token in tokens if token != END], skip_special_tokens=False))
     return found
 
 
-def test_each_kind(compiler: GrammarCompiler) -> None:
+def test_every_kind_of_structure_allows_its_texts(compiler: GrammarCompiler) -> None:
     assert texts(compiler, Structure.choice(["red", 'dark "green"', "é👍\n\\"])) == {"red", 'dark "green"', "é👍\n\\"}
     assert texts(compiler, Structure.regex(r"^(yes|no)/\d$"), 200) == {
         f"{w}/{d}" for w in ("yes", "no") for d in range(10)
@@ -75,7 +75,7 @@ def test_each_kind(compiler: GrammarCompiler) -> None:
     assert all(isinstance(json.loads(text), dict) for text in objects)
 
 
-def test_white_space_in_json_has_an_end(compiler: GrammarCompiler) -> None:
+def test_white_space_in_json_is_bounded(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(Structure.json({"type": "boolean"})).result().deep_copy()
     space = compiler._tokenizer.encode(" ")
     assert sum(matcher.try_consume_tokens(space) for _ in range(200)) <= 1
@@ -103,14 +103,16 @@ BAD = [
 
 
 @pytest.mark.parametrize(("structure", "words"), BAD, ids=lambda value: str(value)[:50])
-def test_what_is_wrong_is_said(compiler: GrammarCompiler, structure: Structure, words: str) -> None:
+def test_an_invalid_structure_is_refused_with_the_reason(
+    compiler: GrammarCompiler, structure: Structure, words: str
+) -> None:
     with pytest.raises(BadStructure) as refusal:
         compiler.compile(structure).result()
     message = str(refusal.value)
     assert words in message
     assert "\n" not in message
     assert len(message) <= 300
-    assert "no_forcing" not in message  # of the text around theirs, they know nothing
+    assert "no_forcing" not in message  # no message quotes the text that is added to the caller's
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def rules(count: int) -> str:
     return "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "x"' for i in range(count)) + f'\nr{count}: "a"'
 
 
-TOO_MUCH: dict[str, tuple[Structure, str | None]] = {
+TOO_EXPENSIVE: dict[str, tuple[Structure, str | None]] = {
     "deep schema": (Structure.json(nested(40)), "nested"),
     "deeper than Python goes": (Structure.json('{"anyOf":[' * 5000 + "{}" + "]}" * 5000), "nested"),
     "a chain of references that overflows the stack": (Structure.json(references(2500)), "too complex"),
@@ -146,12 +148,14 @@ TOO_MUCH: dict[str, tuple[Structure, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOO_MUCH)
-def test_too_much_is_refused_and_harms_nobody(compiler: GrammarCompiler, name: str) -> None:
-    structure, words = TOO_MUCH[name]
+@pytest.mark.parametrize("name", TOO_EXPENSIVE)
+def test_a_structure_that_is_too_expensive_is_refused_and_the_next_one_works(
+    compiler: GrammarCompiler, name: str
+) -> None:
+    structure, words = TOO_EXPENSIVE[name]
     with pytest.raises(BadStructure, match=words):
         compiler.compile(structure).result()
-    assert texts(compiler, Structure.choice([name])) == {name}, "the next one is compiled as if nothing had happened"
+    assert texts(compiler, Structure.choice([name])) == {name}, "the next one is compiled"
 
 
 @pytest.mark.parametrize(
@@ -168,11 +172,11 @@ def test_too_much_is_refused_and_harms_nobody(compiler: GrammarCompiler, name: s
     ],
     ids=lambda structure: structure.text[:30],
 )
-def test_much_is_fine_if_it_is_cheap(compiler: GrammarCompiler, structure: Structure) -> None:
+def test_a_large_structure_is_accepted_if_it_is_cheap(compiler: GrammarCompiler, structure: Structure) -> None:
     assert not compiler.compile(structure).result().is_error()
 
 
-def test_equal_structures_are_compiled_once_and_refusals_are_remembered() -> None:
+def test_equal_structures_are_compiled_once_and_errors_are_cached() -> None:
     compiler = make_compiler()
     first = compiler.compile(Structure.regex("a+", "guided_regex"))
     assert compiler.compile(Structure.regex("a+", "structured_outputs")) is first
@@ -181,7 +185,7 @@ def test_equal_structures_are_compiled_once_and_refusals_are_remembered() -> Non
     assert compiler.compile(Structure.regex("[")) is bad
 
 
-def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
+def test_the_cache_is_bounded_and_keeps_what_was_used_most_recently() -> None:
     compiler = make_compiler(cached=3, cached_characters=1000)
     futures = {name: compiler.compile(Structure.choice([name])) for name in "abc"}
     assert compiler.compile(Structure.choice(["a"])) is futures["a"]
@@ -193,35 +197,35 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
     assert sum(len(structure.text) for structure in compiler._cache) <= 1000
 
 
-def test_what_nobody_waits_for_is_not_compiled() -> None:
+def test_a_cancelled_structure_is_not_compiled() -> None:
     compiler = make_compiler(workers=1)
     compiler.compile(Structure.choice(["first"]))  # keeps the only worker busy for a while
     waiting = Structure.choice(["second"])
     future = compiler.compile(waiting)
-    compiler.give_up(waiting)
+    compiler.cancel(waiting)
     assert future.cancelled()
     assert compiler.compile(waiting).result() is not None
 
 
-def test_a_process_that_is_killed_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = Trial(make_compiler()._vocabulary, 30.0)
+def test_a_grammar_is_tried_again_if_the_process_is_killed_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = TrialProcess(make_compiler()._vocabulary, 30.0)
     grammar = grammar_of(Structure.choice(["a"]))
     assert trial.problem(grammar) is None
     assert trial._process is not None
-    trial._process.kill()  # while it has nothing to do
+    trial._process.kill()  # while it is idle
     trial._process.wait()
     assert trial.problem(grammar) is None
 
-    def ask_and_kill(process: subprocess.Popen[str], message: object) -> str:
+    def request_and_kill(process: subprocess.Popen[str], message: object) -> str:
         if isinstance(message, dict):  # the vocabulary, at the start
-            return ask(process, message)
+            return request(process, message)
         process.kill()
         process.wait()
         kills.append(process.pid)
         return ""
 
-    ask, kills = trial_process._ask, list[int]()
-    monkeypatch.setattr(trial_process, "_ask", ask_and_kill)
+    request, kills = trial_process._request, list[int]()
+    monkeypatch.setattr(trial_process, "_request", request_and_kill)
     with pytest.raises(TemporaryFailure):
         trial.problem(grammar)
     assert len(set(kills)) == 2
@@ -232,12 +236,12 @@ def test_a_process_that_is_killed_is_no_fault_of_the_grammar(monkeypatch: pytest
         trial.problem(grammar)
 
 
-def test_no_process_and_no_file_is_left_behind() -> None:
+def test_no_process_and_no_file_descriptor_is_left() -> None:
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     files = len(os.listdir("/proc/self/fd"))
     before = children.read_text().split()
     compiler = make_compiler(seconds=0.2)
-    for count in range(20_000, 20_003):  # each of them costs its process its life
+    for count in range(20_000, 20_003):  # each of them ends its process
         assert compiler.compile(Structure.regex("(a|b*)" * count)).exception() is not None
     assert compiler.compile(Structure.choice(["a"])).exception() is None
     slow = compiler.compile(Structure.regex("(a|b*)" * 20_004))
@@ -255,8 +259,8 @@ def test_no_process_and_no_file_is_left_behind() -> None:
 @pytest.mark.parametrize(
     "name", [name for name in backends.ALL if name not in ("word piece", "no decoder", "unusual order")]
 )
-def test_tokens_mean_the_bytes_that_the_text_will_have(name: str) -> None:
-    """For every kind of tokenizer: what the grammar reads is what a verbatim detokenizer writes."""
+def test_the_bytes_of_tokens_are_those_of_the_text(name: str) -> None:
+    """For every kind of tokenizer, the grammar reads what a verbatim detokenizer writes."""
     tokenizer = Tokenizer(backends.ALL[name]())
     assert tokenizer.has_token_bytes
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size + 5)]
@@ -271,26 +275,26 @@ def test_tokens_mean_the_bytes_that_the_text_will_have(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback, strip", "byte fallback"])
-def test_any_text_can_be_forced_through_any_tokenizer(name: str) -> None:
+def test_any_text_can_be_forced_with_any_tokenizer(name: str) -> None:
     tokenizer = Tokenizer(backends.ALL[name]())
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, {END})
     wanted = ["  The lift", "缆车 né\t👍🏽", 'a"b\\c']
     matcher = compiler.compile(Structure.choice(wanted)).result()
     seen = set()
     for seed in range(20):
-        rng, walker = random.Random(seed), matcher.deep_copy()
+        rng, copy = random.Random(seed), matcher.deep_copy()
         stream, text = tokenizer.detokenizer(verbatim=True), ""
-        while not walker.is_stopped():
-            mask = int.from_bytes(walker.compute_bitmask(), "little")
+        while not copy.is_stopped():
+            mask = int.from_bytes(copy.compute_bitmask(), "little")
             token = rng.choice([token for token in range(tokenizer.vocab_size) if mask >> token & 1])
-            assert walker.consume_token(token)
+            assert copy.consume_token(token)
             text += stream.push(token)
         seen.add(text + stream.flush())
     assert seen == set(wanted)
 
 
 @pytest.mark.parametrize("name", ["word piece", "no decoder", "unusual order"])
-def test_a_tokenizer_that_no_grammar_can_follow_is_named(name: str) -> None:
+def test_a_tokenizer_that_no_grammar_can_follow_is_refused(name: str) -> None:
     tokenizer = Tokenizer(backends.ALL[name]())
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, {1})
     with pytest.raises(InvalidParameter) as refusal:
@@ -298,7 +302,7 @@ def test_a_tokenizer_that_no_grammar_can_follow_is_named(name: str) -> None:
     assert refusal.value.parameter == "response_format"
 
 
-def test_a_vocabulary_that_cannot_spell_the_text_is_said() -> None:
+def test_text_that_the_vocabulary_cannot_write_is_refused() -> None:
     tokenizer = Tokenizer(backends.metaspace())
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, {1})
     with pytest.raises(BadStructure):
@@ -306,14 +310,14 @@ def test_a_vocabulary_that_cannot_spell_the_text_is_said() -> None:
     assert compiler.compile(Structure.choice([" the lifts"])).exception() is None
 
 
-def test_marks_are_named_in_grammars_and_are_never_text() -> None:
+def test_markers_can_be_named_in_grammars_and_are_never_text() -> None:
     backend = byte_level_tokenizer()
     backend.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("  ", special=False)])
     backend.add_special_tokens(["[CALLS]"])
     tokenizer = Tokenizer(backend)
     call, calls = backend.token_to_id("<tool_call>"), backend.token_to_id("[CALLS]")
-    assert {call, calls} <= tokenizer.mark_ids
-    assert backend.token_to_id("  ") not in tokenizer.mark_ids
+    assert {call, calls} <= tokenizer.marker_ids
+    assert backend.token_to_id("  ") not in tokenizer.marker_ids
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, {END})
 
     def first(grammar: str) -> list[int]:

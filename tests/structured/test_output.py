@@ -1,4 +1,4 @@
-"""Structured output in the batch, on a tiny random model: it writes nonsense, but only nonsense that is allowed."""
+"""Structured output in a batch, on a tiny random model, whose text is random but always allowed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, sta
 from chairlift.errors import InvalidParameter
 from chairlift.models.base import HiddenStates
 from chairlift.sampling import token_masks
-from chairlift.structured.output import OUTGROWN
+from chairlift.structured.output import TOO_COMPLEX
 from tests.tiny import write_tiny_checkpoint
 
 SCHEMA = {
@@ -138,7 +138,7 @@ def test_any_json_object(engine: Engine) -> None:
     assert all(isinstance(json.loads(text), dict) for text in finished)
 
 
-def test_structured_neighbours_change_nothing_for_the_others(engine: Engine) -> None:
+def test_structured_requests_do_not_affect_others_in_the_batch(engine: Engine) -> None:
     plain = [
         SamplingParams(max_tokens=30, temperature=temperature, seed=seed, ignore_eos=True, **more)
         for seed, (temperature, more) in enumerate(
@@ -154,21 +154,21 @@ def test_structured_neighbours_change_nothing_for_the_others(engine: Engine) -> 
     assert all(outcome.ending == Ending(FinishReason.STOP) for outcome in together[1::2])
 
 
-def test_a_seeded_request_writes_the_same_alone_in_a_batch_and_cached(engine: Engine) -> None:
+def test_a_seeded_request_has_the_same_output_alone_in_a_batch_and_cached(engine: Engine) -> None:
     batch = [params(name, seed=5) for name in CASES]
     alone = [run(engine, [one])[0].tokens for one in batch]
     assert [outcome.tokens for outcome in run(engine, batch)] == alone
     assert [outcome.tokens for outcome in run(engine, batch[::-1])] == alone[::-1]
 
 
-def test_siblings_have_places_of_their_own(engine: Engine) -> None:
+def test_completions_of_one_request_have_separate_grammar_states(engine: Engine) -> None:
     outcomes = run(engine, [params("schema", n=4, seed=3)])
     assert len(outcomes) == 4
     assert all(is_thing(outcome.text) for outcome in outcomes)
     assert len({outcome.text for outcome in outcomes}) > 1
 
 
-def test_preemption_loses_nobodys_place(loaded: LoadedModel, engine: Engine) -> None:
+def test_preemption_does_not_affect_grammar_states(loaded: LoadedModel, engine: Engine) -> None:
     batch = [params("schema", seed=seed) for seed in range(6)]
     roomy = run(engine, batch)
     blocks = 16 * 4 * 2 * 2 * 16 * 2  # of 4 tokens: two layers, keys and values, two heads of 16 floats
@@ -187,7 +187,9 @@ def test_preemption_loses_nobodys_place(loaded: LoadedModel, engine: Engine) -> 
         assert outcome.tokens == undisturbed.tokens[:90]
 
 
-def test_an_interrupted_step_loses_nobodys_place(started: StartedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_does_not_affect_grammar_states(
+    started: StartedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, runner = started.engine, started.runner
     batch = [params("schema", seed=seed) for seed in range(3)]
     expected = [outcome.tokens for outcome in run(engine, batch)]
@@ -211,7 +213,7 @@ def test_an_interrupted_step_loses_nobodys_place(started: StartedEngine, monkeyp
     assert [outcome.tokens for outcome in outcomes.values()] == expected
 
 
-def test_masks_are_under_way_while_the_model_computes(started: StartedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_computed_during_the_forward_pass(started: StartedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     structured, model = started.runner.structured, started.runner.model
     assert structured is not None
@@ -234,17 +236,17 @@ def test_masks_are_under_way_while_the_model_computes(started: StartedEngine, mo
     assert order.count("fill") == order.count("begin") - 3, "a batch without structures computes no masks"
 
 
-# ---- how it ends -----------------------------------------------------------------------------------------------------
+# ---- endings ---------------------------------------------------------------------------------------------------------
 
 
-def test_max_tokens_cuts_it(engine: Engine) -> None:
+def test_max_tokens_truncates_structured_output(engine: Engine) -> None:
     (outcome,) = run(engine, [params("schema", max_tokens=5, temperature=0)])
     assert outcome.ending == Ending(FinishReason.LENGTH)
     assert len(outcome.tokens) == 5
     assert outcome.text.startswith("{")
 
 
-def test_a_text_that_is_complete_with_its_last_token_is_complete(engine: Engine) -> None:
+def test_output_that_is_complete_at_max_tokens_ends_with_stop(engine: Engine) -> None:
     structure = Structure.regex("[0-9]{4}")
     (outcome,) = run(engine, [SamplingParams(max_tokens=4, structure=structure)])
     assert outcome.ending == Ending(FinishReason.STOP)
@@ -252,18 +254,22 @@ def test_a_text_that_is_complete_with_its_last_token_is_complete(engine: Engine)
 
 
 @pytest.mark.parametrize("structure", [Structure.regex("a{2,9}"), Structure.regex("(ab)?"), Structure.regex("a|b{3}")])
-@pytest.mark.parametrize("wish", [{"ignore_eos": True}, {"min_tokens": 30}, {"min_tokens": 30, "stop_token_ids": [75]}])
-def test_the_grammar_ends_a_text_that_should_go_on(engine: Engine, structure: Structure, wish: dict[str, Any]) -> None:
-    batch = [SamplingParams(max_tokens=40, seed=seed, structure=structure, **wish) for seed in range(4)]
+@pytest.mark.parametrize(
+    "option", [{"ignore_eos": True}, {"min_tokens": 30}, {"min_tokens": 30, "stop_token_ids": [75]}]
+)
+def test_the_grammar_ends_output_despite_min_tokens_and_ignore_eos(
+    engine: Engine, structure: Structure, option: dict[str, Any]
+) -> None:
+    batch = [SamplingParams(max_tokens=40, seed=seed, structure=structure, **option) for seed in range(4)]
     for outcome in run(engine, batch):
         assert outcome.ending is not None
         assert outcome.ending.reason is FinishReason.STOP
         assert re.fullmatch(structure.text, outcome.text)
         if structure.text == "a{2,9}":
-            assert outcome.text == "a" * 9, "it goes on for as long as the grammar lets it"
+            assert outcome.text == "a" * 9, "it is as long as the grammar allows"
 
 
-def test_without_such_wishes_the_model_may_end_wherever_the_grammar_may(engine: Engine) -> None:
+def test_otherwise_the_model_may_end_wherever_the_grammar_allows(engine: Engine) -> None:
     batch = [
         SamplingParams(max_tokens=60, seed=s, temperature=2.0, structure=Structure.regex("[a-z]{2,50}"))
         for s in range(8)
@@ -277,9 +283,9 @@ def test_stop_strings_still_stop(engine: Engine) -> None:
     assert re.fullmatch("[0-9]{3}", outcome.text)
 
 
-def test_the_other_sampling_parameters_cannot_break_it(engine: Engine) -> None:
+def test_other_sampling_parameters_cannot_break_the_structure(engine: Engine) -> None:
     bias = dict.fromkeys(range(3, 320), -100.0) | {90: 100.0, 91: 100.0}
-    wishes: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {"logit_bias": bias},
         {"repetition_penalty": 2.0, "frequency_penalty": 2.0},
         {"top_k": 1},
@@ -287,12 +293,12 @@ def test_the_other_sampling_parameters_cannot_break_it(engine: Engine) -> None:
         {"temperature": 100.0},
         {"logprobs": 3},
     ]
-    for outcome in run(engine, [params("schema", **wish) for wish in wishes]):
+    for outcome in run(engine, [params("schema", **option) for option in options]):
         assert outcome.ending == Ending(FinishReason.STOP)
         assert is_thing(outcome.text)
 
 
-def test_special_tokens_named_in_a_grammar(engine: Engine) -> None:
+def test_special_tokens_can_be_named_in_a_grammar(engine: Engine) -> None:
     structure = Structure.grammar('start: <|im_start|> "a" <|im_start|>')
     shown, hidden = run(
         engine, [SamplingParams(structure=structure, skip_special_tokens=skip) for skip in (False, True)]
@@ -308,13 +314,13 @@ def test_a_model_without_an_end_token_ends_with_the_grammar(loaded: LoadedModel)
     outcomes = run(engine, [params(name) for name in ("schema", "regex", "choice")])
     assert all(outcome.ending == Ending(FinishReason.STOP) for outcome in outcomes)
     with pytest.raises(InvalidParameter):
-        engine.compile(Structure.regex(""))  # all it could say is the end
+        engine.compile(Structure.regex(""))  # it could only generate EOS
 
 
 def test_a_matcher_that_fails_ends_one_request_with_an_error(
     started: StartedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a grammar turns out to be too complex on the way."""
+    """As when a grammar becomes too complex during generation."""
     engine, runner = started.engine, started.runner
     good = params("schema", seed=1)
     expected = run(engine, [good])[0].tokens
@@ -323,21 +329,21 @@ def test_a_matcher_that_fails_ends_one_request_with_an_error(
     while not outcomes[ids[0]].tokens:
         take_in(outcomes, engine.step())
     assert runner.structured is not None
-    runner.structured._places[ids[1]].matcher.consume_token(3)  # no such token can come next
+    runner.structured._states[ids[1]].matcher.consume_token(3)  # the grammar does not allow this token
     while engine.has_work:
         take_in(outcomes, engine.step())
     assert outcomes[ids[0]].tokens == expected
     parameter = params("schema").structure.parameter  # type: ignore[union-attr]
-    assert outcomes[ids[1]].ending == Ending(FinishReason.ERROR, OUTGROWN, parameter)
+    assert outcomes[ids[1]].ending == Ending(FinishReason.ERROR, TOO_COMPLEX, parameter)
     check_quiescent(engine.scheduler)
 
 
-# ---- while it is being compiled --------------------------------------------------------------------------------------
+# ---- during compilation ----------------------------------------------------------------------------------------------
 
 SLOW = Structure.regex("(a|b*)" * 20_000)  # more than the compiler's three seconds
 
 
-def test_others_pass_while_a_grammar_is_compiled(loaded: LoadedModel) -> None:
+def test_other_requests_run_while_a_grammar_is_compiled(loaded: LoadedModel) -> None:
     engine = start(loaded, max_batch_requests=1).engine
     slow = engine.submit([70, 71], SamplingParams(structure=Structure.regex(SLOW.text, "guided_regex"), n=2))
     assert engine.scheduler.why_waiting(slow[0]) is WaitReason.GRAMMAR
@@ -361,13 +367,13 @@ def test_others_pass_while_a_grammar_is_compiled(loaded: LoadedModel) -> None:
         assert (ending.reason, ending.parameter) == (FinishReason.ERROR, "guided_regex")
         assert "takes more than 3 s" in str(ending.detail)
         assert not outcomes[request_id].tokens
-    with pytest.raises(InvalidParameter) as refusal:  # by now it is known
+    with pytest.raises(InvalidParameter) as refusal:  # the error is cached
         engine.submit([70, 71], SamplingParams(structure=SLOW))
     assert refusal.value.parameter == "structure"
     check_quiescent(engine.scheduler)
 
 
-def test_a_failed_step_ends_those_that_wait_for_a_grammar_too(loaded: LoadedModel) -> None:
+def test_a_failed_step_also_ends_requests_that_wait_for_a_grammar(loaded: LoadedModel) -> None:
     started = start(loaded)
     engine = started.engine
     waiting, running = engine.submit([70], SamplingParams(structure=SLOW)), engine.submit([70], SamplingParams())
@@ -382,14 +388,14 @@ def test_a_failed_step_ends_those_that_wait_for_a_grammar_too(loaded: LoadedMode
     assert all(outcome.ending for outcome in outcomes.values())
 
 
-@pytest.mark.parametrize("restrict", [token_masks.apply_masks, token_masks._apply_batched])
-def test_masks_leave_what_they_allow_and_the_other_rows_alone(restrict: Callable[..., None]) -> None:
-    """Both ways to do it: by row, for the CPU, and batched, for a GPU. Bits beyond the vocabulary mean nothing."""
+@pytest.mark.parametrize("apply", [token_masks.apply_masks, token_masks._apply_batched])
+def test_masks_leave_allowed_tokens_and_other_rows_unchanged(apply: Callable[..., None]) -> None:
+    """Both implementations: by row for the CPU, batched for a GPU. Bits beyond the vocabulary have no meaning."""
     allowed = np.random.default_rng(0).integers(0, 2**32, (2, 10), dtype=np.uint32)
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
     expected = logits.clone()
     bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, :300].astype(bool)
     for row, allows in zip((3, 1), bits, strict=True):
         expected[row][torch.from_numpy(~allows)] = -torch.inf
-    restrict(logits, token_masks.TokenMasks([3, 1], allowed))
+    apply(logits, token_masks.TokenMasks([3, 1], allowed))
     assert torch.equal(logits, expected)

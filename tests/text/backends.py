@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that real models use, made here so that no test needs a download."""
+"""Small tokenizers of every kind that real models use, trained here so that no test needs a download."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _byte_level() -> str:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    # Added tokens that are not special, one with characters that stand for no byte.
+    # Added tokens that are not special, one with characters that encode no byte.
     tokenizer.add_tokens([AddedToken("<tool>", special=False), AddedToken("▁ wide ▁", special=False)])
     return tokenizer.to_str()
 

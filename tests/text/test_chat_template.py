@@ -1,4 +1,4 @@
-"""Chat templates: equal to transformers, safe, bounded, and clear about what is wrong."""
+"""Chat templates render as in transformers, are sandboxed and bounded, and their errors name the cause."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_content_may_be_text_parts_and_arguments_may_be_json_text() -> None:
         ),
     ],
 )
-def test_bad_messages_are_named(messages: Any, parameter: str) -> None:
+def test_errors_name_the_invalid_message(messages: Any, parameter: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         ChatTemplate(CHATML).render(messages)
     assert caught.value.parameter == parameter
@@ -157,18 +157,18 @@ def test_endless_nesting_is_refused() -> None:
         ChatTemplate(CHATML).render([{"role": "user", "content": "x", "extra": nested}])
 
 
-def test_a_refusal_of_the_template_blames_the_messages() -> None:
+def test_an_exception_of_the_template_names_the_messages() -> None:
     with pytest.raises(InvalidParameter, match=r"messages: .*Roles must alternate"):
         ChatTemplate(INST).render([USER, USER], special_tokens={"bos_token": "<s>"})
 
 
-def test_a_model_without_a_template_says_so() -> None:
+def test_a_model_without_a_template_refuses_messages() -> None:
     with pytest.raises(InvalidParameter, match="this model has no chat template; use plain prompts"):
         Tokenizer(backends.byte_level()).apply_chat_template([USER])
 
 
 @pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% include 'a' %}{% nonsense %}"])
-def test_a_template_that_does_not_compile_blames_the_model(source: str) -> None:
+def test_a_template_that_does_not_compile_is_an_unsupported_model(source: str) -> None:
     tokenizer = Tokenizer(backends.byte_level(), chat_template=source)
     assert tokenizer.encode("plain prompts still work")
     with pytest.raises(UnsupportedModel, match="cannot be compiled"):
@@ -218,7 +218,7 @@ def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         looping.render([{"role": "user", "content": "x" * 11}])
 
 
-def test_unknown_variables_and_tools_without_a_place_are_refused() -> None:
+def test_unknown_variables_and_tools_that_the_template_ignores_are_refused() -> None:
     template = ChatTemplate("{{ messages[0].content }}{{ style }}")
     assert template.render([USER], variables={"style": "!"}) == "How are you?  !"
     with pytest.raises(InvalidParameter, match="enable_thinking: is not a variable"):

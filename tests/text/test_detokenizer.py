@@ -1,4 +1,4 @@
-"""Incremental text equals text decoded at once, is never broken, and costs the same for every token."""
+"""Incremental text equals text decoded at once, and no piece contains half a character."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_joined_pieces_equal_the_full_decode(kind: str, text: str) -> None:
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), kind=st.sampled_from([*backends.ALL]), skip=st.booleans())
 def test_any_tokens_equal_the_full_decode(data: st.DataObject, kind: str, skip: bool) -> None:
-    """Random ids: broken characters, special tokens, first-token rules and ids beyond the vocabulary."""
+    """Random ids: invalid bytes, special tokens, first-token rules and ids beyond the vocabulary."""
     backend, tokenizer = pair(kind)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 20), max_size=40))
     text, expected = "".join(pieces(tokenizer, ids, skip)), backend.decode(ids, skip_special_tokens=skip)
@@ -49,8 +49,8 @@ def test_any_tokens_equal_the_full_decode(data: st.DataObject, kind: str, skip: 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(BYTEWISE))
-def test_a_broken_byte_does_not_take_back_the_characters_before_it(data: st.DataObject, kind: str) -> None:
-    """Here a stream cannot equal the full decode, which gives up a whole run of bytes for one broken byte."""
+def test_an_invalid_byte_leaves_the_characters_before_it(data: st.DataObject, kind: str) -> None:
+    """A stream cannot equal the full decode here, which replaces a whole run of bytes for one invalid byte."""
     backend, tokenizer = pair(kind)
     likely = st.sampled_from([3 + byte for byte in "a€👍".encode()] + [260, 264, 269])
     ids = data.draw(st.lists(likely | st.integers(3, 258), max_size=20))
@@ -66,7 +66,7 @@ def test_a_broken_byte_does_not_take_back_the_characters_before_it(data: st.Data
 
 
 def characters(run: bytes) -> str:
-    """The valid characters of a run, and one replacement for each byte that is in none."""
+    """The valid characters of a run, and one replacement character for each other byte."""
     text = ""
     while run:
         length = next((n for n in range(1, 5) if decodes(run[:n])), 0)

@@ -1,4 +1,4 @@
-"""Long texts: refused early where they cannot fit, and encoded without holding up other threads."""
+"""Texts that cannot fit are refused early, and long ones are encoded without blocking other threads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.tiny import CHATML, byte_level_tokenizer
 TOKENIZER = Tokenizer(byte_level_tokenizer(), chat_template=CHATML)
 
 
-class Spy:
-    """Notes how much text a backend is asked to encode."""
+class CountingBackend:
+    """Counts the characters that a backend encodes."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -35,30 +35,32 @@ class Spy:
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=400) | st.sampled_from(["the engine ", "boarding", " ", "€"]).map(lambda word: word * 60))
-def test_what_fits_is_never_refused(text: str) -> None:
+def test_a_text_that_fits_is_never_refused(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.encode(text, max_tokens=max(1, len(ids))) == ids
 
 
 @pytest.mark.parametrize("text", ["x" * 10**6, "the engine " * 10**5, "€" * 10**6])
-def test_what_cannot_fit_is_refused_without_encoding_all_of_it(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spy = Spy(TOKENIZER._backend)
-    monkeypatch.setattr(TOKENIZER, "_backend", spy)
+def test_a_text_that_cannot_fit_is_refused_without_encoding_all_of_it(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = CountingBackend(TOKENIZER._backend)
+    monkeypatch.setattr(TOKENIZER, "_backend", backend)
     with pytest.raises(InvalidParameter, match="prompt"):
         TOKENIZER.encode(text, max_tokens=1000)
     with pytest.raises(InvalidParameter, match="messages"):
         TOKENIZER.encode_chat([{"role": "user", "content": text}], max_tokens=1000)
-    assert spy.characters < 2 * 16 * 1000 + 1
+    assert backend.characters < 2 * 16 * 1000 + 1
 
 
 @pytest.mark.parametrize("work", ["encode", "chat", "decode"])
-def test_other_threads_go_on_meanwhile(work: str) -> None:
+def test_other_threads_run_meanwhile(work: str) -> None:
     text = "a chairlift never stops for boarding " * 4000
     ids = TOKENIZER.encode(text)
-    turns, over = [0], threading.Event()
+    turns, done = [0], threading.Event()
 
     def count() -> None:
-        while not over.is_set():
+        while not done.is_set():
             turns[0] += 1
             time.sleep(0)
 
@@ -70,19 +72,19 @@ def test_other_threads_go_on_meanwhile(work: str) -> None:
     thread = threading.Thread(target=count)
     thread.start()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(100)  # now the other thread runs only if the work lets it
+    sys.setswitchinterval(100)  # the other thread now runs only if the GIL is released
     try:
         before = turns[0]
         jobs[work]()
         after = turns[0]
     finally:
         sys.setswitchinterval(interval)
-        over.set()
+        done.set()
         thread.join()
     assert after > before + 10
 
 
-def test_bytes_of_tokens() -> None:
+def test_token_bytes_join_to_the_text() -> None:
     for text in ("a € b", "<|im_start|>", "the engine\n"):
         assert b"".join(map(TOKENIZER.token_bytes, TOKENIZER.encode(text))) == text.encode()
     assert TOKENIZER.token_bytes(10**6) == b""

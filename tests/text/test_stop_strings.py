@@ -10,7 +10,7 @@ from chairlift.text.stop_strings import StopStrings
 
 
 def expected(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Look at ever longer beginnings of the text until one ends with a stop string."""
+    """Search ever longer prefixes of the text for one that ends with a stop string."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -56,20 +56,20 @@ def test_pieces_give_what_the_whole_text_gives(pieces: list[str], stops: list[st
         (("aab",), "aaaab", "aa", "aab"),
     ],
 )
-def test_which_one_wins(stops: tuple[str, ...], text: str, shown: str, found: str) -> None:
+def test_the_stop_string_that_is_complete_first_wins(stops: tuple[str, ...], text: str, shown: str, found: str) -> None:
     assert StopStrings(stops, include=False).push(text) == (shown, found)
     by_character = StopStrings(stops, include=False)
     assert "".join(by_character.push(character)[0] for character in text) == shown
 
 
-def test_nothing_comes_after_the_stop() -> None:
+def test_text_after_the_stop_string_is_dropped() -> None:
     search = StopStrings(("END",), include=True)
     assert search.push("the END of") == ("the END", "END")
     assert search.push(" it") == ("", "END")
     assert search.flush() == ""
 
 
-def test_what_was_held_is_shown_at_the_end() -> None:
+def test_text_held_back_is_shown_at_the_end() -> None:
     search = StopStrings(("</s>",), include=False)
     assert search.push("a </") == ("a ", None)
     assert search.flush() == "</"

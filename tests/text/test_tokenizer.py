@@ -1,4 +1,4 @@
-"""The tokenizer around the backend: settings of the file, special tokens, bos."""
+"""What the tokenizer adds to its backend: settings, special tokens and BOS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends
 
 
-def test_truncation_and_padding_of_the_file_do_not_reach_prompts() -> None:
+def test_truncation_and_padding_of_the_file_are_ignored() -> None:
     backend = backends.byte_level()
     backend.enable_truncation(4)
     backend.enable_padding(length=64)
@@ -34,7 +34,7 @@ def test_special_tokens() -> None:
     assert tokenizer.decode([1, *tokenizer.encode("a")]) == "a"
 
 
-def test_bos_is_put_first_once() -> None:
+def test_bos_is_prepended_once() -> None:
     plain = Tokenizer(backends.byte_fallback(strip=True))
     tokenizer = Tokenizer(backends.byte_fallback(strip=True), bos_token="<s>", add_bos=True)
     ids = plain.encode("a")
@@ -53,13 +53,13 @@ def test_bos_of_the_backend_is_not_doubled() -> None:
     assert tokenizer.encode("a", add_special_tokens=False).count(1) == 0
 
 
-def test_a_bos_that_is_not_there_is_refused() -> None:
+def test_an_unknown_bos_token_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="add_bos: needs a bos_token"):
         Tokenizer(backends.byte_level(), bos_token="<nope>", add_bos=True)
 
 
 @pytest.mark.parametrize("bad", ["\ud800", 5, None, ["a"]])
-def test_what_is_not_text_is_refused(bad: object) -> None:
+def test_values_other_than_text_are_refused(bad: object) -> None:
     tokenizer = Tokenizer(backends.byte_level())
     with pytest.raises(InvalidParameter, match="prompt"):
         tokenizer.encode(bad)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_the_text_layer_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
-def test_a_backend_that_fails_blames_the_model() -> None:
+def test_an_error_of_the_backend_is_an_unsupported_model() -> None:
     tokenizer = Tokenizer(Backend(models.WordLevel({}, unk_token="missing")))
     with pytest.raises(UnsupportedModel, match="tokenizer failed on this text"):
         tokenizer.encode("word")

@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: found in every format, however the text is cut, and nothing else is taken for one."""
+"""Tool calls in a model's text are found in every format, however the text is cut, and other text stays content."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from hypothesis import strategies as st
 
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta
-from chairlift.text.tool_formats import FORMATS, choose_format
+from chairlift.text.tool_formats.base import TOOL_FORMATS, ToolFormat, choose_format
+from chairlift.text.tool_formats.hermes import HermesFormat
+from chairlift.text.tool_formats.json import JSONFormat
+from chairlift.text.tool_formats.llama3_json import LlamaFormat
+from chairlift.text.tool_formats.mistral import MistralFormat
 from chairlift.text.tools.call_parser import CallParser, new_call_id
 
 NAMES = ("get_weather", "add")
 NEW_MISTRAL = "{{ tools }} [TOOL_CALLS] [ARGS]"
-SPEAKERS = {name: FORMATS[name]("") for name in FORMATS} | {"mistral, names first": FORMATS["mistral"](NEW_MISTRAL)}
+FORMATS: dict[str, ToolFormat] = {name: TOOL_FORMATS.get(name)("") for name in TOOL_FORMATS.names()}
+FORMATS |= {"mistral, names first": MistralFormat(NEW_MISTRAL)}
 few = settings(max_examples=40)  # of each format
-every_format = pytest.mark.parametrize("speaker", SPEAKERS)
+every_format = pytest.mark.parametrize("kind", FORMATS)
 
 
-def parser(speaker: str, **options: Any) -> CallParser:
+def parser(kind: str, **options: Any) -> CallParser:
     numbers = count()
-    return SPEAKERS[speaker].parser(NAMES, new_id=lambda: f"call_{next(numbers)}", **options)
+    return FORMATS[kind].parser(NAMES, new_id=lambda: f"call_{next(numbers)}", **options)
 
 
 def parts(reader: CallParser, pieces: list[str]) -> list[AssistantPart]:
@@ -43,8 +48,8 @@ def joined(found: list[AssistantPart]) -> tuple[str, list[tuple[str, str, str]]]
     return content, [(call.call_id, call.name, arguments[call.index]) for call in calls]
 
 
-def read(speaker: str, text: str, **options: Any) -> tuple[str, list[tuple[str, str]]]:
-    content, calls = joined(parts(parser(speaker, **options), [text]))
+def read(kind: str, text: str, **options: Any) -> tuple[str, list[tuple[str, str]]]:
+    content, calls = joined(parts(parser(kind, **options), [text]))
     assert [call_id for call_id, _, _ in calls] == [f"call_{i}" for i in range(len(calls))]
     return content, [(name, arguments) for _, name, arguments in calls]
 
@@ -59,30 +64,37 @@ arguments_texts = st.dictionaries(st.text(), json_values, max_size=3).map(
 )
 calls_lists = st.lists(st.tuples(st.sampled_from(NAMES), arguments_texts), min_size=1, max_size=3)
 
-# Bits that calls are made of, in any order: what almost is a call, and sometimes is one.
-SHARDS = [
+# Fragments of calls, which in random order are almost a call, and sometimes one.
+FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[TOOL", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|py"),
     *("{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", "\x01", "```json", "```", "get_weather", "a word"),
     *('{"name": "add", ', '"arguments": {', '"parameters": {"a": 1}', '"name": "get_weather"', '"id": "x"', "1.5e3"),
-    *('{"name": "nobody", "arguments": {}}', '{"name": "add", "arguments": {"a": "é"}}', "缆车", "true", "null", "add"),
+    *(
+        '{"name": "unknown", "arguments": {}}',
+        '{"name": "add", "arguments": {"a": "é"}}',
+        "缆车",
+        "true",
+        "null",
+        "add",
+    ),
 ]
-rubble = st.lists(st.sampled_from(SHARDS), max_size=12).map("".join)
+fragments = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 
 
 @st.composite
 def cut(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> tuple[str, list[str]]:
     text = draw(texts)
-    places = sorted(draw(st.lists(st.integers(0, len(text)), max_size=len(text))))
-    return text, [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=len(text))))
+    return text, [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 @every_format
 @few
 @given(calls=calls_lists, before=st.sampled_from(["", "Let me see.", "I think\n\nso:\n"]))
-def test_what_a_format_writes_it_can_read(speaker: str, calls: list[tuple[str, str]], before: str) -> None:
-    written = before + SPEAKERS[speaker].write(calls)
+def test_a_parser_finds_the_calls_that_its_format_writes(kind: str, calls: list[tuple[str, str]], before: str) -> None:
+    written = before + FORMATS[kind].write(calls)
     for pieces in ([written], list(written)):
-        content, found = joined(parts(parser(speaker), pieces))
+        content, found = joined(parts(parser(kind), pieces))
         assert content == before.rstrip()
         assert [(name, json.loads(arguments)) for _, name, arguments in found] == [
             (name, json.loads(arguments)) for name, arguments in calls
@@ -92,18 +104,18 @@ def test_what_a_format_writes_it_can_read(speaker: str, calls: list[tuple[str, s
 @every_format
 @few
 @given(data=st.data())
-def test_the_cut_does_not_matter(speaker: str, data: st.DataObject) -> None:
-    shards = st.lists(rubble | calls_lists.map(SPEAKERS[speaker].write), max_size=4).map("".join)
-    text, pieces = data.draw(cut(shards))
+def test_the_result_does_not_depend_on_how_the_text_is_cut(kind: str, data: st.DataObject) -> None:
+    texts = st.lists(fragments | calls_lists.map(FORMATS[kind].write), max_size=4).map("".join)
+    text, pieces = data.draw(cut(texts))
     for options in ({}, {"max_calls": 1}):
-        assert joined(parts(parser(speaker, **options), pieces)) == joined(parts(parser(speaker, **options), [text]))
+        assert joined(parts(parser(kind, **options), pieces)) == joined(parts(parser(kind, **options), [text]))
 
 
 @every_format
 @few
-@given(text=rubble | st.text())
-def test_nothing_is_lost(speaker: str, text: str) -> None:
-    content, calls = read(speaker, text)
+@given(text=fragments | st.text())
+def test_text_without_calls_is_passed_on_unchanged(kind: str, text: str) -> None:
+    content, calls = read(kind, text)
     if not calls:
         assert content == text
     for name, _ in calls:
@@ -112,9 +124,9 @@ def test_nothing_is_lost(speaker: str, text: str) -> None:
 
 
 @every_format
-def test_arguments_come_while_they_are_written(speaker: str) -> None:
-    text = SPEAKERS[speaker].write([("add", '{"numbers": [1, 2, 3], "note": "a long text"}')])
-    reader = parser(speaker)
+def test_arguments_are_streamed_character_by_character(kind: str) -> None:
+    text = FORMATS[kind].write([("add", '{"numbers": [1, 2, 3], "note": "a long text"}')])
+    reader = parser(kind)
     begun = arguments = 0
     for character in text:
         for part in reader.push(character):
@@ -128,22 +140,22 @@ def test_arguments_come_while_they_are_written(speaker: str) -> None:
 
 
 @every_format
-def test_words_are_not_held_up(speaker: str) -> None:
-    reader = parser(speaker)
+def test_content_is_not_held_back(kind: str) -> None:
+    reader = parser(kind)
     for word in ("The", " lift", " never", " stops."):
         assert reader.push(word) == [ContentDelta(word)]
 
 
 @every_format
-def test_only_the_first_call_is_wanted(speaker: str) -> None:
-    text = SPEAKERS[speaker].write([("add", "{}"), ("get_weather", '{"city": "Oslo"}')]) + " and so on"
-    content, calls = read(speaker, text, max_calls=1)
+def test_text_after_max_calls_is_dropped(kind: str) -> None:
+    text = FORMATS[kind].write([("add", "{}"), ("get_weather", '{"city": "Oslo"}')]) + " and so on"
+    content, calls = read(kind, text, max_calls=1)
     assert calls == [("add", "{}")]
     assert content == ""
 
 
 CALL = '{"name": "add", "arguments": {"a": 1}}'
-READ: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
+EXAMPLES: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("hermes", f"<tool_call>{CALL}</tool_call>", "", [("add", '{"a": 1}')]),
     ("hermes", f"a <tool_call>\n{CALL}\n</tool_call> b ", "a b", [("add", '{"a": 1}')]),
     ("hermes", f"<tool_call>{CALL}", "", [("add", '{"a": 1}')]),
@@ -153,7 +165,7 @@ READ: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [("add", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
-    # Line ends in a string are written as JSON wants them, and broken arguments are passed on up to the closing tag.
+    # Line breaks in a string are escaped, and malformed arguments are passed on up to the closing tag.
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "b\nc"}}', "", [("add", '{"a": "b\\u000ac"}')]),
     ("hermes", '<tool_call>{"name": "add", "arguments": {oops}}</tool_call>!', "!", [("add", "{oops}}")]),
     ("hermes", CALL, CALL, []),
@@ -166,7 +178,7 @@ READ: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}, "id": "abcdefghi"}]', "", [("add", "{}")]),
     ("mistral", 'so [TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}', "so", [("add", '{"a": 1}')]),
     ("mistral", '[TOOL_CALLS]add{"a": [}[TOOL_CALLS]add{}', "", [("add", '{"a": [}'), ("add", "{}")]),
-    ("mistral", "[TOOL_CALLS]nobody[ARGS]{}", None, []),
+    ("mistral", "[TOOL_CALLS]unknown[ARGS]{}", None, []),
     ("mistral", "[TOOL_CALLS][]", None, []),
     ("json", f"So:\n```json\n[{CALL}, {CALL}]\n```\n", "So:", [("add", '{"a": 1}')] * 2),
     ("json", f"{CALL}\n{CALL}", "", [("add", '{"a": 1}')] * 2),
@@ -177,27 +189,31 @@ READ: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("speaker", "text", "content", "calls"), READ, ids=lambda value: ascii(value)[:50])
-def test_one_text_after_the_other(speaker: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
-    assert read(speaker, text) == (text if content is None else content, calls)
+@pytest.mark.parametrize(("kind", "text", "content", "calls"), EXAMPLES, ids=lambda value: ascii(value)[:50])
+def test_content_and_calls_of_single_texts(
+    kind: str, text: str, content: str | None, calls: list[tuple[str, str]]
+) -> None:
+    assert read(kind, text) == (text if content is None else content, calls)
 
 
-def test_formats_are_chosen_from_the_template() -> None:
+def test_the_format_is_chosen_from_the_template() -> None:
     qwen = '{% if tools %}<tools>{{ tools }}</tools> return <tool_call>\n{"name": <function-name>}\n</tool_call>'
     llama = '{% if tools %}<|start_header_id|>system {"name": function name, "parameters": dictionary}'
-    assert choose_format(qwen).name == "hermes"
-    assert choose_format(llama).name == "llama3_json"
-    assert choose_format("{{ tools }} <|python_tag|>").name == "llama3_json"
-    assert choose_format(NEW_MISTRAL).name == "mistral"
-    assert choose_format("{{ tools }} <tool_call><function=name>").name == "json"
-    assert choose_format("{{ tools }} <tool_call>name<arg_key>").name == "json"
-    assert choose_format("{{ messages }}").name == "hermes"
-    assert choose_format(qwen, "mistral").name == "mistral"
-    with pytest.raises(InvalidParameter, match="tool_format: must be one of hermes, mistral, llama3_json, json"):
+    assert isinstance(choose_format(qwen), HermesFormat)
+    assert isinstance(choose_format(llama), LlamaFormat)
+    assert isinstance(choose_format("{{ tools }} <|python_tag|>"), LlamaFormat)
+    assert isinstance(choose_format(NEW_MISTRAL), MistralFormat)
+    assert isinstance(choose_format("{{ tools }} <tool_call><function=name>"), JSONFormat)
+    assert isinstance(choose_format("{{ tools }} <tool_call>name<arg_key>"), JSONFormat)
+    assert isinstance(choose_format("{{ messages }}"), HermesFormat)
+    assert isinstance(choose_format(qwen, "mistral"), MistralFormat)
+    with pytest.raises(
+        InvalidParameter, match="unknown tool_format 'morse'; choose from hermes, json, llama3_json, mistral"
+    ):
         choose_format(qwen, "morse")
 
 
-def test_ids_differ() -> None:
+def test_call_ids_differ() -> None:
     ids = {new_call_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(call_id.startswith("call_") and len(call_id) == 29 for call_id in ids)

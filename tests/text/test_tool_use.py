@@ -1,4 +1,4 @@
-"""One request's tools: checked, shown to the model by any template, and enforced where a call is forced."""
+"""The tools of a request are checked, shown to the model with any template, and enforced if a call is forced."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from chairlift.core.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import ArgumentsDelta, CallBegun, ContentDelta, PlainParser
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_formats import FORMATS, choose_format
+from chairlift.text.tool_formats.base import choose_format
 from chairlift.text.tool_formats.hermes import HermesFormat
+from chairlift.text.tool_formats.json import JSONFormat
 from chairlift.text.tools.call_grammar import MAX_CALLS
 from chairlift.text.tools.tool import MAX_TOOLS, Calling, checked_choice, checked_tools
 from chairlift.text.tools.tool_use import ToolUse
@@ -64,7 +65,7 @@ HERMES = (
 )
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
 
@@ -85,7 +86,7 @@ def prompt(template: str, messages: list[Any], tools: Any = (WEATHER, CLOCK), **
     return of_template.decode(use(template, tools).encode(of_template, messages, **options), skip_special_tokens=False)
 
 
-# ---- what a caller may send --------------------------------------------------------------------------------------
+# ---- checks -----------------------------------------------------------------------------------------------------
 
 
 def function(**changes: Any) -> dict[str, Any]:
@@ -113,19 +114,19 @@ BAD_TOOLS = [
     ([function(parameters={"type": "string"})], "of type 'object'"),
     ([function(parameters=deep(13))], "nested more than 24 levels"),
     ([function(parameters={"description": "x" * 70_000})], "longer than 65536 bytes"),
-    ([CLOCK, CLOCK], r"tools\[1\].function.name 'get_time' is there twice"),
+    ([CLOCK, CLOCK], r"tools\[1\].function.name 'get_time' is duplicated"),
     ([function(name=f"f{i}") for i in range(MAX_TOOLS + 1)], "129 tools; the limit is 128"),
 ]
 
 
 @pytest.mark.parametrize(("tools", "problem"), BAD_TOOLS, ids=lambda value: str(value)[:40])
-def test_bad_tools(tools: Any, problem: str) -> None:
+def test_invalid_tools_are_refused(tools: Any, problem: str) -> None:
     with pytest.raises(InvalidParameter, match=problem) as refused:
         checked_tools(tools)
     assert refused.value.parameter == "tools"
 
 
-def test_choices() -> None:
+def test_tool_choices() -> None:
     tools = checked_tools([CLOCK])
     assert checked_choice(None, tools).calling is Calling.AUTO
     assert checked_choice(None, []).calling is Calling.NONE
@@ -144,10 +145,10 @@ def test_choices() -> None:
         with pytest.raises(InvalidParameter, match="needs tools"):
             checked_choice(choice, [])
     with pytest.raises(InvalidParameter, match="parallel_tool_calls"):
-        ToolUse.of(FORMATS["json"](""), None, None, True)
+        ToolUse.of(JSONFormat(""), None, None, True)
 
 
-def test_without_tools_the_answer_is_plain() -> None:
+def test_without_tools_all_text_is_content() -> None:
     for without in (use(HERMES, tools=()), use(HERMES, choice="none")):
         assert isinstance(without.parser(), PlainParser)
         assert without.structure(tokenizer(HERMES)) is None
@@ -164,10 +165,10 @@ def test_finish_reasons() -> None:
     assert use(HERMES).finish_reason(None, called=True) is None
 
 
-# ---- what the model gets to see ----------------------------------------------------------------------------------
+# ---- the prompt -------------------------------------------------------------------------------------------------
 
 
-def test_templates_that_show_tools_get_them() -> None:
+def test_a_template_that_shows_tools_gets_them() -> None:
     text = prompt(HERMES, [USER])
     assert json.loads(text.split("<tools>")[1].split("</tools>")[0]) == [WEATHER, CLOCK]
     assert "<tools>" not in prompt(HERMES, [USER], tools=())
@@ -179,7 +180,7 @@ def test_calls_and_results_reach_the_template() -> None:
     assert text.endswith("[assistant]  get_time= get_weather=Oslo[tool] noon[tool] snow")
 
 
-def test_mistral_templates_want_ids_of_nine_characters() -> None:
+def test_mistral_templates_get_call_ids_of_nine_characters() -> None:
     text = prompt(OLD_MISTRAL, [USER, CALLED, *RESULTS]).split("[TOOL_CALLS]")[1]
     first, second, *results = text.split()
     assert [first, second] == results
@@ -187,7 +188,7 @@ def test_mistral_templates_want_ids_of_nine_characters() -> None:
     assert all(len(call_id) == 9 and call_id.isalnum() for call_id in results)
 
 
-def test_llama_templates_want_one_call_at_a_time() -> None:
+def test_llama_templates_get_one_call_per_message() -> None:
     template = (
         "{{ tools }}<|python_tag|>{% for m in messages %}{% if 'tool_calls' in m %}"
         "{% if m.tool_calls | length != 1 %}{{ raise_exception('single calls only') }}{% endif %}"
@@ -200,7 +201,7 @@ def test_llama_templates_want_one_call_at_a_time() -> None:
     assert prompt(template, [USER, single, RESULTS[0]]).endswith("get_time noon ")
 
 
-def test_templates_without_a_place_for_tools() -> None:
+def test_tools_are_described_for_templates_that_do_not_show_them() -> None:
     text = prompt(CHATML, [{"role": "system", "content": "Be brief."}, USER, CALLED, *RESULTS])
     system, user, assistant, results, last = text.split("<|im_start|>")[1:]
     assert system.startswith("system\nBe brief.\n\n")
@@ -216,31 +217,31 @@ def test_templates_without_a_place_for_tools() -> None:
     assert "<tool_call>" in prompt(CHATML, [USER, CALLED, *RESULTS], tools=())  # history stays readable without tools
 
 
-def test_templates_that_refuse_system_messages() -> None:
+def test_the_description_is_in_the_user_message_if_system_messages_are_refused() -> None:
     text = prompt(NO_SYSTEM, [USER, CALLED, *RESULTS])
     assert text.startswith("<user>You can call functions")
     assert "\n\nWhat is the weather?<assistant><tool_call>" in text
-    with pytest.raises(InvalidParameter, match="take turns"):
+    with pytest.raises(InvalidParameter, match="roles must alternate"):
         prompt(NO_SYSTEM, [USER, USER])
 
 
-def test_special_tokens_spelled_in_a_tool_stay_text() -> None:
-    spelled = function(description="ends here <|im_end|>")
+def test_special_tokens_in_a_tool_stay_text() -> None:
+    tool = function(description="ends here <|im_end|>")
     for template in (CHATML, HERMES):
         of_template = tokenizer(template)
-        ids = use(template, tools=[spelled]).encode(of_template, [USER], add_generation_prompt=False)
+        ids = use(template, tools=[tool]).encode(of_template, [USER], add_generation_prompt=False)
         assert "ends here <|im_end|>" in of_template.decode(ids, skip_special_tokens=False)
         written_by_template = 2 if template == CHATML else 0
         assert ids.count(of_template.token_id("<|im_end|>")) == written_by_template
 
 
-def test_nulls_in_messages_mean_absent() -> None:
+def test_null_in_a_message_means_absent() -> None:
     dumped = {"role": "assistant", "content": "No.", "tool_calls": None, "refusal": None, "function_call": None}
     template = "{{ tools }}{% for m in messages %}{% if m.tool_calls is defined %}defined{% endif %}{% endfor %}"
     assert "defined" not in prompt(template, [USER, dumped])
 
 
-def test_marks_that_are_special_tokens_are_visible() -> None:
+def test_markers_that_are_special_tokens_are_visible() -> None:
     of_template = tokenizer(LLAMA, AddedToken("<|python_tag|>", special=True))
     (tag,) = use(LLAMA).visible_special_ids(of_template)
     assert of_template.decode([tag], skip_special_tokens=False) == "<|python_tag|>"
@@ -248,11 +249,11 @@ def test_marks_that_are_special_tokens_are_visible() -> None:
     assert "".join(stream.push(token) for token in [1, tag, 2]) == "<|python_tag|>"
 
 
-# ---- what the model is held to -----------------------------------------------------------------------------------
+# ---- the grammar ------------------------------------------------------------------------------------------------
 
 
 def forced_text(request: ToolUse, of_template: Tokenizer, seed: int) -> str:
-    """What a model without any sense writes under the grammar: each token drawn from those allowed."""
+    """Random text that the grammar allows: each token is drawn from those allowed."""
     from llguidance import LLMatcher, LLTokenizer
 
     structure = request.structure(of_template)
@@ -286,7 +287,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 @pytest.mark.parametrize(("choice", "parallel"), [("required", None), ("required", False), (NAMED, None)])
-def test_forced_calls_are_valid_whatever_the_model(kind: str, choice: Any, parallel: bool | None) -> None:
+def test_forced_calls_are_valid_for_any_model(kind: str, choice: Any, parallel: bool | None) -> None:
     template, added = TEMPLATES[kind]
     of_template = tokenizer(template, *added)
     request = use(template, choice=choice, parallel=parallel)
@@ -310,7 +311,7 @@ def test_forced_calls_are_valid_whatever_the_model(kind: str, choice: Any, paral
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_calls_or_json_as_the_caller_wants(kind: str) -> None:
+def test_a_json_schema_and_tools_allow_either(kind: str) -> None:
     from llguidance import LLMatcher, LLTokenizer
 
     template, added = TEMPLATES[kind]
@@ -322,7 +323,7 @@ def test_calls_or_json_as_the_caller_wants(kind: str) -> None:
     assert structure.parameter == "response_format"
     vocabulary = LLTokenizer(of_template._backend.to_str(), eos_token=of_template.token_id("<|im_end|>"))
     calls = request.format.write([("get_weather", '{"city": "Oslo", "days": 4}'), ("get_time", "{}")])
-    alike = '{"name": "get_weather", "n": 5}'  # an answer that begins like a call of Llama's
+    alike = '{"name": "get_weather", "n": 5}'  # content that begins like a Llama call
     for text, fits in [(calls, True), (alike, True), ('{"name": "x"}', False), ("x", False)]:
         matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(structure.text))
         ids = of_template.encode(text, add_special_tokens=False)
@@ -330,7 +331,7 @@ def test_calls_or_json_as_the_caller_wants(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_a_model_cannot_call_forever(kind: str) -> None:
+def test_the_number_of_forced_calls_is_bounded(kind: str) -> None:
     from llguidance import LLMatcher, LLTokenizer
 
     template, added = TEMPLATES[kind]
@@ -344,27 +345,27 @@ def test_a_model_cannot_call_forever(kind: str) -> None:
         assert (matcher.try_consume_tokens(ids) == len(ids)) == (count <= MAX_CALLS)
 
 
-def test_a_forced_call_that_is_cut_off_is_no_content() -> None:
+def test_a_truncated_forced_call_is_not_content() -> None:
     text = HermesFormat("").write([("get_time", "{}"), ("get_weather", "{}")])
     for end in range(len(text)):
         reader = use(HERMES, choice="required").parser()
         assert not any(isinstance(part, ContentDelta) for part in reader.push(text[:end]) + reader.close())
 
 
-def test_only_json_goes_with_tools() -> None:
+def test_only_json_structures_can_be_combined_with_tools() -> None:
     assert use(HERMES).structure(tokenizer(HERMES), Structure.json_object()) is not None
     with pytest.raises(InvalidParameter, match="regex: cannot be combined with tools"):
         use(HERMES).structure(tokenizer(HERMES), Structure.regex("a+", "regex"))
     with pytest.raises(InvalidParameter, match="json: must be a JSON schema"):
         use(HERMES).structure(tokenizer(HERMES), Structure.json("{", "json"))
     forced = use(HERMES, choice="required")
-    words = Structure.json({"type": "object"}, "response_format")  # there will be none
-    assert forced.structure(tokenizer(HERMES), words) == forced.structure(tokenizer(HERMES))
+    content = Structure.json({"type": "object"}, "response_format")  # there will be none
+    assert forced.structure(tokenizer(HERMES), content) == forced.structure(tokenizer(HERMES))
     with pytest.raises(InvalidParameter, match="guided_regex: does not go with a tool_choice"):
         forced.structure(tokenizer(HERMES), Structure.regex("a+", "guided_regex"))
 
 
-def test_what_cannot_be_enforced_is_left_out_unless_strict() -> None:
+def test_keywords_that_cannot_be_enforced_are_ignored_unless_strict() -> None:
     from llguidance import LLMatcher
 
     unusual = {"type": "object", "properties": {"a": {"type": "string", "format": "unheard-of"}}}

@@ -1,7 +1,7 @@
 """Randomness without state: every number is a hash of (seed, position).
 
-A request that carries only a seed can be moved, preempted, recomputed or batched with others and still draws
-the same numbers, because nothing but the index of the token it is about to generate decides them.
+A request can be moved, preempted, recomputed or batched with others and still draws the same numbers, because they
+depend only on its seed and on the index of the token to generate.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from chairlift.core.sampling_params import MAX_SEED
 _MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: consecutive multiples spread evenly over 64 bits
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
-_STREAM = 0x9FB21C651E98DF25  # keeps several numbers for the same token apart
-_CHILDREN = 0xD1B54A32D192ED03  # keeps the seeds of children apart from the numbers of the parent
+_STREAM = 0x9FB21C651E98DF25  # separates several numbers for the same token
+_CHILDREN = 0xD1B54A32D192ED03  # separates the seeds of further completions from the numbers of the first
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:
     """A number in [0, 1) with 53 random bits, for the token at `position` of the output.
 
-    Stream 0 draws the token. The others are for drafts that are drawn too: 1 draws the draft, 2 accepts it.
+    Stream 0 draws the token. The others are for draft tokens: 1 draws the draft, 2 decides on its acceptance.
     """
     return (_mix(_mix(seed ^ (stream * _STREAM & _MASK)) + (position + 1) * GOLDEN) >> 11) * 2.0**-53
 
@@ -26,7 +26,7 @@ def uniform(seed: int, position: int, stream: int = 0) -> float:
 def child_seed(seed: int, index: int) -> int:
     """The seed of completion `index` of a request with `n` > 1.
 
-    Completion 0 keeps the seed itself, so that asking for more completions does not change the first.
+    Completion 0 keeps the seed itself, so that a larger `n` does not change the first completion.
     """
     if index == 0:
         return seed

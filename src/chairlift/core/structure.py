@@ -1,4 +1,4 @@
-"""What shape a request's text must have. The brain only carries it; a grammar engine enforces it."""
+"""The structure that a request's output must have. It is data here; `structured/` enforces it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ MAX_STRUCTURE_LENGTH = 2**17
 
 
 class StructureKind(StrEnum):
+    """The kinds of structure, and what `text` holds for each."""
+
     JSON_OBJECT = "json_object"  # any JSON object; `text` is empty
     JSON_SCHEMA = "json_schema"  # `text` is a JSON schema, as JSON
-    REGEX = "regex"  # `text` is a regular expression for the whole answer
-    CHOICE = "choice"  # `text` is a JSON list of strings, one of which is the answer
+    REGEX = "regex"  # `text` is a regular expression for the whole output
+    CHOICE = "choice"  # `text` is a JSON list of strings, one of which is the output
     GRAMMAR = "grammar"  # `text` is a grammar in llguidance's Lark dialect, or in GBNF
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Made by one of the methods below, or from a kind and its text.
+    """A constraint on the output, created by one of the methods below or from a kind and its text.
 
     >>> SamplingParams(structure=Structure.regex(r"[0-9]{3}-[0-9]{4}"))
     """
 
     kind: StructureKind
     text: str = ""
-    # What the caller knows it as, and errors therefore call it. Two structures that differ in nothing else are equal.
+    # The request's parameter that it came from, which errors name. Structures that differ in nothing else are equal.
     parameter: str = field(default="structure", compare=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +54,7 @@ class Structure:
 
     @classmethod
     def json(cls, schema: str | Mapping[str, Any] | bool, parameter: str = "structure") -> Structure:
-        """JSON that a schema allows. The schema may be given as JSON text too."""
+        """JSON that a schema allows; the schema may also be JSON text."""
         text = schema if isinstance(schema, str) else _dumps(schema, parameter)
         return cls(StructureKind.JSON_SCHEMA, text, parameter)
 

@@ -33,7 +33,7 @@ from chairlift.server.openai.types import ChatRequest, Completing, CompletionReq
 from chairlift.server.process.engine_client import EngineClient
 from chairlift.server.process.messages import Submit
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_formats import choose_format
+from chairlift.text.tool_formats.base import choose_format
 from chairlift.text.tools.tool_use import ToolUse
 
 # Words an answer, given its id, those of its completions, and where its tokens are counted.

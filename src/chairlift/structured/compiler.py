@@ -1,4 +1,4 @@
-"""Compiling structures to matchers, off the engine's loop and within limits."""
+"""Compile structures to grammar matchers, outside the engine's loop and within limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from chairlift.core.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.structured.grammar_source import BadStructure, grammar_of
-from chairlift.structured.trial_process import Trial, Vocabulary, make_matcher
+from chairlift.structured.trial_process import GrammarVocabulary, TrialProcess, make_matcher
 from chairlift.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """How much a structure may cost before it is in use. How long and how deep it may be is said where it is read."""
+    """What compiling may cost. Limits of length and depth are in core/structure.py and grammar_source.py."""
 
     seconds: float = 3.0  # to compile
     cached: int = 128  # compiled grammars kept
-    cached_characters: int = 4 << 20  # of their sources
+    cached_characters: int = 4 << 20  # of the sources of those
     workers: int = 2  # compiling at the same time
 
 
 def mask_words(vocab_size: int) -> int:
-    """How many words of 32 bits a mask has: one bit for each token, and at least one more."""
+    """The number of 32-bit words in a mask: one bit for each token, and at least one more."""
     return vocab_size // 32 + 1
 
 
 class GrammarCompiler:
-    """Structures in, matchers out, in threads of its own. Only one thread may call it.
+    """Compiles structures in threads of its own. Only one thread may call it.
 
-    Compiled grammars are kept, as are the refusals of bad ones, and those used least recently are forgotten.
+    Compiled grammars and errors of invalid ones are cached, and those used least recently are evicted.
     """
 
     def __init__(
@@ -57,39 +57,39 @@ class GrammarCompiler:
         self._cache: OrderedDict[Structure, Future[LLMatcher]] = OrderedDict()
         self._workers = ThreadPoolExecutor(limits.workers, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._trials: dict[int, Trial] = {}  # by thread
+        self._trials: dict[int, TrialProcess] = {}  # by thread
 
     def compile(self, structure: Structure) -> Future[LLMatcher]:
-        """A matcher at the start of the grammar, to be copied, or BadStructure."""
-        if self._obstacle is not None:
-            raise InvalidParameter(structure.parameter, self._obstacle)
+        """A future matcher at the start of the grammar, to be copied; it raises BadStructure for an invalid one."""
+        if self._unsupported is not None:
+            raise InvalidParameter(structure.parameter, self._unsupported)
         future = self._cache.get(structure)
-        if future is None or _failed_by_accident(future):
+        if future is None or _may_be_retried(future):
             future = self._cache[structure] = self._workers.submit(self._compile, structure)
             self._evict()
         self._cache.move_to_end(structure)
         return future
 
-    def give_up(self, structure: Structure) -> None:
-        """Nobody waits for this one any more: do not begin to compile it."""
+    def cancel(self, structure: Structure) -> None:
+        """Do not compile this structure if that has not begun."""
         future = self._cache.get(structure)
         if future is not None and future.cancel():
             del self._cache[structure]
 
     def shut_down(self) -> None:
-        """Stop compiling, without waiting for what is under way."""
+        """Stop compiling, without waiting for what is in flight."""
         self._workers.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for trial in self._trials.values():
                 trial.close()
 
     @cached_property
-    def _obstacle(self) -> str | None:
-        """Why there is no structured output with this model on this machine."""
+    def _unsupported(self) -> str | None:
+        """Why this model or installation has no structured output; None if it has."""
         if find_spec("llguidance") is None:
             return "structured output needs the llguidance package, which is not installed"
         if not self._tokenizer.has_token_bytes:
-            return "this model's tokenizer joins tokens in ways that no grammar can follow"
+            return "the text of this model's tokens depends on their neighbours, which no grammar can follow"
         return None
 
     def _evict(self) -> None:
@@ -115,34 +115,34 @@ class GrammarCompiler:
             raise BadStructure("allows no text that this model's tokens can spell")
         return matcher
 
-    def _trial(self) -> Trial:
-        """Each thread has a process of its own, so that a slow grammar does not hold up all others."""
+    def _trial(self) -> TrialProcess:
+        """The trial process of this thread: one each, so that a slow grammar does not delay all others."""
         with self._lock:
             thread = threading.get_ident()
             if thread not in self._trials:
-                self._trials[thread] = Trial(self._vocabulary, self._limits.seconds)
+                self._trials[thread] = TrialProcess(self._vocabulary, self._limits.seconds)
             return self._trials[thread]
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
+    def _vocabulary(self) -> GrammarVocabulary:
         tokens = [self._tokenizer.token_bytes(token) for token in range(self._vocab_size)]
         padding = [b""] * (32 * mask_words(self._vocab_size) - len(tokens))  # an id without text is never allowed
-        marks = sorted(token for token in self._tokenizer.mark_ids if token < self._vocab_size)
-        # A model without a token that ends a text is given one that it cannot choose.
-        return Vocabulary(tokens + padding, marks, self._eos_ids or [self._vocab_size])
+        markers = sorted(token for token in self._tokenizer.marker_ids if token < self._vocab_size)
+        # llguidance needs an EOS token: a model without one gets an id that it cannot sample.
+        return GrammarVocabulary(tokens + padding, markers, self._eos_ids or [self._vocab_size])
 
     @cached_property
     def _ll_tokenizer(self) -> LLTokenizer:
         return self._vocabulary.tokenizer()
 
 
-def _failed_by_accident(future: Future[LLMatcher]) -> bool:
-    """Whether it is worth another try: the structure was not to blame."""
+def _may_be_retried(future: Future[LLMatcher]) -> bool:
+    """Whether compiling failed for a reason other than the structure itself."""
     return future.done() and future.exception() is not None and not isinstance(future.exception(), BadStructure)
 
 
 def _readable(error: str, structure: Structure) -> str:
-    """The message without what llguidance adds to it: the whole text, and places in text that we wrote."""
+    """The message without what llguidance adds: the whole source, and positions in source that was generated here."""
     lines = error.replace("<non-verbose/>", "").strip().splitlines() or ["cannot be compiled"]
     place = re.match(r"(?:at )?(\d+)\((\d+)\): ", lines[0])
     message = lines[0][place.end() if place else 0 :].removeprefix("failed to compile JSON schema: ").strip()

@@ -1,4 +1,4 @@
-"""A request's structure as one grammar in llguidance's Lark dialect."""
+"""Translate a request's structure to a grammar in llguidance's Lark dialect."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from chairlift.core.structure import Structure, StructureKind
 
 MAX_DEPTH = 64  # of the JSON of a schema
 
-# Between two tokens of JSON: nothing, a space, or a line break with its indentation. Unbounded, white space would be
-# where a small model loses itself.
+# Between two tokens of JSON: nothing, a space, or a line break with its indentation. If white space were unbounded, a
+# small model could generate nothing else.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,20}", "coerce_one_of": True}
 
-# Without this, text that the grammar leaves no choice about would be forced to its canonical tokens, which takes
-# longer the more of it there is: seconds per token for a{100000}. Written last, so that nothing overrides it.
+# Without this, llguidance forces text that has no alternative to its canonical tokens. That takes time in proportion to
+# the text: seconds per token for a{100000}. Written last, so that nothing overrides it.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 
 class BadStructure(ValueError):
-    """What is wrong with a structure, in words for the one who gave it."""
+    """A structure is invalid; the message is for the caller."""
 
 
 def grammar_of(structure: Structure) -> str:
+    """The grammar of a structure; raises BadStructure."""
     try:
         return _rules(structure) + _NO_FORCING
     except RecursionError:
@@ -39,7 +40,7 @@ def _rules(structure: Structure) -> str:
         case StructureKind.REGEX:
             return _regex_rule(structure.text)
         case StructureKind.CHOICE:
-            # One terminal: much faster than a rule with as many alternatives.
+            # One terminal is much faster than a rule with as many alternatives.
             return "start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, _choices(structure.text)))
         case StructureKind.GRAMMAR:
             return _lark(structure.text)
@@ -74,7 +75,7 @@ def _choices(text: str) -> list[str]:
 def _regex_rule(pattern: str) -> str:
     from llguidance import regex_to_lark
 
-    return f"start: /{regex_to_lark(pattern, 'd')}/"  # d: \d means 0 to 9
+    return f"start: /{regex_to_lark(pattern, 'd')}/"  # d: \d matches 0 to 9 only
 
 
 def _lark(text: str) -> str:
@@ -86,7 +87,7 @@ def _lark(text: str) -> str:
         lark: str = any_to_lark(text)
     except RecursionError:
         raise
-    except Exception as error:  # the converter raises whatever it meets
+    except Exception as error:  # the converter raises exceptions of any type
         raise BadStructure(f"is not valid GBNF: {error}") from None
     return lark
 
@@ -103,7 +104,7 @@ def _parsed(text: str) -> Any:
 
 
 def _depth(value: Any) -> int:
-    """How many levels of lists and objects there are, counted without recursion."""
+    """The nesting depth of lists and objects, counted without recursion."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, (dict, list))]:
         depth += 1

@@ -1,4 +1,4 @@
-"""Structured output: every open request's place in its grammar, and the masks that follow from it."""
+"""Structured output: the grammar state of every open request, and the token masks of a step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from chairlift.structured.grammar_source import BadStructure
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-OUTGROWN = "became too complex to follow while the answer was written: simplify it"
+TOO_COMPLEX = "became too complex to follow during generation: simplify it"
 
 
 class MaskJob:
-    """Masks that are being computed in another thread."""
+    """Masks that another thread is computing."""
 
     def __init__(self, rows: list[int], filling: Future[Bits]) -> None:
         self._rows = rows
@@ -35,9 +35,9 @@ class MaskJob:
 
 
 class StructuredOutput:
-    """Shared by the engine, which opens, follows and closes requests, and the runner, which asks for masks.
+    """Holds a grammar matcher for each open request. The engine opens and closes requests; the runner reads masks.
 
-    A request's matcher depends on nothing but its output, so preemption does not touch it.
+    A matcher depends on nothing but the request's output, so a preemption does not affect it.
     """
 
     def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
@@ -45,23 +45,24 @@ class StructuredOutput:
         self._vocab_size = vocab_size
         self._num_words = mask_words(vocab_size)
         self._compiling: dict[str, tuple[Structure, Future[LLMatcher]]] = {}  # by request id
-        self._places: dict[str, _Place] = {}
+        self._states: dict[str, _GrammarState] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._filling: Future[Bits] | None = None
 
     # ---- compiling -----------------------------------------------------------------------------------------------
 
     def compile(self, structure: Structure) -> None:
-        """Compile and wait for it; raise if it cannot be done."""
-        _outcome(structure, self._compiler.compile(structure))
+        """Compile a structure and wait for it; raises InvalidParameter."""
+        _compiled(structure, self._compiler.compile(structure))
 
     def check(self, structure: Structure) -> None:
-        """Start to compile, without waiting; raise if it is already known that it cannot be done."""
+        """Start to compile a structure; raises InvalidParameter if it is already known to be invalid."""
         future = self._compiler.compile(structure)
         if future.done():
-            _outcome(structure, future)
+            _compiled(structure, future)
 
     def open(self, request: Request) -> None:
+        """Start to compile the grammar of a request."""
         structure = request.params.structure
         assert structure is not None
         self._compiling[request.id] = structure, self._compiler.compile(structure)
@@ -75,26 +76,26 @@ class StructuredOutput:
             del self._compiling[request_id]
             ending = None
             try:
-                self._places[request_id] = _Place(_outcome(structure, future).deep_copy())
+                self._states[request_id] = _GrammarState(_compiled(structure, future).deep_copy())
             except InvalidParameter as error:
                 ending = Ending(FinishReason.ERROR, error.problem, error.parameter)
-            except Exception as error:  # the compiler itself failed: no processes left, say
+            except Exception as error:  # the compiler itself failed, for example to start a process
                 problem = f"the grammar could not be compiled: {error}"
                 ending = Ending(FinishReason.ERROR, problem, temporary=True)
             found.append((request_id, ending))
         return found
 
     def wait_for_compiler(self, seconds: float) -> None:
-        """Rest for so long, or until a grammar is compiled. Does nothing if none is awaited."""
+        """Wait until a grammar is compiled, at most `seconds`. Does nothing if none is being compiled."""
         if self._compiling:
             wait([future for _, future in self._compiling.values()], seconds, return_when="FIRST_COMPLETED")
 
     def close(self, request_id: str) -> None:
-        """The request is over, whether or not it ever boarded."""
-        self._places.pop(request_id, None)
+        """Drop the state of a request, whether or not it was ever admitted."""
+        self._states.pop(request_id, None)
         structure, _ = self._compiling.pop(request_id, (None, None))
         if structure is not None and all(structure != other for other, _ in self._compiling.values()):
-            self._compiler.give_up(structure)
+            self._compiler.cancel(structure)
 
     def shut_down(self) -> None:
         self._compiler.shut_down()
@@ -102,55 +103,55 @@ class StructuredOutput:
     # ---- following -----------------------------------------------------------------------------------------------
 
     def ending(self, request: Request) -> Ending | None:
-        """Follow a request to its last token; how it ends, if the grammar can go no further."""
-        place = self._places.get(request.id)
-        if place is None:
+        """How a request ends, if its grammar allows nothing after its last token."""
+        state = self._states.get(request.id)
+        if state is None:
             return None
-        place.follow(request)
-        if place.matcher.is_error():
+        state.follow(request)
+        if state.matcher.is_error():
             structure = request.params.structure
-            return Ending(FinishReason.ERROR, OUTGROWN, structure.parameter if structure else None)
-        return Ending(FinishReason.STOP) if place.matcher.is_stopped() else None
+            return Ending(FinishReason.ERROR, TOO_COMPLEX, structure.parameter if structure else None)
+        return Ending(FinishReason.STOP) if state.matcher.is_stopped() else None
 
     # ---- masks ---------------------------------------------------------------------------------------------------
 
     def begin_masks(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None = None) -> MaskJob | None:
         """Start to compute the masks of those among `requests` that have a grammar.
 
-        A request has a row for its next token and one for the token after each of its drafts, if it has any.
+        A request has a row for its next token and one for the token after each of its drafts.
         """
         tasks: list[_MaskTask] = []
         row = 0
-        for request, guesses in zip(requests, drafts or [()] * len(requests), strict=True):
-            place = self._places.get(request.id)
-            if place is not None:
-                held_back = [self._held_back(request, ahead) for ahead in range(1 + len(guesses))]
-                tasks.append(_MaskTask(request, place, row, tuple(guesses), held_back))
-            row += 1 + len(guesses)
+        for request, drafted in zip(requests, drafts or [()] * len(requests), strict=True):
+            state = self._states.get(request.id)
+            if state is not None:
+                suppressed = [self._suppressed(request, ahead) for ahead in range(1 + len(drafted))]
+                tasks.append(_MaskTask(request, state, row, tuple(drafted), suppressed))
+            row += 1 + len(drafted)
         if not tasks:
             return None
-        self._rest_of_masks()
+        self._wait_for_masks()
         for task in tasks:
-            task.place.follow(task.request)
+            task.state.follow(task.request)
         self._filling = self._thread.submit(self._fill, tasks)
         return MaskJob([row for task in tasks for row in task.rows], self._filling)
 
-    def _rest_of_masks(self) -> None:
-        """Those of a step that was interrupted: matchers are used by one thread at a time."""
+    def _wait_for_masks(self) -> None:
+        """Wait for masks of an interrupted step: a matcher may be used by one thread at a time."""
         if self._filling is not None:
             wait([self._filling])
 
     def num_allowed(self, request: Request, drafts: Sequence[int]) -> int:
-        """How many of these the grammar would let follow the request's output; all if it has none."""
-        place = self._places.get(request.id)
-        if place is None:
+        """How many of these draft tokens the grammar allows after the request's output; all if it has no grammar."""
+        state = self._states.get(request.id)
+        if state is None:
             return len(drafts)
-        self._rest_of_masks()
-        place.follow(request)
-        return int(place.matcher.validate_tokens(list(drafts)))
+        self._wait_for_masks()
+        state.follow(request)
+        return int(state.matcher.validate_tokens(list(drafts)))
 
-    def _held_back(self, request: Request, ahead: int) -> Bits | None:
-        """Tokens that would end the request, where the caller does not want it to end yet; `ahead` tokens from now."""
+    def _suppressed(self, request: Request, ahead: int) -> Bits | None:
+        """The tokens that must not end the request `ahead` tokens from now, because of min_tokens or ignore_eos."""
         params = request.params
         early = request.num_output + ahead < params.min_tokens
         ends = [*(request.eos_ids if early or params.ignore_eos else ()), *(params.stop_ids if early else ())]
@@ -167,13 +168,13 @@ class StructuredOutput:
 
         allowed = np.zeros((sum(len(task.rows) for task in tasks), self._num_words), np.uint32)
         firsts = np.cumsum([0, *(len(task.rows) for task in tasks)]).tolist()
-        targets = [(task.place.matcher, first) for task, first in zip(tasks, firsts, strict=False)]
+        targets = [(task.state.matcher, first) for task, first in zip(tasks, firsts, strict=False)]
         fill_next_token_bitmask_par(self._executor, targets, allowed.view(np.int32))
         for task, first in zip(tasks, firsts, strict=False):
             masks = allowed[first : first + len(task.rows)]
-            _hold_back(masks[0], task.place.matcher, task.held_back[0])
+            _suppress(masks[0], task.state.matcher, task.suppressed[0])
             if task.drafts:
-                _fill_behind_drafts(masks, task)
+                _fill_after_drafts(masks, task)
         return allowed
 
     @cached_property
@@ -185,53 +186,54 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class _MaskTask:
-    """The masks of one request: of its next token, and of the one after each of its drafts."""
+    """The masks of one request: of its next token, and of the token after each of its drafts."""
 
     request: Request
-    place: _Place
+    state: _GrammarState
     first_row: int
     drafts: tuple[int, ...]
-    held_back: list[Bits | None]  # for each of them
+    suppressed: list[Bits | None]  # for each of its rows
 
     @property
     def rows(self) -> range:
         return range(self.first_row, self.first_row + 1 + len(self.drafts))
 
 
-def _hold_back(mask: Bits, matcher: LLMatcher, held: Bits | None) -> None:
+def _suppress(mask: Bits, matcher: LLMatcher, suppressed: Bits | None) -> None:
+    """Remove tokens from a mask, unless the grammar allows no others: then ending early is better than breaking it."""
     if matcher.is_error():
         mask[:] = 0
-    elif held is not None and (others := mask & ~held).any():
-        mask[:] = others  # else there is nothing left to say: better to end than to break the grammar
+    elif suppressed is not None and (others := mask & ~suppressed).any():
+        mask[:] = others
 
 
-def _fill_behind_drafts(masks: Bits, task: _MaskTask) -> None:
-    """Walk the matcher along the drafts, and back. Behind a draft that is not allowed nothing is asked for any more:
-    the mask before it keeps it from being chosen."""
+def _fill_after_drafts(masks: Bits, task: _MaskTask) -> None:
+    """Advance the matcher along the drafts, and roll it back. No mask is needed after a draft that is not allowed: the
+    mask before it excludes that draft."""
     from llguidance.numpy import fill_next_token_bitmask
 
-    matcher, walked = task.place.matcher, 0
+    matcher, consumed = task.state.matcher, 0
     for index, draft in enumerate(task.drafts):
-        possible = masks[index, draft // 32] >> np.uint32(draft % 32) & 1
-        if not possible or matcher.is_stopped() or not matcher.consume_token(draft):
+        allowed = masks[index, draft // 32] >> np.uint32(draft % 32) & 1
+        if not allowed or matcher.is_stopped() or not matcher.consume_token(draft):
             break
-        walked += 1
+        consumed += 1
         if not matcher.is_stopped():  # else the request ends here
             fill_next_token_bitmask(matcher, masks.view(np.int32), index + 1)
-            _hold_back(masks[index + 1], matcher, task.held_back[index + 1])
-    if walked:
-        matcher.rollback(walked)
+            _suppress(masks[index + 1], matcher, task.suppressed[index + 1])
+    if consumed:
+        matcher.rollback(consumed)
 
 
-class _Place:
-    """Where in its grammar a request is."""
+class _GrammarState:
+    """A request's matcher and the number of output tokens that it has consumed."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
         self._num_tokens = 0
 
     def follow(self, request: Request) -> None:
-        """Bring the matcher to the end of the request's output: forwards, or back if tokens were taken from it."""
+        """Bring the matcher to the end of the request's output: forward, or back if tokens were removed from it."""
         ahead = self._num_tokens - request.num_output
         if ahead > 0:
             self.matcher.rollback(ahead)
@@ -240,7 +242,7 @@ class _Place:
         self._num_tokens = request.num_output
 
 
-def _outcome(structure: Structure, future: Future[LLMatcher]) -> LLMatcher:
+def _compiled(structure: Structure, future: Future[LLMatcher]) -> LLMatcher:
     try:
         return future.result()
     except BadStructure as error:

@@ -1,8 +1,8 @@
-"""A process in which grammars are tried out before the engine compiles them.
+"""A process that compiles each grammar once, as a trial, before the engine process does.
 
-llguidance counts its work and gives up in time on most grammars that are too much, but not on all: some take minutes,
-some recurse so deeply that the process dies. Here that costs nothing. The kernel ends the process when its time or its
-memory is used up, and the next grammar gets a new one.
+llguidance limits its own work and rejects most grammars that are too expensive, but not all: some take minutes, some
+recurse so deeply that the process crashes. In this process that does no harm. The kernel ends it when its time or
+memory limit is reached, and the next grammar gets a new process.
 """
 
 from __future__ import annotations
@@ -27,80 +27,81 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MEMORY = 4 << 30  # bytes of address space
-STACK = 1 << 20  # half of what the smallest stack in the engine has: what passes here has room there
-TOKENS = 24  # how far a grammar is followed
-MAX_LEXER_STATES = 20_000  # of about 2 KB, and every request has its own
-TRIES = 2
-ACCIDENTS = (-signal.SIGKILL, -signal.SIGTERM)  # by an administrator, or by the kernel when others use up the memory
+STACK = 1 << 20  # half of the smallest stack in the engine: what fits here fits there
+TOKENS = 24  # how many tokens of a grammar are followed
+MAX_LEXER_STATES = 20_000  # about 2 KB each, for every request
+ATTEMPTS = 2
+# Sent by an administrator, or by the kernel when other processes use up the memory: not the grammar's fault.
+EXTERNAL_KILLS = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What llguidance must know about a model's tokens."""
+class GrammarVocabulary:
+    """A model's tokens, as llguidance needs them."""
 
     tokens: list[bytes]
-    marks: list[int]  # tokens that are no text; grammars name them as <tool_call> or <[151657]>
-    ends: list[int]  # tokens that end a text, at least one
+    markers: list[int]  # tokens that are not text; grammars name them as <tool_call> or <[151657]>
+    eos_ids: list[int]  # at least one
 
     def tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
-        wrapper: Any = _Wrapper(self)
-        return LLTokenizer(wrapper, eos_token=self.ends)
+        wrapper: Any = _TokenizerWrapper(self)
+        return LLTokenizer(wrapper, eos_token=self.eos_ids)
 
 
-class _Wrapper:
+class _TokenizerWrapper:
     """The attributes that LLTokenizer reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.tokens = vocabulary.tokens
-        self.special_token_ids = vocabulary.marks
-        self.eos_token_id = vocabulary.ends[0]
+        self.special_token_ids = vocabulary.markers
+        self.eos_token_id = vocabulary.eos_ids[0]
 
     def __call__(self, text: str) -> list[int]:
-        raise NotImplementedError("only forcing text to its canonical tokens would need this, and that is off")
+        raise NotImplementedError("only needed to force text to its canonical tokens, which is switched off")
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Never raises for a bad grammar: ask `is_error()`."""
+    """Compile a grammar. An invalid one does not raise: check `is_error()`."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
     return LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
 
 
-class Trial:
-    """The parent's end. Used by one thread at a time; starts the process when it is needed."""
+class TrialProcess:
+    """The parent's side of the process, which is started when it is first needed. Used by one thread at a time."""
 
-    def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, seconds: float) -> None:
         self._vocabulary = vocabulary
         self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
-        self._end: Callable[[], Any] = lambda: None
+        self._terminate: Callable[[], Any] = lambda: None
         self._closed = False
 
     def problem(self, grammar: str) -> str | None:
-        """What is wrong with a grammar; None if it can be used. An accident is no fault of the grammar: it is tried
-        once more, and if that is not enough, this raises."""
-        for _ in range(TRIES):
+        """What is wrong with a grammar; None if it can be used. If the process is killed from outside, the grammar is
+        tried once more, and if it is killed again, this raises TemporaryFailure."""
+        for _ in range(ATTEMPTS):
             process = self._process or self._start()
-            reply = _ask(process, [grammar, self._seconds])
+            reply = _request(process, [grammar, self._seconds])
             if reply:
                 problem: str | None = json.loads(reply)
                 return problem
             self._process = None
-            self._end()
+            self._terminate()
             if process.returncode in (-signal.SIGPROF, -signal.SIGALRM):
                 return f"takes more than {self._seconds:g} s to compile: simplify it"
-            if process.returncode not in ACCIDENTS:
+            if process.returncode not in EXTERNAL_KILLS:
                 return "is too complex to compile"
         raise TemporaryFailure("the process that tries grammars was killed")
 
     def close(self) -> None:
-        """From any thread: nothing more is tried, and what is being tried fails."""
+        """Refuse further grammars and fail the one in flight. May be called from any thread."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -115,19 +116,19 @@ class Trial:
             text=True,
             encoding="utf-8",
         )
-        self._end = weakref.finalize(self, _end, process)
-        if self._closed:  # perhaps too early for `close` to see this process
+        self._terminate = weakref.finalize(self, _terminate, process)
+        if self._closed:  # `close` may have run before this process existed
             process.kill()
         tokens = [token.decode("latin-1") for token in self._vocabulary.tokens]
-        if not _ask(process, asdict(self._vocabulary) | {"tokens": tokens}):
+        if not _request(process, asdict(self._vocabulary) | {"tokens": tokens}):
             self._process = None
-            self._end()
+            self._terminate()
             raise TemporaryFailure("the process that tries grammars could not be started")
         return process
 
 
-def _ask(process: subprocess.Popen[str], message: Any) -> str:
-    """The process's reply, or nothing if it is dead."""
+def _request(process: subprocess.Popen[str], message: Any) -> str:
+    """Send a message and return the reply, which is empty if the process is dead."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -137,40 +138,41 @@ def _ask(process: subprocess.Popen[str], message: Any) -> str:
         return ""
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _terminate(process: subprocess.Popen[str]) -> None:
     process.kill()  # does nothing if it has ended by itself
     with suppress(OSError), process:  # closes the pipes and waits
         pass
 
 
-# ---- the process itself ----------------------------------------------------------------------------------------------
+# ---- the child process -----------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    """Read a vocabulary and then grammars from stdin; write what is wrong with each to stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     threading.stack_size(STACK)
     description = json.loads(sys.stdin.readline())
     tokens = [token.encode("latin-1") for token in description.pop("tokens")]
-    tokenizer = Vocabulary(tokens, **description).tokenizer()
+    tokenizer = GrammarVocabulary(tokens, **description).tokenizer()
     print("ready", flush=True)
     for line in sys.stdin:
         grammar, seconds = json.loads(line)
         _set_timers(seconds)
-        reply = _on_a_small_stack(tokenizer, grammar)
+        reply = _run_on_small_stack(tokenizer, grammar)
         _set_timers(0)
         print(json.dumps(reply), flush=True)
 
 
 def _set_timers(seconds: float) -> None:
-    """Their signals end this process. What counts is the time that it computes, unless it hardly gets to."""
+    """Limit the CPU time, and the wall time to ten times that: signals then end this process."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
 
 
-def _on_a_small_stack(tokenizer: LLTokenizer, grammar: str) -> str | None:
+def _run_on_small_stack(tokenizer: LLTokenizer, grammar: str) -> str | None:
     replies: list[str | None] = []
     thread = threading.Thread(target=lambda: replies.append(_try_out(tokenizer, grammar)))
     thread.start()
@@ -179,7 +181,7 @@ def _on_a_small_stack(tokenizer: LLTokenizer, grammar: str) -> str | None:
 
 
 def _try_out(tokenizer: LLTokenizer, grammar: str) -> str | None:
-    """Compile it and follow it for some tokens, whichever they are: masks can be too much work too."""
+    """Compile a grammar and follow it for some random tokens: computing masks can be too expensive too."""
     matcher = make_matcher(tokenizer, grammar)
     rng = random.Random(0)
     for _ in range(TOKENS):
@@ -188,21 +190,21 @@ def _try_out(tokenizer: LLTokenizer, grammar: str) -> str | None:
             return error
         if matcher.is_stopped():
             break
-        token = _some_set_bit(matcher.compute_bitmask(), rng)
+        token = _random_set_bit(matcher.compute_bitmask(), rng)
         if token is not None:
             matcher.consume_token(token)
     return None
 
 
-def _some_set_bit(mask: bytes, rng: random.Random) -> int | None:
-    """A bit of the first byte with one, from a random byte on: vocabularies are too large to list all of them."""
+def _random_set_bit(mask: bytes, rng: random.Random) -> int | None:
+    """A set bit of the first byte that has one, from a random byte on: listing all bits would take too long."""
     start = rng.randrange(len(mask))
-    turned = mask[start:] + mask[:start]
-    found = turned.lstrip(b"\0")
+    rotated = mask[start:] + mask[:start]
+    found = rotated.lstrip(b"\0")
     if not found:
         return None
-    place = (start + len(turned) - len(found)) % len(mask)
-    return 8 * place + rng.choice([bit for bit in range(8) if found[0] >> bit & 1])
+    index = (start + len(rotated) - len(found)) % len(mask)
+    return 8 * index + rng.choice([bit for bit in range(8) if found[0] >> bit & 1])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a model's text turns out to be, piece by piece: words for the user, or calls of tools."""
+"""The parts of a model's output: content for the user, and tool calls."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More words for the user."""
+    """More text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A tool call has begun. Calls of one answer are numbered from 0."""
+    """A tool call has begun. The calls of one completion are numbered from 0."""
 
     index: int
     call_id: str
@@ -34,19 +34,19 @@ AssistantPart = ContentDelta | CallBegun | ArgumentsDelta
 
 
 class AssistantParser(Protocol):
-    """Reads one completion's text as it is generated. Whatever the pieces, the parts joined are the same."""
+    """Parses one completion's text as it is generated. The joined parts do not depend on how the text is cut."""
 
     def push(self, text: str) -> list[AssistantPart]:
-        """More text; returns what is certain by now. Text that may yet begin a tool call is kept back."""
+        """Add text; returns the parts that are certain. Text that may still begin a tool call is held back."""
         ...
 
     def close(self) -> list[AssistantPart]:
-        """The text is over; returns the rest."""
+        """End the text; returns the remaining parts."""
         ...
 
 
 class PlainParser:
-    """All of it is for the user: what an answer is read by when no tools were offered."""
+    """Treats all text as content, for requests without tools."""
 
     def push(self, text: str) -> list[AssistantPart]:
         return [ContentDelta(text)] if text else []

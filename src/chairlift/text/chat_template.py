@@ -1,8 +1,7 @@
-"""Chat templates: small programs that come with a model and turn a conversation into a prompt.
+"""Chat templates: jinja programs that come with a model and turn a conversation into a prompt.
 
-They are downloaded with the model, so they run in jinja's sandbox and see nothing but plain data. The common ways to
-take all time or memory (long ranges, repetition, powers, endless output) are bounded; a template that is written to
-waste them otherwise still can.
+They are downloaded with the model, so they run in jinja's sandbox and see only plain data. The common ways to exhaust
+time or memory (long ranges, repetition, powers, endless output) are bounded; a malicious template can still waste both.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ MAX_ITERATIONS = 1_000_000  # over all calls of range() in one rendering
 
 
 class RefusedByTemplate(InvalidParameter):
-    """The template itself has a rule against these messages."""
+    """The template itself raised an exception about these messages."""
 
 
 class ChatTemplate:
-    """A compiled template. `clock` is what templates that write today's date read."""
+    """A compiled template. Templates that write today's date read `clock`."""
 
     def __init__(self, source: str, *, clock: Callable[[], datetime] = datetime.now) -> None:
         self._clock = clock
@@ -57,7 +56,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str | None] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. Unknown `variables`, and tools that the template would not show, are refused."""
+        """Render the prompt. Unknown `variables`, and tools that the template would not show, raise."""
         context: dict[str, Any] = {
             "messages": checked_messages(messages),
             "tools": self._checked_tools(tools),
@@ -86,7 +85,7 @@ class ChatTemplate:
             raise RefusedByTemplate("messages", f"refused by the model's chat template: {refusal}") from refusal
         except InvalidParameter:
             raise
-        except Exception as error:  # whatever the template's own code ran into
+        except Exception as error:  # the template's own code may raise anything
             raise UnsupportedModel(f"the model's chat template failed on these messages: {error}") from error
         return "".join(pieces)
 
@@ -107,7 +106,7 @@ class ChatTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with the functions that templates expect and limits on what one operation can create."""
+    """The sandbox, with the functions that templates expect and limits on the result of one operation."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -126,7 +125,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %} marks the model's own words for training; here it changes nothing."""
+    """{% generation %} … {% endgeneration %} marks the model's own text for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own declaration is a plain set)
 
@@ -137,7 +136,7 @@ class _Generation(Extension):
 
 
 class _PublicNamespace(Namespace):
-    """A namespace without private attributes: code outside the sandbox may call what is stored as `__html__`."""
+    """A namespace without private attributes: code outside the sandbox would call one named `__html__`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = dict(*args, **kwargs)
@@ -151,7 +150,7 @@ class _PublicNamespace(Namespace):
 
 
 class _BoundedRange:
-    """`range` for one rendering, with an allowance that all its calls share: nested loops multiply."""
+    """`range` for one rendering, with a limit that all its calls share, because nested loops multiply."""
 
     def __init__(self) -> None:
         self._left = MAX_ITERATIONS
@@ -165,7 +164,7 @@ class _BoundedRange:
 
 
 class _Refused(jinja2.TemplateError):
-    """The template's own verdict about the messages."""
+    """The template called `raise_exception`."""
 
 
 def _refuse(message: object) -> NoReturn:

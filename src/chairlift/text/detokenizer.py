@@ -1,7 +1,7 @@
-"""Token ids to text, one token at a time, as if all had been decoded at once.
+"""Token ids to text, one token at a time, with the same result as decoding all at once.
 
-A character may be spread over several tokens. What is complete is emitted at once and the rest is held back, so
-no piece ever contains half a character. The work per token does not depend on how many came before.
+A character may be spread over several tokens. Complete characters are emitted at once and the rest is held back, so no
+piece contains half a character. The work per token does not depend on how many came before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_MAX_PENDING = 16  # tokens that may wait for a character to be completed
+_MAX_PENDING = 16  # tokens held back at most until a character is complete
 
 # Backends with byte fallback write one replacement character for each invalid byte, not one per sequence.
 _EACH_BYTE = "chairlift.replace-each-byte"
@@ -28,32 +28,32 @@ codecs.register_error(
 
 
 class IncrementalDetokenizer(Protocol):
-    """The text of one request. Joined, the pieces are what the backend decodes from all the ids together."""
+    """The text of one request. The joined pieces equal what the backend decodes from all ids together."""
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; often "", for example in the middle of a character."""
         ...
 
     def flush(self) -> str:
-        """What is still held back when no more tokens come: an incomplete character shows as U+FFFD."""
+        """The text still held back after the last token; an incomplete character becomes U+FFFD."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingRules:
-    """What a backend's decoder does, where it can be done token by token."""
+    """What a backend's decoder does, if it can be done token by token."""
 
     byte_level: bool = False  # each character of a token stands for one byte
     byte_fallback: bool = False  # tokens such as <0xE2> stand for one byte
     replacements: tuple[tuple[str, str], ...] = ()  # in the text of every token
     first_replacements: tuple[tuple[str, str], ...] | None = None  # instead of those, in the first token
-    strip: tuple[str, int] = (" ", 0)  # this character is removed up to so many times from the start
+    strip: tuple[str, int] = (" ", 0)  # (character, how often it is removed from the start at most)
 
 
 class TokenPieces:
-    """What each token of one tokenizer adds to the text; shared by the detokenizers of all requests.
+    """The text that each token of a tokenizer adds; shared by the detokenizers of all requests.
 
-    A piece of `bytes` continues or begins a character; a piece of `str` is text of its own, as most are.
+    A piece of `bytes` begins or continues a character; a piece of `str`, as most are, consists of whole characters.
     """
 
     def __init__(self, backend: Backend, rules: DecodingRules) -> None:
@@ -62,7 +62,7 @@ class TokenPieces:
         self._pieces: dict[int, bytes | str | None] = {}
 
     def piece(self, token_id: int) -> bytes | str | None:
-        """None for an id that the tokenizer does not have: models often pad their vocabulary."""
+        """The piece of a token; None for an id that the tokenizer lacks, as models often pad their vocabulary."""
         try:
             return self._pieces[token_id]
         except KeyError:
@@ -78,9 +78,9 @@ class TokenPieces:
         if token is None:
             return None
         if self.rules.byte_level:
-            # An added token may contain characters that stand for no byte; then it is taken literally.
+            # An added token may contain characters that encode no byte; it is then literal text.
             known = all(character in _BYTE_OF for character in token)
-            return _whole(bytes(_BYTE_OF[character] for character in token)) if known else token
+            return _as_text(bytes(_BYTE_OF[character] for character in token)) if known else token
         if self.rules.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(byte[1], 16)])
         for old, new in replacements:
@@ -88,8 +88,8 @@ class TokenPieces:
         return token
 
 
-def _whole(raw: bytes) -> bytes | str:
-    """As text if these are whole characters: then nothing before them or after them is part of one of theirs."""
+def _as_text(raw: bytes) -> bytes | str:
+    """Decoded if these are whole characters, which neighbouring tokens cannot change."""
     try:
         return raw.decode() or raw
     except UnicodeDecodeError:
@@ -104,7 +104,7 @@ class PieceDetokenizer:
         self._skip = skip
         errors = "replace" if pieces.rules.byte_level else _EACH_BYTE
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
-        self._in_character = False  # whether bytes may be waiting in there for others
+        self._in_character = False  # whether the decoder may hold bytes of an incomplete character
         self._first = not verbatim
         self._strip, self._strips_left = (" ", 0) if verbatim else pieces.rules.strip
 
@@ -137,9 +137,9 @@ class PieceDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder (WordPiece, CTC, …): decode the last few tokens again and emit what is new.
+    """For any other decoder (WordPiece, CTC, …): decode the last few tokens again and emit the new text.
 
-    The tokens before the new ones are decoded with them because they may decide about a space in between.
+    The tokens before the new ones are decoded with them because they may determine a space in between.
     """
 
     def __init__(self, backend: Backend, skip: Set[int]) -> None:
@@ -172,7 +172,7 @@ class WindowDetokenizer:
 
 
 def decoding_rules(backend: Backend) -> DecodingRules | None:
-    """The rules of the backend's decoder, or None where it needs more than one token at a time."""
+    """The rules of the backend's decoder, or None if it needs more than one token at a time."""
     if backend.decoder is None:
         return None
     # The pickled state is the decoder's JSON alone; `to_str()` would write out the whole vocabulary.
@@ -182,8 +182,8 @@ def decoding_rules(backend: Backend) -> DecodingRules | None:
     if names == ["ByteLevel"]:
         return DecodingRules(byte_level=True)
     if names == ["Metaspace"]:
-        mark, prepends = steps[0]["replacement"], steps[0]["prepend_scheme"] != "never"
-        return DecodingRules(replacements=((mark, " "),), first_replacements=((mark, ""),) if prepends else None)
+        space, prepends = steps[0]["replacement"], steps[0]["prepend_scheme"] != "never"
+        return DecodingRules(replacements=((space, " "),), first_replacements=((space, ""),) if prepends else None)
     return _sentencepiece_rules(steps, names)
 
 

@@ -1,4 +1,4 @@
-"""Conversations as callers send them, checked and brought into the one shape that chat templates read."""
+"""Check the messages of a conversation and normalise them to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_VALUES = 100_000  # in one message, or one variable of a template
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Copies of the messages with text content; errors name the place, such as `messages[2].content`."""
+    """Copies of the messages with text content; errors name the path, such as `messages[2].content`."""
     if not _is_list(messages) or not messages:
         raise InvalidParameter("messages", "must be a non-empty list of messages")
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
@@ -25,7 +25,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidParameter(f"{name}.role", f"must be a name such as 'user', got {role!r}")
-    # Null means absent: templates ask whether a message has calls, not what they are worth.
+    # Null means absent: templates test whether a key is there.
     checked = {key: item for key, item in plain_data(name, message).items() if item is not None}
     calls = checked.get("tool_calls")
     if calls is not None:
@@ -56,28 +56,28 @@ def _part(name: str, part: Any) -> str:
 
 
 def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as an object: callers send the JSON text that the model wrote."""
+    """Tool calls with their arguments as an object; callers send the JSON text that the model generated."""
     if not _is_list(calls) or not all(isinstance(call, dict) for call in calls):
         raise InvalidParameter(name, "must be a list of objects")
     for i, call in enumerate(calls):
         function = call.get("function")
-        place = f"{name}[{i}].function.arguments"
+        path = f"{name}[{i}].function.arguments"
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 arguments = json.loads(function["arguments"] or "{}")
             except (ValueError, RecursionError) as error:
                 problem = f"must be JSON text or an object: {error}"
-                raise InvalidParameter(place, problem) from error
+                raise InvalidParameter(path, problem) from error
             if not isinstance(arguments, dict):
-                raise InvalidParameter(place, "must be JSON text of an object")
-            function["arguments"] = plain_data(place, arguments)
+                raise InvalidParameter(path, "must be JSON text of an object")
+            function["arguments"] = plain_data(path, arguments)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidParameter(f"{name}[{i}].function", "must be an object with a name")
     return list(calls)
 
 
 def plain_data(name: str, value: Any, depth: int = 0) -> Any:
-    """A deep copy made of JSON types only: a template gets no object with methods, nor the caller's own lists."""
+    """A deep copy made of JSON types only, so that a template gets no object with methods and no list of the caller."""
     if depth == 0:
         _check_size(name, value)
     if depth > MAX_DEPTH:
@@ -95,9 +95,9 @@ def plain_data(name: str, value: Any, depth: int = 0) -> Any:
 
 
 def _check_size(name: str, value: Any) -> None:
-    """Millions of empty lists are a small text and a lot of work."""
+    """Bound the number of values: millions of empty lists are a short text but a lot of work."""
     level, count = [value], 0
-    for _ in range(MAX_DEPTH + 1):  # what is deeper is refused for that
+    for _ in range(MAX_DEPTH + 1):  # plain_data refuses deeper nesting
         level = [child for one in level for child in _children(one)]
         count += len(level)
         if count > MAX_VALUES:

@@ -1,4 +1,4 @@
-"""Stop strings, found wherever they fall across the pieces of a text."""
+"""Find stop strings in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Lets text through, except what may still turn out to be the beginning of a stop string.
+    """Passes text on, except what may still become a stop string.
 
-    The stop string that is *complete* first wins, at that very character; of several that end at the same
-    character, the longest. So the result never depends on how the text was cut into pieces.
+    The stop string that is *complete* first wins, at that very character; of several that end at the same character,
+    the longest. So the result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
@@ -19,10 +19,9 @@ class StopStrings:
         self._found: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that can be shown, and the stop string if it is complete.
+        """The text that can be shown, and the stop string if one is complete.
 
-        With a match, the text ends before the stop string, or behind it if it is to be included; whatever
-        comes later is dropped.
+        With a match, the text ends before the stop string, or after it if it is to be included; later text is dropped.
         """
         if not self._searches:
             return text, None
@@ -42,16 +41,16 @@ class StopStrings:
         return text[:shown], None
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """The text still held back after the last piece."""
         held, self._held = self._held, ""
         return held
 
 
 class _Search:
-    """One pattern followed through a text character by character (Knuth, Morris and Pratt).
+    """Searches a text for one pattern, character by character (Knuth, Morris and Pratt).
 
-    `matched` is the length of the longest beginning of the pattern that the text so far ends with, which is
-    exactly what has to be held back for this pattern.
+    `matched` is the length of the longest prefix of the pattern that the text so far ends with, which is exactly what
+    must be held back for this pattern.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -60,7 +59,7 @@ class _Search:
         self._shorter = _shorter_matches(pattern)
 
     def advance(self, character: str) -> bool:
-        """Read one character; whether the pattern is complete with it. Not called again after that."""
+        """Read one character; returns whether it completes the pattern. Not called again after that."""
         self.matched = _extend(self.pattern, self._shorter, self.matched, character)
         return self.matched == len(self.pattern)
 
@@ -72,7 +71,7 @@ def _extend(pattern: str, shorter: Sequence[int], matched: int, character: str) 
 
 
 def _shorter_matches(pattern: str) -> list[int]:
-    """For each beginning of the pattern: how long a shorter beginning it ends with."""
+    """For each prefix of the pattern: the length of the longest shorter prefix that it ends with."""
     shorter = [0]
     for character in pattern[1:]:
         shorter.append(_extend(pattern, shorter, shorter[-1], character))

@@ -19,14 +19,14 @@ from chairlift.text.detokenizer import (
     decoding_rules,
 )
 from chairlift.text.messages import checked_messages, plain_data
-from chairlift.text.special_tokens import SpelledTokens
+from chairlift.text.special_tokens import SpecialTokenEscaper
 
-_PROBE = 16  # characters per token of the beginning that tells whether a long text can fit at all
-_MARK = re.compile(r"<[^<>]+>")
+_PROBE = 16  # characters per allowed token in the part of a long text that is encoded to see whether it can fit
+_MARKER = re.compile(r"<[^<>]+>")
 
 
 class Tokenizer:
-    """One model's tokenizer: a backend of the `tokenizers` library plus what that library leaves to others."""
+    """A model's tokenizer: a backend of the `tokenizers` library with chat template, BOS and incremental decoding."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Tokenizer:
         add_bos: bool = False,
         template_variables: Mapping[str, str] | None = None,
     ) -> None:
-        backend.no_truncation()  # a backend from elsewhere may still have the settings of its training
+        backend.no_truncation()  # a loaded backend may still have the settings of its training
         backend.no_padding()
         self._backend = backend
         self.chat_template = chat_template
@@ -48,13 +48,13 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        # Those, and marks such as <tool_call> that some models add as plain tokens. A grammar can name them.
-        self.mark_ids = self.special_ids | {id_ for id_, token in added.items() if _MARK.fullmatch(token.content)}
+        # Special tokens, and markers such as <tool_call> that some models add as plain tokens. A grammar can name them.
+        self.marker_ids = self.special_ids | {id_ for id_, token in added.items() if _MARKER.fullmatch(token.content)}
         self._prepend = self._bos_to_prepend() if add_bos else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """With `max_tokens`, a text that is certain to have more is refused without encoding all of it."""
-        self._refuse_far_too_long("prompt", text, max_tokens)
+        """Token ids of a text. With `max_tokens`, a text that certainly has more raises without being encoded whole."""
+        self._check_length("prompt", text, max_tokens)
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
@@ -63,11 +63,11 @@ class Tokenizer:
         return [self._with_bos(ids, add_special_tokens) for ids in encoded]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        # As a batch of one: only then does the backend let other threads run meanwhile.
+        # As a batch of one: only then does the backend release the GIL.
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for inside a text, be it half a character; nothing for an id that is not there."""
+        """The bytes that a token adds inside a text, which may be half a character; empty for an unknown id."""
         if self._pieces is None:
             return (self._backend.id_to_token(token_id) or "").encode()
         piece = self._pieces.piece(token_id) or b""
@@ -75,21 +75,21 @@ class Tokenizer:
 
     @property
     def has_token_bytes(self) -> bool:
-        """Whether `token_bytes` is all that a token adds to a text, whichever its neighbours are."""
+        """Whether the text of a token is `token_bytes` whatever its neighbours are."""
         return self._pieces is not None
 
     @cached_property
     def longest_token(self) -> int:
-        """No token stands for more characters than this."""
+        """The number of characters of the longest token."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def detokenizer(
         self, skip_special_tokens: bool = True, visible: Iterable[int] = (), *, verbatim: bool = False
     ) -> IncrementalDetokenizer:
-        """A new stream of text that takes one token at a time. `visible` are special tokens never to be skipped.
+        """A new incremental detokenizer. `visible` are special tokens that are never skipped.
 
-        With `verbatim`, the first token keeps the space that some tokenizers take from the start of a text: the text
-        is then what `token_bytes` says.
+        With `verbatim`, the first token keeps the space that some tokenizers remove from the start of a text, so that
+        the text equals the joined `token_bytes`.
         """
         skip = self.special_ids.difference(visible) if skip_special_tokens else frozenset()
         if self._pieces is None:
@@ -100,7 +100,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def added_token_id(self, token: str) -> int | None:
-        """The id of a token that is a whole by itself, special or not, and never put together from others."""
+        """The id of an added token, special or not, which is never merged from other tokens."""
         return self._added_ids.get(token)
 
     @property
@@ -136,28 +136,27 @@ class Tokenizer:
         """A conversation's prompt as text and as token ids. Options are those of `apply_chat_template`; `max_tokens`
         is that of `encode`.
 
-        Only the template writes special tokens: one that is spelled out in a message, a tool or a template's variable
-        stays text.
+        Only the template can write special tokens: one in a message, a tool or a template's variable stays text.
         """
-        spelled = SpelledTokens(self._special_texts)
-        hidden = {name: spelled.hide(plain_data(name, value)) for name, value in options.items()}
-        rendered = self.apply_chat_template(spelled.hide(checked_messages(messages)), **hidden)
-        self._refuse_far_too_long("messages", rendered, max_tokens)
+        escaper = SpecialTokenEscaper(self._special_texts)
+        escaped = {name: escaper.escape(plain_data(name, value)) for name, value in options.items()}
+        rendered = self.apply_chat_template(escaper.escape(checked_messages(messages)), **escaped)
+        self._check_length("messages", rendered, max_tokens)
         text, ids = "", list[int]()
-        for piece, is_text in spelled.pieces(rendered):
+        for piece, is_text in escaper.pieces(rendered):
             text += piece
             ids += _encoded(self._text_only_backend if is_text else self._backend, [piece], False, "messages")[0]
         return text, ids
 
-    def _refuse_far_too_long(self, parameter: str, text: str, max_tokens: int | None) -> None:
+    def _check_length(self, parameter: str, text: str, max_tokens: int | None) -> None:
         if max_tokens is None or not isinstance(text, str) or len(text) <= _PROBE * max_tokens:
             return
         too_long = len(text) > self.longest_token * max_tokens
         if not too_long:
-            # Cutting a text changes its tokens around the cut at most, so twice the limit leaves no doubt.
+            # Cutting a text changes only the tokens at the cut, so twice the limit leaves no doubt.
             too_long = len(_encoded(self._backend, [text[: _PROBE * max_tokens]], False, parameter)[0]) > 2 * max_tokens
         if too_long:
-            problem = f"has {len(text)} characters, far more than {max_tokens} tokens could stand for"
+            problem = f"has {len(text)} characters, far more than fit into {max_tokens} tokens"
             raise InvalidParameter(parameter, problem)
 
     @cached_property
@@ -171,14 +170,14 @@ class Tokenizer:
 
     @cached_property
     def _text_only_backend(self) -> Backend:
-        """The same tokenizer, blind to special tokens. A copy, made when someone first spells one out."""
+        """A copy of the backend that encodes special tokens as text, created when user text first contains one."""
         copy = Backend.from_str(self._backend.to_str())
         copy.encode_special_tokens = True
         return copy
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
-        # Compiled at first use: a broken template is no reason to refuse plain prompts.
+        # Compiled at first use: plain prompts work even if the template is broken.
         return None if self.chat_template is None else ChatTemplate(self.chat_template)
 
     @cached_property
@@ -195,7 +194,7 @@ class Tokenizer:
         return token_id
 
     def _with_bos(self, ids: list[int], add_special_tokens: bool) -> list[int]:
-        """Put the bos token first unless the backend (or the text itself) already did."""
+        """Prepend the BOS token unless the backend (or the text itself) already did."""
         if self._prepend is None or not add_special_tokens or ids[:1] == [self._prepend]:
             return ids
         return [self._prepend, *ids]
@@ -207,9 +206,9 @@ def _encoded(
     if not all(isinstance(text, str) for text in texts):
         raise InvalidParameter(parameter, "must be a string of valid Unicode")
     try:
-        # The fast way leaves out what nobody asks for here, and only a batch lets other threads run meanwhile.
+        # The fast variant omits offsets, which are not needed, and only a batch releases the GIL.
         return [one.ids for one in backend.encode_batch_fast([*texts], add_special_tokens=add_special_tokens)]
     except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
         raise InvalidParameter(parameter, "must be a string of valid Unicode") from error
-    except Exception as error:  # the library has no type of its own, for a vocabulary without an unknown token say
+    except Exception as error:  # the library raises a plain Exception, for example without an unknown token
         raise UnsupportedModel(f"the model's tokenizer failed on this text: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from chairlift.text.tool_formats.base import Call, Message, ToolFormat
+from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat
 from chairlift.text.tools.call_grammar import Marker, call_object, call_objects, literal, repeated
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import SPACES, Reading
@@ -13,7 +13,7 @@ from chairlift.text.tools.tool import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _STRAY_BRACES = re.compile(r"[\s}]*")
-# Families that write something else between the same tags.
+# Families that write other calls between the same tags.
 _OTHER_CALLS = ("<function=", "<arg_key>")
 
 
@@ -31,13 +31,14 @@ class HermesParser(CallParser):
         self.reader.take()
 
 
+@TOOL_FORMATS.register("hermes")
 class HermesFormat(ToolFormat):
-    name = "hermes"
+    order = 10
     parser = HermesParser
     markers = (OPENING, CLOSING)
 
     @staticmethod
-    def wrote(template: str) -> bool:
+    def recognises(template: str) -> bool:
         return OPENING in template and not any(mark in template for mark in _OTHER_CALLS)
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> str:
@@ -52,5 +53,5 @@ class HermesFormat(ToolFormat):
         return "\n".join(f"{OPENING}\n{call_object(*call, 'arguments')}\n{CLOSING}" for call in calls)
 
     def history(self, messages: list[Message]) -> list[Message]:
-        # Templates of this family look into the content of every answer, also of one that only calls.
+        # Templates of this family read the content of every message, also of one with calls only.
         return [{**message, "content": message["content"] or ""} for message in messages]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from chairlift.text.tool_formats.base import Call, Message, ToolFormat
+from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat
 from chairlift.text.tools.call_grammar import (
     MAX_CALLS,
     Marker,
@@ -29,7 +29,7 @@ _ID_LENGTH = 9
 
 class MistralParser(CallParser):
     openings = (CALLS,)
-    closing = CALLS  # the next call begins where one with broken arguments ends
+    closing = CALLS  # a call with malformed arguments ends where the next begins
 
     def read_calls(self) -> Reading[None]:
         yield from self.reader.literal(CALLS)
@@ -55,7 +55,7 @@ class MistralParser(CallParser):
         yield from self.stream_arguments(name)
 
     def _mark(self, mark: str) -> Reading[bool]:
-        """Read `mark` if it comes next; two marks that begin alike are told apart by their second letter."""
+        """Read `mark` if it comes next; the first two characters are enough to distinguish the marks."""
         while len(self.reader.text) < self.reader.at + 2 and not self.reader.over:
             yield
         if not self.reader.text.startswith(mark[:2], self.reader.at):
@@ -64,13 +64,14 @@ class MistralParser(CallParser):
         return True
 
 
+@TOOL_FORMATS.register("mistral")
 class MistralFormat(ToolFormat):
-    name = "mistral"
+    order = 20
     parser = MistralParser
     markers = (CALLS, ARGS, CALL_ID)
 
     @staticmethod
-    def wrote(template: str) -> bool:
+    def recognises(template: str) -> bool:
         return CALLS in template
 
     @property
@@ -93,7 +94,7 @@ class MistralFormat(ToolFormat):
         return f"{CALLS}[{', '.join(call_object(*call, 'arguments') for call in calls)}]"
 
     def history(self, messages: list[Message]) -> list[Message]:
-        # These templates refuse ids that are not nine letters and digits long; those of other servers are not.
+        # These templates refuse ids that are not nine letters and digits, as the ids of other servers are.
         return [_with_short_ids(message) for message in messages]
 
 

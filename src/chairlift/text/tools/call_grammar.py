@@ -1,4 +1,4 @@
-"""How calls are written, and grammars that let a model write nothing else, in llguidance's dialect of Lark."""
+"""Grammars that allow nothing but tool calls, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from chairlift.text.tools.tool import Tool
 
-Marker = Callable[[str], str]  # how a grammar names a mark such as <tool_call>: a token of its own, or its letters
+Marker = Callable[[str], str]  # how a grammar names a marker such as <tool_call>: as one token, or as its letters
 
-MAX_CALLS = 16  # in one answer: a weak model would make the same call again and again until its context is full
+MAX_CALLS = 16  # in one completion: a weak model may repeat a call until its context is full
 
-# Written as chat templates write JSON. Free white space would let a weak model write nothing but line ends.
+# As chat templates write JSON. With free white space, a weak model may generate nothing but line breaks.
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 
 
@@ -25,7 +25,7 @@ def literal(text: str) -> str:
 
 
 def repeated(call: str, separator: str, parallel: bool) -> str:
-    """One call, or several where that is allowed."""
+    """A rule for one call, or for several if `parallel`."""
     return f"{call} ({separator} {call}){{0,{MAX_CALLS - 1}}}" if parallel else call
 
 
@@ -34,15 +34,15 @@ def one_of(rules: Iterable[str]) -> str:
 
 
 def calls_or_json(calls: str, schema: dict[str, Any]) -> str:
-    """A grammar of calls, or else an answer in JSON."""
+    """A grammar for calls or for content that is JSON."""
     return f"start: calls | answer\nanswer: {json_value(schema, strict=True)}\n" + calls.replace("start:", "calls:", 1)
 
 
 def call_objects(tools: Sequence[Tool], arguments_key: str) -> list[str]:
-    """The rule `object` for {"name": …, "arguments": …}, and what it needs."""
+    """The rule `object` for {"name": …, "arguments": …}, and the rules that it needs."""
 
     def call(index: int, name: str) -> str:
-        # In the pieces that JSON has, so that a call may begin like other JSON that is allowed too.
+        # Cut as JSON is, so that a call can share its beginning with other JSON that is allowed.
         pieces = ["{", '"name"', ": ", json.dumps(name), ", ", json.dumps(arguments_key), ": "]
         return " ".join([*map(literal, pieces), f"arguments_{index}", literal("}")])
 
@@ -51,10 +51,10 @@ def call_objects(tools: Sequence[Tool], arguments_key: str) -> list[str]:
 
 
 def arguments_rules(tools: Sequence[Tool]) -> list[str]:
-    """`arguments_0`, … for the tools' schemas. Each is a document of its own, so references in it still work."""
+    """`arguments_0`, … for the tools' schemas. Each is a separate document, so its internal references work."""
     return [f"arguments_{index}: {json_value(tool.schema, tool.strict)}" for index, tool in enumerate(tools)]
 
 
 def json_value(schema: dict[str, Any], strict: bool) -> str:
-    """What is not strict leaves out what the grammar engine cannot enforce, instead of being refused."""
+    """A rule for a schema. Unless it is strict, keywords that llguidance cannot enforce are ignored."""
     return "%json " + json.dumps({**schema, "x-guidance": {**_OPTIONS, "lenient": not strict}})

@@ -1,4 +1,4 @@
-"""Telling calls from words in a model's text, while it is being written."""
+"""Separate tool calls from content in a model's text as it is generated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import ClassVar
 
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta
-from chairlift.text.tools.reader import SPACES, NotACall, Reader, Reading, beginning_at_end
+from chairlift.text.tools.reader import SPACES, NotACall, Reader, Reading, prefix_at_end
 
 _ARGUMENTS = ("arguments", "parameters")
 _ANYTHING = re.compile(r"(?s:.*)")
@@ -22,16 +22,16 @@ def new_call_id() -> str:
 
 
 class CallParser(ABC):
-    """Finds the calls of one format in a text. A subclass says how calls open and how to read them.
+    """Finds the calls of one format in a text. A subclass defines how calls open and how to read them.
 
-    - A call names one of the tools that were offered; anything else that looks like one is content.
-    - Until its name is known, a call is held back. Then it stands: its arguments are passed on as they come, and if
-      the JSON in them goes wrong, that is for the caller to judge.
-    - Spaces and line ends around calls are no content. Other than that, no character is lost.
+    - A call names one of the request's tools; anything else that looks like a call is content.
+    - Until its name is known, a call is held back. Then it is certain: its arguments are passed on as they arrive, even
+      if their JSON turns out to be malformed.
+    - White space around calls is not content. Other than that, no character is lost.
     """
 
     openings: ClassVar[tuple[str, ...]]
-    closing: ClassVar[str | None] = None  # what ends a call whatever its arguments look like
+    closing: ClassVar[str | None] = None  # text that ends a call, however malformed its arguments are
     arguments_optional: ClassVar[bool] = True
 
     def __init__(
@@ -43,11 +43,11 @@ class CallParser(ABC):
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         self._names = names
-        self._max_calls = max_calls  # what comes after so many is dropped
-        self._forced = forced  # there is nothing but calls; what is left over is one that was cut off
+        self._max_calls = max_calls  # text after this many calls is dropped
+        self._forced = forced  # a grammar allows only calls, so remaining text is a truncated call
         self._new_id = new_id
         self._calls = 0
-        self._spaces = ""  # content if more content follows, nothing if a call does
+        self._spaces = ""  # content if more content follows, dropped if a call does
         self._in_arguments = False
         self._parts: list[AssistantPart] = []
         self._opening = re.compile("|".join(map(re.escape, self.openings)))
@@ -56,7 +56,7 @@ class CallParser(ABC):
 
     @abstractmethod
     def read_calls(self) -> Reading[None]:
-        """Read what begins with an opening, up to where content may begin again. Raises NotACall if it is none."""
+        """Read calls from an opening up to where content may begin again. Raises NotACall for other text."""
 
     # ---- the AssistantParser interface -----------------------------------------------------------------------------
 
@@ -84,31 +84,31 @@ class CallParser(ABC):
                     yield from self.read_calls()
                 except NotACall:
                     yield from self._recover()
-        except _Enough:
+        except _MaxCallsReached:
             while not self.reader.over:
                 self.reader.text, self.reader.at = "", 0
                 yield
 
     def _content(self) -> Reading[bool]:
-        """Pass words on up to the next opening. False if the text ended."""
+        """Pass content on up to the next opening. Returns False at the end of the text."""
         reader = self.reader
         while True:
             found = self._opening.search(reader.text, reader.at)
             if found:
                 reader.at = found.start()
-                self._say(reader.take())
+                self._add_content(reader.take())
                 return True
-            held = 0 if reader.over else max(beginning_at_end(reader.text, mark) for mark in self.openings)
+            held = 0 if reader.over else max(prefix_at_end(reader.text, opening) for opening in self.openings)
             reader.at = len(reader.text) - held
-            self._say(reader.take())
+            self._add_content(reader.take())
             if reader.over:
                 return False
             yield
 
     def _recover(self) -> Reading[None]:
-        """A call went wrong. What was held back is content, but the arguments of a call that stands are its own."""
+        """Continue after malformed text: it is content, unless it belongs to the arguments of a certain call."""
         if not self._in_arguments:
-            self._say(self.reader.take())
+            self._add_content(self.reader.take())
         elif self.closing is None:
             yield from self.reader.run(_ANYTHING)
             self._end_arguments()
@@ -119,14 +119,14 @@ class CallParser(ABC):
                 yield from self.reader.literal(self.closing)
                 self.reader.take()
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         if self._forced:
             return
-        words = text.rstrip()
-        if words:
-            self._parts.append(ContentDelta(self._spaces + words))
+        stripped = text.rstrip()
+        if stripped:
+            self._parts.append(ContentDelta(self._spaces + stripped))
             self._spaces = ""
-        self._spaces += text[len(words) :]
+        self._spaces += text[len(stripped) :]
 
     # ---- for subclasses: calls --------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class CallParser(ABC):
                 raise NotACall
             yield from self.reader.run(SPACES)
             if begun and (yield from self.reader.peek()) not in (",", "}"):
-                return  # a brace is missing; what matters is complete
+                return  # a closing brace is missing, but the arguments are complete
             if (yield from self.reader.one_of(",}")) == "}":
                 break
         if not begun:
@@ -181,7 +181,7 @@ class CallParser(ABC):
             raise NotACall
 
     def stream_arguments(self, name: str) -> Reading[None]:
-        """From here on the call stands, and its arguments are passed on while they come."""
+        """Begin a call and pass its arguments on as they arrive."""
         self._begin(name)
         self.reader.take()
         self._in_arguments = True
@@ -190,7 +190,7 @@ class CallParser(ABC):
 
     def _begin(self, name: str) -> None:
         if self._calls == self._max_calls:
-            raise _Enough
+            raise _MaxCallsReached
         self._spaces = ""
         self._parts.append(CallBegun(self._calls, self._new_id(), name))
         self._calls += 1
@@ -209,24 +209,24 @@ class CallParser(ABC):
         return str(_decoded(self.reader.text[start : self.reader.at]))
 
     def _held_arguments(self) -> Reading[str]:
-        """Arguments whose call has no name yet, or which are an object written as a string."""
+        """Arguments that precede the name of their call, or that are an object encoded as a string."""
         start = self.reader.at
         yield from self.reader.value()
         text = self.reader.text[start : self.reader.at]
         value = _decoded(text)
         if isinstance(value, str):
             text, value = value, _decoded(value)
-        if not isinstance(value, dict) or _half_characters(text):
+        if not isinstance(value, dict) or _has_lone_surrogates(text):
             raise NotACall
         return text
 
 
-class _Enough(Exception):
-    """No more calls are wanted."""
+class _MaxCallsReached(Exception):
+    """The text after this point is dropped."""
 
 
-def _half_characters(text: str) -> bool:
-    """JSON can say lone surrogates; no reply can."""
+def _has_lone_surrogates(text: str) -> bool:
+    """JSON can contain lone surrogates; a response in UTF-8 cannot."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -1,7 +1,7 @@
-"""Reading text that arrives in pieces.
+"""Read text that arrives in pieces.
 
-The readers here are generators: they read on as if all the text were there, and pause (`yield`) where it ends for now.
-So a format is written down once, in the order in which its parts come, and pieces may be cut anywhere.
+The methods of the reader are generators: they read as if the whole text were there, and pause (`yield`) where it ends
+for now. So a format is written down once, in the order of its parts, and the text may be cut anywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 
-MAX_DEPTH = 64  # of JSON; deeper than any call that makes sense, and each level is a generator
+MAX_DEPTH = 64  # of JSON: more than any reasonable call has, and each level is a generator
 SPACES = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # in a string: neither its end, nor an escape, nor a control character
 _NUMBER = re.compile(r"[-+.0-9eE]*")
@@ -21,11 +21,11 @@ _WORDS = {"t": "true", "f": "false", "n": "null"}
 
 
 class NotACall(Exception):
-    """What looked like the beginning of a call is something else."""
+    """Text that looked like the beginning of a call is not one."""
 
 
 class Reader:
-    """`text[:at]` has been read but not given out yet; `take` gives it out."""
+    """A position in a growing text: `text[:at]` has been read but not yet taken."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -33,6 +33,7 @@ class Reader:
         self.over = False  # no more text will come
 
     def take(self) -> str:
+        """Remove and return the text that has been read."""
         taken, self.text, self.at = self.text[: self.at], self.text[self.at :], 0
         return taken
 
@@ -43,7 +44,7 @@ class Reader:
         return self.text[self.at : self.at + 1]
 
     def one_of(self, characters: str) -> Reading[str]:
-        """Read one character, which must be one of these."""
+        """Read one character, which must be one of `characters`."""
         character = yield from self.peek()
         if not character or character not in characters:
             raise NotACall
@@ -55,7 +56,7 @@ class Reader:
             yield from self.one_of(character)
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Read as far as `pattern` goes, which matches any number of characters of some kind."""
+        """Read the longest match of `pattern`, which matches any number of characters of some kind."""
         read = ""
         while True:
             match = pattern.match(self.text, self.at)
@@ -66,23 +67,23 @@ class Reader:
                 return read
             yield
 
-    def until(self, mark: str) -> Reading[bool]:
-        """Read up to `mark`, or to the end of the text; whether the mark was there."""
+    def until(self, marker: str) -> Reading[bool]:
+        """Read up to `marker` or the end of the text; returns whether the marker was found."""
         while True:
-            found = self.text.find(mark, self.at)
+            found = self.text.find(marker, self.at)
             if found >= 0:
                 self.at = found
                 return True
             if self.over:
                 self.at = len(self.text)
                 return False
-            self.at = max(self.at, len(self.text) - beginning_at_end(self.text, mark))
+            self.at = max(self.at, len(self.text) - prefix_at_end(self.text, marker))
             yield
 
     # ---- JSON ----------------------------------------------------------------------------------------------------
 
     def value(self, *, repair: bool = False, depth: int = 0) -> Reading[None]:
-        """Read a JSON value. `repair` writes control characters in strings as escapes, which JSON asks for."""
+        """Read a JSON value. `repair` escapes control characters in strings, as JSON requires."""
         first = yield from self.peek()
         if depth > MAX_DEPTH:
             raise NotACall
@@ -138,7 +139,7 @@ class Reader:
                 self.at += len(escape) - 1
 
 
-def beginning_at_end(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
-    longest = min(len(text), len(mark) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+def prefix_at_end(text: str, marker: str) -> int:
+    """The length of the longest prefix of `marker`, shorter than it, that `text` ends with."""
+    longest = min(len(text), len(marker) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)

@@ -1,4 +1,4 @@
-"""The tools a caller offers to a model, and which of them it may or must call."""
+"""The tools of a request, and which of them the model may or must call."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may ask the caller to call."""
+    """A function that the model may call through the caller."""
 
     name: str
-    schema: dict[str, Any]  # of its arguments: always of an object
-    strict: bool  # refuse a schema that cannot be enforced to the letter
-    given: dict[str, Any]  # as the caller wrote it, which is how templates show it
+    schema: dict[str, Any]  # of its arguments, which are always an object
+    strict: bool  # refuse a schema that cannot be enforced completely
+    given: dict[str, Any]  # as the caller sent it, for the chat template
 
 
 class Calling(StrEnum):
-    NONE = "none"  # the model does not even see the tools
-    AUTO = "auto"  # as the model likes
+    """Whether the model may or must call tools."""
+
+    NONE = "none"  # the model does not see the tools
+    AUTO = "auto"  # the model decides
     REQUIRED = "required"  # at least one call
-    NAMED = "named"  # one call, of the function named
+    NAMED = "named"  # exactly one call, of a given function
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
+    """The checked tool_choice of a request."""
+
     calling: Calling
     function: str | None = None  # with NAMED
 
@@ -48,7 +52,7 @@ class ToolChoice:
 
 
 def checked_tools(tools: Any) -> list[Tool]:
-    """Tools in the shape of OpenAI's chat API: {"type": "function", "function": {"name", "parameters", …}}."""
+    """Check tools in the form of OpenAI's chat API: {"type": "function", "function": {"name", "parameters", …}}."""
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
         raise InvalidParameter("tools", "must be a list of tools")
     if len(tools) > MAX_TOOLS:
@@ -59,54 +63,54 @@ def checked_tools(tools: Any) -> list[Tool]:
     names = [tool.name for tool in checked]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise InvalidParameter("tools", f"tools[{index}].function.name {name!r} is there twice")
+            raise InvalidParameter("tools", f"tools[{index}].function.name {name!r} is duplicated")
     return checked
 
 
-def _tool(place: str, tool: Any) -> Tool:
+def _tool(path: str, tool: Any) -> Tool:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise InvalidParameter("tools", f"{place} must be an object of type 'function'; no other tools are supported")
+        raise InvalidParameter("tools", f"{path} must be an object of type 'function'; no other tools are supported")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise InvalidParameter("tools", f"{place}.function must be an object with a name")
-    place += ".function"
+        raise InvalidParameter("tools", f"{path}.function must be an object with a name")
+    path += ".function"
     for key in function:
         if key not in ("name", "description", "parameters", "strict"):
-            raise InvalidParameter("tools", f"{place}.{str(key)[:40]} is not known")
+            raise InvalidParameter("tools", f"{path}.{str(key)[:40]} is not known")
     name, description, strict = function.get("name"), function.get("description"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidParameter("tools", f"{place}.name must be 1 to 64 letters, digits, _ or -")
+        raise InvalidParameter("tools", f"{path}.name must be 1 to 64 letters, digits, _ or -")
     if not isinstance(description, str | None):
-        raise InvalidParameter("tools", f"{place}.description must be text")
+        raise InvalidParameter("tools", f"{path}.description must be text")
     if not isinstance(strict, bool | None):
-        raise InvalidParameter("tools", f"{place}.strict must be true or false")
-    schema = _schema(f"{place}.parameters", function.get("parameters"))
+        raise InvalidParameter("tools", f"{path}.strict must be true or false")
+    schema = _schema(f"{path}.parameters", function.get("parameters"))
     return Tool(name, schema, bool(strict), plain_data("tools", tool))
 
 
-def _schema(place: str, given: Any) -> dict[str, Any]:
+def _schema(path: str, given: Any) -> dict[str, Any]:
     if given is None or given == {}:
         return _NO_PARAMETERS
     if not isinstance(given, dict) or given.get("type", "object") != "object":
-        raise InvalidParameter("tools", f"{place} must be a JSON schema of type 'object'")
+        raise InvalidParameter("tools", f"{path} must be a JSON schema of type 'object'")
     if _depth(given) > MAX_SCHEMA_DEPTH:
-        raise InvalidParameter("tools", f"{place} is nested more than {MAX_SCHEMA_DEPTH} levels deep")
-    if _size(place, given) > MAX_SCHEMA_BYTES:
-        raise InvalidParameter("tools", f"{place} is longer than {MAX_SCHEMA_BYTES} bytes")
+        raise InvalidParameter("tools", f"{path} is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+    if _size(path, given) > MAX_SCHEMA_BYTES:
+        raise InvalidParameter("tools", f"{path} is longer than {MAX_SCHEMA_BYTES} bytes")
     return {"type": "object", **given}
 
 
-def _size(place: str, value: Any) -> int:
+def _size(path: str, value: Any) -> int:
     try:
         return len(json.dumps(value, ensure_ascii=False).encode())
     except RecursionError:
-        raise InvalidParameter("tools", f"{place} is nested too deep") from None
-    except (TypeError, ValueError) as error:  # half a character is a ValueError too
-        raise InvalidParameter("tools", f"{place} must be JSON of valid Unicode") from error
+        raise InvalidParameter("tools", f"{path} is nested too deep") from None
+    except (TypeError, ValueError) as error:  # a lone surrogate is a ValueError too
+        raise InvalidParameter("tools", f"{path} must be JSON of valid Unicode") from error
 
 
 def _depth(value: Any) -> int:
-    """How deep lists and objects are nested, without recursion: callers send what they like."""
+    """The nesting depth of lists and objects, without recursion, as callers may send any depth."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, (dict, list))]:
         depth += 1

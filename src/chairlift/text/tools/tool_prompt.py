@@ -1,4 +1,4 @@
-"""Tools for models whose chat template has no place for them: told in words, and shown as plain messages."""
+"""Tools for models whose chat template does not show them: described in the prompt, with calls as plain messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chairlift.text.tools.tool import Tool
 
 
 def describe(tools: Sequence[Tool], format_: ToolFormat) -> str:
-    """What a model needs to know to call these tools."""
+    """Instructions for calling these tools."""
     lines = "\n".join(json.dumps(tool.given, ensure_ascii=False) for tool in tools)
     example = format_.write([("function_name", '{"parameter": "value"}')])
     return (
@@ -23,14 +23,14 @@ def describe(tools: Sequence[Tool], format_: ToolFormat) -> str:
 
 
 def in_system_message(messages: list[Message], description: str) -> list[Message]:
-    """The description at the end of the system message, which is made if there is none."""
+    """Append the description to the system message, which is added if there is none."""
     if messages[0]["role"] in ("system", "developer"):
         return [_with_content(messages[0], f"{messages[0]['content']}\n\n{description}"), *messages[1:]]
     return [{"role": "system", "content": description}, *messages]
 
 
 def in_user_message(messages: list[Message], description: str) -> list[Message]:
-    """The description before the first words of the user: for templates that refuse system messages."""
+    """Prepend the description to the first user message: for templates that refuse system messages."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         return [{"role": "user", "content": description}, *messages]
@@ -39,10 +39,10 @@ def in_user_message(messages: list[Message], description: str) -> list[Message]:
 
 
 def as_plain_messages(messages: list[Message], format_: ToolFormat) -> list[Message]:
-    """Calls as the text that the model wrote, and their results as words of the user."""
+    """Turn calls into the text that the model generated, and results into user messages."""
     plain: list[Message] = []
     for are_results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
-        if are_results:  # together in one message: templates want the two sides to take turns
+        if are_results:  # in one message: templates require the two roles to alternate
             results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
             plain.append({"role": "user", "content": "\n".join(results)})
         else:

@@ -1,4 +1,4 @@
-"""What one request does with tools: how the model learns of them, and how its answer is read and held to them."""
+"""The tools of one request: the prompt that shows them, the grammar of forced calls and the parser of the output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chairlift.text.assistant_parts import AssistantParser, PlainParser
 from chairlift.text.chat_template import RefusedByTemplate
 from chairlift.text.messages import checked_messages
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_formats import ToolFormat
+from chairlift.text.tool_formats.base import ToolFormat
 from chairlift.text.tools.call_grammar import calls_or_json, literal
 from chairlift.text.tools.tool import Calling, Tool, ToolChoice, checked_choice, checked_tools
 from chairlift.text.tools.tool_prompt import as_plain_messages, describe, in_system_message, in_user_message
@@ -22,16 +22,16 @@ from chairlift.text.tools.tool_prompt import as_plain_messages, describe, in_sys
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Also for requests without tools: a conversation may have calls in its history."""
+    """How one request uses tools. Also for requests without tools: their history may contain calls."""
 
     format: ToolFormat
-    tools: Sequence[Tool]  # those the model gets to see
+    tools: Sequence[Tool]  # those that the model sees
     choice: ToolChoice
     parallel: bool = True
 
     @classmethod
     def of(cls, format_: ToolFormat, tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
-        """From the parameters of a chat request, checked. Errors name `tools`, `tool_choice`, `parallel_tool_calls`."""
+        """Check the parameters of a chat request. Errors name `tools`, `tool_choice`, `parallel_tool_calls`."""
         checked = checked_tools(tools or [])
         chosen = checked_choice(choice, checked)
         if parallel is not None and not checked:
@@ -44,23 +44,23 @@ class ToolUse:
         return self.choice.forced
 
     def parser(self) -> AssistantParser:
-        """A new reader for one completion's text."""
+        """A new parser for one completion's text."""
         if not self.tools:
             return PlainParser()
         names = {tool.name for tool in self.tools}
         return self.format.parser(names, max_calls=None if self.parallel else 1, forced=self.forced)
 
     def finish_reason(self, reason: str | None, called: bool) -> str | None:
-        """As OpenAI words it: "tool_calls" if the model decided to stop for a call, "stop" if it had no choice."""
+        """OpenAI's finish reason: "tool_calls" if the model chose to call, "stop" if the call was forced by name."""
         return "tool_calls" if reason == "stop" and called and self.choice.calling is not Calling.NAMED else reason
 
     def visible_special_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """The format's marks that are special tokens: without them in the text, no call would be found."""
-        ids = [tokenizer.added_token_id(mark) for mark in self.format.markers] if self.tools else []
+        """The format's markers that are special tokens: the text must contain them for calls to be found."""
+        ids = [tokenizer.added_token_id(marker) for marker in self.format.markers] if self.tools else []
         return [token for token in ids if token in tokenizer.special_ids]
 
     def applied_to(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-        """The request's sampling parameters, with what its tools ask for."""
+        """The request's sampling parameters, with what its tools require."""
         if not self.tools:
             return params
         return params.clone(
@@ -69,9 +69,9 @@ class ToolUse:
         )
 
     def structure(self, tokenizer: Tokenizer, wanted: Structure | None = None) -> Structure | None:
-        """What the answer is held to: calls if they are forced, else calls or what the caller wants of an answer."""
+        """The structure of the output: calls if they are forced, else calls or the structure that the caller wants."""
         if self.forced:
-            # A response_format is about the words of an answer, and there will be none; the others are about all of it.
+            # A response_format applies to content, and there will be none; other structures apply to the whole output.
             if wanted is not None and wanted.parameter not in ("response_format", "text.format"):
                 raise InvalidParameter(wanted.parameter, "does not go with a tool_choice that forces a call")
             return Structure.grammar(self._calls(tokenizer), "tools")
@@ -81,16 +81,16 @@ class ToolUse:
         return Structure.grammar(grammar, wanted.parameter)
 
     def _calls(self, tokenizer: Tokenizer) -> str:
-        def marker(mark: str) -> str:
-            token = tokenizer.added_token_id(mark)
-            return f"<[{token}]>" if token in tokenizer.mark_ids else literal(mark)
+        def marker(text: str) -> str:
+            token = tokenizer.added_token_id(text)
+            return f"<[{token}]>" if token in tokenizer.marker_ids else literal(text)
 
         named = self.choice.function
         tools = [tool for tool in self.tools if named is None or tool.name == named]
         return self.format.grammar(tools, parallel=self.parallel and named is None, marker=marker)
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
-        """The prompt. `options` are those of `Tokenizer.encode_chat`."""
+        """The prompt as token ids. `options` are those of `Tokenizer.encode_chat`."""
         history = checked_messages(messages)
         if tokenizer.template_shows_tools:
             given = [tool.given for tool in self.tools] or None
@@ -101,7 +101,7 @@ class ToolUse:
         description = describe(self.tools, self.format)
         try:
             return tokenizer.encode_chat(in_system_message(history, description), **options)[1]
-        except RefusedByTemplate:  # perhaps because it knows no system messages
+        except RefusedByTemplate:  # perhaps because it has no system role
             return tokenizer.encode_chat(in_user_message(history, description), **options)[1]
 
 

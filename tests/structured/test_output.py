@@ -41,7 +41,7 @@ SCHEMA = {
 COLOURS = ["red", "dark green", "é👍"]
 
 
-def is_thing(text: str) -> bool:
+def matches_schema(text: str) -> bool:
     value = json.loads(text)
     assert list(value) == ["name", "size", "tags"]
     assert len(value["name"]) <= 3
@@ -50,7 +50,7 @@ def is_thing(text: str) -> bool:
 
 
 CASES: dict[str, tuple[Structure, Callable[[str], Any]]] = {
-    "schema": (Structure.json(SCHEMA), is_thing),
+    "schema": (Structure.json(SCHEMA), matches_schema),
     "regex": (Structure.regex(r"[0-9]{3}-[a-f]{2,4}"), re.compile(r"[0-9]{3}-[a-f]{2,4}").fullmatch),
     "choice": (Structure.choice(COLOURS), COLOURS.__contains__),
     "grammar": (Structure.grammar('start: "a" item+\nitem: "x" | "yy"'), re.compile("a(x|yy)+").fullmatch),
@@ -80,37 +80,37 @@ def engine(started: StartedEngine) -> Engine:
 
 
 @dataclass
-class Outcome:
+class Completion:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     ending: Ending | None = None
 
 
-def take_in(outcomes: dict[str, Outcome], events: Sequence[Event]) -> None:
+def collect(completions: dict[str, Completion], events: Sequence[Event]) -> None:
     for event in events:
         match event:
             case TokenProduced():
-                outcomes[event.request_id].tokens.append(event.token)
+                completions[event.request_id].tokens.append(event.token)
             case TextProduced():
-                outcomes[event.request_id].text += event.text
+                completions[event.request_id].text += event.text
             case RequestFinished():
-                assert outcomes[event.request_id].ending is None, "one ending each"
-                outcomes[event.request_id].ending = event.ending
+                assert completions[event.request_id].ending is None, "one ending each"
+                completions[event.request_id].ending = event.ending
             case _:
                 pass
 
 
-def run(engine: Engine, batch: Sequence[SamplingParams], prompt: Sequence[int] = (70, 71, 72)) -> list[Outcome]:
-    """All of them at once; one outcome for each completion, in order."""
+def run(engine: Engine, batch: Sequence[SamplingParams], prompt: Sequence[int] = (70, 71, 72)) -> list[Completion]:
+    """Run all requests at once; returns their completions in order."""
     ids = [request_id for params in batch for request_id in engine.submit(prompt, params)]
-    outcomes = {request_id: Outcome() for request_id in ids}
+    completions = {request_id: Completion() for request_id in ids}
     while engine.has_work:
-        take_in(outcomes, engine.step())
+        collect(completions, engine.step())
         check_accounting(engine.scheduler)
     assert engine.fatal is None
-    assert all(outcome.ending for outcome in outcomes.values())
+    assert all(completion.ending for completion in completions.values())
     check_quiescent(engine.scheduler)
-    return list(outcomes.values())
+    return list(completions.values())
 
 
 def params(name: str, **more: Any) -> SamplingParams:
@@ -122,18 +122,18 @@ def params(name: str, **more: Any) -> SamplingParams:
 @pytest.mark.parametrize("name", CASES)
 def test_only_what_is_allowed_is_written(engine: Engine, name: str, temperature: float) -> None:
     batch = [params(name, temperature=temperature, seed=seed) for seed in range(4 if temperature else 1)]
-    outcomes = run(engine, batch)
-    for outcome in outcomes:
-        assert outcome.ending == Ending(FinishReason.STOP), outcome
-        assert CASES[name][1](outcome.text), outcome
-    assert len({outcome.text for outcome in outcomes}) > 1 or not temperature or name == "choice"
+    completions = run(engine, batch)
+    for completion in completions:
+        assert completion.ending == Ending(FinishReason.STOP), completion
+        assert CASES[name][1](completion.text), completion
+    assert len({completion.text for completion in completions}) > 1 or not temperature or name == "choice"
 
 
 def test_any_json_object(engine: Engine) -> None:
     batch = [
         SamplingParams(max_tokens=100, temperature=1.0, seed=i, structure=Structure.json_object()) for i in range(8)
     ]
-    finished = [outcome.text for outcome in run(engine, batch) if outcome.ending == Ending(FinishReason.STOP)]
+    finished = [completion.text for completion in run(engine, batch) if completion.ending == Ending(FinishReason.STOP)]
     assert finished
     assert all(isinstance(json.loads(text), dict) for text in finished)
 
@@ -150,22 +150,22 @@ def test_structured_requests_do_not_affect_others_in_the_batch(engine: Engine) -
         one for pair in zip(plain, [params(name, seed=7) for name in (*CASES, "regex")], strict=True) for one in pair
     ]
     together = run(engine, mixed)
-    assert [outcome.tokens for outcome in together[::2]] == [outcome.tokens for outcome in alone]
-    assert all(outcome.ending == Ending(FinishReason.STOP) for outcome in together[1::2])
+    assert [completion.tokens for completion in together[::2]] == [completion.tokens for completion in alone]
+    assert all(completion.ending == Ending(FinishReason.STOP) for completion in together[1::2])
 
 
 def test_a_seeded_request_has_the_same_output_alone_in_a_batch_and_cached(engine: Engine) -> None:
     batch = [params(name, seed=5) for name in CASES]
     alone = [run(engine, [one])[0].tokens for one in batch]
-    assert [outcome.tokens for outcome in run(engine, batch)] == alone
-    assert [outcome.tokens for outcome in run(engine, batch[::-1])] == alone[::-1]
+    assert [completion.tokens for completion in run(engine, batch)] == alone
+    assert [completion.tokens for completion in run(engine, batch[::-1])] == alone[::-1]
 
 
 def test_completions_of_one_request_have_separate_grammar_states(engine: Engine) -> None:
-    outcomes = run(engine, [params("schema", n=4, seed=3)])
-    assert len(outcomes) == 4
-    assert all(is_thing(outcome.text) for outcome in outcomes)
-    assert len({outcome.text for outcome in outcomes}) > 1
+    completions = run(engine, [params("schema", n=4, seed=3)])
+    assert len(completions) == 4
+    assert all(matches_schema(completion.text) for completion in completions)
+    assert len({completion.text for completion in completions}) > 1
 
 
 def test_preemption_does_not_affect_grammar_states(loaded: LoadedModel, engine: Engine) -> None:
@@ -181,10 +181,10 @@ def test_preemption_does_not_affect_grammar_states(loaded: LoadedModel, engine: 
 
     tight.subscribe(count)
     batch = [one.clone(max_tokens=90) for one in batch]
-    outcomes = run(tight, batch)
+    completions = run(tight, batch)
     assert preemptions > 0
-    for outcome, undisturbed in zip(outcomes, roomy, strict=True):
-        assert outcome.tokens == undisturbed.tokens[:90]
+    for completion, undisturbed in zip(completions, roomy, strict=True):
+        assert completion.tokens == undisturbed.tokens[:90]
 
 
 def test_an_interrupted_step_does_not_affect_grammar_states(
@@ -192,11 +192,11 @@ def test_an_interrupted_step_does_not_affect_grammar_states(
 ) -> None:
     engine, runner = started.engine, started.runner
     batch = [params("schema", seed=seed) for seed in range(3)]
-    expected = [outcome.tokens for outcome in run(engine, batch)]
+    expected = [completion.tokens for completion in run(engine, batch)]
     ids = [engine.submit([70, 71, 72], one)[0] for one in batch]
-    outcomes = {request_id: Outcome() for request_id in ids}
-    while not any(outcome.tokens for outcome in outcomes.values()):
-        take_in(outcomes, engine.step())
+    completions = {request_id: Completion() for request_id in ids}
+    while not any(completion.tokens for completion in completions.values()):
+        collect(completions, engine.step())
 
     def interrupted(*_: Any) -> torch.Tensor:
         raise KeyboardInterrupt  # while the masks are being computed
@@ -207,10 +207,10 @@ def test_an_interrupted_step_does_not_affect_grammar_states(
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         for _ in range(4):
-            take_in(outcomes, engine.step())
+            collect(completions, engine.step())
     while engine.has_work:
-        take_in(outcomes, engine.step())
-    assert [outcome.tokens for outcome in outcomes.values()] == expected
+        collect(completions, engine.step())
+    assert [completion.tokens for completion in completions.values()] == expected
 
 
 def test_masks_are_computed_during_the_forward_pass(started: StartedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,17 +240,17 @@ def test_masks_are_computed_during_the_forward_pass(started: StartedEngine, monk
 
 
 def test_max_tokens_truncates_structured_output(engine: Engine) -> None:
-    (outcome,) = run(engine, [params("schema", max_tokens=5, temperature=0)])
-    assert outcome.ending == Ending(FinishReason.LENGTH)
-    assert len(outcome.tokens) == 5
-    assert outcome.text.startswith("{")
+    (completion,) = run(engine, [params("schema", max_tokens=5, temperature=0)])
+    assert completion.ending == Ending(FinishReason.LENGTH)
+    assert len(completion.tokens) == 5
+    assert completion.text.startswith("{")
 
 
 def test_output_that_is_complete_at_max_tokens_ends_with_stop(engine: Engine) -> None:
     structure = Structure.regex("[0-9]{4}")
-    (outcome,) = run(engine, [SamplingParams(max_tokens=4, structure=structure)])
-    assert outcome.ending == Ending(FinishReason.STOP)
-    assert len(outcome.tokens) == 4
+    (completion,) = run(engine, [SamplingParams(max_tokens=4, structure=structure)])
+    assert completion.ending == Ending(FinishReason.STOP)
+    assert len(completion.tokens) == 4
 
 
 @pytest.mark.parametrize("structure", [Structure.regex("a{2,9}"), Structure.regex("(ab)?"), Structure.regex("a|b{3}")])
@@ -261,12 +261,12 @@ def test_the_grammar_ends_output_despite_min_tokens_and_ignore_eos(
     engine: Engine, structure: Structure, option: dict[str, Any]
 ) -> None:
     batch = [SamplingParams(max_tokens=40, seed=seed, structure=structure, **option) for seed in range(4)]
-    for outcome in run(engine, batch):
-        assert outcome.ending is not None
-        assert outcome.ending.reason is FinishReason.STOP
-        assert re.fullmatch(structure.text, outcome.text)
+    for completion in run(engine, batch):
+        assert completion.ending is not None
+        assert completion.ending.reason is FinishReason.STOP
+        assert re.fullmatch(structure.text, completion.text)
         if structure.text == "a{2,9}":
-            assert outcome.text == "a" * 9, "it is as long as the grammar allows"
+            assert completion.text == "a" * 9, "it is as long as the grammar allows"
 
 
 def test_otherwise_the_model_may_end_wherever_the_grammar_allows(engine: Engine) -> None:
@@ -274,13 +274,13 @@ def test_otherwise_the_model_may_end_wherever_the_grammar_allows(engine: Engine)
         SamplingParams(max_tokens=60, seed=s, temperature=2.0, structure=Structure.regex("[a-z]{2,50}"))
         for s in range(8)
     ]
-    assert len({len(outcome.text) for outcome in run(engine, batch)}) > 1
+    assert len({len(completion.text) for completion in run(engine, batch)}) > 1
 
 
 def test_stop_strings_still_stop(engine: Engine) -> None:
-    (outcome,) = run(engine, [params("regex", stop=["-"])])
-    assert outcome.ending == Ending(FinishReason.STOP, "-")
-    assert re.fullmatch("[0-9]{3}", outcome.text)
+    (completion,) = run(engine, [params("regex", stop=["-"])])
+    assert completion.ending == Ending(FinishReason.STOP, "-")
+    assert re.fullmatch("[0-9]{3}", completion.text)
 
 
 def test_other_sampling_parameters_cannot_break_the_structure(engine: Engine) -> None:
@@ -293,9 +293,9 @@ def test_other_sampling_parameters_cannot_break_the_structure(engine: Engine) ->
         {"temperature": 100.0},
         {"logprobs": 3},
     ]
-    for outcome in run(engine, [params("schema", **option) for option in options]):
-        assert outcome.ending == Ending(FinishReason.STOP)
-        assert is_thing(outcome.text)
+    for completion in run(engine, [params("schema", **option) for option in options]):
+        assert completion.ending == Ending(FinishReason.STOP)
+        assert matches_schema(completion.text)
 
 
 def test_special_tokens_can_be_named_in_a_grammar(engine: Engine) -> None:
@@ -311,8 +311,8 @@ def test_special_tokens_can_be_named_in_a_grammar(engine: Engine) -> None:
 def test_a_model_without_an_end_token_ends_with_the_grammar(loaded: LoadedModel) -> None:
     endless = LoadedModel(loaded.name, loaded.model, loaded.tokenizer, frozenset())
     engine = start(endless).engine
-    outcomes = run(engine, [params(name) for name in ("schema", "regex", "choice")])
-    assert all(outcome.ending == Ending(FinishReason.STOP) for outcome in outcomes)
+    completions = run(engine, [params(name) for name in ("schema", "regex", "choice")])
+    assert all(completion.ending == Ending(FinishReason.STOP) for completion in completions)
     with pytest.raises(InvalidParameter):
         engine.compile(Structure.regex(""))  # it could only generate EOS
 
@@ -325,16 +325,16 @@ def test_a_matcher_that_fails_ends_one_request_with_an_error(
     good = params("schema", seed=1)
     expected = run(engine, [good])[0].tokens
     ids = [engine.submit([70, 71, 72], one)[0] for one in (good, params("schema", seed=2))]
-    outcomes = {request_id: Outcome() for request_id in ids}
-    while not outcomes[ids[0]].tokens:
-        take_in(outcomes, engine.step())
+    completions = {request_id: Completion() for request_id in ids}
+    while not completions[ids[0]].tokens:
+        collect(completions, engine.step())
     assert runner.structured is not None
     runner.structured._states[ids[1]].matcher.consume_token(3)  # the grammar does not allow this token
     while engine.has_work:
-        take_in(outcomes, engine.step())
-    assert outcomes[ids[0]].tokens == expected
+        collect(completions, engine.step())
+    assert completions[ids[0]].tokens == expected
     parameter = params("schema").structure.parameter  # type: ignore[union-attr]
-    assert outcomes[ids[1]].ending == Ending(FinishReason.ERROR, TOO_COMPLEX, parameter)
+    assert completions[ids[1]].ending == Ending(FinishReason.ERROR, TOO_COMPLEX, parameter)
     check_quiescent(engine.scheduler)
 
 
@@ -350,23 +350,23 @@ def test_other_requests_run_while_a_grammar_is_compiled(loaded: LoadedModel) -> 
     (plain,) = engine.submit([70, 71], SamplingParams(max_tokens=5, ignore_eos=True))
     (cancelled,) = engine.submit([70, 71], SamplingParams(structure=SLOW))
     (late,) = engine.submit([70, 71], SamplingParams(structure=SLOW), timeout=0.05)
-    outcomes = {request_id: Outcome() for request_id in (*slow, plain, cancelled, late)}
-    while outcomes[plain].ending is None or outcomes[late].ending is None:
-        take_in(outcomes, engine.step())
-    assert outcomes[plain].ending == Ending(FinishReason.LENGTH)
-    assert outcomes[late].ending == Ending(FinishReason.DEADLINE)
-    assert outcomes[slow[0]].ending is None
+    completions = {request_id: Completion() for request_id in (*slow, plain, cancelled, late)}
+    while completions[plain].ending is None or completions[late].ending is None:
+        collect(completions, engine.step())
+    assert completions[plain].ending == Ending(FinishReason.LENGTH)
+    assert completions[late].ending == Ending(FinishReason.DEADLINE)
+    assert completions[slow[0]].ending is None
     assert engine.cancel(cancelled)
     while engine.has_work:
-        take_in(outcomes, engine.step())
+        collect(completions, engine.step())
         check_accounting(engine.scheduler)
-    assert outcomes[cancelled].ending == Ending(FinishReason.CANCELLED)
+    assert completions[cancelled].ending == Ending(FinishReason.CANCELLED)
     for request_id in slow:
-        ending = outcomes[request_id].ending
+        ending = completions[request_id].ending
         assert ending is not None
         assert (ending.reason, ending.parameter) == (FinishReason.ERROR, "guided_regex")
         assert "takes more than 3 s" in str(ending.detail)
-        assert not outcomes[request_id].tokens
+        assert not completions[request_id].tokens
     with pytest.raises(InvalidParameter) as refusal:  # the error is cached
         engine.submit([70, 71], SamplingParams(structure=SLOW))
     assert refusal.value.parameter == "structure"
@@ -382,10 +382,12 @@ def test_a_failed_step_also_ends_requests_that_wait_for_a_grammar(loaded: Loaded
         raise RuntimeError("out of memory")
 
     started.runner.run = broken  # type: ignore[method-assign]
-    outcomes = {request_id: Outcome() for request_id in (*waiting, *running)}
-    take_in(outcomes, engine.step())
-    assert {outcome.ending.reason for outcome in outcomes.values() if outcome.ending} == {FinishReason.ERROR}
-    assert all(outcome.ending for outcome in outcomes.values())
+    completions = {request_id: Completion() for request_id in (*waiting, *running)}
+    collect(completions, engine.step())
+    assert {completion.ending.reason for completion in completions.values() if completion.ending} == {
+        FinishReason.ERROR
+    }
+    assert all(completion.ending for completion in completions.values())
 
 
 @pytest.mark.parametrize("apply", [token_masks.apply_masks, token_masks._apply_batched])

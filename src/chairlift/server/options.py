@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chairlift.options.checks import at_least, between
 from chairlift.options.declaration import check_options, option
-from chairlift.text.tool_formats import FORMATS
+from chairlift.text.tool_formats.base import TOOL_FORMATS
 
 SERVER, ACCESS, SUPERVISION = "Server", "Access", "Supervision"
 
@@ -30,7 +30,7 @@ class ServerOptions:
         None,
         help="How the model writes tool calls.",
         group=SERVER,
-        choices=tuple(FORMATS),
+        choices=TOOL_FORMATS.names(),
         default_text="from its chat template",
     )
     dashboard: bool = option(True, help="Serve the live page at /dashboard.", group=SERVER)

@@ -14,8 +14,9 @@ import torch
 
 from chairlift.config import EngineConfig
 from chairlift.core.events import Event, RequestFinished, RequestPreempted, TextProduced, TokenProduced
+from chairlift.core.executor import PendingStep
 from chairlift.core.integrity import check_accounting, check_quiescent
-from chairlift.core.plan import StepPlan, StepResult
+from chairlift.core.plan import StepPlan
 from chairlift.core.request import Ending, FinishReason
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import WaitReason
@@ -378,10 +379,10 @@ def test_a_failed_step_also_ends_requests_that_wait_for_a_grammar(loaded: Loaded
     engine = started.engine
     waiting, running = engine.submit([70], SamplingParams(structure=SLOW)), engine.submit([70], SamplingParams())
 
-    def broken(plan: StepPlan) -> StepResult:
+    def broken(plan: StepPlan) -> PendingStep:
         raise RuntimeError("out of memory")
 
-    started.runner.run = broken  # type: ignore[method-assign]
+    started.runner.launch = broken  # type: ignore[method-assign]
     completions = {request_id: Completion() for request_id in (*waiting, *running)}
     collect(completions, engine.step())
     assert {completion.ending.reason for completion in completions.values() if completion.ending} == {

@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # Two workers take whole files, so that each file sets up its model or server once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install serve chat test test-all lint typecheck format bench clean
+.PHONY: help install serve chat test test-all lint typecheck format bench options-page clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -50,6 +50,9 @@ format: install  ## fix style and format the code
 
 bench: install  ## output tokens/s, beside one-at-a-time and transformers
 	$(BIN)/chairlift bench throughput
+
+options-page: install  ## write docs/options.md from the declared options
+	$(BIN)/python -m chairlift.cli.options_page > docs/options.md
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

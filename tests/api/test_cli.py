@@ -26,6 +26,8 @@ from chairlift.core.events import RequestFinished
 from chairlift.core.request import Ending, FinishReason
 from chairlift.errors import ChairliftError
 from chairlift.lab.bench.base import BENCHES
+from chairlift.options.declaration import options_of
+from chairlift.server.options import ServerOptions
 from chairlift.terminal.answer_meter import AnswerMeter
 from chairlift.terminal.console import note, show_error, write_text
 from chairlift.terminal.options import EngineOptions, SamplingOptions
@@ -69,19 +71,43 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
 # ---- help -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_help_lists_every_option_and_examples(words: list[str]) -> None:
+def find_command(words: list[str]) -> Any:
     command: Any = get_command(app)
     for word in words:
         command = command.get_command(None, word)
+    return command
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_lists_every_option_and_examples(words: list[str]) -> None:
     result = run(*words, "--help")
     assert result.exit_code == 0
     assert "Examples" in result.stdout
     assert result.stdout.count("chairlift " + " ".join(words)) >= 2, "usage and an example"
-    for parameter in command.params:
+    for parameter in find_command(words).params:
         assert parameter.help, f"{parameter.name} has no help"
         if parameter.param_type_name == "option":
             assert all(name in result.stdout for name in (*parameter.opts, *parameter.secondary_opts))
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_at_80_columns_shows_whole_flags_on_one_line(words: list[str]) -> None:
+    result = run(*words, "--help", COLUMNS="80")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    for parameter in find_command(words).params:
+        if parameter.param_type_name == "option":
+            flags = (*parameter.opts, *parameter.secondary_opts)
+            starts = [line.split() for line in lines if line.startswith("  -")]
+            assert any(all(flag in {word.strip(",") for word in start} for flag in flags) for start in starts), flags
+
+
+def test_help_shows_options_in_groups() -> None:
+    lines = run("serve", "--help", COLUMNS="80").stdout.splitlines()
+    headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    groups = {option.group for group in (EngineConfig, ServerOptions) for option in options_of(group)}
+    assert {f"{group}:" for group in groups} < set(headings)
+    assert lines.index("KV cache:") < next(i for i, line in enumerate(lines) if line.startswith("  --kv-memory"))
 
 
 def test_the_commands_are_all_tested_here() -> None:

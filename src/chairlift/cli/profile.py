@@ -72,7 +72,7 @@ def profile(
         watch(enabled=not engine.quiet) as note,
     ):
         note("loading")
-        started = load_engine(path, settings.with_seats(config), progress=not engine.quiet)
+        started = load_engine(path, settings.with_slots(config), progress=not engine.quiet)
         found = profile_engine(started, settings, prefill_tokens(config), note)
     _show(found, name)
     asked = {"batch": list(settings.batches), "prompt_tokens": prompt_tokens, "steps": steps}

@@ -55,7 +55,7 @@ def test_the_padding_drawn_is_what_the_engine_counted(masks_data: masks.MasksDat
     assert drawn["padding"] == done.padding_tokens * data.padded_width + beside
 
 
-def test_a_kernel_that_looks_ahead_would_be_seen() -> None:
+def test_a_kernel_without_a_causal_mask_would_be_seen() -> None:
     """The masks are asked, not assumed: with an attention that sees everything, every pair is found."""
     layer = AttentionLayer(0, num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0)
     q, k, v = (torch.randn(4, 1, 2) for _ in range(3))

@@ -45,22 +45,22 @@ def idle_rows(run: Run) -> int:
 
 
 @pytest.mark.parametrize("policy", batching.WAYS)
-def test_the_seats_drawn_are_those_of_the_run(
+def test_the_slots_drawn_are_those_of_the_run(
     batching_data: batching.BatchingData, drawn: dict[str, dict[str, int]], policy: str
 ) -> None:
     run, line = batching_data.runs[policy], batching_data.timelines[policy]
-    seats, tokens = drawn[policy], drawn[f"{policy} tokens"]
+    slots, tokens = drawn[policy], drawn[f"{policy} tokens"]
     done = run.done()
-    assert seats["decode"] == sum(step.decode_tokens for step in done)
-    assert seats["prefill"] + seats["decode"] == sum(step.requests for step in done)
+    assert slots["decode"] == sum(step.decode_tokens for step in done)
+    assert slots["prefill"] + slots["decode"] == sum(step.requests for step in done)
     assert tokens["useful"] == sum(step.decode_tokens + step.prefill_tokens for step in done)
     assert tokens["padding"] == sum(step.padding_tokens for step in done)
-    assert seats.get("idle", 0) == (0 if policy == "continuous" else idle_rows(run))
-    assert sum(seats.values()) == batching.SEATS * run.turns
-    assert line.bubbles == seats.get("idle", 0) + seats.get("blocked", 0)
+    assert slots.get("idle", 0) == (0 if policy == "continuous" else idle_rows(run))
+    assert sum(slots.values()) == batching.SLOTS * run.turns
+    assert line.bubbles == slots.get("idle", 0) + slots.get("blocked", 0)
 
 
-def test_all_ways_do_the_same_work_and_only_one_without_waste(batching_data: batching.BatchingData) -> None:
+def test_all_policies_do_the_same_work_and_only_one_without_waste(batching_data: batching.BatchingData) -> None:
     lines = batching_data.timelines
     asked = sum(prompt + new - 1 for prompt, new, _ in batching.REQUESTS)
     assert {sum(line.useful) for line in lines.values()} == {asked}
@@ -69,18 +69,18 @@ def test_all_ways_do_the_same_work_and_only_one_without_waste(batching_data: bat
     assert min(lines[name].bubbles for name in ("static", "dynamic")) > 0
 
 
-def test_nobody_is_on_two_seats_or_before_coming(batching_data: batching.BatchingData) -> None:
+def test_no_request_has_two_slots_or_runs_before_it_arrives(batching_data: batching.BatchingData) -> None:
     for line in batching_data.timelines.values():
         places: dict[str, set[int]] = {}
         for cell in line.cells:
             if cell.request:
-                places.setdefault(cell.request, set()).add(cell.seat)
+                places.setdefault(cell.request, set()).add(cell.slot)
                 assert cell.turn >= batching_data.arrivals[cell.request]
-        assert all(len(seats) == 1 for seats in places.values())
+        assert all(len(slots) == 1 for slots in places.values())
         assert set(places) == set(batching_data.arrivals)
 
 
-def test_what_is_taught_names_the_run_s_figures(batching_data: batching.BatchingData) -> None:
+def test_the_text_has_the_figures_of_the_run(batching_data: batching.BatchingData) -> None:
     text = batching.teach(batching_data)
     for line in batching_data.timelines.values():
         assert f"{line.bubbles} bubbles" in text
@@ -102,6 +102,6 @@ def test_the_budget_drawn_is_that_of_every_step(stage: Stage) -> None:
     for step in data.run.steps:  # decodes first
         kinds = [chunk.decode for chunk in step.chunks]
         assert kinds == sorted(kinds, reverse=True)
-    for rider in data.run.riders:
-        assert sum(budget.chunks_of(data, rider.name)) == len(rider.prompt)
-    assert any(len(budget.chunks_of(data, rider.name)) > 1 for rider in data.run.riders)
+    for request in data.run.requests:
+        assert sum(budget.chunks_of(data, request.name)) == len(request.prompt)
+    assert any(len(budget.chunks_of(data, request.name)) > 1 for request in data.run.requests)

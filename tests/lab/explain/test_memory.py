@@ -27,7 +27,7 @@ def _references(tables: dict[str, tuple[int, ...]]) -> Counter[int]:
     return Counter(block for table in tables.values() for block in table)
 
 
-def test_the_books_of_a_run_agree(prefix_data: prefix.PrefixData) -> None:
+def test_the_records_of_a_run_agree(prefix_data: prefix.PrefixData) -> None:
     """Counted from the tables, every block has as many references as the pool says, and StepDone as many in use."""
     run: Run = prefix_data.run
     for step, done in zip(run.steps, run.done(), strict=True):
@@ -53,8 +53,8 @@ def test_the_tables_drawn_are_those_of_the_step(
     assert prefix.saved(step) == sum(count - 1 for count in counted.values())
 
 
-def test_sharing_is_what_boarding_said(prefix_data: prefix.PrefixData) -> None:
-    cached = {event.request_id: event.cached_tokens for event in prefix_data.run.boarded()}
+def test_sharing_equals_the_cached_tokens_at_admission(prefix_data: prefix.PrefixData) -> None:
+    cached = {event.request_id: event.cached_tokens for event in prefix_data.run.admitted()}
     assert cached["A"] == 0
     assert cached["B"] == cached["C"] == prefix.SYSTEM
     first = prefix_data.run.steps[prefix_data.sharing]
@@ -80,7 +80,7 @@ def test_every_token_is_drawn_where_its_table_says(stage: Stage) -> None:
     for memory in data.requests:
         assert len(memory.table) == -(-len(memory.words) // data.block_size)
     used = [block for memory in data.requests for block in memory.table]
-    assert len(set(used)) == len(used), "nobody shares here"
+    assert len(set(used)) == len(used), "nothing is shared here"
     assert data.requests[0].table != tuple(range(len(data.requests[0].table))), "and the blocks lie apart"
     held = paging.contents(data)
     place = len(data.requests[0].words) - 1
@@ -101,5 +101,5 @@ def test_the_bytes_drawn_are_those_of_the_model(stage: Stage) -> None:
         assert cells == {"query": data.heads, "key": variant.kv_heads, "line": data.heads}
     assert [variant.kv_heads for variant in data.variants] == [4, 2, 1]
     assert data.variants[0].texts < data.variants[1].texts < data.variants[2].texts
-    (rider,) = data.run.riders
-    assert data.tokens == len(rider.prompt) + rider.new_tokens - 1
+    (request,) = data.run.requests
+    assert data.tokens == len(request.prompt) + request.new_tokens - 1

@@ -77,7 +77,7 @@ def _check_page(text: str, pictures: int) -> None:
         (["budget", "--model", "no/such/folder/at/all"], ["no/such/folder"]),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(arguments: list[str], named: list[str], tmp_path: Path) -> None:
+def test_unknown_topics_and_formats_are_refused(arguments: list[str], named: list[str], tmp_path: Path) -> None:
     code, said = explain(*arguments, "--out", str(tmp_path / "guide"))
     assert code == 2
     assert all(name in said for name in named)
@@ -121,7 +121,7 @@ def test_an_unknown_kind_is_not_drawn_by_accident() -> None:
         LIGHT.look("something")
 
 
-def test_words_become_html() -> None:
+def test_markdown_becomes_html() -> None:
     text = "A **b** `c < d`.\n\n## T\n\n1. one\n   more\n2. two\n\n- x\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n[[pic]]"
     html = to_html(text, lambda name: f"<{name}>")
     assert html == (

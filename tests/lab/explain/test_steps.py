@@ -1,4 +1,4 @@
-"""The cache, kernels, chunks, guesses and the cost model: what is drawn against the run."""
+"""Pictures of the cache, kernels, chunks, draft tokens and the cost model, compared with the run."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def test_every_chunk_is_drawn(chunking_data: chunking.ChunkingData, name: str) -
     assert len(pieces) == (1 if name == "whole" else -(-chunking.LONG // chunking.CHUNK))
     assert max(step.prefill_tokens for step in done) == (chunking.LONG if name == "whole" else chunking.CHUNK)
     produced = sum(isinstance(event, TokenProduced) for event in run.events)
-    assert produced == sum(rider.new_tokens for rider in run.riders)
+    assert produced == sum(request.new_tokens for request in run.requests)
     assert chunking.longest_gap(data, name) > 0
     assert chunking.first_token(data, name) > 0
 
 
-def test_guesses_are_drawn_as_they_were_verified(stage: Stage) -> None:
-    # A random model says nothing sensible, but sooner or later it goes round in circles: then guesses are right.
+def test_draft_tokens_are_drawn_as_they_were_verified(stage: Stage) -> None:
+    # A random model soon repeats itself, and then draft tokens are accepted.
     texts = {"one": ("a chair, a chair, a chair, a chair, a", 150), "two": ("ab ab ab ab ab ab", 60)}
     data = speculation.run(stage, texts)
     drawn = speculation.draw(data, LIGHT).drawn

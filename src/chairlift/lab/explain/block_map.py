@@ -1,4 +1,4 @@
-"""Block tables and the pool of blocks, as the engine's books had them at one step."""
+"""Draws block tables and the block pool at one step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from chairlift.lab.explain.sheet import Panel
 
 
 def block_state(step: StepRecord, block: int) -> str:
-    """shared: in several tables; own: in one; reusable: in none, but its contents can be found again; free."""
+    """The state of a block: shared (in several tables), own (in one), reusable (cached, in none) or free."""
     references = step.references[block]
     if references:
         return "shared" if references > 1 else "own"
@@ -15,7 +15,7 @@ def block_state(step: StepRecord, block: int) -> str:
 
 
 def draw_pool(panel: Panel, step: StepRecord, *, columns: int) -> None:
-    """Every block of the memory with its number, and below it in how many tables it stands."""
+    """Draw every block with its number and its reference count."""
     for block, references in enumerate(step.references):
         kind = block_state(step, block)
         x, y = block % columns, block // columns

@@ -1,4 +1,4 @@
-"""Looking over the shoulder of one attention layer while the engine runs."""
+"""Observes the attention of a layer while the engine runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from chairlift.runner.base import ModelRunner
 if TYPE_CHECKING:
     from chairlift.engine.startup import StartedEngine
 
-PUSH = 1e6  # so much is added to a value: whoever gives it any weight shows it
+PUSH = 1e6  # added to a value, so that every row with any weight on it changes
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer was given in one step, and what it made of it."""
+    """Inputs and output of one layer in one step."""
 
     layer: AttentionLayer
     q: Tensor  # [T, heads, head_dim]
@@ -39,7 +39,7 @@ Listener = Callable[[AttentionCall], None]
 
 
 class _Listening(AttentionBackend):
-    """A backend that tells of its calls."""
+    """A backend that reports its calls."""
 
     def __init__(self, inner: AttentionBackend, listener: Listener) -> None:
         super().__init__(inner.invariant_for)
@@ -61,7 +61,7 @@ class _Listening(AttentionBackend):
 
 @contextmanager
 def listening(started: StartedEngine, listener: Listener) -> Iterator[None]:
-    """Have `listener` called whenever a layer has attended, before the engine goes on."""
+    """Call `listener` after every attention layer of a step."""
     runner: Any = started.runner
     assert isinstance(runner, ModelRunner)
     before = runner.attention
@@ -73,10 +73,10 @@ def listening(started: StartedEngine, listener: Listener) -> Iterator[None]:
 
 
 def who_sees_whom(call: AttentionCall) -> list[list[bool]]:
-    """[T rows][all positions of the first sequence, then of the next, ...]: whether the row looks at the position.
+    """Which row attends to which position: [T rows][positions of the first sequence, then of the next, ...].
 
-    Nothing is assumed about masks. Every value in the cache is changed in turn, and the rows whose output changes are
-    those that look at it.
+    Nothing is assumed about masks: every value in the cache is changed in turn, and the rows whose output changes
+    attend to it.
     """
     ends = call.layout.ends
     columns = [_who_sees(call, sequence, place) for sequence, end in enumerate(ends) for place in range(end)]
@@ -87,7 +87,7 @@ def _who_sees(call: AttentionCall, sequence: int, position: int) -> Tensor:
     """[T] bool: the rows whose output depends on the value of that position of that sequence."""
     layout, storage, index = call.layout, call.storage, call.layer.index
     start = layout.starts[sequence]
-    if position >= start:  # it is computed in this step
+    if position >= start:  # computed in this step
         v = call.v.clone()
         v[layout.offsets[sequence] + position - start] += PUSH
         changed = call.attend(call.layer, call.q, call.k, v)

@@ -1,4 +1,4 @@
-"""Pages that need nothing but themselves: pictures inside, light and dark, readable on a phone."""
+"""Self-contained HTML pages: embedded pictures, light and dark, readable on a phone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _variables(theme: Theme) -> str:
     )
 
 
-# A reader's choice (data-theme) comes before the system's.
+# The reader's choice (data-theme) overrides the system's.
 STYLE = f"""
 :root{{{_variables(LIGHT)}}}
 .dark{{display:none}}
@@ -80,7 +80,7 @@ def topic_page(
     model: str,
     neighbours: tuple[Topic | None, Topic | None],
 ) -> str:
-    """`text` is what the topic teaches; `neighbours` are those before and after it in the guide."""
+    """The page of a topic; `neighbours` are the topics before and after it in the guide."""
 
     def figure(name: str) -> str:
         caption = f"<figcaption>{escape(alts[name])}</figcaption>"

@@ -1,4 +1,4 @@
-"""One set of colours for all pictures, told apart also by colour-blind readers (after Okabe and Ito)."""
+"""One set of colours for all pictures, distinguishable for colour-blind readers (after Okabe and Ito)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DARK_INK, LIGHT_INK = "#1c2430", "#ffffff"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How one kind of thing is filled. Hatches say the same as colours, for those who cannot see these."""
+    """Fill, hatch and ink of one kind of cell. Hatches carry the same information as colours."""
 
     fill: str
-    ink: str = DARK_INK  # of the words on it
+    ink: str = DARK_INK  # of text on it
     hatch: str = ""
     edge: str | None = None  # of the hatch; the background's colour if None
 
@@ -34,12 +34,12 @@ class Theme:
     background: str
     ink: str
     muted: str  # less important words, lines and ticks
-    faint: str  # what is there, but empty
+    faint: str  # empty cells
     hidden: str  # lines of a hatch
     tint: str  # a little green
 
     def look(self, kind: str) -> Look:
-        """The look of a kind of cell; every kind that is drawn has one."""
+        """The look of a kind of cell."""
         own = {
             "empty": Look(self.faint, self.muted),
             "skipped": Look(self.faint, self.muted),
@@ -56,7 +56,7 @@ class Theme:
         return look
 
     def owner(self, index: int) -> Look:
-        """The look of what belongs to request number `index`."""
+        """The look of the blocks of request number `index`."""
         return _OWNERS[index % len(_OWNERS)]
 
 

@@ -1,4 +1,4 @@
-"""A run of the engine, written down step by step: who computed what, on which blocks, and what came of it."""
+"""Records a run of the engine step by step: chunks, blocks and sampled tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from chairlift.errors import ChairliftError
 
 
 @dataclass(frozen=True, slots=True)
-class Rider:
-    """A request, and the turn of the loop at which it is submitted."""
+class TimedRequest:
+    """A request and the turn of the loop at which it is submitted."""
 
     name: str
     prompt: tuple[int, ...]
@@ -35,7 +35,7 @@ class ChunkRecord:
     samples: bool
     table: tuple[int, ...]
     copies: tuple[tuple[int, int], ...]  # block -> block, before anything is written
-    drafts: tuple[int, ...] = ()  # guesses, the last tokens of the chunk
+    drafts: tuple[int, ...] = ()  # draft tokens, the last tokens of the chunk
 
     @property
     def end(self) -> int:
@@ -47,27 +47,27 @@ class StepRecord:
     turn: int
     step: int
     chunks: tuple[ChunkRecord, ...]
-    idle: tuple[str, ...]  # finished, but they keep their seats
+    idle: tuple[str, ...]  # finished requests that keep their slots
     waiting: tuple[str, ...]
-    sampled: dict[str, tuple[int, ...]]  # request -> its next tokens; more than one where guesses were right
-    padding: int  # tokens computed for nobody
-    tables: dict[str, tuple[int, ...]]  # of everyone who holds blocks
-    references: tuple[int, ...]  # of each block: in how many tables it stands
-    cached: tuple[int, ...]  # blocks whose contents others may find
+    sampled: dict[str, tuple[int, ...]]  # request -> its next tokens; more than one with accepted drafts
+    padding: int  # padding tokens
+    tables: dict[str, tuple[int, ...]]  # of every request that holds blocks
+    references: tuple[int, ...]  # reference count of each block
+    cached: tuple[int, ...]  # blocks in the prefix index
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    riders: tuple[Rider, ...]
+    requests: tuple[TimedRequest, ...]
     steps: tuple[StepRecord, ...]
-    turns: int  # of the loop, those included in which nothing could be computed
-    seats: int
+    turns: int  # turns of the loop, including those that computed nothing
+    slots: int
     events: tuple[Event, ...]
 
     def done(self) -> list[StepDone]:
         return [event for event in self.events if isinstance(event, StepDone)]
 
-    def boarded(self) -> list[RequestAdmitted]:
+    def admitted(self) -> list[RequestAdmitted]:
         return [event for event in self.events if isinstance(event, RequestAdmitted)]
 
     def queued(self) -> list[RequestQueued]:
@@ -78,7 +78,7 @@ class Run:
 
 
 class _Recorder(Executor):
-    """An executor that writes down what it passes on."""
+    """An executor that records every plan and result."""
 
     def __init__(self, engine: Engine) -> None:
         self.inner: Executor = engine.executor
@@ -92,7 +92,7 @@ class _Recorder(Executor):
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         kv = self.scheduler.kv
-        # Noted before the step runs: `tables` change as requests finish.
+        # Recorded before the step runs: `tables` change as requests finish.
         chunks = tuple(
             ChunkRecord(
                 chunk.request.id,
@@ -138,12 +138,12 @@ class _Recorder(Executor):
         self.inner.forget(request_id)
 
 
-def record(engine: Engine, riders: Sequence[Rider], *, max_turns: int = 10_000) -> Run:
-    """Let `riders` come at their turns and run until the last of them is done. Every choice is the likeliest token,
-    and nobody stops early, so that the same riders give the same run."""
+def record(engine: Engine, requests: Sequence[TimedRequest], *, max_turns: int = 10_000) -> Run:
+    """Submit `requests` at their turns and run until all are done. Decoding is greedy without early stops, so the same
+    requests give the same run."""
     recorder = _Recorder(engine)
     engine.executor = recorder
-    coming = deque(sorted(riders, key=lambda rider: rider.turn))
+    coming = deque(sorted(requests, key=lambda request: request.turn))
     events: list[Event] = []
     turn = 0
     try:
@@ -160,16 +160,16 @@ def record(engine: Engine, riders: Sequence[Rider], *, max_turns: int = 10_000) 
                 raise ChairliftError(f"the run did not end within {max_turns} turns")
     finally:
         engine.executor = recorder.inner
-    seats = engine.scheduler.max_batch_requests
+    slots = engine.scheduler.max_batch_requests
     turns = recorder.steps[-1].turn + 1 if recorder.steps else 0  # the last turn only reports
-    return Run(tuple(riders), tuple(recorder.steps), turns, seats, tuple(events))
+    return Run(tuple(requests), tuple(recorder.steps), turns, slots, tuple(events))
 
 
 def _without_plan(event: Event) -> Event:
-    """Plans are noted before they run; afterwards their tables and requests have changed."""
+    """Drop the plan, which is recorded before it runs: its tables and requests have changed since."""
     return replace(event, plan=None) if isinstance(event, StepDone) else event
 
 
-def _submit(engine: Engine, rider: Rider) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=rider.new_tokens, ignore_eos=True, n=rider.n)
-    engine.submit(rider.prompt, params, request_id=rider.name)
+def _submit(engine: Engine, request: TimedRequest) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=request.new_tokens, ignore_eos=True, n=request.n)
+    engine.submit(request.prompt, params, request_id=request.name)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from chairlift.lab.explain.topic import Topic
 
 ALL = "all"
-# Each is a module in `topics` with a value TOPIC; imported when asked for.
+# Each is a module in `topics` with a value TOPIC, imported on use.
 TOPICS = (
     "attention",
     "masks",
@@ -37,5 +37,5 @@ def topic_named(name: str) -> Topic:
 
 
 def topics_named(name: str) -> list[Topic]:
-    """One, or with "all" the whole guide."""
+    """The topic called `name`, or all of them for "all"."""
     return [topic_named(known) for known in TOPICS] if name == ALL else [topic_named(name)]

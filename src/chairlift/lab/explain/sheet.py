@@ -1,4 +1,4 @@
-"""A sheet to draw on: matplotlib underneath, and a count of everything that was drawn on top."""
+"""A matplotlib figure that counts everything drawn on it, so that tests can compare it with the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def require_matplotlib() -> None:
 
 
 class Panel:
-    """One part of a sheet. What is drawn here as a cell is counted by its kind in `drawn`."""
+    """One part of a sheet; cells are counted by kind in `drawn`."""
 
     def __init__(self, sheet: Sheet, axes: Any, name: str) -> None:
         self.sheet = sheet
@@ -50,7 +50,7 @@ class Panel:
         size: float = 7.5,
         gap: float = GAP,
     ) -> None:
-        """A box with its upper left corner at (x, y), y growing downwards. `look` is that of the kind by default."""
+        """Draw a box with its upper left corner at (x, y), y growing downwards."""
         from matplotlib.patches import Rectangle
 
         look = look or self.theme.look(kind)
@@ -69,7 +69,7 @@ class Panel:
             self.text(x + width / 2, y + height / 2, label, color=look.ink, size=size)
 
     def bar(self, x: float, y: float, width: float, kind: str, label: str = "") -> None:
-        """A cell whose width is a measure of its own: the gap is at its sides, however wide it is."""
+        """Draw a cell of any width with the usual gap at its sides."""
         look = self.theme.look(kind)
         self.drawn[kind] += 1
         self.axes.barh(
@@ -79,7 +79,7 @@ class Panel:
             self.text(x + width / 2, y + 0.5, label, color=look.ink, zorder=3)
 
     def heat(self, values: Sequence[Sequence[float]], kind: str, *, colours: str = "PuOr", most: float = 0.0) -> None:
-        """Numbers as colours: from -most to most, or with colours that begin at nothing from 0 to most."""
+        """Draw numbers as colours, from -most to most or from 0 to most, depending on the colour map."""
         most = most or max(abs(value) for row in values for value in row) or 1.0
         least = -most if colours in ("PuOr", "RdBu") else 0.0
         self.drawn[kind] += sum(len(row) for row in values)
@@ -108,7 +108,7 @@ class Panel:
         self.axes.tick_params(length=0, colors=self.theme.muted, labelsize=8)
 
     def chart(self, xlabel: str, ylabel: str) -> None:
-        """The look of a panel with axes."""
+        """Style a panel with axes."""
         self.axes.set_xlabel(xlabel, color=self.theme.muted, fontsize=9)
         self.axes.set_ylabel(ylabel, color=self.theme.muted, fontsize=9)
         self.axes.tick_params(colors=self.theme.muted, labelsize=8)
@@ -128,7 +128,7 @@ class Panel:
 
 
 class Sheet:
-    """A picture in the making: a title, panels, and a legend of the kinds that were drawn."""
+    """A picture: a title, panels, and a legend of the kinds that were drawn."""
 
     def __init__(self, theme: Theme, title: str, *, size: tuple[float, float]) -> None:
         require_matplotlib()
@@ -144,7 +144,7 @@ class Sheet:
         self.panels: dict[str, Panel] = {}
 
     def panel(self, name: str, place: Any) -> Panel:
-        """`place` is a cell of a grid made with `grid`, or anything that add_subplot takes."""
+        """Add a panel at a cell of `grid`, or anything that add_subplot takes."""
         panel = Panel(self, self.figure.add_subplot(place), name)
         self.panels[name] = panel
         return panel
@@ -154,11 +154,11 @@ class Sheet:
 
     @property
     def drawn(self) -> dict[str, dict[str, int]]:
-        """How many cells of each kind every panel has."""
+        """Number of cells of each kind, by panel."""
         return {name: dict(panel.drawn) for name, panel in self.panels.items()}
 
     def legend(self, meanings: dict[str, str], also: Sequence[tuple[Look, str]] = (), *, columns: int = 4) -> None:
-        """What the kinds of cells mean, below everything. A kind that was not drawn is left out."""
+        """Add the legend, without kinds that were not drawn."""
         from matplotlib.patches import Patch
 
         drawn = {kind for panel in self.panels.values() for kind, count in panel.drawn.items() if count}
@@ -180,7 +180,7 @@ class Sheet:
         )
 
     def sign(self, note: str) -> None:
-        """Say where this comes from, in the upper right corner."""
+        """Write a note into the upper right corner."""
         self.figure.text(0.99, 0.985, note, ha="right", va="top", fontsize=7.5, color=self.theme.muted)
 
     def save(self, target: Path | BytesIO, *, kind: str = "png", dpi: int = DPI) -> None:
@@ -190,4 +190,4 @@ class Sheet:
         metadata = {"Date": None} if kind == "svg" else {"Software": None}
         with rc_context({"svg.hashsalt": "chairlift", "hatch.linewidth": 0.7}):
             self.figure.savefig(target, format=kind, dpi=dpi, metadata=metadata, facecolor=self.theme.background)
-        self.figure.set_layout_engine("none")  # everything has its place now; finding it takes longer than drawing
+        self.figure.set_layout_engine("none")  # the layout is final; computing it again takes longer than drawing

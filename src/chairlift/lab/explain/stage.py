@@ -1,4 +1,4 @@
-"""What a topic needs to run the engine: one loaded model, engines around it, and something to say to it."""
+"""Runs the engine for a topic: one loaded model, engines around it, and prompts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.explain.recording import Rider, Run, record
+from chairlift.lab.explain.recording import Run, TimedRequest, record
 
 if TYPE_CHECKING:
     from chairlift.engine.startup import LoadedModel, StartedEngine
 
 Clock = Callable[[], float]
-# Where a picture shows times: those of the processor, so that other programs do not disturb it. As there is one thread
-# (see `one_thread`), it is the time that a quiet machine would take.
+# The clock of pictures that show times: CPU time of the one thread (see `one_thread`), so that other programs do not
+# disturb it.
 QUIET_CLOCK: Clock = time.process_time
 
 TEXT = (
@@ -33,7 +33,7 @@ TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Engines run on the CPU in float32, so that the pictures are the same on every machine."""
+    """Starts engines on the CPU in float32, so that pictures are the same on every machine."""
 
     loaded: LoadedModel
 
@@ -51,7 +51,7 @@ class Stage:
     def start(
         self, *, num_blocks: int = 64, block_size: int = 16, clock: Clock = time.monotonic, **options: Any
     ) -> StartedEngine:
-        """An engine with a KV cache of so many blocks; `options` are those of EngineConfig."""
+        """Start an engine with a KV cache of `num_blocks`; `options` are those of EngineConfig."""
         from chairlift.config import EngineConfig
         from chairlift.engine.memory_plan import bytes_per_token
         from chairlift.engine.startup import start_engine
@@ -68,9 +68,9 @@ class Stage:
         )
         return start_engine(self.loaded, config, clock=clock)
 
-    def play(self, riders: Sequence[Rider], **options: Any) -> Run:
-        """What a new engine makes of these requests."""
-        return record(self.start(**options).engine, riders)
+    def play(self, requests: Sequence[TimedRequest], **options: Any) -> Run:
+        """Record a run of these requests on a new engine."""
+        return record(self.start(**options).engine, requests)
 
     def prompt(self, num_tokens: int, skip: int = 0) -> tuple[int, ...]:
         """The first tokens of the text after `skip` of its words."""
@@ -87,7 +87,7 @@ class Stage:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """What is computed for a picture is so little that threads would only wait for each other."""
+    """Compute with one thread: the work is too small for more."""
     import numba
     import torch
 
@@ -102,7 +102,7 @@ def one_thread() -> Iterator[None]:
 
 
 def readable(text: str) -> str:
-    """Without characters that a label cannot show, and without the space that most words begin with."""
+    """Text for a label: without characters that it cannot show and without surrounding spaces."""
     spelled = text.replace("\n", "⏎").replace("\t", "⇥").replace("\ufffd", "·")
     shown = "".join(character if character.isprintable() else "·" for character in spelled)
-    return shown.strip().replace("$", r"\$") or "␣"  # a dollar would start a formula
+    return shown.strip().replace("$", r"\$") or "␣"  # a dollar starts a formula in matplotlib

@@ -1,4 +1,4 @@
-"""Who sat where, step by step: the same for every picture that shows seats."""
+"""Which request had which slot in each step, for all pictures that show slots."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ BUBBLES = ("idle", "blocked")
 
 
 @dataclass(frozen=True, slots=True)
-class SeatCell:
-    """What one seat did in one turn: prefill, decode, idle (its request is done, its batch is not), blocked (nobody
-    sits there although somebody waits) or empty (and nobody waits)."""
+class SlotCell:
+    """One slot in one turn: prefill, decode, idle (its request is done, its batch is not), blocked (empty while a
+    request waits) or empty (no request waits)."""
 
     turn: int
-    seat: int
+    slot: int
     kind: str
     request: str = ""
     count: int = 0  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
-    seats: int
+class SlotTimeline:
+    slots: int
     turns: int
-    cells: tuple[SeatCell, ...]  # of every seat in every turn
-    finished: dict[str, int]  # request -> the turn in which its last token came
-    useful: tuple[int, ...]  # tokens by turn that somebody asked for
-    padding: tuple[int, ...]  # tokens by turn that were computed for nobody
+    cells: tuple[SlotCell, ...]  # for every slot and turn
+    finished: dict[str, int]  # request -> turn of its last token
+    useful: tuple[int, ...]  # tokens of requests, by turn
+    padding: tuple[int, ...]  # padding tokens, by turn
 
     def count(self, *kinds: str) -> int:
         counted = Counter(cell.kind for cell in self.cells)
@@ -37,14 +37,14 @@ class Timeline:
 
     @property
     def bubbles(self) -> int:
-        """Seats, over all turns, that did nothing for anybody and kept somebody out or cost a row."""
+        """Slots, over all turns, that computed nothing useful while they kept a request waiting or cost a row."""
         return self.count(*BUBBLES)
 
 
-def timeline(run: Run) -> Timeline:
-    """Everyone takes the first free seat and leaves it when the engine lets go of it."""
-    seated: dict[str, int] = {}
-    cells: list[SeatCell] = []
+def timeline(run: Run) -> SlotTimeline:
+    """Assign each request the first free slot until the engine releases it."""
+    slot_of: dict[str, int] = {}
+    cells: list[SlotCell] = []
     finished: dict[str, int] = {}
     useful, padding = [0] * run.turns, [0] * run.turns
     steps = {step.turn: step for step in run.steps}
@@ -53,24 +53,24 @@ def timeline(run: Run) -> Timeline:
         step = steps.get(turn)
         chunks = {chunk.request: chunk for chunk in step.chunks} if step else {}
         idle = set(step.idle) if step else set()
-        seated = {name: seat for name, seat in seated.items() if name in chunks or name in idle}
+        slot_of = {name: slot for name, slot in slot_of.items() if name in chunks or name in idle}
         for name in chunks:
-            if name not in seated:
-                seated[name] = min(set(range(run.seats)) - set(seated.values()))
-        someone_waits = any(rider.turn <= turn < first[rider.name] for rider in run.riders)
-        at = {seat: name for name, seat in seated.items()}
-        for seat in range(run.seats):
-            if seat not in at:
-                cells.append(SeatCell(turn, seat, "blocked" if someone_waits else "empty"))
+            if name not in slot_of:
+                slot_of[name] = min(set(range(run.slots)) - set(slot_of.values()))
+        request_waits = any(request.turn <= turn < first[request.name] for request in run.requests)
+        at = {slot: name for name, slot in slot_of.items()}
+        for slot in range(run.slots):
+            if slot not in at:
+                cells.append(SlotCell(turn, slot, "blocked" if request_waits else "empty"))
                 continue
-            name = at[seat]
+            name = at[slot]
             if name in idle:
-                cells.append(SeatCell(turn, seat, "idle", name))
+                cells.append(SlotCell(turn, slot, "idle", name))
             else:
                 kind = "decode" if chunks[name].decode else "prefill"
-                cells.append(SeatCell(turn, seat, kind, name, chunks[name].count))
+                cells.append(SlotCell(turn, slot, kind, name, chunks[name].count))
                 finished[name] = turn
         if step is not None:
             useful[turn] = sum(chunk.count for chunk in step.chunks)
             padding[turn] = step.padding
-    return Timeline(run.seats, run.turns, tuple(cells), finished, tuple(useful), tuple(padding))
+    return SlotTimeline(run.slots, run.turns, tuple(cells), finished, tuple(useful), tuple(padding))

@@ -1,4 +1,4 @@
-"""What a topic of the guide consists of."""
+"""A topic of the guide: its run, its pictures and its text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chairlift.lab.explain.stage import Stage
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """`draw` takes a run's data and a theme; `says` is what it shows, for those who cannot see it."""
+    """A picture: `draw` takes a run's data and a theme; `says` is its alternative text."""
 
     name: str
     draw: Callable[[Any, Theme], Sheet]
@@ -23,18 +23,18 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A subject: what is run, how it is drawn, and the words that teach it.
+    """A subject: what is run, how it is drawn, and its text.
 
     `teach` returns Markdown in which a line `[[name]]` stands for the picture of that name.
     """
 
     name: str
     title: str
-    question: str  # what a reader will be able to answer
+    question: str  # what the topic answers
     run: Callable[[Stage], Any]
     pictures: tuple[Picture, ...]
     teach: Callable[[Any], str]
-    code: tuple[str, ...]  # where this lives, for those who want to read on
+    code: tuple[str, ...]  # source files to read
 
     @property
     def command(self) -> str:
@@ -42,7 +42,7 @@ class Topic:
 
 
 def as_json(value: Any) -> Any:
-    """Data of a run as what JSON knows; values with a type of their own say which one."""
+    """A run's data as JSON values; dataclasses carry their type name."""
     if is_dataclass(value) and not isinstance(value, type):
         own = {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
         return {"type": type(value).__name__} | own

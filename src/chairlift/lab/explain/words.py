@@ -1,4 +1,4 @@
-"""The little of Markdown that the guide is written in, as HTML."""
+"""Converts the subset of Markdown used by the guide to HTML."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def to_html(text: str, picture: Callable[[str], str]) -> str:
 
 
 def to_markdown(text: str, picture: Callable[[str], str]) -> str:
-    """Markdown as others know it: only the pictures are ours. Figures were filled in, so lines are cut anew."""
+    """Standard Markdown: replaces picture lines, and rewraps lines after figures were filled in."""
     found = ((block, picture_name(block)) for block in blocks(text))
     return "\n\n".join(_filled(block) if name is None else picture(name) for block, name in found)
 

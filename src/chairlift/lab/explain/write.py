@@ -1,4 +1,4 @@
-"""From a topic to its files."""
+"""Writes the files of a topic."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from chairlift.lab.explain.words import to_markdown
 FORMATS = ("png", "svg", "html", "json", "md")
 DEFAULT_FORMATS = ("png", "svg", "html", "json")
 THUMBNAIL_DPI = 55
-PAGE_DPI = 150  # on a page, pictures are as wide as the text allows
+PAGE_DPI = 150  # pictures on a page are as wide as the text
 
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A topic that has been run."""
+    """A topic after its run."""
 
     topic: Topic
     data: Any
     model: str
-    drawn: dict[str, dict[str, Sheet]] = field(default_factory=dict)  # by theme: each is drawn once, and saved often
+    drawn: dict[str, dict[str, Sheet]] = field(default_factory=dict)  # by theme; drawn once, saved in several formats
 
     def sheets(self, theme: str = LIGHT.name) -> dict[str, Sheet]:
         if theme not in self.drawn:
@@ -72,7 +72,7 @@ def make_folder(path: Path) -> Path:
 def write_guide(
     topics: Sequence[Topic], stage: Stage, out: Path, formats: Sequence[str], *, note: Note = lambda text: None
 ) -> list[Path]:
-    """Run and draw every topic; with all of them, also write the page that leads to them. Returns the files."""
+    """Run and draw every topic, and write the index page if all are there; returns the files."""
     told, written = [], []
     for place, topic in enumerate(topics):
         note(f"{place + 1}/{len(topics)} {topic.name}: running")

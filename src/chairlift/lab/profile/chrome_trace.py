@@ -1,4 +1,4 @@
-"""Traces that open in ui.perfetto.dev and in Chrome: the format that both read, one JSON object per slice."""
+"""Chrome trace files, which ui.perfetto.dev and Chrome open: one JSON object per slice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENGINE_TRACK = 1
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time, in seconds of the monotonic clock."""
+    """A named interval, in seconds of the monotonic clock."""
 
     name: str
     part: str
@@ -29,7 +29,7 @@ class Span:
 
 
 def trace_events(spans: Iterable[Span], track: str, number: int = ENGINE_TRACK) -> list[dict[str, Any]]:
-    """Slices on one track; those that lie inside others are shown below them."""
+    """Slices of one track; nested ones are shown below their parents."""
     process = {"ph": "M", "pid": 0, "tid": number}
     named = [
         process | {"name": "process_name", "args": {"name": "chairlift"}},

@@ -33,19 +33,19 @@ from chairlift.models.base import CausalLM
 from chairlift.models.decoder import Decoder
 from chairlift.runner.base import ModelRunner
 
-REST, PYTHON = "rest of model", "Python"  # the latter with scheduling
-_PARTS_OF_PIECES = {"product": GEMM, "attention": ATTENTION}  # by the first word
+REST, PYTHON = "rest of model", "Python"  # PYTHON includes scheduling
+_PARTS_OF_PIECES = {"product": GEMM, "attention": ATTENTION}  # by the first word of a phase
 
 
-class Watch:
-    """Writes down what a model does while it runs."""
+class PartTimer:
+    """Records the timed parts of a model while it runs."""
 
     def __init__(self, runner: ModelRunner) -> None:
         model = runner.model
         self.spans: list[Span] = []
         self._attention = runner.attention
         self._names = _names_of_products(model)
-        self._inside = False  # something that is timed already
+        self._inside = False  # inside a timed part
         self._stamps: Any = None
         self._layers = len(model.layers) if isinstance(model, Decoder) else 0
         if isinstance(model, Decoder) and model.brings_threads:
@@ -71,7 +71,7 @@ class Watch:
 
             watch(Linear, "__call__", GEMM)
             watch(MixtureOfExperts, "__call__", GEMM)
-            watch(torch.nn.Linear, "forward", GEMM)  # of models that run on transformers' code
+            watch(torch.nn.Linear, "forward", GEMM)  # for models of the transformers fallback
             stack.enter_context(patch.object(self._attention, "plan", plan_and_watch))
             if self._stamps is not None:
                 stack.enter_context(self._stamps.on())
@@ -93,7 +93,7 @@ class Watch:
         return run
 
     def take(self) -> list[Span]:
-        """What was timed since this was last called."""
+        """The spans recorded since the last call."""
         spans, self.spans = self.spans, []
         if self._stamps is not None:
             pieces = self._stamps.take(self._layers)
@@ -121,10 +121,10 @@ def _names_of_products(model: CausalLM) -> dict[int, str]:
 def profile_on_cpu(
     started: StartedEngine, settings: ProfileSettings, note: Note
 ) -> tuple[list[BatchProfile], list[dict[str, Any]]]:
-    """A profile of each batch size, and the slices of a trace."""
+    """Profile each batch size; returns the profiles and the slices of a trace."""
     rng = Random(settings.seed)
     note("compiling the kernel with a clock in it")
-    watch = Watch(started.runner)
+    watch = PartTimer(started.runner)
     profiles, spans = [], []
     for size in settings.batches:
         note(f"batch {size}: prompts of {settings.prompt_tokens} tokens")
@@ -147,7 +147,7 @@ def profile_on_cpu(
 def _profile(
     started: StartedEngine, size: int, steps: Sequence[TimedStep], inner: Sequence[Sequence[Span]]
 ) -> BatchProfile:
-    """From the faster half of the steps: whatever else runs on the machine only makes steps slower."""
+    """Profile from the faster half of the steps: other programs only make steps slower."""
     limit = median(step.seconds for step in steps)
     inner = [spans for step, spans in zip(steps, inner, strict=True) if step.seconds <= limit]
     steps = [step for step in steps if step.seconds <= limit]
@@ -171,7 +171,7 @@ def _profile(
 
 
 def _phases(step: TimedStep) -> Iterator[Span]:
-    """A step and its phases, one after the other."""
+    """The spans of a step and its phases."""
     done = step.done
     details = {"requests": done.requests, "tokens": done.decode_tokens + done.prefill_tokens, "step": done.step}
     yield Span(f"step, {done.requests} requests", PYTHON, step.begin, step.end, details)

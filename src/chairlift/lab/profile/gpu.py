@@ -14,7 +14,7 @@ import torch
 
 from chairlift.engine.startup import StartedEngine
 from chairlift.lab.profile.chrome_trace import Span, trace_events
-from chairlift.lab.profile.gpu_timeline import Timeline, device_activities, launch_seconds, read_timeline
+from chairlift.lab.profile.gpu_timeline import GPUTimeline, device_activities, launch_seconds, read_timeline
 from chairlift.lab.profile.step_profile import (
     WARM_UP_STEPS,
     Batch,
@@ -27,16 +27,15 @@ from chairlift.lab.profile.step_profile import (
 )
 from chairlift.lab.report.progress import Note
 
-ENGINE_TRACK = 1_000_000  # a number that no thread has
+ENGINE_TRACK = 1_000_000  # not the id of any thread
 
 
 def profile_on_gpu(
     started: StartedEngine, settings: ProfileSettings, note: Note
 ) -> tuple[list[BatchProfile], list[dict[str, Any]]]:
-    """A profile of each batch size, and the slices of a trace.
+    """Profile each batch size; returns the profiles and the slices of a trace.
 
-    Every batch runs twice: without the profiler, which slows things down, to learn what a step takes; and with it, to
-    learn where that goes.
+    Every batch runs twice: without the profiler for the time of a step, and with it for its parts.
     """
     rng = Random(settings.seed)
     profiles, events = [], []
@@ -59,7 +58,7 @@ def _run(
         steps = list(batch.run(settings.steps))
         batch.end()
         return steps, []
-    activities = [torch.profiler.ProfilerActivity.CUDA]  # that of the CPU would slow the host down
+    activities = [torch.profiler.ProfilerActivity.CUDA]  # CPU activities would slow the host
     with torch.profiler.profile(activities=activities) as profiler:
         steps = list(batch.run(WARM_UP_STEPS + settings.steps))
         torch.cuda.synchronize()
@@ -73,7 +72,7 @@ def _run(
 
 
 def _engine_events(steps: Sequence[TimedStep], base: int) -> list[dict[str, Any]]:
-    """The host's steps, on the clock of the profiler's trace: nanoseconds of the wall clock since `base`."""
+    """The host's steps as trace events, in the profiler's clock: nanoseconds of wall time since `base`."""
     shift = (time.time_ns() - time.perf_counter_ns() - base) * 1e-9
     spans = [
         Span(
@@ -110,7 +109,7 @@ def make_profile(
     )
 
 
-def _more(timeline: Timeline, plain: Sequence[TimedStep], launching: float) -> dict[str, float | None]:
+def _more(timeline: GPUTimeline, plain: Sequence[TimedStep], launching: float) -> dict[str, float | None]:
     count = len(plain)
     unwatched = sum(step.seconds for step in plain) / count
     busy = timeline.seconds / timeline.steps * (1.0 - timeline.idle_share)
@@ -118,9 +117,9 @@ def _more(timeline: Timeline, plain: Sequence[TimedStep], launching: float) -> d
     return {
         "idle_share": timeline.idle_share,
         "step_seconds_without_profiler": unwatched,
-        # By the device's own clock: from a step's last kernel to the next one's first, its inputs' copy included.
+        # In the device's clock: from a step's last kernel to the next one's first, including the copy of its inputs.
         "host_gap_share": max(0.0, 1.0 - sum(step.done.timing.forward for step in plain) / (count * unwatched)),
-        # Kernels take longer under the profiler, if anything: what is left over was idle for certain.
+        # Kernels are not faster under the profiler, so this is a lower bound of the idle time.
         "idle_share_without_profiler": max(0.0, 1.0 - busy / unwatched),
         "kernels_per_step": timeline.num_kernels / timeline.steps,
         "launch_call_seconds": launching,

@@ -1,4 +1,4 @@
-"""What a GPU did, from the list of its kernels: how long each kind of them took, and when it did nothing."""
+"""Splits a GPU's time by kind of kernel, launch gaps and host gaps, from the profiler's list of kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from chairlift.lab.common.step_work import ATTENTION, GEMM, SAMPLING
 
 HOST_GAP, LAUNCH, OTHER = "host gap", "launch", "other"
 PARTS = (GEMM, ATTENTION, SAMPLING, OTHER, LAUNCH, HOST_GAP)
-FIRST_KERNEL = "begin_step_kernel"  # of every step of the GPU's runner
-DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")  # as torch's profiler calls them
+FIRST_KERNEL = "begin_step_kernel"  # first kernel of every step of the GPU runner
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")  # names of torch's profiler
 LAUNCH_CALLS = re.compile(r"(cuda|cu)(GraphLaunch|LaunchKernel|LaunchKernelExC|LaunchKernelEx)(_.*)?$")
 
-# By what stands in a kernel's name; the first that fits counts. cuBLAS calls its kernels many things.
+# By substrings of a kernel's name, first match; cuBLAS has many names.
 _KINDS = (
     (SAMPLING, re.compile(r"_sample_kernel|argmax|multinomial", re.IGNORECASE)),
     (ATTENTION, re.compile(r"decode_kernel|_prefill_kernel|flash|fmha|attention|attn", re.IGNORECASE)),
@@ -44,9 +44,9 @@ class Activity:
 
 
 @dataclass(slots=True)
-class Timeline:
-    """Where the time went. Kernels that overlap are not counted twice: the one that began first has its whole time,
-    the next one what it took beyond that. So all parts add up to `seconds`."""
+class GPUTimeline:
+    """The parts of the time, which add up to `seconds`: of overlapping kernels, the later one counts from the end of
+    the earlier."""
 
     steps: int
     seconds: float = 0.0
@@ -60,7 +60,7 @@ class Timeline:
 
 
 def device_activities(events: Iterable[Mapping[str, Any]]) -> list[Activity]:
-    """From the events of a Chrome trace, in the order in which they began."""
+    """The device activities of a Chrome trace, by start."""
     found = [
         Activity(
             event["name"], event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6, is_copy=event["cat"] != "kernel"
@@ -72,30 +72,29 @@ def device_activities(events: Iterable[Mapping[str, Any]]) -> list[Activity]:
 
 
 def launch_seconds(events: Iterable[Mapping[str, Any]]) -> float:
-    """Time that the host spent in the calls that start kernels and graphs."""
+    """Host time spent in calls that launch kernels and graphs."""
     calls = (event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver"))
     return 1e-6 * float(sum(event["dur"] for event in calls if LAUNCH_CALLS.match(event["name"])))
 
 
-def read_timeline(activities: Sequence[Activity], *, skip_steps: int, steps: int) -> Timeline:
+def read_timeline(activities: Sequence[Activity], *, skip_steps: int, steps: int) -> GPUTimeline:
     """`steps` steps, without the first `skip_steps` ones.
 
-    What the GPU waits before the first thing that belongs to a step is the host's: a step was not there in time. What
-    it waits between the kernels of a step is the price of launching them. Where steps are not captured, hence cannot be
-    told apart by their first kernel, everything that it waits is the host's.
+    Idle time before the first activity of a step is a host gap; idle time between the kernels of a step is launch
+    overhead. Steps that cannot be separated by their first kernel count all idle time as host gap.
     """
     starts = _starts(activities)
     if starts is None:
         starts, skip_steps = [0, len(activities)], 0
-        timeline = Timeline(steps)
+        timeline = GPUTimeline(steps)
     else:
-        timeline = Timeline(min(steps, len(starts) - 1 - skip_steps))
+        timeline = GPUTimeline(min(steps, len(starts) - 1 - skip_steps))
     if timeline.steps < 1 or not activities:
         raise RuntimeError(f"the profiler saw {len(activities)} kernels, too few for {skip_steps + steps} steps")
     captured = len(starts) > 2
     last = min(skip_steps + timeline.steps, len(starts) - 1)
     first_of_steps = set(starts)
-    # From the end of what came before the first step to the end of the last one.
+    # From the end of the activity before the first step to the end of the last step.
     covered = max((one.end for one in activities[: starts[skip_steps]]), default=activities[0].begin)
     timeline.seconds = -covered
     for index in range(starts[skip_steps], starts[last]):
@@ -112,8 +111,8 @@ def read_timeline(activities: Sequence[Activity], *, skip_steps: int, steps: int
 
 
 def _starts(activities: Sequence[Activity]) -> list[int] | None:
-    """Where steps begin, and where the last one that is complete ends: with the copy of the inputs, if one comes right
-    before the first kernel. None if there are no such kernels."""
+    """Start indices of steps and the end of the last complete one; a copy right before the first kernel belongs to the
+    step. None without such kernels."""
     firsts = [index for index, one in enumerate(activities) if FIRST_KERNEL in one.name]
     if len(firsts) < 2:
         return None

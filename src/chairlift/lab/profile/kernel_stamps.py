@@ -1,8 +1,7 @@
-"""Where the time inside the fused CPU decoder goes: its one kernel, compiled again with a clock at every meeting.
+"""Times the phases of the fused CPU decoder: its kernel, compiled again with a clock at every barrier.
 
-The kernel that is measured is made from the very code of `decode_step`; only the function that its threads meet in is
-exchanged for one that also writes down the time. So nothing is there to be paid for when nobody measures, and nothing
-is measured that is not run.
+The measured kernel is compiled from the code of `decode_step`, with the barrier replaced by one that also records the
+time. So the kernel of normal runs has no overhead.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from chairlift.kernels.cpu.scalar_math import FAST, compiled
 from chairlift.kernels.cpu.threads import ROUND, barrier
 from chairlift.models import fused_cpu
 
-# What the team does in a layer, meeting after each.
+# The phases of a layer, each followed by a barrier.
 LAYER_PIECES = (
     "norm before attention",
     "product qkv",
@@ -39,43 +38,43 @@ LAYER_PIECES = (
     "product down",
 )
 LAST_PIECE = "final norm"
-MOST_STAMPS = 1 << 16  # a meeting too many would write where it must not
+MOST_STAMPS = 1 << 16  # bounds the buffer
 _I64 = ir.IntType(64)
 _CLOCK = time.CLOCK_MONOTONIC
 
 
 class KernelStamps:
-    """When the team met in the last call of the decoder's kernel."""
+    """Times of the barriers in the last call of the decoder's kernel."""
 
     def __init__(self) -> None:
-        # The first is when the call began; number n, when they met for the n-th time. Monotonic clock, nanoseconds.
+        # Start of the call, then the time of each barrier, in nanoseconds of the monotonic clock.
         self._times = np.zeros(MOST_STAMPS, dtype=np.int64)
         self._kernel = _with_clock(self._times.ctypes.data)
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Have every step of a fused decoder timed."""
+        """Time every step of a fused decoder."""
         with patch.object(fused_cpu, "decode_step", self._timed):
             yield
 
     def _timed(self, shared: Any, members: int, *arguments: Any) -> None:
-        """What each thread of the team runs."""
+        """The kernel with stamps, run by each thread of the team."""
         self._times[0] = self._times[0] or time.monotonic_ns()
         self._kernel(shared, members, *arguments)
 
     def take(self, layers: int) -> list[tuple[str, float, float]]:
-        """What was done from when to when, in seconds, in the call since this was asked last."""
+        """Phases of the last call with start and end in seconds."""
         names = [*LAYER_PIECES * layers, LAST_PIECE]
         times = self._times[: len(names) + 1] * 1e-9
         if not times[-1] or self._times[len(times)]:
-            raise RuntimeError("decode_step does not meet after the pieces of work that are listed here")
+            raise RuntimeError("decode_step has other phases than those listed here")
         self._times[: len(times)] = 0
         return list(zip(names, times[:-1].tolist(), times[1:].tolist(), strict=True))
 
 
 @intrinsic
 def _nanoseconds(_: Any) -> Any:
-    """The time on the monotonic clock."""
+    """Read the monotonic clock."""
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, _args: Sequence[ir.Value]) -> ir.Value:
         place = cgutils.alloca_once(b, ir.ArrayType(_I64, 2))
@@ -99,12 +98,12 @@ def _write_at(_: Any, address: Any, value: Any) -> Any:
 
 
 def _with_clock(address: int) -> Any:
-    """The decoder's kernel, whose threads write the time of their n-th meeting to the n-th number at `address`."""
+    """The decoder's kernel with barriers that store the time of the n-th barrier at `address` + 8 n."""
 
     @compiled()
     def stamped_barrier(shared: Any, members: int) -> None:
         barrier(shared, members)
-        # Stays as it is until this thread, too, comes to the next meeting.
+        # Unchanged until this thread reaches the next barrier.
         number = shared[ROUND // 8]
         if number < MOST_STAMPS:
             _write_at(address + 8 * number, _nanoseconds())

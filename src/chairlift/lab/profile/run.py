@@ -21,7 +21,7 @@ class Profiled:
 def profile_engine(
     started: StartedEngine, settings: ProfileSettings, prefill_tokens: int, note: Note = lambda text: None
 ) -> Profiled:
-    """`prefill_tokens`: of prompts that a step computes at most."""
+    """Profile every batch size; `prefill_tokens` is the largest number of prompt tokens of a step."""
     settings.check(started.engine, prefill_tokens)
     note("measuring what the machine can do")
     ceilings = ceilings_for(started.runner.model)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: batches of one size each, decoding, and what their steps are made of."""
+"""Profiles of decode steps at fixed batch sizes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from chairlift.engine.startup import StartedEngine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.step_work import KernelWork, step_work, total
 
-WARM_UP_STEPS = 3  # decode steps of a batch before those that count
+WARM_UP_STEPS = 3  # decode steps of a batch before the measured ones
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
     batches: Sequence[int] = (1, 8, 32)
     prompt_tokens: int = 128
-    steps: int = 32  # that count, of each batch
+    steps: int = 32  # measured steps per batch
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -34,8 +34,8 @@ class ProfileSettings:
             if getattr(self, name) < 1:
                 raise InvalidParameter(name, f"must be at least 1, got {getattr(self, name)}")
 
-    def with_seats(self, config: EngineConfig) -> EngineConfig:
-        """With a seat for every request of the largest batch, unless the number of seats was asked for."""
+    def with_slots(self, config: EngineConfig) -> EngineConfig:
+        """Set `max_batch_requests` to the largest batch, unless it is given."""
         most = max(self.batches)
         if config.max_batch_requests is not None or most <= batch_requests(config):
             return config
@@ -45,12 +45,12 @@ class ProfileSettings:
         return replace(config, max_batch_requests=most)
 
     def check(self, engine: Engine, prefill_tokens: int) -> None:
-        """Raise if the engine, with so many prompt tokens in a step, cannot hold such a batch."""
-        seats, most = engine.scheduler.max_batch_requests, max(self.batches)
-        if most > seats:
-            raise InvalidParameter("batch", f"{most} requests do not fit in the {seats} seats; set max_batch_requests")
+        """Raise if the engine cannot hold the largest batch with `prefill_tokens` per step."""
+        slots, most = engine.scheduler.max_batch_requests, max(self.batches)
+        if most > slots:
+            raise InvalidParameter("batch", f"{most} requests do not fit in the {slots} slots; set max_batch_requests")
         kv = engine.scheduler.kv
-        # Whoever's prompt is computed first generates a token in each of the steps that the others' take.
+        # Requests with a computed prompt generate a token in each step that the others' prompts take.
         waiting = -(-most * self.prompt_tokens // prefill_tokens)
         tokens = self.prompt_tokens + waiting + self.steps + 2 * WARM_UP_STEPS + 2
         if tokens > engine.max_model_len:
@@ -66,7 +66,7 @@ class ProfileSettings:
 
 @dataclass(frozen=True, slots=True)
 class PartTime:
-    """A part of a step, on average over the steps."""
+    """Mean time of one part of a step."""
 
     name: str
     seconds: float
@@ -93,14 +93,14 @@ class PartTime:
 
 @dataclass(frozen=True, slots=True)
 class BatchProfile:
-    """The decode steps of one batch size. The parts add up to the step."""
+    """Profile of the decode steps of one batch size; the parts add up to the step."""
 
     batch: int
-    context: float  # tokens that a request sees, on average
+    context: float  # mean context length
     steps: int
     step_seconds: float
     parts: Sequence[PartTime]
-    pieces: Mapping[str, float] = field(default_factory=dict)  # seconds of the smallest things that were timed
+    pieces: Mapping[str, float] = field(default_factory=dict)  # seconds of the finest timed phases
     more: Mapping[str, float | None] = field(default_factory=dict)
 
     def share(self, name: str) -> float:
@@ -121,7 +121,7 @@ class BatchProfile:
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step of the engine: what it says of itself, and when it ran."""
+    """A step's summary event and when it ran."""
 
     done: StepDone
     begin: float
@@ -134,7 +134,7 @@ class TimedStep:
 
 @dataclass(slots=True)
 class Batch:
-    """Requests that decode together for as long as they are asked to."""
+    """Requests that decode together without end."""
 
     engine: Engine
     size: int
@@ -143,8 +143,8 @@ class Batch:
     ids: list[str] = field(default_factory=list)
 
     def start(self) -> None:
-        """Compute the prompts, and some steps more, so that whatever is done once is done."""
-        # Without end: those whose prompts are done first go on while the others' are computed.
+        """Compute the prompts and some warm-up steps."""
+        # Without end: requests with a computed prompt decode while the others' prompts are computed.
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None, detokenize=False)
         for _ in range(self.size):
             prompt = [self.rng.randrange(self.engine.vocab_size) for _ in range(self.prompt_tokens)]
@@ -156,7 +156,7 @@ class Batch:
             decoded += step is not None and step.done.decode_tokens == self.size
 
     def step(self) -> TimedStep | None:
-        """None where a step reports nothing: the first one of an executor that works ahead."""
+        """Run one step; None if it reports nothing, as the first one of an executor that works ahead."""
         begin = time.perf_counter()
         events = self.engine.step()
         end = time.perf_counter()

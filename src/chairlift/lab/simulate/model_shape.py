@@ -1,4 +1,4 @@
-"""A model's costs from its config alone: no weights are read."""
+"""A model's costs from its config, without weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0
 
 
 def read_config(name: str) -> Mapping[str, Any]:
-    """Of a config.json, a folder that has one, a GGUF file, a known model, or a shape that `bench shapes` knows."""
+    """Read the config of a config.json, a folder, a GGUF file, a known model or a shape of `bench shapes`."""
     from chairlift.lab.common.model_shapes import SHAPES
 
     if name in SHAPES:
@@ -37,7 +37,7 @@ def read_config(name: str) -> Mapping[str, Any]:
 
 
 def model_shape(config: Mapping[str, Any], weights: str, kv_bytes: float) -> tuple[ModelShape, ModelInfo]:
-    """`weights`: the type they are kept in. `kv_bytes`: of one number in the cache."""
+    """The shape of a model with `weights` of this type and `kv_bytes` per cached number."""
     if weights not in BYTES_PER_WEIGHT:
         choices = ", ".join(BYTES_PER_WEIGHT)
         raise InvalidParameter("dtype", f"unknown type {weights!r}; choose from {choices}")

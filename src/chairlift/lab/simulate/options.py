@@ -1,4 +1,4 @@
-"""What `chairlift simulate` and `chairlift plan` are asked about: a model on a device, and targets."""
+"""Options of `chairlift simulate` and `chairlift plan`: a model, a device and targets."""
 
 from __future__ import annotations
 

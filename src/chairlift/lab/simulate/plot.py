@@ -15,11 +15,11 @@ from chairlift.lab.simulator.roofline import StepCost
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
     batch: int
-    seconds: float  # of a step in which all of them decode
+    seconds: float  # of a step in which all requests decode
 
 
 def decode_curve(cost: StepCost, context: int, largest: int) -> list[DecodePoint]:
-    """Steps of 1, 2, 4, … `largest` requests with `context` tokens each."""
+    """Decode steps of 1, 2, 4, … `largest` requests with `context` tokens each."""
     sizes = [2**power for power in range(largest.bit_length()) if 2**power < largest] + [largest]
     return [DecodePoint(size, cost.predict(StepShape(size, 0, size * context, 0, size))) for size in sorted(set(sizes))]
 

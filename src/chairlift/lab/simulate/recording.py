@@ -1,4 +1,4 @@
-"""A real run, written down with what the simulator needs to repeat it: is it right?"""
+"""Records a real run together with a cost profile, to compare the simulator with it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from chairlift.lab.common.measure import Measurement
 
 _LATENCIES = tuple(f"{name}_p{share}_ms" for name in ("ttft", "tpot", "e2e") for share in (50, 95))
-PART = 40  # requests: many times as long as one of them takes, and short beside changes of the machine's pace
-WALKS = 8  # for each part, begun at as many places of the pace
+PART = 40  # requests per part: much longer than one request, short against changes of the machine's speed
+WALKS = 8  # simulations per part, each starting at another place of the recorded speed
 COMPARED = ("requests_per_s", "output_tokens_per_s", *_LATENCIES)
 
 Part = tuple[tuple[float, int, int], ...]
@@ -41,7 +41,7 @@ class RunSettings:
     prompt_len: LengthRange
     output_len: LengthRange
     requests: int = 100
-    load: float = 0.7  # requests per second, as a share of what the machine gets done when all come at once
+    load: float = 0.7  # request rate as a share of the throughput when all come at once
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -52,17 +52,16 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """In parts, between which the profile was measured: the pace of a machine changes with time, and so both saw the
-    same. Each part begins and ends with nobody on board."""
+    """A run in parts, with profile measurements in between, so that both see the same speed of the machine. Each part
+    begins and ends without running requests."""
 
     replica: ReplicaSettings
     cost: MeasuredCost
     parts: tuple[Part, ...]
-    measured: dict[str, Any]  # the figures that `simulate.figures` gives
+    measured: dict[str, Any]  # figures of `simulator.figures`
 
     def simulated(self) -> dict[str, Any]:
-        """The figures of the same traffic on the virtual clock. Every part meets slow and fast stretches of the
-        machine's pace: which of them the real one met is luck."""
+        """Figures of the same traffic on the virtual clock, averaged over slow and fast periods of the machine."""
         outcome = SimulationOutcome()
         for index, part in enumerate(self.parts):
             for walk in range(WALKS):
@@ -76,7 +75,7 @@ class RecordedRun:
 
     @classmethod
     def load(cls, path: Path) -> RecordedRun:
-        """What `chairlift bench profile --record` wrote."""
+        """Load a file of `chairlift bench profile --record`."""
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             run = saved["run"]
@@ -91,7 +90,7 @@ class RecordedRun:
 
 
 def compare(run: RecordedRun) -> list[dict[str, Any]]:
-    """One row for each figure: as it was measured, as it is simulated, and how far off that is."""
+    """One row per figure: measured, simulated and relative error."""
     simulated = run.simulated()
     return [
         {
@@ -105,11 +104,11 @@ def compare(run: RecordedRun) -> list[dict[str, Any]]:
     ]
 
 
-class Recorder:
-    """Lets requests come one by one, and writes down what became of them. `replica` plans as `engine` does."""
+class RunRecorder:
+    """Sends requests to an engine and records their outcomes. `replica` has the scheduler settings of `engine`."""
 
     def __init__(self, engine: Engine, replica: ReplicaSettings, cost: MeasuredCost, settings: RunSettings) -> None:
-        """`cost` tells what the machine gets done at once, of which the load is a share."""
+        """`cost` gives the machine's throughput, of which the load is a share."""
         self._engine = engine
         self._replica = replica
         self._rng = random.Random(f"recording {settings.seed}")
@@ -118,7 +117,7 @@ class Recorder:
         self._outcome = SimulationOutcome()
 
     def keep_up(self, share: float) -> None:
-        """Run as many parts as make up this share of all."""
+        """Run parts until this share of all is done."""
         while self._num_run < round(share * len(self._parts)):
             self._run(self._parts[self._num_run])
             self._num_run += 1
@@ -137,13 +136,13 @@ class Recorder:
         self._outcome.add(_outcome(measured, part, sum(seconds for _, seconds in watched.steps)))
 
     def recorded(self, cost: MeasuredCost) -> RecordedRun:
-        """All of it, beside the prices of a profile."""
+        """The recorded run with the prices of a profile."""
         self.keep_up(1.0)
         return RecordedRun(self._replica, cost, self._parts, figures(self._outcome, 1, Targets()))
 
 
 def _draw(settings: RunSettings, replica: ReplicaSettings, cost: MeasuredCost, rng: random.Random) -> tuple[Part, ...]:
-    """The traffic, in parts of about the same number of requests, the first of which comes at 0."""
+    """Draw the traffic in parts of about the same number of requests, each starting at time 0."""
     count = settings.requests
     lengths = [(settings.prompt_len.draw(rng), settings.output_len.draw(rng)) for _ in range(count)]
     at_once = _simulated([(0.0, *pair) for pair in lengths], replica.make(cost))
@@ -163,7 +162,7 @@ def _simulated(part: Sequence[tuple[float, int, int]], replica: Replica) -> Simu
 
 
 def _outcome(measured: Measurement, part: Part, busy: float) -> SimulationOutcome:
-    """As of a simulation, so that the same code makes figures of it."""
+    """A measured run as a simulation outcome, for the same figures code."""
     assert measured.inside is not None
     records = [
         RequestRecord(at, n_in, n_out, 0, times[0], times[-1])

@@ -1,4 +1,4 @@
-"""`chairlift simulate` and `chairlift plan`: traffic, replicas, and the search for the most that they carry."""
+"""`chairlift simulate` and `chairlift plan`: traffic, replicas, and the search for the highest rate."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from chairlift.lab.simulator.run import simulate
 from chairlift.lab.simulator.scheduler import SimulatedScheduler
 from chairlift.lab.simulator.speed_profile import SpeedCursor
 
-SHARE_OF_MEMORY = 0.9  # what is left free is for the step's own tensors
+SHARE_OF_MEMORY = 0.9  # the rest is for activations
 HIGHEST_RATE = 1e5
 BLOCK_SIZE = 16
-OWN_TOKENS = 2**31  # from here on, tokens that no other request has
+OWN_TOKENS = 2**31  # first token id that is unique to one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class ReplicaSettings:
     prefix_caching: bool = False
     preemption: str = "recompute"
     swap_blocks: int = 0  # in host memory
-    block_bytes: int = 0  # with swapping: what it takes to copy a block, and how fast
+    block_bytes: int = 0  # size of a block, for the time of swaps
     host_bytes_per_second: float = 25e9
 
     def make(self, cost: StepCost, begin: float = 0.0) -> Replica:
-        """`begin`: at which share of a measured pace it starts, if the cost has one."""
+        """Build a replica; `begin` is the share of a measured speed trace at which it starts."""
         ordering = make_ordering(self.order)
         most = min(self.max_prefill_tokens or self.max_batch_tokens, self.max_batch_tokens)
         scheduler = SimulatedScheduler(
@@ -85,7 +85,7 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Recompute:
-    """What it adds to steps that run anyway to compute a victim's tokens again, in chunks."""
+    """Cost of recomputing a victim's tokens in chunks of steps that run anyway."""
 
     cost: StepCost
     chunk: int
@@ -102,7 +102,7 @@ class _Recompute:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Where a device's memory goes."""
+    """Split of a device's memory."""
 
     weight_bytes: float
     kv_bytes: float
@@ -120,7 +120,7 @@ class MemoryBudget:
 
 
 def load_profile(path: Path) -> MeasuredCost:
-    """The prices that `chairlift bench profile` saved."""
+    """Load the prices of `chairlift bench profile`."""
     try:
         return MeasuredCost.from_json(json.loads(path.read_text(encoding="utf-8"))["prices"])
     except (OSError, ValueError, KeyError, TypeError, InvalidParameter) as error:
@@ -137,7 +137,7 @@ def random_arrivals(
 
 
 def trace_arrivals(entries: list[TraceEntry]) -> Iterator[Arrival]:
-    """Prompts whose equal blocks are equal tokens."""
+    """Arrivals of a trace; equal prefix blocks get equal tokens."""
     for index, entry in enumerate(entries):
         prompt: list[int] = []
         for block in entry.blocks:
@@ -156,7 +156,7 @@ def highest_rate(
     count: int = 400,
     seed: int = 0,
 ) -> float:
-    """Requests per second that one replica carries while 95% of requests keep each target; 0 if not even alone."""
+    """Highest rate of one replica at which 95% of requests meet each target; 0 if one request alone does not."""
 
     def keeps(rate: float) -> bool:
         coming = random_arrivals(Arrivals(rate, 1.0), n_in, n_out, count, seed)
@@ -182,6 +182,6 @@ def highest_rate(
 
 
 def _alone(settings: ReplicaSettings, cost: StepCost, n_in: LengthRange, n_out: LengthRange) -> float:
-    """Seconds that a typical request takes by itself."""
+    """Seconds of a typical request without others."""
     arrival = next(random_arrivals(Arrivals(1.0, 1.0), n_in, n_out, 1, 0))
     return simulate([arrival], [settings.make(cost)], make_router("round-robin")).seconds

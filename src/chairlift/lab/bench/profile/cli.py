@@ -66,7 +66,7 @@ def bench_profile(
     from chairlift.lab.bench.profile.run import measure_profile
     from chairlift.lab.common.cpu_time import OtherPrograms
     from chairlift.lab.common.workload import LengthRange
-    from chairlift.lab.simulate.recording import Recorder, RunSettings, compare
+    from chairlift.lab.simulate.recording import RunRecorder, RunSettings, compare
 
     if rounds < 1:
         raise InvalidParameter("rounds", f"must be at least 1, got {rounds}")
@@ -90,7 +90,7 @@ def bench_profile(
     others, run = OtherPrograms(), None
     if record:
         note("estimating the throughput of the machine")
-        recorder = Recorder(started, replica, measure_profile(started, rounds=1, note=note).cost, settings)
+        recorder = RunRecorder(started, replica, measure_profile(started, rounds=1, note=note).cost, settings)
         profile = measure_profile(started, rounds=rounds, note=note, seed=1, between=recorder.keep_up)
         run = recorder.recorded(profile.cost)
     else:

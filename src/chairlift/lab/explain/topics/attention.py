@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter
 from chairlift.lab.explain.palette import DARK_INK, LIGHT_INK, Look, Theme
-from chairlift.lab.explain.recording import Rider, Run, record
+from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topic import Picture, Topic
@@ -57,7 +57,7 @@ def run(stage: Stage) -> AttentionData:
     tokens = tuple(stage.loaded.tokenizer.encode(SENTENCE, add_special_tokens=False))
     calls: list[AttentionCall] = []
     with listening(started, calls.append), _noting_inputs(model) as inputs:
-        recorded = record(started.engine, [Rider("A", tokens, 1)])
+        recorded = record(started.engine, [TimedRequest("A", tokens, 1)])
     words = tuple(stage.words(tokens))
     asks = _pair(words)
     call, head = max(
@@ -269,7 +269,7 @@ Attention is how a token learns from the tokens before it. This is one head of l
 2. **Q, the query.** The row times a matrix of weights gives {d} numbers that say what this token is looking for.
 3. **K, the key.** Another matrix: what this token has to offer. (Q and K are also turned by the token's position, so
    that *near* and *far* make a difference.)
-4. **V, the value.** A third matrix: what it will hand over if somebody looks at it.
+4. **V, the value.** A third matrix: what it hands over to tokens that attend to it.
 5. **Scores.** Row by row, each Q is compared with each K: multiply the {d} numbers in pairs, add them up, times
    {data.scale:g} (one over the root of {d}). A high score means: what you offer is what I am looking for. The crosses
    are the **mask**: tokens that come later do not count. When a text is written, they do not exist yet.

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from chairlift.lab.explain.palette import Theme
-from chairlift.lab.explain.recording import Rider, Run
+from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import Stage
-from chairlift.lab.explain.timeline import Timeline, timeline
+from chairlift.lab.explain.timeline import SlotTimeline, timeline
 from chairlift.lab.explain.topic import Picture, Topic
 
-SEATS = 4
+SLOTS = 4
 # Prompt tokens, new tokens, and the turn at which each request comes.
 REQUESTS = ((6, 5, 0), (3, 14, 0), (9, 3, 1), (4, 8, 3), (7, 4, 4), (3, 11, 6), (5, 3, 8), (8, 6, 10))
 WAYS: dict[str, dict[str, Any]] = {
@@ -21,9 +21,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "continuous": {"policy": "continuous", "attention": "ragged"},
 }
 EXPLAINED = {
-    "static": "waits until all seats are taken, then nobody gets on until the last one is done",
-    "dynamic": "leaves with whoever is there, then nobody gets on until the last one is done",
-    "continuous": "at every step, whoever is done gets off and whoever waits gets on",
+    "static": "waits until all slots are taken, then admits nothing until the last one is done",
+    "dynamic": "starts with the requests that wait, then admits nothing until the last one is done",
+    "continuous": "at every step, finished requests leave and waiting ones are admitted",
 }
 
 
@@ -31,20 +31,20 @@ EXPLAINED = {
 class BatchingData:
     arrivals: dict[str, int]
     runs: dict[str, Run]
-    timelines: dict[str, Timeline]
+    timelines: dict[str, SlotTimeline]
 
 
 def run(stage: Stage) -> BatchingData:
-    riders = [
-        Rider(chr(ord("A") + index), stage.prompt(prompt, skip=3 * index), new, turn)
+    requests = [
+        TimedRequest(chr(ord("A") + index), stage.prompt(prompt, skip=3 * index), new, turn)
         for index, (prompt, new, turn) in enumerate(REQUESTS)
     ]
     runs = {
-        name: stage.play(riders, max_batch_requests=SEATS, max_batch_tokens=64, prefix_caching=False, **options)
+        name: stage.play(requests, max_batch_requests=SLOTS, max_batch_tokens=64, prefix_caching=False, **options)
         for name, options in WAYS.items()
     }
     return BatchingData(
-        {rider.name: rider.turn for rider in riders}, runs, {name: timeline(one) for name, one in runs.items()}
+        {request.name: request.turn for request in requests}, runs, {name: timeline(one) for name, one in runs.items()}
     )
 
 
@@ -56,39 +56,39 @@ def draw(data: BatchingData, theme: Theme) -> Sheet:
     )
     grid = sheet.grid(6, 1, height_ratios=[4, 1.3] * 3)
     for index, (name, line) in enumerate(data.timelines.items()):
-        seats = sheet.panel(name, grid[2 * index, 0])
-        _draw_seats(seats, name, line, turns, data.arrivals)
+        slots = sheet.panel(name, grid[2 * index, 0])
+        _draw_slots(slots, name, line, turns, data.arrivals)
         _draw_tokens(sheet.panel(f"{name} tokens", grid[2 * index + 1, 0]), line, turns, most)
     sheet.legend(
         {
             "prefill": "reads a prompt (number: tokens)",
             "decode": "makes one token",
-            "idle": "bubble: done, but keeps its seat",
-            "blocked": "bubble: empty, though somebody waits",
-            "empty": "empty, and nobody waits",
-            "useful": "tokens somebody asked for",
-            "padding": "tokens computed for nobody",
+            "idle": "bubble: done, but keeps its slot",
+            "blocked": "bubble: empty while a request waits",
+            "empty": "empty, no request waits",
+            "useful": "tokens of requests",
+            "padding": "padding tokens",
         }
     )
     return sheet
 
 
-def _draw_seats(panel: Panel, name: str, line: Timeline, turns: int, arrivals: dict[str, int]) -> None:
+def _draw_slots(panel: Panel, name: str, line: SlotTimeline, turns: int, arrivals: dict[str, int]) -> None:
     panel.title(
         f"{name}: {EXPLAINED[name]}",
         f"{line.turns} steps, {line.bubbles} bubbles, {sum(line.padding)} padding",
     )
     for cell in line.cells:
         labels = {"prefill": f"{cell.request}{cell.count}", "decode": cell.request}
-        panel.cell(cell.turn, cell.seat, cell.kind, labels.get(cell.kind, ""))
-    panel.grid_only(turns, line.seats, equal=False)
-    panel.row_names([f"seat {seat + 1}" for seat in range(line.seats)])
+        panel.cell(cell.turn, cell.slot, cell.kind, labels.get(cell.kind, ""))
+    panel.grid_only(turns, line.slots, equal=False)
+    panel.row_names([f"slot {slot + 1}" for slot in range(line.slots)])
     coming = {turn: [who for who, at in arrivals.items() if at == turn] for turn in sorted(set(arrivals.values()))}
     panel.axes.set_xticks([turn + 0.5 for turn in coming], [f"↑ {''.join(who)}" for who in coming.values()])
-    panel.text(-0.25, line.seats + 0.5, "comes", color=panel.theme.muted, ha="right")
+    panel.text(-0.25, line.slots + 0.5, "comes", color=panel.theme.muted, ha="right")
 
 
-def _draw_tokens(panel: Panel, line: Timeline, turns: int, most: int) -> None:
+def _draw_tokens(panel: Panel, line: SlotTimeline, turns: int, most: int) -> None:
     """Columns of tokens, useful ones below."""
     theme = panel.theme
     useful, padding = theme.look("useful"), theme.look("padding")
@@ -110,7 +110,7 @@ def says(data: BatchingData) -> str:
         f"{name}: {line.turns} steps, {line.bubbles} bubbles, {sum(line.padding)} padding tokens"
         for name, line in data.timelines.items()
     ]
-    return f"Seats over time for the same {len(data.arrivals)} requests. {'; '.join(parts)}."
+    return f"Slots over time for the same {len(data.arrivals)} requests. {'; '.join(parts)}."
 
 
 def teach(data: BatchingData) -> str:
@@ -119,41 +119,41 @@ def teach(data: BatchingData) -> str:
     static_wait = max(static.finished[name] - turn for name, turn in data.arrivals.items())
     return f"""
 A model can work on many requests at once, and one step for four of them takes hardly longer than one step for one. So
-requests share a step: that is **batching**. The question is who may join, and when.
+requests share a step: that is **batching**. The question is which requests may join, and when.
 
 [[batching]]
 
-Each row is a seat, each column is one step of the model. The arrows under the seats show when a request arrives.
-The small bars below count tokens: those that somebody asked for, and those that were computed for nobody.
+Each row is a slot, each column is one step of the model. The arrows under the slots show when a request arrives.
+The small bars below count tokens: those of requests, and padding.
 
 ## Static: wait for a full car
 
-Like a cable car. Nothing happens until all {static.seats} seats are taken. Then all ride together, and a request that
-is done early keeps its seat until the longest one is done. Such a seat is a **bubble**: the model computes a row for
-it, and the result is thrown away (striped). So is a seat that stays empty while somebody waits for one (dotted). Here:
+Like a cable car. Nothing happens until all {static.slots} slots are taken. Then all ride together, and a request that
+is done early keeps its slot until the longest one is done. Such a slot is a **bubble**: the model computes a row for
+it, and the result is thrown away (striped). So is a slot that stays empty while a request waits (dotted). Here:
 {static.bubbles} bubbles in {static.turns} steps.
 
 Prompts have different lengths, but this batch is a rectangle, so that short prompts are filled up with **padding**:
-{sum(static.padding)} tokens computed for nobody, against {sum(static.useful)} useful ones.
+{sum(static.padding)} padding tokens, against {sum(static.useful)} useful ones.
 
 ## Dynamic: do not wait for company
 
-The car leaves as soon as somebody is there (or after a short delay, `--max-delay-ms`). The first request waits less,
-but the seats stay blocked in the same way: {dynamic.bubbles} bubbles in {dynamic.turns} steps.
+The car leaves as soon as a request is there (or after a short delay, `--max-delay-ms`). The first request waits less,
+but the slots stay blocked in the same way: {dynamic.bubbles} bubbles in {dynamic.turns} steps.
 
 ## Continuous: the lift never stops
 
-After **every** step, whoever is done gets off and whoever waits gets on. The batch is not a rectangle but a plain list
-of tokens, so that there is nothing to fill up: {sum(continuous.padding)} padding tokens. The same work takes
+After **every** step, finished requests leave and waiting ones are admitted. The batch is not a rectangle but a plain
+list of tokens, so that there is nothing to fill up: {sum(continuous.padding)} padding tokens. The same work takes
 {continuous.turns} steps instead of {static.turns}, and the slowest request has its last token {wait} steps after it
-came instead of {static_wait}. There are {continuous.bubbles} bubbles: a seat is empty only where nobody waits for it.
+came instead of {static_wait}. There are {continuous.bubbles} bubbles: a slot is empty only where no request waits.
 """
 
 
 TOPIC = Topic(
     name="batching",
     title="Static, dynamic and continuous batching",
-    question="Why does a server that never waits for a full batch answer everybody sooner?",
+    question="Why does a server that never waits for a full batch answer all requests sooner?",
     run=run,
     pictures=(Picture("batching", draw, says),),
     teach=teach,

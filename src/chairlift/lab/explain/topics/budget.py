@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chairlift.lab.explain.palette import Theme
-from chairlift.lab.explain.recording import Rider, Run
+from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Sheet
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topic import Picture, Topic
@@ -22,11 +22,11 @@ class BudgetData:
 
 
 def run(stage: Stage) -> BudgetData:
-    riders = [
-        Rider(chr(ord("A") + index), stage.prompt(prompt, skip=4 * index), new, turn)
+    requests = [
+        TimedRequest(chr(ord("A") + index), stage.prompt(prompt, skip=4 * index), new, turn)
         for index, (prompt, new, turn) in enumerate(REQUESTS)
     ]
-    return BudgetData(BUDGET, stage.play(riders, max_batch_tokens=BUDGET, max_batch_requests=8, prefix_caching=False))
+    return BudgetData(BUDGET, stage.play(requests, max_batch_tokens=BUDGET, max_batch_requests=8, prefix_caching=False))
 
 
 def draw(data: BudgetData, theme: Theme) -> Sheet:
@@ -50,7 +50,7 @@ def draw(data: BudgetData, theme: Theme) -> Sheet:
         {
             "decode": "decode: the next token of a running request",
             "prefill": "prefill: a token of a prompt",
-            "empty": "room that nobody needed",
+            "empty": "unused budget",
         }
     )
     return sheet
@@ -72,18 +72,18 @@ def says(data: BudgetData) -> str:
 
 
 def teach(data: BudgetData) -> str:
-    longest = max(data.run.riders, key=lambda rider: len(rider.prompt))
+    longest = max(data.run.requests, key=lambda request: len(request.prompt))
     pieces = chunks_of(data, longest.name)
     return f"""
-Everybody on board waits for the whole step. A step that reads a prompt of thousands of tokens would hold up all the
+Every running request waits for the whole step. A step that reads a prompt of thousands of tokens would hold up all the
 others, so a step has a **token budget**: here {data.budget} tokens (`--max-batch-tokens {data.budget}`).
 
 [[budget]]
 
 Each column is one step, each square one token, with the letter of its request. The engine fills a column like this:
 
-1. **Decodes first** (orange, at the bottom). Everyone who is in the middle of an answer gets one token. So nobody who
-   is running is ever held up by someone new.
+1. **Decodes first** (orange, at the bottom). Every request in the middle of an answer gets one token, so new
+   requests never hold up running ones.
 2. **Then prompts** (blue), as many of their tokens as still fit. A prompt that does not fit is read in **chunks**, over
    several steps: the prompt of {longest.name} has {len(longest.prompt)} tokens and was read as
    {" + ".join(map(str, pieces))}.
@@ -97,7 +97,7 @@ computed; a decode is simply one token behind, a prompt is many behind, and both
 TOPIC = Topic(
     name="budget",
     title="The token budget",
-    question="Who gets into a step when not everybody fits?",
+    question="Which tokens are computed in a step when not all of them fit?",
     run=run,
     pictures=(Picture("budget", draw, says),),
     teach=teach,

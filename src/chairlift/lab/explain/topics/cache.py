@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from chairlift.lab.explain.palette import Look, Theme
-from chairlift.lab.explain.recording import Rider, Run
+from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topic import Picture, Topic
@@ -37,7 +37,7 @@ class CacheData:
 
 def run(stage: Stage) -> CacheData:
     prompt = stage.prompt(PROMPT)
-    played = stage.play([Rider("A", prompt, NEW)], prefix_caching=False)
+    played = stage.play([TimedRequest("A", prompt, NEW)], prefix_caching=False)
     output = [token for step in played.steps for token in step.sampled.get("A", ())]
     generated, spans = _without_cache(stage, prompt)
     text = stage.prompt(TOKENS, skip=24)
@@ -101,7 +101,7 @@ def _keys_and_values(stage: Stage, tokens: tuple[int, ...]) -> list[Tensor]:
         found.append(torch.cat((call.k.flatten(1), call.v.flatten(1)), dim=1))
 
     with listening(started, listen):
-        record(started.engine, [Rider("A", tokens, 1)])
+        record(started.engine, [TimedRequest("A", tokens, 1)])
     return found
 
 
@@ -217,7 +217,7 @@ May we keep them, though? Would the new token not change what the earlier ones m
 
 Each row is a layer of the model. **Before** the exchanged word, {unchanged_before(data)} of
 {data.changed * len(data.differences)} cells are exactly the same, to the last bit. From it on everything is different
-(only in the first layer the later words do not know yet: there, nobody has looked at anybody). So a new token can never
+(except in the first layer, where no token has attended to another yet). So a new token can never
 make a cached value wrong, and cached values can be shared by all texts that begin the same way.
 
 The price is memory: the cache grows with every token of every request. The next pages are about that.

@@ -8,7 +8,7 @@ from typing import Any
 
 from chairlift.core.events import TokenProduced
 from chairlift.lab.explain.palette import Theme
-from chairlift.lab.explain.recording import Rider, Run
+from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import QUIET_CLOCK, Stage
 from chairlift.lab.explain.topic import Picture, Topic
@@ -24,8 +24,8 @@ class ChunkingData:
 
 
 def run(stage: Stage) -> ChunkingData:
-    short = [Rider(name, stage.prompt(6, skip=7 * index), 18) for index, name in enumerate("ABC")]
-    riders = [*short, Rider("D", stage.prompt(LONG, skip=1), 5, turn=4)]
+    short = [TimedRequest(name, stage.prompt(6, skip=7 * index), 18) for index, name in enumerate("ABC")]
+    requests = [*short, TimedRequest("D", stage.prompt(LONG, skip=1), 5, turn=4)]
     options: dict[str, Any] = {
         "max_batch_tokens": 256,
         "max_batch_requests": 8,
@@ -35,8 +35,8 @@ def run(stage: Stage) -> ChunkingData:
     return ChunkingData(
         "D",
         {
-            "whole": stage.play(riders, **options),
-            "chunked": stage.play(riders, **options, max_prefill_tokens=CHUNK),
+            "whole": stage.play(requests, **options),
+            "chunked": stage.play(requests, **options, max_prefill_tokens=CHUNK),
         },
     )
 
@@ -78,7 +78,7 @@ def draw(data: ChunkingData, theme: Theme) -> Sheet:
 
 def _draw_run(panel: Panel, data: ChunkingData, run: Run, total: float) -> None:
     """Each step as wide as the time it took."""
-    names = [rider.name for rider in run.riders]
+    names = [request.name for request in run.requests]
     begin = 0.0
     for step, done in zip(run.steps, run.done(), strict=True):
         width = 1e3 * done.seconds
@@ -107,7 +107,7 @@ def teach(data: ChunkingData) -> str:
     whole, chunked = (1e3 * longest_gap(data, name) for name in data.runs)
     sizes = " + ".join(map(str, pieces(data, "chunked")))
     return f"""
-Reading a long prompt takes a long step, and **everybody** on board waits for the whole step. A person who watches an
+Reading a long prompt takes a long step, and **every** running request waits for the whole step. A person who watches an
 answer appear sees it freeze because a stranger sent a long document.
 
 [[chunking]]
@@ -130,7 +130,7 @@ machine and on how long a pause may be: the engine can choose it by itself (see 
 TOPIC = Topic(
     name="chunking",
     title="Chunked prefill",
-    question="How can a long prompt be read without stopping everybody else?",
+    question="How can a long prompt be read without stopping all other requests?",
     run=run,
     pictures=(Picture("chunking", draw, says),),
     teach=teach,

@@ -9,13 +9,13 @@ from chairlift.core.budgets.base import BatchLoad, TokenBudget
 from chairlift.core.cost_model import CostModel
 from chairlift.core.step_limits import LimitReason, StepLimits
 from chairlift.lab.explain.palette import Theme
-from chairlift.lab.explain.recording import Rider, Run, record
+from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import QUIET_CLOCK, Stage
 from chairlift.lab.explain.topic import Picture, Topic
 
 MOST = 128  # prompt tokens of a step
-ROOM = 28  # the target leaves room for about so many
+ROOM = 28  # prompt tokens that the target leaves room for, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,13 @@ def run(stage: Stage) -> CostData:
 
     options: dict[str, Any] = {"max_batch_tokens": 160, "max_batch_requests": 8, "prefix_caching": False}
     first = stage.start(clock=QUIET_CLOCK, max_prefill_tokens=MOST, **options)
-    learning = record(first.engine, _riders(stage))
+    learning = record(first.engine, _requests(stage))
     learned = first.engine.cost_model
     target = learned.predict(StepShape(4, ROOM, 4 * 40, ROOM * 40, 5))
     started = stage.start(clock=QUIET_CLOCK, max_prefill_tokens=MOST, target_tpot_ms=1e3 * target, **options)
     watching = _Watching(started.engine.scheduler.budget, started.engine.cost_model)
     started.engine.scheduler.budget = watching
-    played = record(started.engine, _riders(stage))
+    played = record(started.engine, _requests(stage))
     done = played.done()
     return CostData(
         target=target,
@@ -101,10 +101,13 @@ def run(stage: Stage) -> CostData:
     )
 
 
-def _riders(stage: Stage) -> list[Rider]:
+def _requests(stage: Stage) -> list[TimedRequest]:
     """Some that are being answered all the time, and long prompts between."""
-    short = [Rider(f"S{index}", stage.prompt(8, skip=5 * index), 40, turn=index) for index in range(4)]
-    return [*short, *(Rider(f"L{index}", stage.prompt(110, skip=index), 4, turn=6 + 9 * index) for index in range(4))]
+    short = [TimedRequest(f"S{index}", stage.prompt(8, skip=5 * index), 40, turn=index) for index in range(4)]
+    return [
+        *short,
+        *(TimedRequest(f"L{index}", stage.prompt(110, skip=index), 4, turn=6 + 9 * index) for index in range(4)),
+    ]
 
 
 def shown(data: CostData) -> Decision:
@@ -211,15 +214,15 @@ After every step the engine compares what it expected with what it measured, and
 time of a step = a fixed part + a price for each token + a price for what attention reads + a price for each request
 ```
 
-Nobody tells it the prices: it learns them while it runs. At the end of this run a token costs {ms["token"]:.2f} ms and
+It learns the prices while it runs. At the end of this run a token costs {ms["token"]:.2f} ms and
 the fixed part is {ms["step"]:.2f} ms. On the right, each dot is one step: the nearer to the line, the better the
 prediction. The typical error is {typical_error(data):.0%} (once ten steps have been seen).
 
 ## The chosen chunk
 
 On the left is one moment of the run: {choice.decodes} requests are being answered, and a prompt waits. The curve is
-what the model expects of a step with so many prompt tokens beside them. The target (`--target-tpot-ms`) says that a
-step should not take longer than {1e3 * data.target:.0f} ms. The engine takes the largest chunk that stays below:
+what the model expects of a step with that number of prompt tokens beside them. The target (`--target-tpot-ms`) says
+that a step should not take longer than {1e3 * data.target:.0f} ms. The engine takes the largest chunk that stays below:
 {choice.chosen} tokens. (It plans a little below the line where steps often take longer than expected.)
 
 Below you see the result, step by step: answers go on in every step (orange), and prompts get what is left (blue). At

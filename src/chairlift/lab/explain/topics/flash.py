@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import InvalidParameter
 from chairlift.lab.explain.palette import Theme
-from chairlift.lab.explain.recording import Rider, Run, record
+from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topic import Picture, Topic
@@ -73,7 +73,7 @@ def run(stage: Stage) -> FlashData:
 
     prompt = (*stage.prompt(TOKENS - 102), *stage.prompt(102, skip=3))
     with listening(started, listen):
-        played = record(started.engine, [Rider("A", prompt, 1)])
+        played = record(started.engine, [TimedRequest("A", prompt, 1)])
     if calls[0].layer.window is not None or calls[0].layer.softcap is not None:
         raise InvalidParameter("model", "this topic needs a layer with plain attention in the middle of the model")
     return max((_watch(calls[0], kv, played) for kv in range(calls[0].layer.num_kv_heads)), key=_rises)

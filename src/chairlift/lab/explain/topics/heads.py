@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from chairlift.lab.explain.palette import Theme
-from chairlift.lab.explain.recording import Rider, Run, record
+from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topic import Picture, Topic
@@ -36,7 +36,7 @@ class HeadsData:
 
 def run(stage: Stage) -> HeadsData:
     started = stage.start(block_size=16, prefix_caching=False)
-    played = record(started.engine, [Rider("A", stage.prompt(20), 12)])
+    played = record(started.engine, [TimedRequest("A", stage.prompt(20), 12)])
     model = stage.loaded.model
     layer = model.attention_layers[0]
     heads = layer.num_heads

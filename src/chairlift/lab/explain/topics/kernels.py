@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from chairlift.lab.explain.palette import Theme
-from chairlift.lab.explain.recording import Rider, Run, StepRecord, record
+from chairlift.lab.explain.recording import Run, StepRecord, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topic import Picture, Topic
@@ -47,21 +47,21 @@ class KernelsData:
 
 
 def run(stage: Stage) -> KernelsData:
-    riders = [
-        Rider("A", stage.prompt(13), 6),
-        Rider("B", stage.prompt(4, skip=9), 6),
-        Rider("C", stage.prompt(8, skip=20), 6, turn=1),
-        Rider("D", stage.prompt(4, skip=31), 2, turn=3),
+    requests = [
+        TimedRequest("A", stage.prompt(13), 6),
+        TimedRequest("B", stage.prompt(4, skip=9), 6),
+        TimedRequest("C", stage.prompt(8, skip=20), 6, turn=1),
+        TimedRequest("D", stage.prompt(4, skip=31), 2, turn=3),
     ]
     ways, outputs, runs = {}, [], {}
     for name in NAMES:
-        ways[name], output, runs[name] = _measure(stage, name, riders)
+        ways[name], output, runs[name] = _measure(stage, name, requests)
         outputs.append(output)
     apart = max(abs(a - b) for one, two in pairwise(outputs) for a, b in zip(one, two, strict=True))
     return KernelsData(ways, apart, runs)
 
 
-def _measure(stage: Stage, name: str, riders: list[Rider]) -> tuple[KernelData, list[float], Run]:
+def _measure(stage: Stage, name: str, requests: list[TimedRequest]) -> tuple[KernelData, list[float], Run]:
     from chairlift.lab.explain.listening import listening
 
     started = stage.start(block_size=BLOCK_SIZE, prefix_caching=False, attention=name)
@@ -72,8 +72,8 @@ def _measure(stage: Stage, name: str, riders: list[Rider]) -> tuple[KernelData, 
             calls.append((call, _best_seconds(call)))
 
     with listening(started, listen):
-        run = record(started.engine, riders)
-    place = next(index for index, step in enumerate(run.steps) if _mixed(step, len(riders)))
+        run = record(started.engine, requests)
+    place = next(index for index, step in enumerate(run.steps) if _mixed(step, len(requests)))
     (call, seconds), step = calls[place], run.steps[place]
     layout = call.layout
     width = -(-max(layout.ends) // BLOCK_SIZE) * BLOCK_SIZE
@@ -95,12 +95,12 @@ def _measure(stage: Stage, name: str, riders: list[Rider]) -> tuple[KernelData, 
     return data, [float(value) for row in useful for value in row], run
 
 
-def _mixed(step: StepRecord, riders: int) -> bool:
-    return len(step.chunks) == riders and not all(chunk.decode for chunk in step.chunks)
+def _mixed(step: StepRecord, requests: int) -> bool:
+    return len(step.chunks) == requests and not all(chunk.decode for chunk in step.chunks)
 
 
 def _best_seconds(call: AttentionCall) -> float:
-    """The same call again and again: the fastest is the one that nobody disturbed."""
+    """The fastest of several calls, which other programs disturbed least."""
     best = float("inf")
     for _ in range(REPEATS):
         begun = time.perf_counter()
@@ -121,7 +121,7 @@ def draw(data: KernelsData, theme: Theme) -> Sheet:
         {
             "useful": "query × key that counts",
             "masked": "computed, then hidden by the mask",
-            "padding": "padding: computed for nobody",
+            "padding": "padding",
         }
     )
     return sheet

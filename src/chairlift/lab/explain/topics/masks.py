@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from chairlift.lab.explain.palette import Theme
-from chairlift.lab.explain.recording import ChunkRecord, Rider, Run, StepRecord, record
+from chairlift.lab.explain.recording import ChunkRecord, Run, StepRecord, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topic import Picture, Topic
@@ -46,14 +46,14 @@ class MasksData:
 
 
 def run(stage: Stage) -> MasksData:
-    def rider(name: str, prompt: int, new: int = 1, turn: int = 0) -> Rider:
-        return Rider(name, stage.prompt(prompt, skip=5 * (ord(name) - ord("A"))), new, turn)
+    def request(name: str, prompt: int, new: int = 1, turn: int = 0) -> TimedRequest:
+        return TimedRequest(name, stage.prompt(prompt, skip=5 * (ord(name) - ord("A"))), new, turn)
 
-    causal, causal_run = _masks(stage, [rider("A", 10)], lambda step: True)
-    chunked, chunked_run = _masks(stage, [rider("A", 14)], lambda step: True, max_batch_tokens=6)
-    three = [rider("A", 5), rider("B", 3), rider("C", 7)]
+    causal, causal_run = _masks(stage, [request("A", 10)], lambda step: True)
+    chunked, chunked_run = _masks(stage, [request("A", 14)], lambda step: True, max_batch_tokens=6)
+    three = [request("A", 5), request("B", 3), request("C", 7)]
     padded, padded_run = _masks(stage, three, lambda step: len(step.chunks) == 3, attention="padded")
-    four = [rider("A", 5, 6), rider("B", 3, 6, 1), rider("C", 14, 4, 2), rider("D", 4, 3, 3)]
+    four = [request("A", 5, 6), request("B", 3, 6, 1), request("C", 14, 4, 2), request("D", 4, 3, 3)]
     ragged, ragged_run = _masks(stage, four, _mixed, max_batch_tokens=12)
     longest = max(sequence.end for sequence in padded[0].sequences)
     return MasksData(
@@ -73,7 +73,7 @@ def _mixed(step: StepRecord) -> bool:
 
 
 def _masks(
-    stage: Stage, riders: list[Rider], wanted: Callable[[StepRecord], bool], **options: Any
+    stage: Stage, requests: list[TimedRequest], wanted: Callable[[StepRecord], bool], **options: Any
 ) -> tuple[list[Mask], Run]:
     """The masks of the wanted steps of a run."""
     from chairlift.lab.explain.listening import AttentionCall, listening, who_sees_whom
@@ -87,7 +87,7 @@ def _masks(
             found.append((who_sees_whom(call), [end - start for start, end in pairwise(offsets)]))
 
     with listening(started, listen):
-        run = record(started.engine, riders)
+        run = record(started.engine, requests)
     masks = []
     for step, (sees, rows) in zip(run.steps, found, strict=True):
         if wanted(step):

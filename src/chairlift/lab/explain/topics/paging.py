@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chairlift.lab.explain.palette import Theme
-from chairlift.lab.explain.recording import Rider, Run
+from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topic import Picture, Topic
@@ -29,22 +29,22 @@ class PagingData:
 
 
 def run(stage: Stage) -> PagingData:
-    riders = [
-        Rider("A", stage.prompt(7), 12),
-        Rider("B", stage.prompt(6, skip=17), 12, turn=1),
+    requests = [
+        TimedRequest("A", stage.prompt(7), 12),
+        TimedRequest("B", stage.prompt(6, skip=17), 12, turn=1),
     ]
     played = stage.play(
-        riders, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_requests=4, prefix_caching=False
+        requests, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_requests=4, prefix_caching=False
     )
-    last = max(step.turn for step in played.steps if len(step.chunks) == len(riders))
+    last = max(step.turn for step in played.steps if len(step.chunks) == len(requests))
     step = played.steps[last]
-    requests = []
-    for rider in riders:
-        made = [token for past in played.steps[:last] for token in past.sampled.get(rider.name, ())]
-        (chunk,) = (chunk for chunk in step.chunks if chunk.request == rider.name)
-        tokens = (*rider.prompt, *made)[: chunk.end]
-        requests.append(RequestMemory(rider.name, tuple(stage.words(tokens)), chunk.table))
-    return PagingData(BLOCK_SIZE, NUM_BLOCKS, tuple(requests), played)
+    memories = []
+    for request in requests:
+        made = [token for past in played.steps[:last] for token in past.sampled.get(request.name, ())]
+        (chunk,) = (chunk for chunk in step.chunks if chunk.request == request.name)
+        tokens = (*request.prompt, *made)[: chunk.end]
+        memories.append(RequestMemory(request.name, tuple(stage.words(tokens)), chunk.table))
+    return PagingData(BLOCK_SIZE, NUM_BLOCKS, tuple(memories), played)
 
 
 def contents(data: PagingData) -> dict[int, tuple[str, tuple[str, ...]]]:

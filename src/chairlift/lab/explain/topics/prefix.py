@@ -1,4 +1,4 @@
-"""Requests that begin alike share blocks; whoever writes into a shared block first gets a copy."""
+"""Requests with the same prefix share blocks; the first write to a shared block makes a copy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from chairlift.lab.explain.block_map import block_state, draw_pool
 from chairlift.lab.explain.palette import Theme
-from chairlift.lab.explain.recording import Rider, Run, StepRecord
+from chairlift.lab.explain.recording import Run, StepRecord, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topic import Picture, Topic
@@ -33,17 +33,17 @@ class PrefixData:
 
 def run(stage: Stage) -> PrefixData:
     system = stage.prompt(SYSTEM)
-    riders = [
-        Rider("A", (*system, *stage.prompt(5, skip=30)), 9),
-        Rider("B", (*system, *stage.prompt(7, skip=40)), 8, turn=2),
-        Rider("C", (*system, *stage.prompt(6, skip=50)), 9, turn=4, n=2),
+    requests = [
+        TimedRequest("A", (*system, *stage.prompt(5, skip=30)), 9),
+        TimedRequest("B", (*system, *stage.prompt(7, skip=40)), 8, turn=2),
+        TimedRequest("C", (*system, *stage.prompt(6, skip=50)), 9, turn=4, n=2),
     ]
-    played = stage.play(riders, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_requests=8)
+    played = stage.play(requests, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_requests=8)
     steps = played.steps
     return PrefixData(
         BLOCK_SIZE,
         SYSTEM,
-        {event.request_id: event.cached_tokens for event in played.boarded()},
+        {event.request_id: event.cached_tokens for event in played.admitted()},
         next(index for index, step in enumerate(steps) if {"A", "B"} <= set(step.tables)),
         next(index for index, step in enumerate(steps) if any(chunk.copies for chunk in step.chunks)),
         next(index for index, step in enumerate(steps) if index and "A" not in step.tables),
@@ -111,7 +111,7 @@ def _draw_tables(panel: Panel, step: StepRecord) -> None:
 
 
 def saved(step: StepRecord) -> int:
-    """Blocks that would be needed besides if nobody shared."""
+    """Additional blocks that would be needed without sharing."""
     return sum(references - 1 for references in step.references if references)
 
 
@@ -143,22 +143,22 @@ numbers in the picture are those of the memory blocks.
 
 ## Sharing
 
-All three prompts begin with the same {data.system} tokens. A computes them. When B gets on, the engine knows blocks by
-a fingerprint of their tokens and of everything before them, finds {data.cached_tokens["B"] // data.block_size} full
+All three prompts begin with the same {data.system} tokens. A computes them. When B is admitted, the engine knows blocks
+by a fingerprint of their tokens and of everything before them, finds {data.cached_tokens["B"] // data.block_size} full
 blocks of A's, and writes the **same numbers** into B's table. B starts with {data.cached_tokens["B"]} tokens that it
 does not have to compute, and {saved(first)} blocks are saved.
 
 ## Copy-on-write
 
 C asks for two answers to one prompt. Both share all blocks of it, also the last one, which is only partly filled. But
-now each will write its own next token there. Whoever writes first gets a **copy**: block {source} is copied to block
+now each will write its own next token there. The first write makes a **copy**: block {source} is copied to block
 {target} for its second answer, and only then written to. All full blocks stay shared. In that step {saved(second)}
 blocks are saved, against {len(copies_of(second))} that was copied.
 
 ## Leaving
 
 When A is done (below), the blocks that only A had are free. What is in the full ones can still be found by a later
-request that begins the same way, until somebody else needs the room: {reusable(last)} blocks here.
+request that begins the same way, until its block is evicted: {reusable(last)} blocks here.
 """
 
 

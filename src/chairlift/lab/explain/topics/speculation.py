@@ -1,4 +1,4 @@
-"""Guessing the next tokens and checking all guesses in one step."""
+"""Speculative decoding: draft tokens, verified in one step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chairlift.lab.explain.palette import Theme
-from chairlift.lab.explain.recording import Rider, Run
+from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
 from chairlift.lab.explain.stage import Stage
 from chairlift.lab.explain.topic import Picture, Topic
@@ -29,9 +29,9 @@ TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One step of a request: what was guessed, how much of it was right, and the token that the model itself added."""
+    """One step of a request: its draft tokens, how many were accepted, and the token that the model added."""
 
-    guesses: tuple[str, ...]
+    drafts: tuple[str, ...]
     accepted: int
     own: str
 
@@ -39,26 +39,28 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class SpeculationData:
     rows: dict[str, tuple[Row, ...]]
-    most: int  # guesses at a time
+    most: int  # draft tokens per step
     same_output: bool
     run: Run
-    plain: Run  # the same requests without guesses
+    plain: Run  # the same requests without draft tokens
 
 
 def run(stage: Stage, texts: Mapping[str, tuple[str, int]] = TEXTS) -> SpeculationData:
     encode = stage.loaded.tokenizer.encode
-    riders = [Rider(name, tuple(encode(text, add_special_tokens=False)), new) for name, (text, new) in texts.items()]
-    guessed = stage.play(riders, speculate="ngram", draft_length=DRAFTS, prefix_caching=False)
-    plain = stage.play(riders, prefix_caching=False)
+    requests = [
+        TimedRequest(name, tuple(encode(text, add_special_tokens=False)), new) for name, (text, new) in texts.items()
+    ]
+    drafted = stage.play(requests, speculate="ngram", draft_length=DRAFTS, prefix_caching=False)
+    plain = stage.play(requests, prefix_caching=False)
     rows: dict[str, list[Row]] = {name: [] for name in texts}
-    for step in guessed.steps:
+    for step in drafted.steps:
         for chunk in step.chunks:
             if chunk.samples:
                 *right, own = step.sampled[chunk.request]
                 row = Row(tuple(stage.words(chunk.drafts)), len(right), stage.words([own])[0])
                 rows[chunk.request].append(row)
-    same = all(_output(guessed, name)[:new] == _output(plain, name)[:new] for name, (_, new) in texts.items())
-    return SpeculationData({name: tuple(found) for name, found in rows.items()}, DRAFTS, same, guessed, plain)
+    same = all(_output(drafted, name)[:new] == _output(plain, name)[:new] for name, (_, new) in texts.items())
+    return SpeculationData({name: tuple(found) for name, found in rows.items()}, DRAFTS, same, drafted, plain)
 
 
 def _output(run: Run, name: str) -> list[int]:
@@ -71,7 +73,7 @@ def _plain_steps(data: SpeculationData, name: str) -> int:
 
 def draw(data: SpeculationData, theme: Theme) -> Sheet:
     longest = max(map(len, data.rows.values()))
-    sheet = Sheet(theme, "Guess several tokens, check them in one step", size=(12, max(4.5, 1.9 + 0.34 * longest)))
+    sheet = Sheet(theme, "Draft several tokens, verify them in one step", size=(12, max(4.5, 1.9 + 0.34 * longest)))
     grid = sheet.grid(1, len(data.rows))
     for column, (name, rows) in enumerate(data.rows.items()):
         panel = sheet.panel(name, grid[0, column])
@@ -79,8 +81,8 @@ def draw(data: SpeculationData, theme: Theme) -> Sheet:
         _draw_rows(panel, rows, data.most, longest)
     sheet.legend(
         {
-            "accepted": "a right guess: kept",
-            "rejected": "a wrong guess, or one after it: dropped",
+            "accepted": "accepted draft token",
+            "rejected": "rejected draft token, or one after it",
             "decode": "the token that every step gives",
         }
     )
@@ -90,15 +92,15 @@ def draw(data: SpeculationData, theme: Theme) -> Sheet:
 def _draw_rows(panel: Panel, rows: tuple[Row, ...], most: int, longest: int) -> None:
     own_at = 2 * most + 0.4
     for y, row in enumerate(rows):
-        for place, guess in enumerate(row.guesses):
+        for place, draft in enumerate(row.drafts):
             kind, sign = ("accepted", "✓") if place < row.accepted else ("rejected", "✗")
-            panel.cell(place * 2, y, kind, f"{sign} {guess}", width=2, size=8.5)
+            panel.cell(place * 2, y, kind, f"{sign} {draft}", width=2, size=8.5)
         panel.cell(own_at, y, "decode", row.own, width=2, size=8.5)
         panel.text(own_at + 2.7, y + 0.5, f"+{row.accepted + 1}", size=9)
     panel.grid_only(own_at + 3.2, longest, equal=False)
     panel.row_names([f"step {index + 1}" for index in range(len(rows))])
     places = [2 * place + 1 for place in range(most)] + [own_at + 1, own_at + 2.7]
-    names = [f"guess {place + 1}" for place in range(most)] + ["model", "tokens"]
+    names = [f"draft {place + 1}" for place in range(most)] + ["model", "tokens"]
     panel.axes.set_xticks(places, names, fontsize=8.5, color=panel.theme.ink)
     panel.axes.xaxis.tick_top()
     panel.axes.tick_params(length=0)
@@ -109,12 +111,12 @@ def accepted(data: SpeculationData) -> int:
 
 
 def proposed(data: SpeculationData) -> int:
-    return sum(len(row.guesses) for rows in data.rows.values() for row in rows)
+    return sum(len(row.drafts) for rows in data.rows.values() for row in rows)
 
 
 def says(data: SpeculationData) -> str:
     steps = [f"{name}: {len(rows)} steps instead of {_plain_steps(data, name)}" for name, rows in data.rows.items()]
-    return f"{proposed(data)} guesses, {accepted(data)} of them right. {'; '.join(steps)}."
+    return f"{proposed(data)} draft tokens, {accepted(data)} accepted. {'; '.join(steps)}."
 
 
 def teach(data: SpeculationData) -> str:
@@ -124,25 +126,26 @@ def teach(data: SpeculationData) -> str:
     )
     return f"""
 A decode step reads all weights of the model to make **one** token. The same step could check several tokens at hardly
-more cost, if only it knew which ones. So let us guess, and let the model check the guesses: **speculative decoding**.
+more cost, if only it knew which ones. So a cheap **proposer** drafts them, and the model verifies them: **speculative
+decoding**.
 
 [[speculation]]
 
-Each row is one step. The engine guesses up to {data.most} next tokens, here by looking at the text so far: the last
+Each row is one step. The engine drafts up to {data.most} next tokens, here by looking at the text so far: the last
 words appeared before, so what followed them then may follow again (`--speculate ngram`). Then one step computes all
-guesses at once, as if they were a small piece of a prompt, and the model says for each place which token **it** would
-have chosen:
+draft tokens at once, like a small piece of a prompt, and the model scores which token **it** would have chosen at each
+place:
 
-- A guess that the model agrees with is **kept** (green, ✓).
-- The first wrong one and all after it are **dropped** (red, ✗): they were based on a wrong word.
-- After the last right guess the model adds a token of its own (orange). So even if all guesses are wrong, a step makes
-  one token, as without guessing.
+- A draft token that the model agrees with is **accepted** (green, ✓).
+- The first wrong one and all after it are **rejected** (red, ✗): they were based on a wrong word.
+- After the last accepted one the model adds a token of its own (orange). So even if all drafts are rejected, a step
+  makes one token, as without drafts.
 
-Here {accepted(data)} of {proposed(data)} guesses were right: {steps}. The texts are
-{same}: guesses change how fast a text comes, never what it says.
+Here {accepted(data)} of {proposed(data)} draft tokens were accepted: {steps}. The texts are
+{same}: drafts change how fast a text comes, never what it says.
 
-A wrong guess costs some computing, and it pays only where there is computing to spare and text that can be guessed:
-code, lists, quotes. The engine looks at how many of its guesses were right and makes them longer or shorter, or stops.
+A rejected draft token costs some computing, so drafts pay only where there is computing to spare and the text is
+predictable: code, lists, quotes. The engine measures how many are accepted and drafts more, fewer or none.
 """
 
 

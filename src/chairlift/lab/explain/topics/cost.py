@@ -239,5 +239,5 @@ TOPIC = Topic(
     run=run,
     pictures=(Picture("cost", draw, says),),
     teach=teach,
-    code=("chairlift/core/cost_model.py", "chairlift/core/budgets/adaptive.py"),
+    code=("chairlift/core/cost_model.py", "chairlift/core/budgets/latency.py"),
 )

@@ -15,13 +15,13 @@ from chairlift.core.orderings.fair import parse_weights
 from chairlift.core.policies.base import POLICIES, Policy, make_policy
 from chairlift.core.scheduler.waiting_queue import MAX_OVERTAKES
 from chairlift.errors import InvalidParameter
+from chairlift.layers.formats import FORMATS
 from chairlift.options.checks import above, at_least, strictly_between
 from chairlift.options.declaration import check_options, option
 from chairlift.speculation.control.option import Speculate, check_speculate
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "fp8")
-QUANTIZATIONS = ("auto", "none", "int8", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 
 MODEL, DEVICE, BATCHING = "Model", "Device and precision", "Batching"
@@ -76,7 +76,7 @@ class EngineConfig:
         help="Format of the weights: int8 on a CPU, fp8 on a GPU. auto takes int8 where it is faster, unless a dtype "
         "is given.",
         group=DEVICE,
-        choices=QUANTIZATIONS,
+        choices=lambda: ("auto", *FORMATS.names()),
     )
     kv_dtype: str = option(
         "auto",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.layers.fp8 import FP8, multiply, round_rows
+from chairlift.layers.formats.fp8 import FP8, multiply, round_rows
 from chairlift.layers.moe import MixtureOfExperts
 
 pytest.importorskip("triton", reason="the GPU kernels need triton")

@@ -12,7 +12,7 @@ from chairlift.attention.storage import KVStorage
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
-from chairlift.models.fused_gpu import FusedGPUDecoder, can_fuse
+from chairlift.models.stacks.fused_gpu import FusedGPUStack, can_fuse
 from chairlift.runner.kv_storage import allocate_storage
 from tests.kernels.tiny_config import CONFIG
 
@@ -77,8 +77,8 @@ def test_fused_layers_are_the_layers(family: str, device: torch.device, monkeypa
         written = [side.clone() for side in (*storage.keys, *storage.values)]
         for side, before in zip((*storage.keys, *storage.values), kept, strict=True):
             side.copy_(before)
-        FusedGPUDecoder.move_norms_into(model.layers)
-        model._fused_gpu = FusedGPUDecoder(model.layers)
+        model.stack = FusedGPUStack(model.stack.parts)
+        model.stack.finalize()
         found = logits(model, storage, rows)
     assert float((found - expected).norm() / expected.norm()) < 5e-3
     for side, before in zip((*storage.keys, *storage.values), written, strict=True):

@@ -22,9 +22,8 @@ from chairlift.errors import InvalidParameter
 from chairlift.kernels.triton import fp8 as triton_fp8
 from chairlift.kernels.triton.invariant import invariant_linear
 from chairlift.kernels.triton.layers import rotate_and_store_
-from chairlift.layers.fp8 import FP8, LARGEST, fp8_obstacles, multiply, round_rows
-from chairlift.models import build_model
-from chairlift.models import fp8_obstacles as model_obstacles
+from chairlift.layers.formats.fp8 import FP8, LARGEST, FP8Weight, fp8_obstacles, multiply, round_rows
+from chairlift.models import build_model, format_obstacles
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.models.read_config import decoder_config
@@ -190,7 +189,7 @@ def test_every_backend_reads_an_fp8_cache() -> None:
 
 def test_a_quantized_decoder_counts_its_bytes_and_stays_close(device: torch.device) -> None:
     exact = build_model(CONFIG, dummy_tensors(CONFIG, device), dtype=torch.float32, device=device)
-    model = Decoder(decoder_config(CONFIG), dtype=torch.float32, device=device, quantization="fp8")
+    model = Decoder(decoder_config(CONFIG), dtype=torch.float32, device=device, format=FP8Weight)
     fill(
         dict(model.targets()),
         dummy_tensors(CONFIG, device),
@@ -221,6 +220,7 @@ def test_refused_combinations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fp8_obstacles(cuda) == ["8-bit floats need a GPU of compute capability 8.9 or later, this one has 8.0"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert fp8_obstacles(cuda) == []
-    assert "bfloat16 or float16" in model_obstacles(CONFIG, torch.float32, cuda)[0]
+    assert "bfloat16 or float16" in format_obstacles(CONFIG, "fp8", torch.float32, cuda)[0]
     mixture = CONFIG | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
-    assert model_obstacles(mixture | {"moe_intermediate_size": 8}, torch.bfloat16, cuda) == ["this model has experts"]
+    mixture |= {"moe_intermediate_size": 8}
+    assert format_obstacles(mixture, "fp8", torch.bfloat16, cuda) == ["this model has experts"]

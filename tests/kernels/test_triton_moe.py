@@ -99,8 +99,8 @@ def make_block(device: torch.device, *, num_experts: int, top_k: int, hidden: in
         dtype=torch.float32,
         device=device,
     )
-    assert block.router.weight is not None
-    for weight in (block.router.weight, block.gate_up, block.down):
+    assert block.router.weight.plain is not None
+    for weight in (block.router.weight.plain, block.gate_up, block.down):
         weight.normal_(std=weight.shape[-1] ** -0.5)
     return block
 

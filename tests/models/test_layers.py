@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from chairlift.layers.linear import Linear, can_pack
+from chairlift.layers.formats.none import PlainWeight, can_pack
+from chairlift.layers.linear import Linear
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import RMSNorm
 
@@ -15,8 +16,8 @@ CPU = torch.device("cpu")
 
 def _linear(out_features: int, in_features: int, bias: bool, dtype: torch.dtype) -> Linear:
     linear = Linear.empty(in_features, out_features, bias=bias, dtype=dtype, device=CPU)
-    assert linear.weight is not None
-    linear.weight.normal_(std=in_features**-0.5)
+    assert linear.weight.plain is not None
+    linear.weight.plain.normal_(std=in_features**-0.5)
     if linear.bias is not None:
         linear.bias.normal_()
     return linear
@@ -27,12 +28,12 @@ def _linear(out_features: int, in_features: int, bias: bool, dtype: torch.dtype)
 def test_packed_linear_is_the_same_map(out_features: int, in_features: int, bias: bool) -> None:
     torch.manual_seed(0)
     linear = _linear(out_features, in_features, bias, torch.float32)
-    weight = linear.weight
+    weight = linear.weight.plain
     assert weight is not None
     x = torch.randn(37, in_features)
     wanted = F.linear(x, weight, linear.bias)
     linear.finalize()
-    assert (linear.weight is None) == can_pack(weight), "the plain copy must be let go"
+    assert (linear.weight.plain is None) == can_pack(weight), "the plain copy must be let go"
     with torch.inference_mode():
         torch.testing.assert_close(linear(x), wanted, atol=1e-5, rtol=1e-5)
         # Rows of a view, and no rows at all.
@@ -44,10 +45,9 @@ def test_packed_linear_is_the_same_map(out_features: int, in_features: int, bias
 
 def test_no_rows_reach_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of a long prompt alone samples nothing. A GPU's tensor descriptors refuse tensors without rows."""
-    monkeypatch.setattr(Linear, "adds_in_place", lambda self, x: True)
-    monkeypatch.delattr(Linear, "_multiply_on_gpu")
+    monkeypatch.delattr(PlainWeight, "multiply")
     linear = _linear(96, 64, False, torch.bfloat16)
-    for linear.batch_invariant in (False, True):
+    for linear.weight.batch_invariant in (False, True):
         assert linear(torch.empty(0, 64, dtype=torch.bfloat16)).shape == (0, 96)
 
 
@@ -64,7 +64,7 @@ def test_a_row_does_not_depend_on_the_other_rows() -> None:
 def test_packed_bfloat16_rounds_like_the_plain_map() -> None:
     torch.manual_seed(0)
     linear = _linear(96, 64, False, torch.bfloat16)
-    weight = linear.weight
+    weight = linear.weight.plain
     assert weight is not None
     x = torch.randn(9, 64, dtype=torch.bfloat16)
     linear.finalize()
@@ -110,7 +110,7 @@ def test_experts_against_a_loop_over_tokens(normalize: bool) -> None:
         dtype=torch.float32,
         device=CPU,
     )
-    router = moe.router.weight
+    router = moe.router.weight.plain
     assert router is not None
     for weight in (router, moe.gate_up, moe.down):
         weight.normal_()

@@ -112,7 +112,7 @@ class TestTiedHead:
         tensors = _tensors(self.config)
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
         model = _build(self.config, tensors)
-        assert torch.equal(model.embedding, tensors["lm_head.weight"])
+        assert torch.equal(model.embedding.table, tensors["lm_head.weight"])
 
     def test_both_if_equal(self) -> None:
         tensors = _tensors(self.config)
@@ -135,7 +135,7 @@ def test_prefixes() -> None:
 def test_weights_are_converted_to_the_wanted_type() -> None:
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in _tensors(CONFIG).items()}
     model = _build(CONFIG, tensors)
-    assert model.dtype == model.embedding.dtype == torch.float32
+    assert model.dtype == model.embedding.table.dtype == torch.float32
     assert model.logits(torch.randn(2, 12).to(torch.float32)).dtype == torch.float32
 
 

@@ -71,7 +71,7 @@ def test_rounded_models(name: str, tmp_path: Path) -> None:
     config = save(make_reference(CONFIGS[name]()), tmp_path)
     exact, rounded = load(tmp_path, config), load(tmp_path, config, quantization="int8")
     assert rounded.num_weight_bytes() < exact.num_weight_bytes()
-    assert rounded.brings_threads == (name in FUSED)
+    assert rounded.has_own_threads == (name in FUSED)
     reference, fused, by_layers = run(exact, "ragged"), run(rounded, "ragged"), run(rounded, "bursted")
     spread = reference.std()
     assert (run(exact, "bursted") - reference).abs().max() < 1e-4 * spread

@@ -10,7 +10,6 @@ from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import DecoderLayer
-from chairlift.models.fused_gpu import FusedGPUDecoder
 from chairlift.runner.gpu import runner as gpu_runner
 from chairlift.runner.gpu import shapes as gpu_shapes
 from chairlift.runner.gpu.graphs import Graphs
@@ -129,7 +128,7 @@ def test_a_step_that_samples_nothing_ends_with_the_last_attention(
         return rest(layer, x, attended, positions)
 
     monkeypatch.setattr(DecoderLayer, "rest", recorded)
-    monkeypatch.setattr(FusedGPUDecoder, "most_rows", 0)
+    monkeypatch.setattr("chairlift.models.stacks.fused_gpu.MOST_ROWS", 0)
     monkeypatch.setattr(gpu_runner, "can_capture", lambda device: False)  # captured steps sample a row of each request
     engine = make_engine(model, gpu=True, prefill=8)
     rows.clear()

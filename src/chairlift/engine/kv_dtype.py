@@ -7,15 +7,14 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.engine.machine_defaults import KV_DTYPES
 from chairlift.errors import InvalidParameter
-from chairlift.layers.fp8 import FP8, fp8_obstacles
+from chairlift.layers.formats.fp8 import FP8, fp8_obstacles
 from chairlift.models.base import CausalLM
 
 
 def kv_dtype(config: EngineConfig, model: CausalLM) -> torch.dtype:
     """The configured dtype; by default that of the model, or bfloat16 where the weights are int8."""
     if config.kv_dtype == "auto":
-        rounded = getattr(model, "quantization", "none") == "int8"
-        return torch.bfloat16 if rounded else model.dtype
+        return model.kv_dtype
     check_kv_dtype(config.kv_dtype, model.dtype, model.device)
     return KV_DTYPES[config.kv_dtype]
 

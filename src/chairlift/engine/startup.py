@@ -32,7 +32,7 @@ from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.read_ahead import read_ahead
 from chairlift.loading.store import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
-from chairlift.models import build_model, describe, int8_obstacles
+from chairlift.models import build_model, describe, format_obstacles
 from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.runner.base import ModelRunner
@@ -105,7 +105,7 @@ def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: 
         return config.quantization
     if config.dtype != "auto" or num_parameters < MIN_INT8_PARAMETERS:
         return "none"
-    if int8_obstacles(checkpoint.config, torch_dtype(config), torch_device(config)):
+    if format_obstacles(checkpoint.config, "int8", torch_dtype(config), torch_device(config)):
         return "none"
     from chairlift.kernels.cpu.simd import PLAIN, find_instruction_set  # importing numba takes a while
 

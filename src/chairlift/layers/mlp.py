@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
+from chairlift.layers.parts import Targets
 from chairlift.layers.rows import one_by_one
 
 Activation = Callable[[Tensor], Tensor]
@@ -37,6 +41,8 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 class GatedMLP:
+    """down(activation(gate(x)) * up(x)), with gate and up in one product."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -46,14 +52,30 @@ class GatedMLP:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        format: type[WeightFormat] = PlainWeight,
     ) -> None:
-        self.gate_up = Linear.empty(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device)
-        self.down = Linear.empty(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+        kind: dict[str, Any] = {"bias": bias, "dtype": dtype, "device": device, "format": format}
+        self.gate_up = Linear.empty(hidden_size, 2 * intermediate_size, **kind)
+        self.down = Linear.empty(intermediate_size, hidden_size, **kind)
         self._activation = ACTIVATIONS[activation]
         self._batch_invariant = False
 
+    def targets(self, fused_names: bool) -> Targets:
+        """`fused_names`: the checkpoint holds gate and up as one tensor."""
+        if fused_names:
+            yield from self.gate_up.targets(["gate_up_proj"])
+        else:
+            half = self.gate_up.out_features // 2
+            yield from self.gate_up.targets(["gate_proj", "up_proj"], [half, half])
+        yield from self.down.targets(["down_proj"])
+
+    def linears(self) -> tuple[Linear, Linear]:
+        return self.gate_up, self.down
+
     def make_batch_invariant(self) -> None:
-        self.gate_up.batch_invariant = self.down.batch_invariant = self._batch_invariant = True
+        self.gate_up.make_batch_invariant()
+        self.down.make_batch_invariant()
+        self._batch_invariant = True
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +86,7 @@ class GatedMLP:
         self.down.finalize()
 
     def inner(self, x: Tensor) -> Tensor:
-        """All but the last product."""
+        """Everything but the down projection."""
         gate_up = self.gate_up(x)
         if self._batch_invariant and not x.is_cuda:
             return one_by_one(lambda row: gated(row, self._activation), gate_up)

@@ -8,10 +8,13 @@ from torch import Tensor
 
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import ACTIVATIONS, gated
+from chairlift.layers.parts import Targets
 from chairlift.layers.rows import in_tiles, one_by_one
 
 
 class MixtureOfExperts:
+    """A router and experts, each a gated feed-forward block; the experts' weights are always plain."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -19,7 +22,7 @@ class MixtureOfExperts:
         *,
         num_experts: int,
         top_k: int,
-        normalize: bool,  # whether the weights of the chosen experts are scaled to sum to one
+        normalize: bool,  # scale the weights of the chosen experts to sum to one
         activation: str,
         dtype: torch.dtype,
         device: torch.device,
@@ -33,8 +36,20 @@ class MixtureOfExperts:
         self._activation = ACTIVATIONS[activation]
         self._batch_invariant = False
 
+    def targets(self, gate_name: str, up_name: str, down_name: str) -> Targets:
+        yield from self.router.targets(["gate"])
+        for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            gate, up = gate_up.chunk(2)
+            yield f"experts.{index}.{gate_name}.weight", gate
+            yield f"experts.{index}.{up_name}.weight", up
+            yield f"experts.{index}.{down_name}.weight", down
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.router,)
+
     def make_batch_invariant(self) -> None:
-        self.router.batch_invariant = self._batch_invariant = True
+        self.router.make_batch_invariant()
+        self._batch_invariant = True
 
     @property
     def num_bytes(self) -> int:
@@ -44,8 +59,11 @@ class MixtureOfExperts:
         self.router.finalize()
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Tokens at positions [T] below 0 are nobody's: a captured step is filled up with them. On a GPU, where that
-        happens, no expert is read for them, and what comes out of them is undefined."""
+        """x [T, hidden] -> [T, hidden].
+
+        Rows at positions [T] below 0 are padding of a captured step. On a GPU no expert is read for them, and their
+        output is undefined.
+        """
         weights, experts = self._route(x)
         if x.is_cuda:
             return self.grouped(x, weights, experts, positions)
@@ -60,15 +78,15 @@ class MixtureOfExperts:
                 run = slice(start, start + count)
                 outputs[run] = self._expert(expert, rows[run])
                 start += count
-        # Back to token order before adding up: the sum of a token's k outputs has a fixed order then, whatever
-        # else is in the batch.
+        # Back to token order before adding up: then the sum of a token's k outputs has a fixed order, whatever else
+        # is in the batch.
         by_token = torch.empty_like(outputs)
         by_token[order] = outputs
         by_token = by_token.view(x.shape[0], self._top_k, x.shape[1])
         return (by_token * weights.unsqueeze(-1)).sum(dim=1)
 
     def grouped(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor) -> Tensor:
-        """All experts in two products, without the host knowing who goes where. weights, experts [T, k]."""
+        """All experts in two grouped products; the routing stays on the device. weights, experts [T, k]."""
         from chairlift.kernels.triton import moe as triton_moe
 
         pairs = experts.numel()

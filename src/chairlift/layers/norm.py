@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class RMSNorm:
-    """Scales each row to unit mean square, then by a learned weight; the mean is taken in float32.
+    """Scales each row to unit mean square, then by a learned weight; the mean is computed in float32.
 
-    With `unit_offset` the checkpoint stores the distance of the weight from one (Gemma), and the product is
-    taken in float32 before rounding.
+    With `unit_offset` the checkpoint stores the weight minus one (Gemma), and the product is computed in float32 before
+    rounding.
     """
 
     def __init__(self, size: int, eps: float, *, unit_offset: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -24,9 +24,11 @@ class RMSNorm:
         return self.weight.nbytes
 
     def finalize(self) -> None:
-        """Call once the weight is filled: adds the one that the checkpoint left out."""
         if self.unit_offset:
             self.weight += 1.0
+
+    def make_batch_invariant(self) -> None:
+        """Nothing to do: a row is normalised by itself."""
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.is_cuda and x.dim() == 2:

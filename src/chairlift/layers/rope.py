@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of a head's numbers are rotated by angles that grow with the position."""
+"""Rotary position embedding: pairs of a head's dimensions are rotated by angles that grow with the position."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from chairlift.layers.rows import one_by_one
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Which rotation: the speed of each pair. Layers with equal ropes share one rotation per step."""
+    """The frequencies of a rotation. Layers with equal ropes share one rotation per step."""
 
-    inv_freq: tuple[float, ...]  # radians per position, one per rotated pair; further numbers of a head stay
+    inv_freq: tuple[float, ...]  # radians per position, one per rotated pair; further dimensions are not rotated
     scale: float = 1.0  # multiplies cos and sin (the "attention factor" of yarn and longrope)
 
 
@@ -29,16 +29,18 @@ class Rotation(NamedTuple):
 class RotaryEmbedding:
     """Turns positions into rotations.
 
-    They are computed from the positions at every step instead of looked up in a table: for a decode batch
-    this costs some ten microseconds per step, and there is no table to grow with the longest context.
+    They are computed at every step instead of looked up in a table: for a decode batch this costs some ten
+    microseconds, and no table grows with the longest context.
     """
-
-    batch_invariant = False  # every row comes out the same, bit for bit, however many others there are
 
     def __init__(self, rope: Rope, *, dtype: torch.dtype, device: torch.device) -> None:
         self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
         self._scale = rope.scale
         self._dtype = dtype
+        self._batch_invariant = False
+
+    def make_batch_invariant(self) -> None:
+        self._batch_invariant = True
 
     def __call__(self, positions: Tensor) -> Rotation:
         if positions.is_cuda:
@@ -47,14 +49,14 @@ class RotaryEmbedding:
             return Rotation(*rotation(positions, self._inv_freq, self._scale, self._dtype))
         angles = (positions.float()[:, None] * self._inv_freq)[:, None, :]
         cos, sin = (
-            one_by_one(function, angles) if self.batch_invariant else function(angles)
+            one_by_one(function, angles) if self._batch_invariant else function(angles)
             for function in (torch.cos, torch.sin)
         )
         return Rotation((cos * self._scale).to(self._dtype), (sin * self._scale).to(self._dtype))
 
 
 def rotate_(heads: Tensor, rotation: Rotation) -> None:
-    """Rotate heads [T, n, head_dim] in place; number i of the first half is paired with i of the second."""
+    """Rotate heads [T, n, head_dim] in place; dimension i of the first half is paired with i of the second."""
     cos, sin = rotation
     pairs = cos.shape[-1]
     first, second = heads[..., :pairs], heads[..., pairs : 2 * pairs]

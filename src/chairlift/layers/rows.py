@@ -1,8 +1,8 @@
-"""Row by row: for what must not depend on how many rows there are.
+"""Operations that do not depend on the number of rows.
 
-On a CPU torch cuts its work by the number of rows and of threads, and where a cut falls between the lanes of a vector,
-the numbers beside it take another way through the code, with another rounding. A call with a fixed number of rows is
-always cut alike.
+On a CPU torch splits work by the number of rows and threads. Where a split falls between the lanes of a vector, the
+elements next to it are computed by other code, with other rounding. A call with a fixed number of rows is always split
+in the same way.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE = 16  # rows of a product: few enough that a decode is not slowed down much, enough to use a weight that was read
+TILE = 16  # rows of a product: few enough for a decode step, enough to reuse a weight that was read
 
 
 def one_by_one(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x), computed for each row [1, ...] by itself."""
+    """function(x), computed for each row [1, ...] on its own."""
     return function(x) if len(x) <= 1 else torch.cat([function(row) for row in x.split(1)])
 
 
 def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x [T, size]), computed for TILE rows at a time; the last ones are filled up with zeros."""
+    """function(x [T, size]), computed for TILE rows at a time; the last tile is padded with zeros."""
     rows = len(x)
     padded = F.pad(x, (0, 0, 0, -rows % TILE))
     return torch.cat([function(tile) for tile in padded.split(TILE)])[:rows] if rows else function(x)

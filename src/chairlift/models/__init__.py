@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,22 +24,20 @@ def build_model(
     quantization: str = "none",
     batch_invariant: bool = False,
 ) -> CausalLM:
-    """The model that `config` (a config.json) describes, with its weights from `tensors`, rounded to 8 bits if
-    `quantization` is int8 or fp8.
+    """Build the model that `config` (a config.json) describes, with its weights from `tensors`.
 
-    `tensors` yields (name, tensor) under the names of the checkpoint's safetensors files, in any order; each
-    is copied to its place and let go. `max_len` promises that no sequence will be longer; by default the
-    model's own limit. `batch_invariant` makes a token's numbers independent of what is computed beside it.
+    `tensors` yields (name, tensor) under the names of the checkpoint's safetensors files, in any order; each is copied
+    and released. `max_len` promises that no sequence will be longer; by default the model's own limit. `quantization`
+    is the format of the weights. `batch_invariant` makes a token's numbers independent of the rest of the batch.
     """
+    from chairlift.layers.formats import FORMATS
     from chairlift.models.decoder import Decoder
     from chairlift.models.read_config import decoder_config
     from chairlift.models.weights import fill
 
-    if quantization != "none":
-        obstacles = {"int8": int8_obstacles, "fp8": fp8_obstacles}[quantization]
-        reasons = obstacles(config, dtype, device)
-        if reasons:
-            raise InvalidParameter("quantization", f"{quantization} is not possible: {'; '.join(reasons)}")
+    reasons = format_obstacles(config, quantization, dtype, device)
+    if reasons:
+        raise InvalidParameter("quantization", f"{quantization} is not possible: {'; '.join(reasons)}")
     if not _is_decoder(config):
         from chairlift.models.fallback import load_fallback
 
@@ -49,15 +46,19 @@ def build_model(
         return load_fallback(config, tensors, dtype=dtype, device=device, max_len=max_len)
     description = decoder_config(config, max_len)
     try:
-        model = Decoder(description, dtype=dtype, device=device, quantization=quantization)
-    except (RuntimeError, MemoryError) as error:  # torch has no type of its own for this on the CPU
+        model = Decoder(
+            description,
+            dtype=dtype,
+            device=device,
+            format=FORMATS.get(quantization),
+            batch_invariant=batch_invariant,
+        )
+    except (RuntimeError, MemoryError) as error:  # what torch raises on a CPU
         count, kind = f"{description.num_parameters:,}", str(dtype).removeprefix("torch.")
         raise UnsupportedModel(
             f"no memory for the {count} weights of the model in {kind} ({str(error).splitlines()[0]}); "
             "choose a smaller model or dtype"
         ) from error
-    if batch_invariant:
-        model.make_batch_invariant()
     fill(
         dict(model.targets()),
         tensors,
@@ -69,45 +70,25 @@ def build_model(
     return model
 
 
-def int8_obstacles(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Why this model cannot have 8-bit weights there; empty if it can."""
-    if not _is_decoder(config):
-        return ["this model runs on transformers' code"]
-    import torch
-
+def format_obstacles(
+    config: Mapping[str, Any], quantization: str, dtype: torch.dtype, device: torch.device
+) -> list[str]:
+    """Why this model cannot have weights in this format there; empty if it can."""
+    from chairlift.layers.formats import FORMATS
+    from chairlift.layers.formats.none import PlainWeight
     from chairlift.models.read_config import decoder_config
 
-    found = []
-    if device.type != "cpu":
-        found.append(f"it is for the CPU, not for {device.type}")
-    if dtype is not torch.float32:
-        found.append(f"activations are float32 with it, not {dtype}")
-    if any(layer.experts is not None for layer in decoder_config(config).layers):
-        found.append("this model has experts")
-    if importlib.util.find_spec("numba") is None:
-        found.append("numba is not installed")
-    return found
-
-
-def fp8_obstacles(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Why this model cannot have weights in 8-bit floats there; empty if it can."""
+    format = FORMATS.get(quantization)
     if not _is_decoder(config):
-        return ["this model runs on transformers' code"]
-    import torch
-
-    from chairlift.layers import fp8
-    from chairlift.models.read_config import decoder_config
-
-    found = fp8.fp8_obstacles(device)
-    if dtype not in (torch.bfloat16, torch.float16):
-        found.append(f"activations are bfloat16 or float16 with it, not {dtype}")
-    if any(layer.experts is not None for layer in decoder_config(config).layers):
+        return [] if format is PlainWeight else ["this model runs on transformers' code"]
+    found = format.obstacles(dtype, device)
+    if not format.stores_experts and any(layer.experts is not None for layer in decoder_config(config).layers):
         found.append("this model has experts")
     return found
 
 
 def describe(config: Mapping[str, Any], *, max_len: int | None = None) -> ModelInfo:
-    """What `config` alone tells: the attention layers, the sizes, the longest sequence."""
+    """What follows from `config` alone: the attention layers, the sizes, the longest sequence."""
     if not _is_decoder(config):
         from chairlift.models.fallback import describe_fallback
 

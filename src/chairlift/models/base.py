@@ -1,4 +1,4 @@
-"""What the engine asks of a model."""
+"""What the engine needs from a model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class HiddenStates(NamedTuple):
 class CausalLM(Protocol):
     """A language model that reads a ragged batch: T tokens of many sequences, one after the other.
 
-    There is no batch axis, no padding and no mask. Which token belongs to which sequence is known to `attend`
-    alone; everything else in the model works on each token by itself.
+    There is no batch axis, no padding and no mask. Only `attend` depends on which token belongs to which sequence;
+    everything else in the model works on each token on its own.
     """
 
     @property
@@ -51,14 +51,24 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden], the tokens that are sampled from -> [S, vocab], in the model's own type or float32."""
+        """[S, hidden], the rows that are sampled -> [S, vocab], in the model's own type or float32."""
         ...
 
     def num_weight_bytes(self) -> int: ...
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The type of the KV cache unless another is requested."""
+        ...
+
+    @property
+    def has_own_threads(self) -> bool:
+        """Whether its layers can run on threads of their own instead of torch's."""
+        ...
+
 
 class ModelInfo(Protocol):
-    """What a config alone tells about a model: enough to plan its memory."""
+    """What follows from a config alone: enough to plan a model's memory."""
 
     @property
     def family(self) -> str: ...

@@ -91,7 +91,8 @@ class TransformersModel:
         self.vocab_size = info.vocab_size
         self.max_len = info.max_len
         self.attention_layers = info.attention_layers
-        self.dtype = dtype
+        self.dtype = self.kv_dtype = dtype
+        self.has_own_threads = False
         self.device = device
         self._weight_bytes: int = sum(parameter.nbytes for parameter in shell.parameters())
         self._backbone = shell.base_model

@@ -15,7 +15,7 @@ from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.models.base import HiddenStates
-from chairlift.models.torch_threads import few_threads
+from chairlift.models.stacks.torch_threads import limit_torch_threads
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.host_blocks import make_copies
 from chairlift.sampling.beam_candidates import beam_candidates
@@ -35,7 +35,7 @@ class CPURunner(ModelRunner):
         return ExecutorCapabilities(beam_search=True)
 
     def launch(self, plan: StepPlan) -> FinishedStep:
-        with torch.inference_mode(), few_threads(self.model, self.attention):
+        with torch.inference_mode(), limit_torch_threads(self.model, self.attention):
             return FinishedStep(self._compute(plan))
 
     def _compute(self, plan: StepPlan) -> StepResult:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,18 +26,18 @@ from chairlift.attention.base import Attend, AttentionLayer, HostAttend
 from chairlift.attention.storage import KVStorage
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.layers.linear import Linear
-from chairlift.layers.mlp import GatedMLP
-from chairlift.layers.moe import MixtureOfExperts
 from chairlift.layers.norm import RMSNorm
+from chairlift.layers.parts import Part
 from chairlift.layers.rope import RotaryEmbedding
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
-from chairlift.models.decoder import Decoder, DecoderLayer
+from chairlift.models.decoder import Decoder
+from chairlift.models.decoder_layer import DecoderLayer
 from chairlift.models.weights import fill
 from chairlift.speculation.head_config import EPS, HeadConfig
 
 if TYPE_CHECKING:  # numba takes its time
-    from chairlift.models.fused_cpu import FusedCPUDecoder
+    from chairlift.models.stacks.fused_cpu import FusedCPULayers, LayerTiles
     from chairlift.speculation.fused_head import Asked, FusedHead
 
 
@@ -63,39 +63,38 @@ class DraftHead:
         self.hidden_size = config.hidden_size
         self.feature_size = config.feature_size
         self.attention_layers: tuple[AttentionLayer, ...] = (layer.attention,)
-        self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, bias=False, dtype=dtype, device=device)
+        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": target.head_format}
+        self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, **kind)
         self.joint: Linear | None = None  # one of several hidden states of the target
         if config.taps:
-            size = (config.feature_size, config.hidden_size)
-            self.joint = Linear.empty(*size, bias=False, dtype=dtype, device=device)
-        self.layer = DecoderLayer(decoder, layer, dtype, device)
+            self.joint = Linear.empty(config.feature_size, config.hidden_size, **kind)
+        self.layer = DecoderLayer(decoder, layer, dtype, device, target.head_format)
         assert layer.rope is not None
         self._rope = layer.rope
         self.rotary = RotaryEmbedding(layer.rope, dtype=dtype, device=device)
         self.norm = RMSNorm(config.hidden_size, EPS, unit_offset=False, dtype=dtype, device=device)
         self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: what its guesses stand for
         self._listed_ids: list[int] = self.token_ids.tolist()
-        self.head = Linear(head_rows(target, self.token_ids))
-        self._fused: FusedCPUDecoder | None = None
-        self._guesser: FusedHead | None = None
-        if target.quantization == "int8":
-            self._round(decoder)
+        self.head = Linear(head_rows(target, self.token_ids), format=target.head_format)
+        tiles = self._layer_tiles(decoder)
         for part in self._parts():
             part.finalize()
+        self._fused: FusedCPULayers | None = None
+        self._guesser: FusedHead | None = None
+        if tiles is not None:
+            self._fuse(decoder, tiles)
 
-    def _parts(self) -> Iterator[Linear | RMSNorm | GatedMLP | MixtureOfExperts]:
+    def _parts(self) -> Iterator[Part]:
         yield from (self.mix, *self.layer.parts(), self.norm, self.head)
         if self.joint is not None:
             yield self.joint
 
     def _fill(self, tensors: Iterable[tuple[str, Tensor]], config: HeadConfig) -> Tensor:
-        assert self.mix.weight is not None
         weights = dict(tensors)
         token_ids = weights.pop("token_ids", torch.empty(0)).long()
-        targets = {"mix.weight": self.mix.weight, "norm.weight": self.norm.weight}
+        targets = {"norm.weight": self.norm.weight, **dict(self.mix.targets(["mix"]))}
         if self.joint is not None:
-            assert self.joint.weight is not None
-            targets["joint.weight"] = self.joint.weight
+            targets |= dict(self.joint.targets(["joint"]))
         targets |= {f"layers.0.{name}": target for name, target in self.layer.targets()}
         fill(targets, weights.items(), text_part_only=False, tied=False)
         if token_ids.shape != (config.draft_vocab_size,):
@@ -104,30 +103,28 @@ class DraftHead:
             raise CorruptCheckpoint("token_ids of the draft head are not in the model's vocabulary")
         return token_ids
 
-    def _round(self, decoder: DecoderConfig) -> None:
-        """As the target is. A pass is so short that what it calls counts: all guesses are one call, if they can be."""
-        from chairlift.kernels.cpu.int8 import PackedWeight
-        from chairlift.models.fused_cpu import FusedCPUDecoder, LayerWeights, can_fuse
+    def _layer_tiles(self, decoder: DecoderConfig) -> LayerTiles | None:
+        """Where the layer's weights are packed if all guesses of a step can be one call of the fused CPU kernel."""
+        if not self.target.has_own_threads:
+            return None
+        from chairlift.models.stacks.fused_cpu import LayerTiles, can_fuse
+
+        first, own = self.target.attention_layers[0], self.layer.attention.layer
+        stored_alike = (own.num_kv_heads, own.head_dim) == (first.num_kv_heads, first.head_dim)
+        return LayerTiles(decoder, [self.layer]) if stored_alike and can_fuse(decoder) else None
+
+    def _fuse(self, decoder: DecoderConfig, tiles: LayerTiles) -> None:
+        """A pass is so short that the calls around it count."""
+        from chairlift.models.stacks.fused_cpu import FusedCPULayers
         from chairlift.speculation.fused_head import FusedHead
 
-        def rounded(linear: Linear) -> PackedWeight:
-            place = PackedWeight.empty(1, linear.out_features, linear.in_features).layer(0)
-            linear.round(place)
-            return place
-
-        mix, head = rounded(self.mix), rounded(self.head)
-        joint = None if self.joint is None else rounded(self.joint)
-        first = self.target.attention_layers[0]
-        own = self.layer.attention.layer
-        stored_alike = (own.num_kv_heads, own.head_dim) == (first.num_kv_heads, first.head_dim)
-        if not (self.target.brings_threads and stored_alike and can_fuse(decoder)):
-            for linear in self.layer.linears():
-                linear.round()
-            return
-        weights = LayerWeights(decoder)
-        weights.take(0, self.layer)
-        self._fused = FusedCPUDecoder(decoder, [self.layer], self.norm, weights)
+        self._fused = FusedCPULayers(decoder, [self.layer], self.norm, tiles)
         embedded = unit(self.target.embed(self.token_ids))
+        mix, head = self.mix.weight.tiles, self.head.weight.tiles
+        joint = None if self.joint is None else self.joint.weight.tiles
+        assert mix is not None
+        assert head is not None
+        own = self.layer.attention.layer
         self._guesser = FusedHead(self._fused, own, self._rope, joint, mix, head, embedded)
 
     @property
@@ -188,7 +185,7 @@ class DraftHead:
 def head_rows(target: Decoder, token_ids: Tensor) -> Tensor:
     """What the target's own head multiplies a state with to score these tokens [tokens, hidden]."""
     if target.config.tied_head:
-        return target.embed(token_ids) / target.embedding_scale
+        return target.embed(token_ids) / target.embedding.scale
     # However the head is stored, it is a linear map: it tells its weights if it is asked for one number at a time.
     numbers = torch.eye(target.config.hidden_size, dtype=target.dtype, device=target.device)
     return torch.cat([target.head(some)[:, token_ids] for some in numbers.split(64)]).T.contiguous()

@@ -17,7 +17,7 @@ from chairlift.kernels.cpu.draft import Certain, Choices, Guessed, HeadWeights, 
 from chairlift.kernels.cpu.int8 import PackedWeight
 from chairlift.kernels.cpu.threads import the_team
 from chairlift.layers.rope import Rope
-from chairlift.models.fused_cpu import FusedCPUDecoder
+from chairlift.models.stacks.fused_cpu import FusedCPULayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Asked:
 class FusedHead:
     def __init__(
         self,
-        decoder: FusedCPUDecoder,
+        decoder: FusedCPULayers,
         layer: AttentionLayer,
         rope: Rope,
         joint: PackedWeight | None,

@@ -17,7 +17,7 @@ from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import MIN_TEMPERATURE, SamplingParams
 from chairlift.models.base import CausalLM
-from chairlift.models.torch_threads import few_threads
+from chairlift.models.stacks.torch_threads import limit_torch_threads
 from chairlift.sampling.draw import draw
 from chairlift.sampling.filters import filter_probabilities, filters_of
 from chairlift.speculation.control.confidence import LEVELS, Confidence
@@ -89,7 +89,7 @@ class NetworkProposer:
         return [0] * len(requests)
 
     def propose(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
-        with torch.inference_mode(), few_threads(self._target, self._attention):
+        with torch.inference_mode(), limit_torch_threads(self._target, self._attention):
             drafts = self._propose(wanted)
         for one, found in zip(wanted, drafts, strict=True):
             if not found:

@@ -11,6 +11,7 @@ from chairlift.kernels.cpu.scalar_math import FAST, compiled_and_kept
 from chairlift.kernels.cpu.threads import barrier, claim, the_team
 from chairlift.lab.common.floor import Ceilings
 from chairlift.lab.common.timing import best_seconds
+from chairlift.layers.formats import FORMATS
 from chairlift.layers.linear import Linear
 
 READ_BYTES = 256 * 2**20  # far more than any cache holds
@@ -33,9 +34,7 @@ def read_bytes_per_second(num_bytes: int = READ_BYTES) -> float:
 
 
 def product_flops_per_second(dtype: torch.dtype, quantization: str, rows: int = ROWS, size: int = SIZE) -> float:
-    linear = Linear(torch.randn(size, size).to(dtype))
-    if quantization == "int8":
-        linear.round()
+    linear = Linear(torch.randn(size, size).to(dtype), format=FORMATS.get(quantization))
     linear.finalize()
     x = torch.randn(rows, size).to(dtype)
     with torch.inference_mode():

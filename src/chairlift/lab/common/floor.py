@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from chairlift.lab.common.timing import best_seconds
-from chairlift.layers.fp8 import multiply, round_rows
+from chairlift.layers.formats import FORMATS
+from chairlift.layers.linear import Linear
 from chairlift.models.base import CausalLM
 
 
@@ -29,18 +29,15 @@ class Ceilings:
 
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype, quantization: str = "none") -> Ceilings:
-        """By torch's own kernels; with fp8 the activations are rounded too, as in a step."""
+        """With a large copy and a large product in the format of the model's weights."""
         count, size = (2**31, 8192) if device.type == "cuda" else (2**26, 1024)
         source = torch.empty(count, dtype=torch.int8, device=device)
         target = torch.empty_like(source)
         copied = 2 * count / best_seconds(lambda: target.copy_(source), device)
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        weight = round_rows(b) if quantization == "fp8" else None
-
-        def product() -> Tensor:
-            return a @ b if weight is None else multiply(a, weight, None, own_kernel=False)
-
-        return cls(copied, 2 * size**3 / best_seconds(product, device))
+        linear = Linear(b, format=FORMATS.get(quantization))
+        linear.finalize()
+        return cls(copied, 2 * size**3 / best_seconds(lambda: linear(a), device))
 
 
 def ceilings_for(model: CausalLM) -> Ceilings:

@@ -68,7 +68,7 @@ def linear_work(linear: Linear, rows: int) -> KernelWork:
 
 
 def linear_bytes(linear: Linear) -> int:
-    return linear.num_bytes if linear.weight is None else linear.weight.nbytes
+    return linear.weight.num_bytes
 
 
 def _experts_work(experts: MixtureOfExperts, top_k: int, rows: int) -> KernelWork:

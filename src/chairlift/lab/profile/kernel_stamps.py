@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from chairlift.kernels.cpu import decoder as cpu_decoder
 from chairlift.kernels.cpu.scalar_math import FAST, compiled
 from chairlift.kernels.cpu.threads import ROUND, barrier
-from chairlift.models import fused_cpu
+from chairlift.models.stacks import fused_cpu
 
 # The phases of a layer, each followed by a barrier.
 LAYER_PIECES = (

@@ -229,7 +229,7 @@ def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dt
 def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
     """With the addition to the residual stream. A decoder whose layers are one kernel has none of its own."""
     norms = [layer.before_mlp for layer in model.layers if layer.before_mlp is not None]
-    if model.brings_threads or not norms:
+    if model.has_own_threads or not norms:
         return
     size = len(norms[0].weight)
     for count in rows:

@@ -1,7 +1,7 @@
 """Weights and activations in 8-bit floats (e4m3: four bits of exponent, three of mantissa), on GPUs that multiply them.
 
-Every output channel of a weight has a scale, found once; every row of activations has one, found at every step, so that
-no request's numbers depend on another's. Products are added in float32.
+Every output channel of a weight has a scale, computed once; every row of activations has one, computed at every step,
+so that no request's numbers depend on another's. Products are added in float32.
 """
 
 from __future__ import annotations
@@ -11,17 +11,53 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from chairlift.layers.formats import FORMATS
+from chairlift.layers.formats.base import WeightFormat
+
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # that e4m3 can hold
+LARGEST = 448.0  # the largest number of e4m3
 
 
 class ScaledRows(NamedTuple):
+    """A matrix in 8-bit floats with one scale per row."""
+
     numbers: Tensor  # [rows, size] e4m3
     scales: Tensor  # [rows] float32: a row is its numbers times its scale
 
     @property
     def nbytes(self) -> int:
         return self.numbers.nbytes + self.scales.nbytes
+
+
+@FORMATS.register("fp8")
+class FP8Weight(WeightFormat):
+    name = "fp8"
+    stores_head = False
+
+    def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
+        super().__init__(weight, shared=shared)
+        self._rows: ScaledRows | None = None
+
+    @classmethod
+    def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
+        found = fp8_obstacles(device)
+        if dtype not in (torch.bfloat16, torch.float16):
+            found.append(f"activations are bfloat16 or float16 with it, not {dtype}")
+        return found
+
+    def pack(self) -> None:
+        if self.plain is not None:
+            self._rows = round_rows(self.plain)
+            self.plain = None
+
+    @property
+    def num_bytes(self) -> int:
+        assert self._rows is not None
+        return self._rows.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self._rows is not None
+        return multiply(x, self._rows, bias, own_kernel=self.batch_invariant)
 
 
 def fp8_obstacles(device: torch.device) -> list[str]:
@@ -35,7 +71,7 @@ def fp8_obstacles(device: torch.device) -> list[str]:
 
 
 def round_rows(x: Tensor) -> ScaledRows:
-    """Each row scaled so that its largest number is the largest that e4m3 has."""
+    """Scale each row so that its largest number is the largest of e4m3, and round it."""
     if x.is_cuda:
         from chairlift.kernels.triton.fp8 import round_rows as on_gpu
 
@@ -49,8 +85,8 @@ def round_rows(x: Tensor) -> ScaledRows:
 def multiply(x: Tensor, weight: ScaledRows, bias: Tensor | None, *, own_kernel: bool) -> Tensor:
     """x [T, depth] times weight [channels, depth] transposed, plus bias, in the type of x.
 
-    torch's product with a scale per row and channel wants sizes that are multiples of 16, and gives bfloat16; our own
-    kernel does the others. It also does all of them with `own_kernel`: its sums do not depend on the number of rows.
+    torch's product with a scale per row and channel needs sizes that are multiples of 16, and returns bfloat16; our own
+    kernel does the others. With `own_kernel` it does all of them: its sums do not depend on the number of rows.
     """
     rows = round_rows(x)
     channels, depth = weight.numbers.shape

@@ -1,15 +1,14 @@
-"""A decoder with 8-bit weights on the CPU, all its layers one call of a kernel."""
+"""All layers of a decoder with 8-bit weights in one call of a CPU kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import HostAttend
+from chairlift.attention.base import Attend, HostAttend
 from chairlift.attention.paged.cpu import as_array
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.decoder import GELU_TANH, SILU, Buffers, Network, Step, decode_step
@@ -18,16 +17,17 @@ from chairlift.kernels.cpu.threads import the_team
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.rope import Rope, Rotation
+from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
-
-if TYPE_CHECKING:
-    from chairlift.models.decoder import DecoderLayer
+from chairlift.models.decoder_layer import DecoderLayer
+from chairlift.models.stacks.base import LayerStack, StackParts
+from chairlift.models.stacks.plain import PlainStack
 
 ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
 def can_fuse(config: DecoderConfig) -> bool:
-    """Whether all layers are alike and made of what the kernel knows."""
+    """Whether all layers have one shape, and the kernel has all their operations."""
     norms, first = config.norms, config.layers[0]
     alike = all(
         layer.experts is None
@@ -44,10 +44,41 @@ def can_fuse(config: DecoderConfig) -> bool:
     )
 
 
-class LayerWeights:
-    """The 8-bit weights of all layers, one behind the other, as the kernel wants them."""
+class FusedCPUStack(LayerStack):
+    """Runs steps whose attention is a HostAttend in one call, and all others layer by layer."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    has_own_threads = True
+
+    def __init__(self, parts: StackParts, tiles: LayerTiles | None = None) -> None:
+        """`tiles`: where the weights are packed already, if they are."""
+        super().__init__(parts)
+        self._plain = PlainStack(parts)
+        self._tiles = LayerTiles(parts.config, parts.layers) if tiles is None else tiles
+        self._fused: FusedCPULayers | None = None
+
+    def finalize(self) -> None:
+        self._fused = FusedCPULayers(self.parts.config, self.parts.layers, self.parts.norm, self._tiles)
+
+    def first(self, count: int) -> FusedCPUStack:
+        stack = FusedCPUStack(self.parts.first(count), self._tiles)
+        stack.finalize()
+        return stack
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], rows: Tensor | None
+    ) -> HiddenStates:
+        if not isinstance(attend, HostAttend):
+            return self._plain(tokens, positions, attend, taps, rows)
+        assert self._fused is not None
+        rotations = self.parts.rotations(positions)
+        return HiddenStates(*self._fused(self.parts.embedding(tokens), rotations, attend, taps, rows))
+
+
+class LayerTiles:
+    """The 8-bit weights of all layers, one behind the other, as the kernel reads them."""
+
+    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer]) -> None:
+        """The layers will be packed into these tiles."""
         layer = config.layers[0]
         queries = layer.attention.num_heads * layer.attention.head_dim
         both = 2 * layer.attention.num_kv_heads * layer.attention.head_dim
@@ -56,38 +87,31 @@ class LayerWeights:
         self.output = PackedWeight.empty(count, hidden, queries)
         self.gate_up = PackedWeight.empty(count, 2 * inner, hidden)
         self.down = PackedWeight.empty(count, hidden, inner)
-
-    def take(self, index: int, layer: DecoderLayer) -> None:
-        """Round the weights of one layer, which are let go."""
-        assert isinstance(layer.mlp, GatedMLP)
-        layer.attention.qkv.round(self.qkv.layer(index))
-        layer.attention.output.round(self.output.layer(index))
-        layer.mlp.gate_up.round(self.gate_up.layer(index))
-        layer.mlp.down.round(self.down.layer(index))
+        for index, each in enumerate(layers):
+            for linear, tiles in zip(each.linears(), (self.qkv, self.output, self.gate_up, self.down), strict=True):
+                linear.weight.pack_into(tiles.layer(index))
 
 
-class FusedCPUDecoder:
-    """Runs `layers`, whose weights are in `weights` and whose keys and values are stored one behind the other; then
+class FusedCPULayers:
+    """Runs `layers`, whose weights are in `tiles` and whose keys and values are stored one behind the other, and then
     `norm`."""
 
-    def __init__(
-        self, config: DecoderConfig, layers: Sequence[DecoderLayer], norm: RMSNorm, weights: LayerWeights
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], norm: RMSNorm, tiles: LayerTiles) -> None:
         self._ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
         mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, GatedMLP)]
         attentions = [layer.attention for layer in layers]
         self.network = Network(
             before_attention=_stack([layer.before_attention for layer in layers]),
-            qkv=weights.qkv,
+            qkv=tiles.qkv,
             qkv_bias=_stack_biases([attention.qkv.bias for attention in attentions]),
             q_norm=_stack([attention.q_norm for attention in attentions]),
             k_norm=_stack([attention.k_norm for attention in attentions]),
-            output=weights.output,
+            output=tiles.output,
             output_bias=_stack_biases([attention.output.bias for attention in attentions]),
             before_mlp=_stack([layer.before_mlp for layer in layers]),
-            gate_up=weights.gate_up,
+            gate_up=tiles.gate_up,
             gate_up_bias=_stack_biases([mlp.gate_up.bias for mlp in mlps]),
-            down=weights.down,
+            down=tiles.down,
             down_bias=_stack_biases([mlp.down.bias for mlp in mlps]),
             final_norm=norm.weight.numpy(),
             eps=np.float32(config.norm_eps),
@@ -101,7 +125,7 @@ class FusedCPUDecoder:
         self._layer = attentions[0].layer
         self._inner = config.layers[0].intermediate_size
         self._buffers: Buffers | None = None
-        self._team = the_team()  # sized by torch's threads, of which few will be left
+        self._team = the_team()  # sized by torch's threads, which are reduced to one later
 
     def __call__(
         self,
@@ -111,8 +135,11 @@ class FusedCPUDecoder:
         taps: Sequence[int] = (),
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x [T, hidden], the embedded tokens, which are used up -> [T, hidden] after the final norm, or those of `rows`
-        alone; and what the layers `taps` read [taps, T, hidden]."""
+        """Run all layers on the embedded tokens x [T, hidden], which are overwritten.
+
+        Returns [T, hidden] after the final norm, or only `rows` of it, and the inputs of the layers `taps`
+        [taps, T, hidden].
+        """
         out = x if rows is None else x.new_empty(len(rows), x.shape[1])
         angles = [rotations[rope] for rope in self._ropes]
         cos, sin = (_stack_angles([getattr(rotation, side) for rotation in angles], len(x)) for side in ("cos", "sin"))
@@ -136,8 +163,8 @@ class FusedCPUDecoder:
         return out, torch.from_numpy(step.tapped) if taps else None
 
     def stored(self, storage: KVStorage) -> tuple[np.ndarray, np.ndarray]:
-        """The keys and values of its first layer and those behind it."""
-        assert storage.stacked is not None, "layers that are alike are stored together"
+        """The keys and values of the first layer and all behind it."""
+        assert storage.stacked is not None, "layers of one shape are stored together"
         keys, values = (as_array(side)[self._layer.index :] for side in storage.stacked)
         return keys, values
 
@@ -151,7 +178,7 @@ class FusedCPUDecoder:
 
 
 def _checked(rows: np.ndarray, count: int) -> np.ndarray:
-    """The kernel does not ask, and its threads would be in each other's way where a row came twice."""
+    """Check what the kernel does not: two threads would write the same row if it came twice."""
     if len(rows) and not (rows.min() >= 0 and rows.max() < count and len(np.unique(rows)) == len(rows)):
         raise IndexError(f"rows must be different ones of {count}, got {rows.tolist()}")
     return rows

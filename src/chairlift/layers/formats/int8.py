@@ -1,0 +1,63 @@
+"""Weights in 8-bit integers on the CPU, with a scale per output channel; activations are rounded at every step."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from chairlift.layers.formats import FORMATS
+from chairlift.layers.formats.base import WeightFormat
+
+if TYPE_CHECKING:  # numba is slow to import
+    from chairlift.kernels.cpu.int8 import PackedWeight
+
+
+@FORMATS.register("int8")
+class Int8Weight(WeightFormat):
+    """Products are batch-invariant by construction: every row has scales of its own, and integer sums are exact."""
+
+    name = "int8"
+    kv_dtype = torch.bfloat16  # rounding the cache to half its size loses less than rounding the weights
+    packs_tiles = True
+
+    @classmethod
+    def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
+        found = []
+        if device.type != "cpu":
+            found.append(f"it is for the CPU, not for {device.type}")
+        if dtype is not torch.float32:
+            found.append(f"activations are float32 with it, not {dtype}")
+        if importlib.util.find_spec("numba") is None:
+            found.append("numba is not installed")
+        return found
+
+    @staticmethod
+    def embedding(table: Tensor) -> Tensor:
+        return table.half()  # far finer than 8 bits, and half the memory
+
+    def pack_into(self, tiles: PackedWeight) -> None:
+        self.tiles = tiles
+
+    def pack(self) -> None:
+        if self.plain is None:
+            return
+        from chairlift.kernels.cpu.int8 import PackedWeight
+
+        if self.tiles is None:
+            self.tiles = PackedWeight.empty(1, self.out_features, self.in_features).layer(0)
+        self.tiles.fill(self.plain.float().numpy())
+        self.plain = None
+
+    @property
+    def num_bytes(self) -> int:
+        assert self.tiles is not None
+        return self.tiles.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        from chairlift.kernels.cpu.decoder import rounded_linear
+
+        assert self.tiles is not None
+        return rounded_linear(x, self.tiles, bias, self.out_features)

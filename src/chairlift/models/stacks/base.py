@@ -1,0 +1,68 @@
+"""What a decoder needs from its layer stack."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from chairlift.attention.base import Attend
+from chairlift.layers.embedding import Embedding
+from chairlift.layers.norm import RMSNorm
+from chairlift.layers.rope import Rope, RotaryEmbedding, Rotation
+from chairlift.models.base import HiddenStates
+from chairlift.models.config import DecoderConfig
+from chairlift.models.decoder_layer import DecoderLayer
+
+
+@dataclass(frozen=True, slots=True)
+class StackParts:
+    """What a stack runs."""
+
+    config: DecoderConfig
+    embedding: Embedding
+    layers: Sequence[DecoderLayer]
+    rotary: Mapping[Rope, RotaryEmbedding]
+    norm: RMSNorm
+
+    def first(self, count: int) -> StackParts:
+        return replace(self, layers=self.layers[:count])
+
+    def rotations(self, positions: Tensor) -> dict[Rope, Rotation]:
+        return {rope: rotary(positions) for rope, rotary in self.rotary.items()}
+
+
+class LayerStack(ABC):
+    """Runs a decoder from tokens to hidden states: embedding, layers, final norm."""
+
+    has_own_threads = False  # it runs on threads of its own instead of torch's
+
+    def __init__(self, parts: StackParts) -> None:
+        self.parts = parts
+
+    def finalize(self) -> None:
+        """Called once all weights are filled and packed."""
+        return
+
+    @abstractmethod
+    def first(self, count: int) -> LayerStack:
+        """A stack of the first `count` layers, which shares all weights with this one."""
+
+    @abstractmethod
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], rows: Tensor | None
+    ) -> HiddenStates:
+        """As `CausalLM.hidden_states`, with the inputs of the layers `taps`."""
+
+
+def picked(x: Tensor, rows: Tensor | None) -> Tensor:
+    """The rows of `x`, or all of them."""
+    if rows is None:
+        return x
+    if not x.is_cuda:
+        return x.index_select(0, rows)
+    from chairlift.kernels.triton.launch import picked_rows
+
+    return picked_rows(x, rows)

@@ -1,0 +1,41 @@
+"""The layers one after the other, each operation by itself: runs every model with every attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.base import Attend
+from chairlift.models.base import HiddenStates
+from chairlift.models.decoder_layer import add_
+from chairlift.models.stacks.base import LayerStack, picked
+
+
+class PlainStack(LayerStack):
+    def first(self, count: int) -> PlainStack:
+        return PlainStack(self.parts.first(count))
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], rows: Tensor | None
+    ) -> HiddenStates:
+        """In the last layer, rows that are not sampled only need K and V: the rest is computed for `rows` only.
+
+        In a prompt that is one row, which saves 3% of its prefill in a model of 30 layers.
+        """
+        layers = self.parts.layers
+        rotations = self.parts.rotations(positions)
+        x = self.parts.embedding(tokens)
+        delta: Tensor | None = None
+        inputs = {}
+        for index, layer in enumerate(layers):
+            if index in taps:
+                inputs[index] = x.clone() if delta is None else x + delta
+            attended = layer.attended(x, delta, None if layer.rope is None else rotations[layer.rope], attend)
+            if layer is layers[-1]:
+                x, attended, positions = (picked(each, rows) for each in (x, attended, positions))
+            delta = layer.rest(x, attended, positions) if len(x) else None  # a step may sample no row
+        return HiddenStates(
+            add_(x, delta, self.parts.norm), torch.stack([inputs[index] for index in taps]) if taps else None
+        )

@@ -15,6 +15,11 @@ import torch
 from torch import Tensor
 
 FLOATS = ("temperature", "top_p", "min_p", "uniform")
+MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
+SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
+FEW_SINGLES = 64  # at most as many, with a long context among them, do without a graph: see `choose`
+UNCAPTURED = 512  # tokens of a prompt that stands for all that are not captured: more than layers are fused for
+MIN_UPDATES = 8  # changed table entries that any captured step has room for
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class BatchShape:
     chunks: int
     singles: int  # chunks that may be single tokens, which come first
     tiles: int  # tiles of queries of the longer chunks
-    samples: int  # rows that are sampled from
+    samples: int  # rows that are sampled
     updates: int  # entries of block tables that change
     long: bool = False  # a single token has a long context, which is cut into more parts than otherwise
     deep: bool = False  # a longer chunk has a long context, which is read in larger tiles than otherwise
@@ -81,13 +86,6 @@ def fill_padding(views: dict[str, np.ndarray], padding_cell: int) -> None:
     views["update_block"][:] = 0
 
 
-MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
-SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
-FEW_SINGLES = 64  # at most as many, with a long context among them, do without a graph: see `choose`
-UNCAPTURED = 512  # tokens of a prompt that stands for all that are not captured: more than layers are fused for
-MIN_UPDATES = 8  # changed table entries that any captured step has room for
-
-
 class Shapes:
     """Chooses the shape that carries a batch; where graphs are captured, few shapes serve all batches that recur."""
 
@@ -125,12 +123,12 @@ class Shapes:
 
     def decode(self, size: int, *, long: bool = False) -> BatchShape:
         """The captured shape of `size` single tokens."""
-        return self._cut(BatchShape(size, size, size, 0, size, max(size, MIN_UPDATES)), long)
+        return self._mark_long(BatchShape(size, size, size, 0, size, max(size, MIN_UPDATES)), long)
 
-    def _cut(self, shape: BatchShape, long: bool) -> BatchShape:
+    def _mark_long(self, shape: BatchShape, long: bool) -> BatchShape:
         """Mark a shape as long only where that changes its kernels, else there would be two graphs of the same step."""
-        cut = long and self._long_context is not None and self._splits_more(shape.singles)
-        return replace(shape, long=True) if cut else shape
+        changes = long and self._long_context is not None and self._splits_more(shape.singles)
+        return replace(shape, long=True) if changes else shape
 
     def decodes(self, sizes: Sequence[int]) -> list[BatchShape]:
         """The captured shapes of these sizes; those of long contexts, where they differ, last."""
@@ -169,13 +167,13 @@ class Shapes:
         updates = min(updates, self._most_updates(tokens, self.max_requests))
         exact = BatchShape(tokens, chunks, singles, tiles, samples, updates, deep=self._is_long(deepest))
         if not self._graphs:
-            return self._cut(exact, long), False
+            return self._mark_long(exact, long), False
         if not tiles:
             size = round_up(tokens, self.decode_buckets)
-            return (self._cut(exact, long), False) if size is None else (self.decode(size, long=long), True)
+            return (self._mark_long(exact, long), False) if size is None else (self.decode(size, long=long), True)
         bucket = round_up(tokens, MIXED_BUCKETS)
         if bucket is None:
-            return self._cut(self._with_decode_sizes(exact), long), False
+            return self._mark_long(self._with_decode_sizes(exact), long), False
         requests = min(self.max_requests, bucket)
         most_tiles = bucket // self._tile_queries + SPARE_TILES
         shape = BatchShape(bucket, requests, requests, most_tiles, requests, max(bucket, 2 * requests))
@@ -183,7 +181,7 @@ class Shapes:
         # A graph has a program for each single token that it has room for. With few of them and a long context, more
         # programs per token are faster.
         fits &= not long or singles > FEW_SINGLES
-        return self._cut(shape if fits else self._with_decode_sizes(exact), long), fits
+        return self._mark_long(shape if fits else self._with_decode_sizes(exact), long), fits
 
     def _with_decode_sizes(self, exact: BatchShape) -> BatchShape:
         """Round up the single and sampled rows to the sizes of decode steps, whose kernels are loaded already.

@@ -12,7 +12,7 @@ from torch import Tensor
 from chairlift.attention.storage import sent
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.runner.gpu.shapes import BatchShape, Shapes, fill_padding
-from chairlift.runner.gpu.slots import Slots
+from chairlift.runner.gpu.slots import Slot, Slots
 from chairlift.runner.gpu.staging import Staging
 from chairlift.sampling.uniforms import uniforms
 
@@ -33,6 +33,38 @@ class PackedStep:
     first_rows: np.ndarray  # the first row of each chunk of the plan
 
 
+class _Pieces:
+    """The chunks of a plan as arrays, with every draft as a piece of its own.
+
+    plan      a: prefill 3 | b: decode, 2 drafts | c: decode
+    pieces    a            | b   b'  b''         | c
+    rows      4            | 0   1   2           | 3          single tokens come first in the batch
+
+    The arrays are in the order of the pieces; those of `in_order` are in the order of the batch.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], slots: Sequence[Slot]) -> None:
+        owned = np.array([1 + len(chunk.drafts) for chunk in chunks])
+        of_piece = np.repeat(np.arange(len(chunks)), owned)
+        pieces = [piece for chunk in chunks for piece in _apart(chunk)] if owned.sum() > len(chunks) else chunks
+        self.firsts = np.cumsum(owned) - owned  # the first piece of each chunk
+        self.slots = np.array([slot.index for slot in slots], np.int32)[of_piece]
+        self.counts = np.array([piece.count for piece in pieces], np.int32)
+        self.starts = np.array([piece.start for piece in pieces], np.int32)
+        self.order = _order(self.counts, np.array([chunk.start for chunk in chunks])[of_piece])
+        self.rows = np.empty_like(self.counts)  # the first of each piece
+        self.rows[self.order] = np.cumsum(self.counts[self.order]) - self.counts[self.order]
+        self.in_order = [pieces[index] for index in self.order.tolist()]
+        self.num_single = int((self.counts == 1).sum())
+        self.chunk_samples = np.array([chunk.samples for chunk in chunks], np.bool_)
+        self.sampling = np.flatnonzero(self.chunk_samples[of_piece])  # pieces
+
+    def tiles(self, queries: int) -> list[tuple[int, int]]:
+        """(piece in the batch's order, its first query) of all tiles of the longer chunks."""
+        longer = range(self.num_single, len(self.in_order))
+        return [(index, at) for index in longer for at in range(0, self.in_order[index].count, queries)]
+
+
 class Packer:
     """Turns plans into inputs of the device, of which block tables are sent only as far as they changed."""
 
@@ -44,37 +76,22 @@ class Packer:
 
     def pack(self, plan: StepPlan, staging: Staging) -> PackedStep:
         """Write the step into the staging buffer: single tokens first, then the longer chunks."""
-        chunks = plan.chunks
-        slots = [self._slots.of(chunk) for chunk in chunks]
+        slots = [self._slots.of(chunk) for chunk in plan.chunks]
         cells: list[int] = []
         blocks: list[int] = []
-        for slot, chunk in zip(slots, chunks, strict=True):
+        for slot, chunk in zip(slots, plan.chunks, strict=True):
             self._slots.table_changes(slot, chunk, cells, blocks)
-        owned = np.array([1 + len(chunk.drafts) for chunk in chunks])
-        firsts = np.cumsum(owned) - owned  # the first piece of each chunk
-        pieces = [piece for chunk in chunks for piece in _apart(chunk)] if owned.sum() > len(chunks) else chunks
-        of_piece = np.repeat(np.arange(len(chunks)), owned)
-        indices = np.array([slot.index for slot in slots], np.int32)[of_piece]
-        counts = np.array([piece.count for piece in pieces], np.int32)
-        starts = np.array([piece.start for piece in pieces], np.int32)
-        order = _order(counts, np.array([chunk.start for chunk in chunks])[of_piece])
-        rows = np.empty_like(counts)
-        rows[order] = np.cumsum(counts[order]) - counts[order]
-
-        in_order = [pieces[index] for index in order.tolist()]
-        num_single = int((counts == 1).sum())
-        tiles = self._tiles(in_order, num_single)
-        samples = np.array([chunk.samples for chunk in chunks], np.bool_)
-        sampling = np.flatnonzero(samples[of_piece])
+        pieces = _Pieces(plan.chunks, slots)
+        tiles = pieces.tiles(self._tile_queries)
         shape, capturable = self._shapes.choose(
-            tokens=int(counts.sum()) + plan.idle_rows,
-            chunks=len(pieces),
-            singles=num_single,
+            tokens=int(pieces.counts.sum()) + plan.idle_rows,
+            chunks=len(pieces.in_order),
+            singles=pieces.num_single,
             tiles=len(tiles),
-            samples=len(sampling),
+            samples=len(pieces.sampling),
             updates=len(cells),
-            longest=int(starts[counts == 1].max(initial=0)),
-            deepest=int(starts[counts > 1].max(initial=0)),
+            longest=int(pieces.starts[pieces.counts == 1].max(initial=0)),
+            deepest=int(pieces.starts[pieces.counts > 1].max(initial=0)),
         )
         if len(cells) > shape.updates:  # a long table at once, such as that of a prefix hit, is sent by itself
             self._send_tables(cells, blocks)
@@ -82,53 +99,36 @@ class Packer:
         staging.wait()
         views = staging.views(shape)
         fill_padding(views, self._slots.padding_cell)
-        self._pack_rows(views, in_order, indices[order], starts[order], counts[order], rows[order])
+        _pack_rows(views, pieces)
         if tiles:
             views["tile_chunk"][: len(tiles)], views["tile_offset"][: len(tiles)] = zip(*tiles, strict=True)
         if cells:
             views["update_cell"][: len(cells)] = cells
             views["update_block"][: len(cells)] = blocks
-        if len(sampling):
-            token_slots = np.full_like(indices, self._slots.padding)
-            token_slots[firsts] = indices[firsts]  # the token after a draft is not the request's last token
-            views["sample_slot"][: len(sampling)] = token_slots[sampling]
-            views["sample_row"][: len(sampling)] = (rows + counts - 1)[sampling]
-            self._pack_sampling(views, indices[sampling], (starts + counts)[sampling])
-        sampling_chunks = [chunk for chunk in chunks if chunk.samples]
-        return PackedStep(shape, capturable, sampling_chunks, indices[firsts[samples]], len(sampling), rows[firsts])
-
-    def _tiles(self, in_order: Sequence[Chunk], num_single: int) -> list[tuple[int, int]]:
-        """(chunk, its first query) of the tiles of the longer chunks."""
-        return [
-            (index, at)
-            for index in range(num_single, len(in_order))
-            for at in range(0, in_order[index].count, self._tile_queries)
-        ]
+        if len(pieces.sampling):
+            self._pack_sampling(views, pieces)
+        return PackedStep(
+            shape,
+            capturable,
+            [chunk for chunk in plan.chunks if chunk.samples],
+            pieces.slots[pieces.firsts[pieces.chunk_samples]],
+            len(pieces.sampling),
+            pieces.rows[pieces.firsts],
+        )
 
     def _send_tables(self, cells: Sequence[int], blocks: Sequence[int]) -> None:
         where, what = sent([cells, blocks], self._tables.device, torch.int32)
         self._tables.view(-1)[where] = what
 
-    def _pack_rows(
-        self,
-        views: dict[str, np.ndarray],
-        in_order: Sequence[Chunk],
-        indices: np.ndarray,
-        starts: np.ndarray,
-        counts: np.ndarray,
-        rows: np.ndarray,
-    ) -> None:
-        owner = np.repeat(np.arange(len(in_order)), counts)
-        total = len(owner)
-        views["slot"][:total] = indices[owner]
-        views["position"][:total] = np.arange(total, dtype=np.int32) - rows[owner] + starts[owner]
-        views["token"][:total] = _tokens(in_order)
-        for name, values in (("slot", indices), ("row", rows), ("start", starts), ("count", counts)):
-            views[f"chunk_{name}"][: len(in_order)] = values
-
-    def _pack_sampling(self, views: dict[str, np.ndarray], indices: np.ndarray, ends: np.ndarray) -> None:
-        """Write the sampling parameters of each sampled row; `ends`: how many tokens come before the sampled one."""
-        count, slots = len(indices), self._slots
+    def _pack_sampling(self, views: dict[str, np.ndarray], pieces: _Pieces) -> None:
+        """Write which rows are sampled, where their tokens are kept, and the sampling parameters of their slots."""
+        slots, sampling = self._slots, pieces.sampling
+        count, indices = len(sampling), pieces.slots[sampling]
+        ends = (pieces.starts + pieces.counts)[sampling]  # how many tokens come before the sampled one
+        token_slots = np.full_like(pieces.slots, slots.padding)
+        token_slots[pieces.firsts] = pieces.slots[pieces.firsts]  # the token after a draft is not the last token
+        views["sample_slot"][:count] = token_slots[sampling]
+        views["sample_row"][:count] = (pieces.rows + pieces.counts - 1)[sampling]
         temperature = slots.temperature[indices]
         if temperature.any():
             views["temperature"][:count] = temperature
@@ -136,6 +136,19 @@ class Packer:
             views["top_p"][:count] = slots.top_p[indices]
             views["min_p"][:count] = slots.min_p[indices]
             views["uniform"][:count] = uniforms(slots.seed[indices], ends - slots.num_prompt[indices])
+
+
+def _pack_rows(views: dict[str, np.ndarray], pieces: _Pieces) -> None:
+    """Write the slot, position and token of each row, and where each piece begins."""
+    order = pieces.order
+    slots, rows, starts, counts = (array[order] for array in (pieces.slots, pieces.rows, pieces.starts, pieces.counts))
+    owner = np.repeat(np.arange(len(order)), counts)  # the piece of each row
+    total = len(owner)
+    views["slot"][:total] = slots[owner]
+    views["position"][:total] = np.arange(total, dtype=np.int32) - rows[owner] + starts[owner]
+    views["token"][:total] = _tokens(pieces.in_order)
+    for name, values in (("slot", slots), ("row", rows), ("start", starts), ("count", counts)):
+        views[f"chunk_{name}"][: len(order)] = values
 
 
 def _apart(chunk: Chunk) -> list[Chunk]:

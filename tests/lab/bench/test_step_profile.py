@@ -144,10 +144,10 @@ def test_a_tiny_model_from_the_command_line(tmp_path: Path, quantization: str) -
 def test_seats_are_added_only_where_the_default_has_too_few() -> None:
     settings = ProfileSettings([1, 8])
     for config in (EngineConfig(device="cpu"), EngineConfig(device="cpu", max_batch_tokens=32)):
-        assert settings.with_seats(config) is config
-    assert ProfileSettings([1, 100]).with_seats(EngineConfig(device="cpu")).max_batch_requests == 100
+        assert settings.with_slots(config) is config
+    assert ProfileSettings([1, 100]).with_slots(EngineConfig(device="cpu")).max_batch_requests == 100
     chosen = EngineConfig(device="cpu", max_batch_requests=4)
-    assert settings.with_seats(chosen) is chosen  # and refused later, by its name
+    assert settings.with_slots(chosen) is chosen  # and refused later, by its name
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+
+class ContinuousBatchingConfig(SimpleNamespace):
+    pass

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.client.http import Response
+from chairlift.client.http import HttpResponse
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.lab.load.local_server import MODEL_NAME, local_server
 from chairlift.server.batch import input as batch_input
-from chairlift.server.batch.input import BatchLine, Marks, read_lines, scan
+from chairlift.server.batch.input import BatchLine, LineSet, read_lines, scan
 from chairlift.server.batch.output import BatchOutput
-from chairlift.server.batch.run import Answer, BatchRun
-from chairlift.server.batch.send import server_elsewhere
+from chairlift.server.batch.run import BatchResponse, BatchRun
+from chairlift.server.batch.send import remote_server
 from tests.tiny import write_tiny_checkpoint
 
 
@@ -158,14 +158,14 @@ def test_two_runs_never_share_an_output(tmp_path: Path) -> None:
 
 
 def test_marks_tell_numbers_from_ids() -> None:
-    marks = Marks()
-    marks.add("3", 1)
-    marks.add(None, 4)
-    assert marks.has("3", 9)
-    assert marks.has(None, 4)
-    assert not marks.has(None, 3)
-    assert not marks.has("4", 4)
-    assert len(marks) == 2
+    lines = LineSet()
+    lines.add("3", 1)
+    lines.add(None, 4)
+    assert lines.has("3", 9)
+    assert lines.has(None, 4)
+    assert not lines.has(None, 3)
+    assert not lines.has("4", 4)
+    assert len(lines) == 2
 
 
 # ---- runs, with a stand-in for the engine ------------------------------------------------------------------------
@@ -181,13 +181,13 @@ def test_a_large_file_is_never_held_in_memory(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [request(str(index), padding="x" * 1000) for index in range(3000)])
     under_way = most = 0
 
-    async def send(path: str, body: bytes) -> Answer:
+    async def send(path: str, body: bytes) -> BatchResponse:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
         await asyncio.sleep(0)
         under_way -= 1
-        return Answer(200, "r", b'{"usage":{"completion_tokens":2}}')
+        return BatchResponse(200, "r", b'{"usage":{"completion_tokens":2}}')
 
     import tracemalloc
 
@@ -207,14 +207,14 @@ def test_busy_servers_are_waited_for_and_dead_engines_tried_again(
     source = write(tmp_path / "in.jsonl", [request(str(index), user=str(index)) for index in range(20)])
     tries: dict[str, int] = {}
 
-    async def send(path: str, body: bytes) -> Answer:
+    async def send(path: str, body: bytes) -> BatchResponse:
         """Line 13 kills the engine, and with it all that are under way."""
         user = json.loads(body)["user"]
         tries[user] = tries.get(user, 0) + 1
         await asyncio.sleep(0.001)
         if user == "13" or (tries[user] == 1 and user in ("12", "14")):
-            return Answer(503, "r", b'{"error":{"message":"gone"}}')
-        return Answer(429 if tries[user] <= 5 and user == "3" else 200, "r", b"{}")
+            return BatchResponse(503, "r", b'{"error":{"message":"gone"}}')
+        return BatchResponse(429 if tries[user] <= 5 and user == "3" else 200, "r", b"{}")
 
     run = run_batch(source, tmp_path / "out.jsonl", send)
     assert (run.answered, run.failed) == (19, 1)
@@ -227,12 +227,12 @@ def test_an_engine_that_fails_for_good_ends_the_run_and_loses_nothing(tmp_path: 
     source, target = write(tmp_path / "in.jsonl", [request(str(index)) for index in range(9)]), tmp_path / "out.jsonl"
     left = 4
 
-    async def send(path: str, body: bytes) -> Answer:
+    async def send(path: str, body: bytes) -> BatchResponse:
         nonlocal left
         left -= 1
         if left < 0:
             raise EngineDead("it died 6 times in a row")
-        return Answer(200, "r", b"{}")
+        return BatchResponse(200, "r", b"{}")
 
     with pytest.raises(EngineDead, match="6 times"):
         run_batch(source, target, send)
@@ -375,19 +375,19 @@ def test_a_batch_can_go_to_a_server(tiny: str, tmp_path: Path) -> None:
         b"",
     ],
 )
-def test_whatever_a_server_elsewhere_sends_is_one_line(tmp_path: Path, body: bytes) -> None:
+def test_whatever_a_remote_server_sends_is_one_line(tmp_path: Path, body: bytes) -> None:
     class Strange:
         address = "localhost:1"
 
-        async def post(self, path: str, body_: bytes, on_body: Callable[[bytes], None]) -> Response:
+        async def post(self, path: str, body_: bytes, on_body: Callable[[bytes], None]) -> HttpResponse:
             on_body(body)
-            return Response(200, {})
+            return HttpResponse(200, {})
 
         def close(self) -> None:
             pass
 
     async def check() -> None:
-        async with server_elsewhere(Strange()) as send:  # type: ignore[arg-type]
+        async with remote_server(Strange()) as send:  # type: ignore[arg-type]
             await BatchRun(source, target, concurrency=1).run(send, lambda _: None)
 
     source, target = write(tmp_path / "in.jsonl", [request("a"), request("b")]), tmp_path / "out.jsonl"

@@ -15,7 +15,7 @@ from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Ending, FinishReason, Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.server.dashboard.recorder import Frame, Recorder
+from chairlift.server.dashboard.recorder import FrameData, StepRecorder
 from tests.core.driving import make_request, make_scheduler, run_plan
 
 
@@ -23,7 +23,7 @@ from tests.core.driving import make_request, make_scheduler, run_plan
 class RecordedRun:
     scheduler: Scheduler
     steps_per_frame: int = 3
-    frames: list[Frame] = field(default_factory=list)
+    frames: list[FrameData] = field(default_factory=list)
     shapes: list[list[tuple[str, int, int]]] = field(default_factory=list)  # of each step: id, start, count
     idle: list[int] = field(default_factory=list)
     outputs: dict[str, int] = field(default_factory=dict)  # of those that ended
@@ -33,7 +33,7 @@ class RecordedRun:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.recorder = Recorder(self.scheduler)
+        self.recorder = StepRecorder(self.scheduler)
         self.frames.append(self.recorder.keyframe(self.now, 1000.0))
         self._note_memory()
 
@@ -65,7 +65,7 @@ class RecordedRun:
         for event in events:
             if isinstance(event, RequestFinished):
                 self.outputs[event.request_id] = self.requests[event.request_id].num_output
-        self.recorder.take([*events, *self._done(plan)])
+        self.recorder.record([*events, *self._done(plan)])
         if len(self.shapes) % self.steps_per_frame == 0:
             self.frame()
 
@@ -121,7 +121,7 @@ def random_run(seed: int, **options: Any) -> RecordedRun:
     return run
 
 
-def read_back(frames: list[Frame]) -> tuple[list[list[tuple[str, int, int]]], Counter[str]]:
+def read_back(frames: list[FrameData]) -> tuple[list[list[tuple[str, int, int]]], Counter[str]]:
     """The shape of every step, as the frames tell it; and how each request ended."""
     names: dict[int, str] = {}
     steps: list[list[tuple[str, int, int]]] = []

@@ -11,9 +11,9 @@ import pytest
 
 from chairlift.core.events import Event
 from chairlift.server.dashboard import frame_publisher
-from chairlift.server.dashboard.frame_publisher import MOST_FAULTS, MOST_FOR_KEYS, FramePublisher
-from chairlift.server.dashboard.recorder import Recorder
-from chairlift.server.process.messages import Frame, RecorderFault, Watch
+from chairlift.server.dashboard.frame_publisher import MAX_FAULTS, MAX_KEYFRAME_SHARE, FramePublisher
+from chairlift.server.dashboard.recorder import StepRecorder
+from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps
 from tests.core.driving import make_request, make_scheduler, run_plan
 
 
@@ -39,9 +39,9 @@ class Watched:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.scheduler = make_scheduler(num_blocks=400)
-        self.sent: list[Frame | RecorderFault] = []
+        self.sent: list[DashboardFrame | RecorderFault] = []
         engine: Any = SimpleNamespace(scheduler=self.scheduler, now=clock.monotonic)
-        self.watch = FramePublisher(engine, self.sent.append)
+        self.publisher = FramePublisher(engine, self.sent.append)
 
     def turn(self) -> None:
         """What the engine's loop does."""
@@ -50,13 +50,13 @@ class Watched:
         if plan:
             self.scheduler.apply(run_plan(plan), self.clock.now)
         events += self.scheduler.drain_events()
-        self.watch.take(events)
-        self.watch.tell()
+        self.publisher.record(events)
+        self.publisher.publish_if_due()
         self.clock.now += 0.2
 
     def kinds(self) -> list[str]:
         sent, self.sent[:] = list(self.sent), []
-        return [json.loads(one.json)["t"] if isinstance(one, Frame) else f"fault {one.is_off}" for one in sent]
+        return [json.loads(one.json)["t"] if isinstance(one, DashboardFrame) else f"fault {one.is_off}" for one in sent]
 
 
 @pytest.fixture
@@ -66,38 +66,38 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(clock)
 
 
-def breaking(_: Recorder, events: Any) -> None:
+def breaking(_: StepRecorder, events: Any) -> None:
     raise KeyError("lost count")
 
 
 def test_a_fault_is_told_and_the_recorder_begins_anew(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched.watch.go_on(Watch(100.0, keyframe=True))
+    watched.publisher.extend_lease(RecordSteps(100.0, keyframe=True))
     watched.scheduler.submit(make_request("a", 4, 30), 0.0)
     watched.turn()
     assert watched.kinds() == ["key"]
     with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "take", breaking)
+        patch.setattr(StepRecorder, "record", breaking)
         watched.turn()
     for _ in range(3):
         watched.turn()
     assert watched.kinds() == ["fault False", "key", "batch"]
 
 
-@pytest.mark.parametrize("where", ["take", "frame", "keyframe", "new_tenants", "stop"])
+@pytest.mark.parametrize("where", ["record", "frame", "keyframe", "take_tenant_names", "stop"])
 def test_no_fault_gets_out_and_after_some_it_is_off(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    monkeypatch.setattr(Recorder, where, breaking if where == "take" else fail)
+    monkeypatch.setattr(StepRecorder, where, breaking if where == "record" else fail)
     if where == "stop":
-        monkeypatch.setattr(Recorder, "take", breaking)
+        monkeypatch.setattr(StepRecorder, "record", breaking)
     request = make_request("a", 4, 30)
     watched.scheduler.submit(request, 0.0)
-    watched.watch.go_on(Watch(100.0, keyframe=True))
+    watched.publisher.extend_lease(RecordSteps(100.0, keyframe=True))
     with caplog.at_level(logging.CRITICAL, "chairlift"):
         for _ in range(20):
             watched.turn()
     kinds = watched.kinds()
-    assert [kind for kind in kinds if kind.startswith("fault")] == ["fault False"] * (MOST_FAULTS - 1) + ["fault True"]
+    assert [kind for kind in kinds if kind.startswith("fault")] == ["fault False"] * (MAX_FAULTS - 1) + ["fault True"]
     assert kinds[-1] == "fault True"  # and then nothing
     assert request.num_output == 20  # a token in every step, whatever happened beside it
 
@@ -107,10 +107,10 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 def test_rare_faults_do_not_switch_it_off(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(MOST_FAULTS + 2):
-        watched.watch.go_on(Watch(10.0, keyframe=True))
+    for _ in range(MAX_FAULTS + 2):
+        watched.publisher.extend_lease(RecordSteps(10.0, keyframe=True))
         with monkeypatch.context() as patch:
-            patch.setattr(Recorder, "keyframe", fail)
+            patch.setattr(StepRecorder, "keyframe", fail)
             watched.turn()
         watched.turn()
         assert watched.kinds() == ["fault False", "key"]
@@ -119,7 +119,7 @@ def test_rare_faults_do_not_switch_it_off(watched: Watched, monkeypatch: pytest.
 
 
 def test_nothing_is_recorded_once_nobody_watches(watched: Watched) -> None:
-    watched.watch.go_on(Watch(1.0, keyframe=True))
+    watched.publisher.extend_lease(RecordSteps(1.0, keyframe=True))
     watched.turn()
     watched.clock.now += 2.0
     watched.turn()
@@ -140,13 +140,13 @@ def test_keyframes_take_a_small_part_of_the_engines_time(
         return wrapped
 
     for name in ("frame", "keyframe"):
-        monkeypatch.setattr(Recorder, name, working(getattr(Recorder, name)))
+        monkeypatch.setattr(StepRecorder, name, working(getattr(StepRecorder, name)))
     seconds = 100.0
     end = watched.clock.now + seconds
     while watched.clock.now < end:
-        watched.watch.go_on(Watch(10.0, keyframe=True))  # pages that reconnect all the time
+        watched.publisher.extend_lease(RecordSteps(10.0, keyframe=True))  # pages that reconnect all the time
         watched.turn()
     keys = watched.kinds().count("key")
     assert most / 2 <= keys <= most
     # Each has a frame before it, but for the first one; and the time that the last one costs comes after it.
-    assert (2 * (keys - 1) - 1) * work <= MOST_FOR_KEYS * seconds
+    assert (2 * (keys - 1) - 1) * work <= MAX_KEYFRAME_SHARE * seconds

@@ -129,7 +129,7 @@ def test_the_page_knows_every_tenant_that_the_engine_remembers(tmp_path: Path) -
     def ask(names: list[str]) -> None:
         new = [[next(handles), f"{len(frames)}-{name}", 0.0, 4, 8, numbers.number_of(name), 0] for name in names]
         batch = {"t": "batch", "now": float(len(frames)), "new": new, "waiting": [], "reasons": {}, "evictions": 0}
-        tell(numbers.take_untold(), batch, names)
+        tell(numbers.take_unsent(), batch, names)
 
     def key() -> None:
         now = float(len(frames))

@@ -67,8 +67,8 @@ def test_a_keyframe_in_the_middle_tells_all_and_names_everybody_anew() -> None:
         assert described[name] == (state, request.num_computed, request.num_output, table)
     assert [reason for _, reason in key["waiting"]] == ["seats"]
     assert key["seats"] == 2
-    assert set(run.recorder.new_tenants(all_of_them=True).values()) == {"", "bob"}
-    assert run.recorder.new_tenants() == {}
+    assert set(run.recorder.take_tenant_names(all_of_them=True).values()) == {"", "bob"}
+    assert run.recorder.take_tenant_names() == {}
 
 
 def test_a_long_decode_is_told_in_few_words() -> None:
@@ -101,16 +101,16 @@ def test_forgets_requests_that_are_over() -> None:
 
 def test_remembers_a_bounded_number_of_tenants_and_names_all_that_are_open() -> None:
     run = RecordedRun(make_scheduler(num_blocks=400, max_batch_requests=8), steps_per_frame=1000)
-    run.recorder._tenants = TenantNumbers(most=10)
+    run.recorder._tenants = TenantNumbers(max_tenants=10)
     names: dict[int, str] = {}
     for number in range(50):
         run.submit(f"r{number}", 2, 1000 if number < 3 else 1, tenant=f"t{number}")
         run.step()
-        names |= run.recorder.new_tenants()
+        names |= run.recorder.take_tenant_names()
     assert [names[number] for number in range(50)] == [f"t{number}" for number in range(50)]
     run.frame()
     key = run.recorder.keyframe(run.now, 0.0)
-    told = run.recorder.new_tenants(all_of_them=True)
+    told = run.recorder.take_tenant_names(all_of_them=True)
     assert len(told) == 10
     assert {given[1]: told[given[5]] for given in key["requests"]}.items() >= {
         "r0": "t0",

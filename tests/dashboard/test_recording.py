@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
-from chairlift.server.dashboard.recording import RunSummary, compressed, write_run
+from chairlift.server.dashboard.recording import RunSummary, compress, write_run
 from tests.dashboard.recorded import random_run
 from tests.dashboard.test_routes import send_frames
 from tests.server.front_end import front_end, stay_silent
@@ -51,7 +51,7 @@ def test_a_run_is_small_and_the_same_inside_a_page(tmp_path: Path) -> None:
     lines = [json.dumps(frame, separators=(",", ":")).encode() for frame in run.frames]
     found = RunSummary.of(lines)
     assert (found.steps, found.requests, found.lost) == (len(run.shapes), len(run.outputs), 0)
-    assert len(compressed(lines)) < 60 * len(run.shapes)
+    assert len(compress(lines)) < 60 * len(run.shapes)
     write_run(tmp_path / "run.html", lines)
     page = (tmp_path / "run.html").read_text()
     inside = re.search(r'id="recording">([^<]+)<', page)

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from chairlift.server.dashboard.recent_frames import MAX_UNREAD, MOST_FRAMES, RecentFrames
+from chairlift.server.dashboard.recent_frames import MAX_FRAMES, MAX_UNREAD, RecentFrames
 from chairlift.server.dashboard.subscribers import MAX_SUBSCRIBERS, MAX_UNREAD_BYTES, Subscriber
-from chairlift.server.process.messages import Frame, Loaded, RecorderFault, SwitchPolicy, ToEngine, Update, Watch
-from tests.server.front_end import FrontEnd, ScriptedEngine, answer_ok, front_end
+from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps, SwitchPolicy, ToEngine, Update
+from tests.server.front_end import LOADED, FrontEnd, ScriptedEngine, answer_ok, front_end
 
 KEYS = {"api_keys": ["alice one", "bob two"]}
 
@@ -24,18 +25,18 @@ def headers(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def frame(number: int, *, is_key: bool = False, tenants: dict[int, str] | None = None) -> Frame:
-    return Frame(json.dumps({"t": "key" if is_key else "batch", "n": number}).encode(), is_key, tenants or {})
+def frame(number: int, *, is_key: bool = False, tenants: dict[int, str] | None = None) -> DashboardFrame:
+    return DashboardFrame(json.dumps({"t": "key" if is_key else "batch", "n": number}).encode(), is_key, tenants or {})
 
 
 def send_frames(engine: ScriptedEngine, message: ToEngine) -> None:
     """A keyframe for every page that wants one, and answers."""
     answer_ok(engine, message)
-    if isinstance(message, Watch) and message.keyframe:
+    if isinstance(message, RecordSteps) and message.keyframe:
         tell(engine, frame(0, is_key=True, tenants={0: "alice", 1: "bob"}))
 
 
-def tell(engine: ScriptedEngine, *frames: Frame) -> None:
+def tell(engine: ScriptedEngine, *frames: DashboardFrame) -> None:
     for one in frames:
         engine.loop.call_soon_threadsafe(engine.on_frame, one)
 
@@ -99,15 +100,15 @@ def test_the_service_frame_has_the_same_numbers_as_metrics() -> None:
 def test_nobody_is_recorded_while_nobody_watches() -> None:
     with front_end(send_frames) as front:
         httpx.post(f"{front.url}/v1/completions", json={"model": "scripted", "prompt": "the lift", "max_tokens": 2})
-        assert not any(isinstance(message, Watch) for message in front.engine.heard)
+        assert not any(isinstance(message, RecordSteps) for message in front.engine.heard)
         with watching(front) as frames:
             until(frames, "key")
-        watches = [message for message in front.engine.heard if isinstance(message, Watch)]
+        watches = [message for message in front.engine.heard if isinstance(message, RecordSteps)]
         assert watches[0].keyframe
         deadline = time.monotonic() + 10
-        while front.service.viewers.watching and time.monotonic() < deadline:
+        while front.service.subscribers.watching and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert not front.service.viewers.watching
+        assert not front.service.subscribers.watching
 
 
 @pytest.mark.parametrize("options", [{}, {"isolate_keys": True}])
@@ -151,30 +152,30 @@ def test_the_policy_is_switched_only_where_that_is_allowed_and_sensible() -> Non
 
 def test_there_is_a_limit_to_the_pages() -> None:
     with front_end(send_frames) as front:
-        viewers = front.service.viewers
-        admitted = [viewers.admit(None, None) for _ in range(MAX_SUBSCRIBERS)]
+        subscribers = front.service.subscribers
+        admitted = [subscribers.subscribe(None, None) for _ in range(MAX_SUBSCRIBERS)]
         refused = httpx.get(f"{front.url}/dashboard/stream")
         assert refused.status_code == 429
         assert "close one" in refused.json()["error"]["message"]
-        viewers.dismiss(admitted[0])
+        subscribers.unsubscribe(admitted[0])
         with watching(front) as frames:
             until(frames, "key")
 
 
 def test_a_page_that_reads_too_slowly_loses_frames_and_goes_on_from_a_keyframe() -> None:
     async def scenario() -> None:
-        viewer = Subscriber(None, None)
-        viewer.offer(frame(0), {})  # before its keyframe, it has nothing to lose
-        assert (viewer.take(), viewer.num_lost) == ([], 0)
-        viewer.offer(frame(1, is_key=True), {})
+        subscriber = Subscriber(None, None)
+        subscriber.offer(frame(0), {})  # before its keyframe, it has nothing to lose
+        assert (subscriber.take_unread(), subscriber.num_lost) == ([], 0)
+        subscriber.offer(frame(1, is_key=True), {})
         for number in range(MAX_UNREAD + 20):
-            viewer.offer(frame(number), {})
-        assert viewer.take() == []
-        assert not viewer.synced
-        assert viewer.num_lost == MAX_UNREAD + 21
-        viewer.offer(frame(2, is_key=True), {})
-        viewer.offer(frame(3), {})
-        told = [json.loads(data) for data in viewer.take()]
+            subscriber.offer(frame(number), {})
+        assert subscriber.take_unread() == []
+        assert not subscriber.synced
+        assert subscriber.num_lost == MAX_UNREAD + 21
+        subscriber.offer(frame(2, is_key=True), {})
+        subscriber.offer(frame(3), {})
+        told = [json.loads(data) for data in subscriber.take_unread()]
         assert [one["t"] for one in told] == ["lost", "key", "batch"]
         assert told[0]["frames"] == MAX_UNREAD + 21
 
@@ -183,56 +184,56 @@ def test_a_page_that_reads_too_slowly_loses_frames_and_goes_on_from_a_keyframe()
 
 def test_what_a_page_is_told_again_is_never_too_much_for_it() -> None:
     recent = RecentFrames()
-    recent.add(Frame(b"k" * (MAX_UNREAD_BYTES + 1), True, {0: "alice"}))
-    for number in range(1, MOST_FRAMES):
+    recent.add(DashboardFrame(b"k" * (MAX_UNREAD_BYTES + 1), True, {0: "alice"}))
+    for number in range(1, MAX_FRAMES):
         recent.add(frame(number, tenants={number: "bob"}))
-    assert len(recent.all()) == MOST_FRAMES
+    assert len(recent.all()) == MAX_FRAMES
 
     async def scenario() -> None:
-        viewer = Subscriber(None, None)
-        viewer.catch_up((one, one.tenants) for one in recent.all())
-        for number in range(MOST_FRAMES):  # that come before it has read any of it
-            viewer.offer(frame(number, tenants={number: "carol"}), {number: "carol"})
-        assert (viewer.synced, viewer.num_lost) == (True, 0)
-        assert len(viewer.take()) == 4 * MOST_FRAMES
+        subscriber = Subscriber(None, None)
+        subscriber.catch_up((one, one.tenants) for one in recent.all())
+        for number in range(MAX_FRAMES):  # that come before it has read any of it
+            subscriber.offer(frame(number, tenants={number: "carol"}), {number: "carol"})
+        assert (subscriber.synced, subscriber.num_lost) == (True, 0)
+        assert len(subscriber.take_unread()) == 4 * MAX_FRAMES
 
     asyncio.run(scenario())
 
 
 def test_texts_are_bounded_and_gone_with_the_last_page() -> None:
     with front_end(send_frames) as front:
-        texts = front.service.viewers.texts
-        viewer = front.service.viewers.admit(None, None)
+        texts = front.service.subscribers.texts
+        subscriber = front.service.subscribers.subscribe(None, None)
         for number in range(600):
             texts.open([f"r{number}"], list(range(3, 1003)), None)
-        texts.note(Update("r599", text="x" * 9000))
-        texts.note(Update("r599", text="y" * 9000))
+        texts.add(Update("r599", text="x" * 9000))
+        texts.add(Update("r599", text="y" * 9000))
         assert texts.find("r0", None) is None
         found = texts.find("r599", None)
         assert found is not None
         assert (len(str(found["output"])), found["output_is_whole"], found["prompt_is_whole"]) == (4000, False, False)
-        front.service.viewers.dismiss(viewer)
+        front.service.subscribers.unsubscribe(subscriber)
         assert texts.find("r599", None) is None
 
 
 def test_shutting_down_lets_the_pages_go() -> None:
     with front_end(send_frames) as front, watching(front) as frames:
         until(frames, "key")
-        front.engine.loop.call_soon_threadsafe(front.service.viewers.close)
+        front.engine.loop.call_soon_threadsafe(front.service.subscribers.close)
         assert all(one["t"] in ("service", "lost") for one in frames)  # it ends
 
 
 def test_a_recorder_that_switched_itself_off_is_said_and_not_asked_again_until_the_engine_is_new() -> None:
     with front_end(send_frames) as front:
-        viewers, engine = front.service.viewers, front.engine
-        engine.loop.call_soon_threadsafe(viewers.take_in, RecorderFault(is_off=True))
+        subscribers, engine = front.service.subscribers, front.engine
+        engine.loop.call_soon_threadsafe(subscribers.receive, RecorderFault(is_off=True))
         with watching(front) as frames:
             service = until(frames, "service")
             assert service["recorder_off"]
             assert service["metrics"]["dashboard_faults_total"] == 1
             until(frames, "service")
-        assert not any(isinstance(message, Watch) and message.keyframe for message in engine.heard)
-        engine.loaded = Loaded(max_model_len=256, vocab_size=320, max_batch_requests=8)
+        assert not any(isinstance(message, RecordSteps) and message.keyframe for message in engine.heard)
+        engine.loaded = msgspec.structs.replace(LOADED)
         with watching(front) as frames:
             until(frames, "key")
 
@@ -260,12 +261,12 @@ def test_pages_that_come_and_go_cost_the_engine_no_keyframes() -> None:
             with watching(front) as others:
                 assert until(others, "key")["n"] == 0
                 assert [until(others, "batch")["n"] for _ in range(2)] == [1, 2]
-        keys = [message for message in front.engine.heard if isinstance(message, Watch) and message.keyframe]
+        keys = [message for message in front.engine.heard if isinstance(message, RecordSteps) and message.keyframe]
         assert len(keys) == 1
-        tell(front.engine, *(frame(number) for number in range(MOST_FRAMES)))
+        tell(front.engine, *(frame(number) for number in range(MAX_FRAMES)))
         with watching(front) as others:  # too much has happened since to be told again
             until(others, "key")
-        keys = [message for message in front.engine.heard if isinstance(message, Watch) and message.keyframe]
+        keys = [message for message in front.engine.heard if isinstance(message, RecordSteps) and message.keyframe]
         assert len(keys) == 2
 
 
@@ -273,8 +274,8 @@ def test_what_an_engine_said_that_is_gone_is_told_to_nobody() -> None:
     with front_end(send_frames) as front:
         with watching(front) as frames:
             until(frames, "key")
-        front.engine.loaded = Loaded(max_model_len=256, vocab_size=320, max_batch_requests=8)
+        front.engine.loaded = msgspec.structs.replace(LOADED)
         with watching(front) as frames:
             until(frames, "key")
-        keys = [message for message in front.engine.heard if isinstance(message, Watch) and message.keyframe]
+        keys = [message for message in front.engine.heard if isinstance(message, RecordSteps) and message.keyframe]
         assert len(keys) == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import zmq
 
+from chairlift.core.request_limits import RequestLimits
 from chairlift.server.process.messages import FailedToLoad, FromEngine, Heartbeat, Loaded, encode
 
 settings = json.loads(sys.argv[-1])
@@ -29,7 +30,7 @@ if illness == "cannot load again" and life > 0:
     say(FailedToLoad("out of memory"))
     time.sleep(0.2)
     sys.exit(0)
-say(Loaded(256, 320, 8))
+say(Loaded(RequestLimits(vocab_size=320, max_model_len=256), max_batch_requests=8))
 born = time.monotonic()
 while True:
     time.sleep(0.05)

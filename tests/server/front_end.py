@@ -11,32 +11,35 @@ from typing import Any
 
 import uvicorn
 
+from chairlift.core.request_limits import RequestLimits
 from chairlift.server.http.app import make_app
 from chairlift.server.lifecycle import uvicorn_config
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.messages import Loaded, Submit, ToEngine, Update, decode_to_engine
+from chairlift.server.served_model import ServedModel
 from chairlift.server.service import Service
 from chairlift.text.tokenizer import Tokenizer
 from tests.tiny import CHATML, byte_level_tokenizer
 
 NAME = "scripted"
+LOADED = Loaded(RequestLimits(vocab_size=320, max_model_len=256), max_batch_requests=8)
 
 
 class ScriptedEngine(EngineClient):
     """Never starts a process. `script` is called with every message that the front end sends."""
 
     def __init__(self, metrics: Metrics, script: Callable[[ScriptedEngine, ToEngine], None]) -> None:
-        super().__init__("model", {}, metrics.take_in, metrics.note_restart)
+        super().__init__("model", {}, metrics.record_step, metrics.record_restart)
         self.heard: list[ToEngine] = []
         self._script = script
 
     async def start(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.loaded = Loaded(max_model_len=256, vocab_size=320, max_batch_requests=8)
+        self.loaded = LOADED
         self.state = EngineState.READY
-        self._life = self  # type: ignore[assignment]
+        self._handle = self  # type: ignore[assignment]
 
     async def stop(self, timeout: float = 5.0) -> None:
         self._fail_all(RuntimeError("stopped"))
@@ -95,7 +98,7 @@ def front_end(
     async def run() -> None:
         engine = ScriptedEngine(metrics, script)  # has sockets of this thread's event loop
         text = tokenizer or Tokenizer(byte_level_tokenizer(), chat_template=CHATML)
-        service = Service(NAME, text, engine, metrics, limits, **(service_options or {}))
+        service = Service(ServedModel.create(NAME, text), engine, metrics, limits, **(service_options or {}))
         made.append(FrontEnd(service, engine, listener.getsockname()[1]))
         server = uvicorn.Server(uvicorn_config(make_app(service, **options), limits))
         servers.append(server)

@@ -32,13 +32,13 @@ def test_texts_are_admitted_in_bounds_and_not_while_draining(
 ) -> None:
     go_on, answers = threading.Event(), list[httpx.Response]()
     with front_end(limits=Limits(max_text_jobs=2)) as front:
-        work = getattr(front.service.tokenizer, method)
+        work = getattr(front.service.model.tokenizer, method)
 
         def slow(*args: Any, **options: Any) -> Any:
             assert go_on.wait(60)
             return work(*args, **options)
 
-        monkeypatch.setattr(front.service.tokenizer, method, slow)
+        monkeypatch.setattr(front.service.model.tokenizer, method, slow)
         threads = [threading.Thread(target=lambda: answers.append(post(front, path, **body))) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -58,13 +58,13 @@ def test_texts_are_admitted_in_bounds_and_not_while_draining(
 
 def test_the_time_of_a_request_counts_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     with front_end(stay_silent) as front:
-        encode, take_your_time = front.service.tokenizer.encode, threading.Event()
+        encode, take_your_time = front.service.model.tokenizer.encode, threading.Event()
 
         def slow(text: str, **options: Any) -> list[int]:
             take_your_time.wait(0.5)
             return encode(text, **options)
 
-        monkeypatch.setattr(front.service.tokenizer, "encode", slow)
+        monkeypatch.setattr(front.service.model.tokenizer, "encode", slow)
         late = post(front, PATH, model=NAME, prompt="a", timeout=0.1)
         assert (late.status_code, late.json()["error"]["code"]) == (408, "timeout")
         assert not front.engine.heard
@@ -174,5 +174,5 @@ def test_values_are_counted_whatever_the_strings_say_and_wherever_the_pieces_end
 ) -> None:
     counter, text = ValueCounter(), json.dumps(value, ensure_ascii=ascii_only).encode()
     for start in range(0, len(text), size):
-        counter.take_in(text[start : start + size])
+        counter.feed(text[start : start + size])
     assert counter.count == expected_count(value)

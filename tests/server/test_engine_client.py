@@ -16,7 +16,7 @@ from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
 from chairlift.server.process.messages import Cancel, FromEngine, Refused, Submit, Update, decode_to_engine, encode
-from chairlift.server.process.stream import Stream
+from chairlift.server.process.stream import UpdateStream
 
 
 class FakeEngine:
@@ -28,8 +28,8 @@ class FakeEngine:
         self.commands = SimpleNamespace(send=self.heard.append)
         self.reports = SimpleNamespace(recv=self._says.get)
         life: Any = self
-        client.state, client._life = EngineState.READY, life
-        self._listener = asyncio.create_task(client._listen(life))
+        client.state, client._handle = EngineState.READY, life
+        self._listener = asyncio.create_task(client._receive(life))
 
     def say(self, message: FromEngine) -> None:
         self._says.put_nowait(encode(message))
@@ -45,7 +45,7 @@ def prompt(name: str, *tokens: int) -> Submit:
 
 def test_a_stream_merges_what_was_not_read_and_then_fails() -> None:
     async def check() -> None:
-        stream = Stream(["a", "b"])
+        stream = UpdateStream(["a", "b"])
         stream.push(Update("a", text="x", tokens=[1], cached_tokens=3))
         stream.push(Update("b", text="-", tokens=[9]))
         stream.push(Update("a", text="y", tokens=[2], finish_reason="stop"))

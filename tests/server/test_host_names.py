@@ -27,10 +27,10 @@ FOREIGN = (
 def test_own_names_and_addresses_are_known_and_others_are_not() -> None:
     names = HostNames("gpu-box", ["Proxy.example"])
     for own in (*OWN, "gpu-box:9", "proxy.example", socket.gethostname()):
-        assert names.include(own), own
+        assert names.allow(own), own
     for foreign in FOREIGN:
-        assert not names.include(foreign), foreign
-    assert HostNames(allowed=["*"]).include("evil.example")
+        assert not names.allow(foreign), foreign
+    assert HostNames(allowed=["*"]).allow("evil.example")
 
 
 @pytest.mark.parametrize("name", ["", "http://a", "a:80", "a b"])

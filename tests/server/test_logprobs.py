@@ -37,7 +37,7 @@ def test_bytes_are_those_of_the_text_and_offsets_lead_into_it(tokenizer: Tokeniz
     assert joined.decode().removeprefix("" if tokenizer is BYTES else " ") == text
     assert not any("\ufffd" in entry["token"] for entry in entries)
     assert any(entry["token"].startswith("\\x") for entry in entries)  # a part of the euro sign
-    told = CompletionLogprobs().take(scored(ids), tokenizer)
+    told = CompletionLogprobs().add(scored(ids), tokenizer)
     assert len(set(told["tokens"])) >= 4
     ends = [*told["text_offset"][1:], len(text)]
     for token, begin, end in zip(told["tokens"], told["text_offset"], ends, strict=True):
@@ -49,8 +49,8 @@ def test_bytes_are_those_of_the_text_and_offsets_lead_into_it(tokenizer: Tokeniz
 def test_offsets_go_on_from_chunk_to_chunk() -> None:
     ids = BYTES.encode("a € b")
     whole, parts = CompletionLogprobs(), CompletionLogprobs()
-    pieces = [parts.take(scored([token]), BYTES)["text_offset"][0] for token in ids]
-    assert pieces == whole.take(scored(ids), BYTES)["text_offset"]
+    pieces = [parts.add(scored([token]), BYTES)["text_offset"][0] for token in ids]
+    assert pieces == whole.add(scored(ids), BYTES)["text_offset"]
 
 
 def test_tokens_that_mean_the_same_do_not_push_out_the_likelier() -> None:
@@ -59,5 +59,5 @@ def test_tokens_that_mean_the_same_do_not_push_out_the_likelier() -> None:
     assert a is not None
     assert byte_a is not None
     euro = tuple(tokenizer.token_id(f"<0x{byte:02X}>") or 0 for byte in "€".encode())
-    told = CompletionLogprobs().take(scored([a], (a, byte_a, *euro)), tokenizer)
+    told = CompletionLogprobs().add(scored([a], (a, byte_a, *euro)), tokenizer)
     assert told["top_logprobs"] == [{"a": -0.5, "bytes:\\xe2": -2.5, "bytes:\\x82": -3.5, "bytes:\\xac": -4.5}]

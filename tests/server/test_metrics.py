@@ -17,9 +17,9 @@ from tests.server.front_end import ScriptedEngine, front_end
 
 def test_a_restart_is_counted_and_the_old_engine_holds_nothing() -> None:
     metrics = Metrics()
-    metrics.take_in(StepReport(updates=[], waiting=4, used_blocks=7, total_blocks=9, preemptions=0, requests=3))
+    metrics.record_step(StepReport(updates=[], waiting=4, used_blocks=7, total_blocks=9, preemptions=0, requests=3))
     assert b"chairlift_kv_blocks_used 7.0" in metrics.render()
-    metrics.note_restart()
+    metrics.record_restart()
     shown = metrics.render().decode().splitlines()
     for line in ("kv_blocks_used 0.0", "requests_running 0.0", "requests_waiting 0.0", "engine_restarts_total 1.0"):
         assert f"chairlift_{line}" in shown
@@ -28,9 +28,9 @@ def test_a_restart_is_counted_and_the_old_engine_holds_nothing() -> None:
 def test_the_error_of_predictions_and_the_budget_are_shown() -> None:
     metrics = Metrics()
     empty = StepReport(updates=[], waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
-    metrics.take_in(msgspec.structs.replace(empty, requests=3, seconds=0.2))  # nothing was predicted yet
-    metrics.take_in(msgspec.structs.replace(empty, requests=3, seconds=0.2, predicted_seconds=0.15))
-    metrics.take_in(msgspec.structs.replace(empty, prefill_limit=48, limit_reason="tpot"))
+    metrics.record_step(msgspec.structs.replace(empty, requests=3, seconds=0.2))  # nothing was predicted yet
+    metrics.record_step(msgspec.structs.replace(empty, requests=3, seconds=0.2, predicted_seconds=0.15))
+    metrics.record_step(msgspec.structs.replace(empty, prefill_limit=48, limit_reason="tpot"))
     shown = metrics.render().decode().splitlines()
     assert "chairlift_step_prediction_error_ratio_count 1.0" in shown
     assert 'chairlift_step_prediction_error_ratio_bucket{le="0.2"} 0.0' in shown
@@ -49,15 +49,15 @@ def test_every_metric_is_documented_and_nothing_else() -> None:
 def test_what_they_wait_for_is_shown_and_forgotten() -> None:
     metrics = Metrics()
     empty = StepReport(updates=[], waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
-    metrics.take_in(msgspec.structs.replace(empty, waiting=5, wait_reasons={"seats": 3, "prefix": 2}))
+    metrics.record_step(msgspec.structs.replace(empty, waiting=5, wait_reasons={"seats": 3, "prefix": 2}))
     shown = metrics.render().decode().splitlines()
     for line in ('{reason="seats"} 3.0', '{reason="prefix"} 2.0', '{reason="memory"} 0.0'):
         assert f"chairlift_requests_waiting_for{line}" in shown
-    metrics.take_in(msgspec.structs.replace(empty, waiting=1, wait_reasons={"memory": 1}))
+    metrics.record_step(msgspec.structs.replace(empty, waiting=1, wait_reasons={"memory": 1}))
     shown = metrics.render().decode().splitlines()
     for line in ('{reason="seats"} 0.0', '{reason="memory"} 1.0'):
         assert f"chairlift_requests_waiting_for{line}" in shown
-    metrics.note_restart()
+    metrics.record_restart()
     assert b'chairlift_requests_waiting_for{reason="memory"} 0.0' in metrics.render()
 
 

@@ -84,8 +84,8 @@ def test_an_engine_that_was_well_and_cannot_load_again_is_tried_again(
         client = make_client("cannot load again")
         await client.start()
         assert await settled(client) is EngineState.READY
-        assert client._life is not None
-        client._life.process.kill()
+        assert client._handle is not None
+        client._handle.process.kill()
         while client.state is EngineState.READY:
             await asyncio.sleep(0.01)
         assert await settled(client) is EngineState.FAILED

@@ -24,7 +24,7 @@ def stuck_on_long_texts(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> Iter
     """A front end whose tokenizer takes for ever with long texts, until the event is set."""
     go_on = threading.Event()
     with front_end(limits=limits) as front:
-        encode = front.service.tokenizer.encode
+        encode = front.service.model.tokenizer.encode
 
         def slow(text: str, **options: Any) -> list[int]:
             if len(text) >= len(LONG_TEXT):
@@ -32,7 +32,7 @@ def stuck_on_long_texts(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> Iter
                 return [7]
             return encode(text, **options)
 
-        monkeypatch.setattr(front.service.tokenizer, "encode", slow)
+        monkeypatch.setattr(front.service.model.tokenizer, "encode", slow)
         try:
             yield front, go_on
         finally:

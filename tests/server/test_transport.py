@@ -247,7 +247,7 @@ def test_an_internal_error_has_an_id_and_says_and_logs_nothing_of_the_request(
         raise RuntimeError(f"cannot deal with {text}")
 
     with front_end() as front:
-        monkeypatch.setattr(front.service.tokenizer, "encode", fail)
+        monkeypatch.setattr(front.service.model.tokenizer, "encode", fail)
         answer = HTTP.post(front.url + TEXT, json={"model": NAME, "prompt": "my secret prompt"})
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"

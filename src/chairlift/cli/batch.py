@@ -21,7 +21,7 @@ from chairlift.terminal.console import note
 from chairlift.terminal.options import EngineOptions, refuse_engine_options, refuse_given
 
 if TYPE_CHECKING:
-    from chairlift.server.batch.run import BatchRun, Watch
+    from chairlift.server.batch.run import BatchRun, ProgressCallback
 
 _SERVER = "Server"
 
@@ -87,11 +87,16 @@ def batch(
 
 
 async def _answer(
-    run: BatchRun, engine: EngineOptions, name: str | None, url: str | None, api_key: str | None, watch: Watch
+    run: BatchRun,
+    engine: EngineOptions,
+    name: str | None,
+    url: str | None,
+    api_key: str | None,
+    on_progress: ProgressCallback,
 ) -> None:
     from chairlift.client.address import Address
     from chairlift.client.http import HttpClient
-    from chairlift.server.batch.send import own_engine, server_elsewhere
+    from chairlift.server.batch.send import own_engine, remote_server
     from chairlift.server.lifecycle import ServerConfig
     from chairlift.server.limits import Limits
 
@@ -100,17 +105,17 @@ async def _answer(
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     if url is not None:
-        target = server_elsewhere(HttpClient(Address.parse(url), api_key=api_key))
+        target = remote_server(HttpClient(Address.parse(url), api_key=api_key))
     else:
         limits = Limits(max_waiting=sys.maxsize)  # --concurrency limits them already
         config = ServerConfig(engine.model, name, engine.config(), limits=limits, quiet=engine.quiet)
         target = own_engine(config)
     async with target as send:
-        await run.run(send, watch)
+        await run.run(send, on_progress)
 
 
 @contextmanager
-def _watch(run: BatchRun, *, enabled: bool) -> Iterator[Watch]:
+def _watch(run: BatchRun, *, enabled: bool) -> Iterator[ProgressCallback]:
     columns = (
         TextColumn("answering"),
         BarColumn(),

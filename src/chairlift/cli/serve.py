@@ -44,7 +44,7 @@ def serve(server: ServerOptions, engine: EngineOptions, model_argument: ModelArg
     config = _server_config(server, engine, model_argument or engine.model)
 
     def greet(service: Service, port: int) -> None:
-        _print_address(f"http://{server.host}:{port}", service.model_name, config.api_keys)
+        _print_address(f"http://{server.host}:{port}", service.model.name, config.api_keys)
 
     status = asyncio.run(serve_forever(config, greet))
     if status:

@@ -1,1 +1,1 @@
-"""Talking to an OpenAI-compatible server, ours or another, with next to no work per token."""
+"""Clients for OpenAI-compatible servers, with little work per token."""

@@ -1,4 +1,4 @@
-"""Where a server is."""
+"""Server addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chairlift.errors import InvalidParameter
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's URL, taken apart. `root` is the path that /v1/… comes after, mostly empty."""
+    """A parsed server URL. `root` is the path before /v1/…, usually empty."""
 
     host: str
     port: int
@@ -20,7 +20,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """From http://localhost:8000, with or without /v1 at its end; without a scheme it is http."""
+        """Parse a URL such as http://localhost:8000, with or without a scheme and a final /v1."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port

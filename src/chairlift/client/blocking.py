@@ -1,4 +1,4 @@
-"""One request at a time, for those who have nothing else to do meanwhile."""
+"""A blocking client: one request at a time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from chairlift.client.address import Address, bearer
 from chairlift.errors import ChairliftError
 
-TIMEOUT_SECONDS = 600.0  # without a word from the server
+TIMEOUT_SECONDS = 600.0  # without data from the server
 
 
 class ServerError(ChairliftError):
-    """The server cannot be reached, refuses, or answers with something else than expected."""
+    """The server cannot be reached, refuses a request, or sends an unexpected response."""
 
 
 class BlockingClient:
@@ -26,7 +26,7 @@ class BlockingClient:
             self._headers["Authorization"] = bearer(api_key)
 
     def served_model(self) -> dict[str, Any]:
-        """The first model that the server lists, as it describes it."""
+        """The description of the first model that the server lists."""
         with self._exchange("GET", "/v1/models") as response:
             try:
                 model: dict[str, Any] = json.loads(response.read())["data"][0]
@@ -36,7 +36,7 @@ class BlockingClient:
             return model
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed answer. Whoever stops asking for them closes the connection."""
+        """The events of a streamed response; closing the iterator closes the connection."""
         with self._exchange("POST", path, json.dumps(dict(body)).encode()) as response:
             for line in response:
                 data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
@@ -46,7 +46,7 @@ class BlockingClient:
                     yield self._event(data)
 
     def watch(self, path: str) -> Iterator[bytes]:
-        """The data of server-sent events without an end, as it comes."""
+        """The data of an endless stream of server-sent events."""
         with self._exchange("GET", path) as response:
             for line in response:
                 if line.startswith(b"data:"):

@@ -1,10 +1,10 @@
-"""Server-sent events, as OpenAI-compatible servers send them: one line of data each."""
+"""Server-sent events of OpenAI-compatible servers, which have one line of data each."""
 
 from __future__ import annotations
 
 
 class EventLineParser:
-    """Takes the bytes of a stream and gives out what follows `data:`, one event after the other."""
+    """Parses the bytes of a stream into the data of its events."""
 
     def __init__(self) -> None:
         self._rest = b""

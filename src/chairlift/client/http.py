@@ -1,7 +1,7 @@
-"""HTTP requests over sockets that are used again: asyncio and nothing on top of it.
+"""An asynchronous HTTP client that reuses connections, directly on asyncio.
 
-A load generator shares the machine with the server it measures, so what counts is the work per received piece: here
-it is one call of `data_received`.
+A load generator shares the machine with the server it measures, so its work per received piece matters: here it is one
+call of `data_received`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from chairlift.client.response import BadResponse, ResponseReader
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class HttpResponse:
     status: int
     headers: Mapping[str, str]
 
 
 class HttpClient:
-    """Requests to one server, as many at a time as are asked for, each on a connection of its own meanwhile."""
+    """Requests to one server, any number at a time, each on its own connection."""
 
     def __init__(self, address: Address, *, api_key: str | None = None) -> None:
         self.address = address
@@ -32,7 +32,7 @@ class HttpClient:
         host = f"Host: {address.host_header}\r\nUser-Agent: chairlift\r\n"
         self._shared_head = f"{host}Content-Type: application/json\r\n{key}"
 
-    async def post(self, path: str, body: bytes, on_body: Callable[[bytes], None]) -> Response:
+    async def post(self, path: str, body: bytes, on_body: Callable[[bytes], None]) -> HttpResponse:
         """Send JSON; the body of the response goes to `on_body` as it arrives."""
         head = f"POST {self.address.root}{path} HTTP/1.1\r\n{self._shared_head}Content-Length: {len(body)}\r\n\r\n"
         message = head.encode() + body
@@ -41,7 +41,7 @@ class HttpClient:
             try:
                 return await self._use(connection, message, on_body)
             except _Stale:
-                continue  # closed by the server while it was idle, as it may; the request was never read
+                continue  # the server closed it while it was idle and never read the request
         return await self._use(await self._connect(), message, on_body)
 
     def close(self) -> None:
@@ -54,28 +54,28 @@ class HttpClient:
         _, connection = await loop.create_connection(_Connection, host, port, ssl=self._tls)
         return connection
 
-    async def _use(self, connection: _Connection, message: bytes, on_body: Callable[[bytes], None]) -> Response:
+    async def _use(self, connection: _Connection, message: bytes, on_body: Callable[[bytes], None]) -> HttpResponse:
         try:
             reader = await connection.exchange(message, on_body)
         except BaseException:
-            connection.close()  # also when cancelled: that is how the server hears of it
+            connection.close()  # also when cancelled, which tells the server to stop
             raise
         if reader.reusable:
             self._idle.append(connection)
         else:
             connection.close()
-        return Response(reader.status, reader.headers)
+        return HttpResponse(reader.status, reader.headers)
 
 
 class _Stale(ConnectionError):
-    """A connection that was used before turned out to be closed."""
+    """A reused connection was closed by the server."""
 
 
 class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._reader: ResponseReader | None = None
-        self._whole: asyncio.Future[None] | None = None
+        self._complete: asyncio.Future[None] | None = None
         self._lost = False
         self._uses = 0
 
@@ -85,43 +85,43 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self._uses += 1
         self._reader = reader = ResponseReader(on_body)
-        self._whole = asyncio.get_running_loop().create_future()
+        self._complete = asyncio.get_running_loop().create_future()
         self._transport.write(message)
-        await self._whole
+        await self._complete
         return reader
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
-    # ---- what asyncio calls --------------------------------------------------------------------------------------
+    # ---- asyncio.Protocol --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._reader is None or self._whole is None or self._whole.done():
-            self.close()  # nothing was asked
+        if self._reader is None or self._complete is None or self._complete.done():
+            self.close()  # no request is in flight
             return
         try:
             self._reader.feed(data)
-        except Exception as error:  # of the reader, or of whoever takes the body
-            self._whole.set_exception(error)
+        except Exception as error:  # of the reader or of `on_body`
+            self._complete.set_exception(error)
             return
         if self._reader.done:
-            self._whole.set_result(None)
+            self._complete.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
-        if self._reader is None or self._whole is None or self._whole.done():
+        if self._reader is None or self._complete is None or self._complete.done():
             return
         if self._reader.close():
-            self._whole.set_result(None)
+            self._complete.set_result(None)
         elif self._uses > 1 and not self._reader.begun:
-            self._whole.set_exception(_Stale())
+            self._complete.set_exception(_Stale())
         else:
-            self._whole.set_exception(error or ConnectionError("the server closed the connection"))
+            self._complete.set_exception(error or ConnectionError("the server closed the connection"))
 
 
-__all__ = ["BadResponse", "HttpClient", "Response"]
+__all__ = ["BadResponse", "HttpClient", "HttpResponse"]

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 response, read as its bytes arrive."""
+"""Parses an HTTP/1.1 response as its bytes arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_CHUNK_LINE = 1024
 
 
 class BadResponse(Exception):
-    """What came back is no HTTP response."""
+    """The received data is not a valid HTTP response."""
 
 
 class _State(Enum):
@@ -25,7 +25,7 @@ class _State(Enum):
 
 
 class ResponseReader:
-    """Takes bytes as they come and hands the body on, piece by piece, without its framing."""
+    """Parses bytes as they arrive and passes on the pieces of the body without their framing."""
 
     def __init__(self, on_body: Callable[[bytes], None]) -> None:
         self.status = 0
@@ -54,14 +54,14 @@ class ResponseReader:
             pass
 
     def close(self) -> bool:
-        """The other side closed the connection; returns whether the response is whole."""
+        """Handle the end of the connection; returns whether the response is complete."""
         if self._state is _State.UNTIL_CLOSE:
             self._state = _State.DONE
             self.headers["connection"] = "close"
         return self.done
 
     def _advance(self) -> bool:
-        """Take one step; False if it needs more bytes."""
+        """Parse the next element; False if it needs more bytes."""
         match self._state:
             case _State.HEAD:
                 return self._read_head()
@@ -115,7 +115,7 @@ class ResponseReader:
         if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
             raise BadResponse("no HTTP/1.1")
         if 100 <= int(words[1]) < 200:
-            return True  # not the response yet
+            return True  # an informational response; the final one follows
         self.status = int(words[1])
         for line in lines:
             name, _, value = line.partition(":")

@@ -1,4 +1,4 @@
-"""Python's garbage collector, told what is here to stay."""
+"""Garbage collector settings for processes with many permanent objects."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from contextlib import contextmanager
 
 
 def freeze_loaded_objects() -> None:
-    """Call it when all is loaded. The collector goes through every object that may be part of a cycle, again and again;
-    with modules, weights and tokenizers among them, a large request could make it hold up all others for seconds."""
+    """Exclude all present objects from garbage collection; call it once everything is loaded.
+
+    The collector visits every object that may be part of a cycle, again and again. With modules, weights and tokenizers
+    among them, one large request could make it block all others for seconds.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
@@ -17,7 +20,7 @@ def freeze_loaded_objects() -> None:
 
 @contextmanager
 def loaded_objects_frozen() -> Iterator[None]:
-    """The same for a while."""
+    """`freeze_loaded_objects` for the duration of a `with` block."""
     before = gc.get_threshold()
     freeze_loaded_objects()
     try:

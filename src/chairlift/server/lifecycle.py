@@ -1,4 +1,4 @@
-"""Running the server: signals, draining, and an orderly end."""
+"""Runs the server: startup, signals, draining and shutdown."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from chairlift.server.http.protocol import GuardedProtocol
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
+from chairlift.server.served_model import ServedModel
 from chairlift.server.service import Service
 
 log = logging.getLogger("chairlift.server")
 
-MANY_FILES = 65_536
+MAX_OPEN_FILES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,14 @@ class ServerConfig:
     port: int = 8000
     api_keys: Sequence[str] = ()
     isolate_keys: bool = False  # requests with different keys never share cached prefixes
-    cors_origins: Sequence[str] = ()  # web pages of these may call the server from a browser
-    allowed_hosts: Sequence[str] = ()  # names besides its own by which it may be called if it has no keys
+    cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
+    allowed_hosts: Sequence[str] = ()  # further host names that a server without keys answers to
     drain_timeout: float = 30.0
     limits: Limits = field(default_factory=Limits)
     supervision: Supervision = field(default_factory=Supervision)
-    tool_format: str | None = None  # how the model writes tool calls; None: as its chat template shows
-    dashboard: bool = True  # the live page at /dashboard
-    policy_switch: bool | None = None  # the page may change the policy; None: if only this machine can reach it
+    tool_format: str | None = None  # how the model writes tool calls; None: detected from the chat template
+    dashboard: bool = True  # serve the live page at /dashboard
+    policy_switch: bool | None = None  # clients may change the policy; None: only if the server is local
     quiet: bool = False
 
     def may_switch_policy(self) -> bool:
@@ -60,15 +61,16 @@ class ServerConfig:
         return not self.api_keys and (self.host == "localhost" or self.host == "::1" or self.host.startswith("127."))
 
 
-def _tell_nobody(service: Service, port: int) -> None:
-    pass
+async def serve_forever(
+    config: ServerConfig, on_ready: Callable[[Service, int], None] = lambda service, port: None
+) -> int:
+    """Serve until a signal arrives; `on_ready` is called with the port.
 
-
-async def serve_forever(config: ServerConfig, on_ready: Callable[[Service, int], None] = _tell_nobody) -> int:
-    """Serve until told to stop. Returns the exit status: 0 after an orderly end, 1 if the engine failed for good,
-    128 and the signal's number if a second signal cut the end short. `on_ready` learns the port."""
-    _allow_many_connections()
-    resolve_model(config.model, progress=not config.quiet)  # whatever is wrong with it is said first
+    Returns the exit status: 0 after draining, 1 if the engine failed permanently, and 128 plus the signal's number if a
+    second signal cut the draining short.
+    """
+    _raise_file_limit()
+    resolve_model(config.model, progress=not config.quiet)  # first, so that its errors are reported at once
     hosts = HostNames(config.host, config.allowed_hosts)
     listener = _listen(config.host, config.port)
     service = make_service(config)
@@ -81,29 +83,27 @@ async def serve_forever(config: ServerConfig, on_ready: Callable[[Service, int],
         address = listener.getsockname()
         return await _run(config, service, server, serving, signals, lambda: on_ready(service, address[1]))
     finally:
-        # First: requests that are not finished by now end with an error of their own.
+        # Before the server exits, so that unfinished requests are answered with an error.
         await service.engine.stop(timeout=0.0 if signals.second else 5.0)
         server.should_exit = True
         await serving
 
 
 def make_service(config: ServerConfig) -> Service:
-    """All of the front end but HTTP. The engine is started with the application that serves it."""
+    """Build the front end without HTTP. The application's lifespan starts the engine."""
     # The front end only needs the tokenizer; fetching the model here, once, shows its progress bar.
     path = resolve_model(config.model, progress=not config.quiet)
     tokenizer = make_tokenizer(open_checkpoint(path))
     metrics = Metrics()
     engine = EngineClient(
-        str(path), config.engine, metrics.take_in, metrics.note_restart, config.supervision, quiet=config.quiet
+        str(path), config.engine, metrics.record_step, metrics.record_restart, config.supervision, quiet=config.quiet
     )
     name = config.served_name or config.model
     return Service(
-        name,
-        tokenizer,
+        ServedModel.create(name, tokenizer, config.tool_format),
         engine,
         metrics,
         config.limits,
-        config.tool_format,
         isolate_keys=config.isolate_keys,
         policy_switch=config.may_switch_policy(),
     )
@@ -124,7 +124,7 @@ def uvicorn_config(app: FastAPI, limits: Limits) -> uvicorn.Config:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Before the engine is started: a port that is taken should not cost the time of loading a model."""
+    """Bind the port before the engine is started, so that a port in use is reported at once."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
@@ -141,55 +141,55 @@ async def _run(
     signals: _Signals,
     on_ready: Callable[[], None],
 ) -> int:
-    told = asyncio.create_task(signals.first.wait())
+    signalled = asyncio.create_task(signals.first.wait())
     settled = asyncio.create_task(service.engine.wait_until_settled())
-    await asyncio.wait({told, settled, serving}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({signalled, settled, serving}, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         return 1
     if settled.done() and settled.result() is EngineState.READY:
         on_ready()
-    while not told.done() and not serving.done():
+    while not signalled.done() and not serving.done():
         if service.engine.state is EngineState.FAILED:
             log.error("the engine failed: %s", service.engine.problem)
             return 1
-        await asyncio.wait({told, serving}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({signalled, serving}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
     await _drain(service, server, config.drain_timeout, signals)
     return 128 + signals.second if signals.second else 0
 
 
 async def _drain(service: Service, server: _Server, timeout: float, signals: _Signals) -> None:
-    """Take no more requests, and let those that run finish and their clients read the answers."""
+    """Refuse new requests and wait until those in flight are answered."""
     service.admission.draining = True
-    service.viewers.close()
+    service.subscribers.close()
     deadline = asyncio.get_running_loop().time() + timeout
     while server.server_state.tasks and not signals.second and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)
 
 
 class _Signals:
-    """The first SIGTERM or Ctrl-C asks for an orderly end, the second one for a quick one."""
+    """SIGTERM and SIGINT: the first one starts draining, the second one ends it."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
-        self.second = 0  # its number
+        self.second = 0  # the number of the second signal
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._take, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def _take(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if self.first.is_set():
             self.second = number
         self.first.set()
 
 
-def _allow_many_connections() -> None:
-    """Each takes a file descriptor, and many systems grant 1,024 of them unless asked."""
+def _raise_file_limit() -> None:
+    """Allow many connections: each takes a file descriptor, and the usual soft limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Server(uvicorn.Server):
     def capture_signals(self) -> Any:
-        """Signals are ours: uvicorn would stop at once instead of draining."""
+        """Leave signals to `_Signals`: uvicorn would stop without draining."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Prometheus metrics, fed from the engine's reports and from what clients saw."""
+"""Prometheus metrics, from the engine's step reports and from requests."""
 
 from __future__ import annotations
 
@@ -27,52 +27,52 @@ class Metrics:
         def histogram(name: str, text: str) -> Histogram:
             return Histogram(f"chairlift_{name}_seconds", text, buckets=_LATENCIES, registry=registry)
 
-        self._waited_for: set[str] = set()  # reasons that anybody had at the last report
+        self._last_wait_reasons: set[str] = set()  # those in the last report
         self.running = gauge("requests_running", "Requests in the last step")
-        self.open = gauge("requests_open", "Sequences that the front end has taken in and not yet answered")
+        self.open = gauge("requests_open", "Sequences that the front end has accepted and not yet answered")
         self.waiting = gauge("requests_waiting", "Requests in the engine's queue")
-        self.wait_reasons = gauge("requests_waiting_for", "The same by what they wait for", ("reason",))
+        self.wait_reasons = gauge("requests_waiting_for", "Waiting requests by reason", ("reason",))
         for reason in WaitReason:
             self.wait_reasons.labels(reason.name.lower()).set(0)
         self.kv_used = gauge("kv_blocks_used", "KV blocks held by requests")
-        self.kv_total = gauge("kv_blocks_total", "KV blocks there are")
-        self.engine_up = gauge("engine_up", "1 while the engine takes requests")
+        self.kv_total = gauge("kv_blocks_total", "KV blocks in total")
+        self.engine_up = gauge("engine_up", "1 while the engine is ready")
         self.steps = counter("steps", "Steps the engine has run")
         self.step_seconds = counter("step_seconds", "Time the engine spent in steps")
         self.step_tokens = counter("step_tokens", "Tokens computed, by kind", ("kind",))
         self.part_seconds = counter("step_part_seconds", "Time the engine spent in parts of steps", ("part",))
         self.step_requests = Histogram(
-            "chairlift_step_requests", "Requests that a step carried", buckets=_SIZES, registry=registry
+            "chairlift_step_requests", "Requests in a step", buckets=_SIZES, registry=registry
         )
         self.prediction_error = Histogram(
             "chairlift_step_prediction_error_ratio",
-            "|measured - predicted| / measured, of the time of a step",
+            "|measured - predicted| / measured time of a step",
             buckets=_RATIOS,
             registry=registry,
         )
-        self.prefill_limit = gauge("step_prefill_limit_tokens", "Prompt tokens that the budget lets a step carry")
-        self.decisions = counter("budget_decisions", "Times the budget changed its mind, by reason", ("reason",))
-        self.proposed = counter("drafts_proposed", "Guesses that were verified, by their place", ("place",))
-        self.accepted = counter("drafts_accepted", "Those of them that were right, by their place", ("place",))
-        self.verifications = counter("draft_verifications", "Times that a request's guesses were verified")
-        self.speedup = gauge("speculation_speedup_ratio", "Speed against that without guesses, by an estimate")
-        self.preemptions = counter("preemptions", "Requests sent back to the queue for lack of memory")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of the requests taken in")
-        self.cached_tokens = counter("prompt_tokens_cached", "Those of them found in the prefix cache")
-        self.lookups = counter("prefix_lookups", "Searches for a cached prefix, by what ended them", ("result",))
+        self.prefill_limit = gauge("step_prefill_limit_tokens", "Prompt tokens that the budget allows in a step")
+        self.decisions = counter("budget_decisions", "Changes of the token budget, by reason", ("reason",))
+        self.proposed = counter("drafts_proposed", "Draft tokens verified, by position", ("place",))
+        self.accepted = counter("drafts_accepted", "Draft tokens accepted, by position", ("place",))
+        self.verifications = counter("draft_verifications", "Verifications of one request's draft tokens")
+        self.speedup = gauge("speculation_speedup_ratio", "Estimated speed relative to decoding without drafts")
+        self.preemptions = counter("preemptions", "Requests preempted for lack of memory")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests")
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache")
+        self.lookups = counter("prefix_lookups", "Prefix cache lookups, by result", ("result",))
         self.output_tokens = counter("output_tokens", "Tokens generated")
-        self.requests = counter("requests", "Completions, by how they ended", ("reason",))
-        self.refused = counter("requests_refused", "Requests turned away for now, by status", ("status",))
-        self.restarts = counter("engine_restarts", "Times the engine process was started again")
-        self.recorder_faults = counter("dashboard_faults", "Times that recording steps for the dashboard failed")
+        self.requests = counter("requests", "Completions, by finish reason", ("reason",))
+        self.refused = counter("requests_refused", "Requests refused temporarily, by status", ("status",))
+        self.restarts = counter("engine_restarts", "Restarts of the engine process")
+        self.recorder_faults = counter("dashboard_faults", "Failures of the dashboard's recorder")
         self.first_token = histogram("time_to_first_token", "From the request to its first token")
         self.inter_token = histogram("inter_token", "Between consecutive tokens of a completion")
         self.end_to_end = histogram("end_to_end", "From the request to its end")
 
-    def take_in(self, report: StepReport) -> None:
+    def record_step(self, report: StepReport) -> None:
         self.running.set(report.requests)
         self.waiting.set(report.waiting)
-        self._show_wait_reasons(report.wait_reasons)
+        self._set_wait_reasons(report.wait_reasons)
         for result, count in report.lookups.items():
             self.lookups.labels(result).inc(count)
         self.preemptions.inc(report.preemptions)
@@ -90,31 +90,32 @@ class Metrics:
                 self.prediction_error.observe(abs(report.seconds - report.predicted_seconds) / report.seconds)
         if report.verifications:
             self.verifications.inc(report.verifications)
-            for place, (proposed, accepted) in enumerate(zip(report.proposed_at, report.accepted_at, strict=True), 1):
-                self.proposed.labels(str(place)).inc(proposed)
-                self.accepted.labels(str(place)).inc(accepted)
+            counts = zip(report.proposed_at, report.accepted_at, strict=True)
+            for position, (proposed, accepted) in enumerate(counts, start=1):
+                self.proposed.labels(str(position)).inc(proposed)
+                self.accepted.labels(str(position)).inc(accepted)
         if report.speedup is not None:
             self.speedup.set(report.speedup)
         if report.prefill_limit is not None:
             self.prefill_limit.set(report.prefill_limit)
             self.decisions.labels(report.limit_reason).inc()
 
-    def note_restart(self) -> None:
-        """What the old engine held is gone, and it can no longer say so."""
+    def record_restart(self) -> None:
+        """Reset the gauges of an engine that died."""
         self.restarts.inc()
         for gauge in (self.running, self.waiting, self.kv_used):
             gauge.set(0)
-        self._show_wait_reasons({})
+        self._set_wait_reasons({})
 
-    def _show_wait_reasons(self, counts: Mapping[str, int]) -> None:
-        for reason in self._waited_for - counts.keys():
+    def _set_wait_reasons(self, counts: Mapping[str, int]) -> None:
+        for reason in self._last_wait_reasons - counts.keys():
             self.wait_reasons.labels(reason).set(0)
         for reason, count in counts.items():
             self.wait_reasons.labels(reason).set(count)
-        self._waited_for = set(counts)
+        self._last_wait_reasons = set(counts)
 
     def values(self) -> dict[str, float]:
-        """The same numbers as a map, without zeros and the buckets of histograms: "requests_total stop" -> 3."""
+        """All metrics as a map, without zeros and histogram buckets: "requests_total stop" -> 3."""
         found = {}
         for family in self._registry.collect():
             for sample in family.samples:

@@ -1,4 +1,4 @@
-"""Batch files in OpenAI's format: one request per line of JSON, with a custom_id of its own."""
+"""Reads batch files in OpenAI's format: one request per line of JSON, each with its own custom_id."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MAX_LINE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One line: a request, or what is wrong with it."""
+    """One line: a request, or the problem with it."""
 
     number: int  # from 1
     custom_id: str | None
     path: str = ""
     body: bytes = b""
-    problem: str = ""  # why it is no request
+    problem: str = ""  # empty if the line is a valid request
     code: str = ""
 
 
 @dataclass(slots=True)
-class Marks:
-    """Which lines are meant, in a few bytes for each: by custom_id, or by number where a line has none."""
+class LineSet:
+    """A set of lines in a few bytes each: by custom_id, or by number for lines without one."""
 
     ids: set[int] = field(default_factory=set)
     numbers: set[int] = field(default_factory=set)
@@ -46,32 +46,32 @@ class Marks:
     def __len__(self) -> int:
         return len(self.ids) + len(self.numbers)
 
-    def __le__(self, other: Marks) -> bool:
+    def __le__(self, other: LineSet) -> bool:
         return self.ids <= other.ids and self.numbers <= other.numbers
 
 
 def _fingerprint(custom_id: str) -> int:
-    """64 bits: among ten million ids, two are mistaken for each other once in 400,000 files."""
+    """64 bits: among ten million ids, two collide once in 400,000 files."""
     digest = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-def scan(path: Path) -> Marks:
-    """Read the whole file once, to know which lines there are and that no custom_id comes twice."""
-    found = Marks()
+def scan(path: Path) -> LineSet:
+    """Read the whole file once: return its lines, and raise if a custom_id is used twice."""
+    lines = LineSet()
     for line in read_lines(path):
-        if line.custom_id is not None and found.has(line.custom_id, line.number):
+        if line.custom_id is not None and lines.has(line.custom_id, line.number):
             first = next(other.number for other in read_lines(path) if other.custom_id == line.custom_id)
             problem = f"line {line.number} of {str(path)!r} has the custom_id {line.custom_id[:100]!r} of line {first}"
             raise InvalidParameter("input", f"{problem} again; each must have its own")
-        found.add(line.custom_id, line.number)
-    if not len(found):
+        lines.add(line.custom_id, line.number)
+    if not len(lines):
         raise InvalidParameter("input", f"{str(path)!r} has no lines in it")
-    return found
+    return lines
 
 
 def read_lines(path: Path) -> Iterator[BatchLine]:
-    """One after the other, never all in memory. Empty lines are passed over."""
+    """Iterate over the lines of a file without holding them all in memory. Empty lines are skipped."""
     try:
         with path.open("rb") as file:
             number = 0
@@ -84,7 +84,7 @@ def read_lines(path: Path) -> Iterator[BatchLine]:
 
 
 def _read_line(file: IO[bytes]) -> bytes:
-    """At most a little more than may be in a line; what comes after that is skipped."""
+    """Read a line, cut after MAX_LINE_BYTES + 1 bytes; the rest of it is skipped."""
     data = rest = file.readline(MAX_LINE_BYTES + 1)
     while rest and not rest.endswith(b"\n"):
         rest = file.readline(MAX_LINE_BYTES)
@@ -93,33 +93,37 @@ def _read_line(file: IO[bytes]) -> bytes:
 
 def _parse(number: int, data: bytes) -> BatchLine:
     if len(data) > MAX_LINE_BYTES:
-        return _bad(number, None, "line_too_long", f"is longer than {MAX_LINE_BYTES} bytes")
+        return _invalid(number, None, "line_too_long", f"is longer than {MAX_LINE_BYTES} bytes")
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError):
-        return _bad(number, None, "invalid_json", "is not valid JSON")
+        return _invalid(number, None, "invalid_json", "is not valid JSON")
     if not isinstance(fields, dict):
-        return _bad(number, None, "invalid_line", "must be a JSON object")
+        return _invalid(number, None, "invalid_line", "must be a JSON object")
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        return _bad(number, None, "invalid_custom_id", "custom_id must be a string that is not empty")
-    return _checked(number, custom_id, fields)
+        return _invalid(number, None, "invalid_custom_id", "custom_id must be a string that is not empty")
+    return _parse_fields(number, custom_id, fields)
 
 
-def _checked(number: int, custom_id: str, fields: dict[str, Any]) -> BatchLine:
+def _parse_fields(number: int, custom_id: str, fields: dict[str, Any]) -> BatchLine:
     method, url, body = fields.get("method", "POST"), fields.get("url"), fields.get("body")
     if unknown := sorted(set(fields) - {"custom_id", "method", "url", "body"}):
-        return _bad(number, custom_id, "invalid_line", f"unknown keys {', '.join(unknown)[:200]}")
+        return _invalid(number, custom_id, "invalid_line", f"unknown keys {', '.join(unknown)[:200]}")
     if method != "POST":
-        return _bad(number, custom_id, "invalid_method", f"method must be POST, got {str(method)[:40]!r}")
+        return _invalid(number, custom_id, "invalid_method", f"method must be POST, got {str(method)[:40]!r}")
     if url not in PATHS:
-        return _bad(number, custom_id, "invalid_url", f"url must be one of {', '.join(PATHS)}, got {str(url)[:100]!r}")
+        return _invalid(
+            number, custom_id, "invalid_url", f"url must be one of {', '.join(PATHS)}, got {str(url)[:100]!r}"
+        )
     if not isinstance(body, dict):
-        return _bad(number, custom_id, "invalid_body", "body must be a JSON object")
+        return _invalid(number, custom_id, "invalid_body", "body must be a JSON object")
     if body.get("stream"):
-        return _bad(number, custom_id, "invalid_body", "body must not ask for a stream: a batch is answered in whole")
+        return _invalid(
+            number, custom_id, "invalid_body", "body must not ask for a stream: a batch is answered in whole"
+        )
     return BatchLine(number, custom_id, url, json.dumps(body).encode())
 
 
-def _bad(number: int, custom_id: str | None, code: str, problem: str) -> BatchLine:
+def _invalid(number: int, custom_id: str | None, code: str, problem: str) -> BatchLine:
     return BatchLine(number, custom_id, problem=f"line {number}: {problem}", code=code)

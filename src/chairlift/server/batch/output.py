@@ -1,7 +1,7 @@
-"""The answers to a batch, one per line, so that a run can be ended in any way and taken up again.
+"""Writes the responses to a batch, one per line, so that an interrupted run can be resumed.
 
-A line is written whole, in one call, when its request is answered. Whatever ends the process can therefore only tear
-the last line; it is cut off at the next start, and its request done again.
+Each line is written in one call when its request is answered. A crash can therefore only truncate the last line, which
+is removed at the next start, and its request repeated.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from chairlift.errors import ChairliftError, InvalidParameter
-from chairlift.server.batch.input import BatchLine, Marks
+from chairlift.server.batch.input import BatchLine, LineSet
 
 
 class BatchOutput:
-    """An output file, opened for one process alone. `done` are the lines that it has answers for."""
+    """An output file, locked by one process. `done` is the set of lines with a response."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Not "a": what a crash left of a line must be cut off.
+            # Not "a": a truncated line must be removed.
             self._file: IO[bytes] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -41,7 +41,7 @@ class BatchOutput:
     def close(self) -> None:
         self._file.close()
 
-    def write_answer(self, line: BatchLine, status: int, request_id: str, body: bytes) -> None:
+    def write_response(self, line: BatchLine, status: int, request_id: str, body: bytes) -> None:
         """`body` is JSON."""
         response = b'{"status_code":%d,"request_id":%b,"body":%b}' % (status, _json(request_id), body)
         self._write(line, response, b"null")
@@ -61,18 +61,18 @@ class BatchOutput:
         self._unsynced = True
 
     def sync(self) -> None:
-        """Have the system put on disk what was written: from then on, even a power failure does not lose it."""
+        """Flush to disk, so that a power failure loses nothing that was written."""
         if self._unsynced:
             self._unsynced = False
             os.fsync(self._file.fileno())
 
-    def _recover(self) -> Marks:
-        """Read the answers that are there, and cut off a torn one at the end."""
-        done, good, number = Marks(), 0, 0
-        with open(self._file.fileno(), "rb", closefd=False) as lines:  # through a buffer, which is dropped afterwards
+    def _recover(self) -> LineSet:
+        """Read the responses of an earlier run, and remove a truncated one at the end."""
+        done, good, number = LineSet(), 0, 0
+        with open(self._file.fileno(), "rb", closefd=False) as lines:  # buffered
             for data in lines:
                 number += 1
-                if not self._take_in(data, done):
+                if not self._parse(data, done):
                     if lines.read(1):
                         problem = f"line {number} of {str(self.path)!r} is no answer to a batch; give another file"
                         raise InvalidParameter("output", problem)
@@ -82,8 +82,8 @@ class BatchOutput:
         self._file.seek(good)
         return done
 
-    def _take_in(self, data: bytes, done: Marks) -> bool:
-        """Note what a line answers; False if it is not a whole answer."""
+    def _parse(self, data: bytes, done: LineSet) -> bool:
+        """Add the line that a response belongs to; False if the response is truncated."""
         try:
             fields: Any = json.loads(data) if data.endswith(b"\n") else None
         except ValueError:

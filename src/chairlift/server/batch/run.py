@@ -1,4 +1,4 @@
-"""Answering a batch file, and taking up where an earlier run was ended."""
+"""Runs a batch file, or resumes an earlier run."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.server.batch.input import BatchLine, read_lines, scan
 from chairlift.server.batch.output import BatchOutput
 
-SYNC_SECONDS = 1.0  # a power failure costs at most what was answered within this time
+SYNC_SECONDS = 1.0  # a power failure loses at most the responses of this interval
 RETRY_SECONDS = 0.5
-MAX_TRIES = 3  # of a request whose engine died; one that kills engines must not do it for ever
+MAX_ATTEMPTS = 3  # for a request whose engine died: one that crashes the engine must not do so for ever
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BatchResponse:
     status: int
     request_id: str
     body: bytes
 
 
-Send = Callable[[str, bytes], Awaitable[Answer]]
-"""Posts a body to a path of a server, whatever that is."""
-Watch = Callable[["BatchRun"], None]
+Send = Callable[[str, bytes], Awaitable[BatchResponse]]
+"""Posts a body to a path of a server."""
+ProgressCallback = Callable[["BatchRun"], None]
 
 
 class BatchRun:
-    """One run over a batch file; what an earlier run has answered is not done again."""
+    """One run over a batch file; lines that an earlier run has answered are skipped."""
 
     def __init__(self, source: Path, target: Path, *, concurrency: int) -> None:
         if target.exists() and source.exists() and target.samefile(source):
@@ -52,14 +52,14 @@ class BatchRun:
     def is_complete(self) -> bool:
         return self.done_before + self.answered + self.failed == self.total
 
-    async def run(self, send: Send, watch: Watch) -> None:
-        """Answer every line that has no answer yet, so many at a time."""
+    async def run(self, send: Send, on_progress: ProgressCallback) -> None:
+        """Answer every line without a response, `concurrency` at a time."""
         todo = self._todo()
         syncing = asyncio.create_task(self._keep_synced())
         try:
-            async with asyncio.TaskGroup() as seats:
+            async with asyncio.TaskGroup() as workers:
                 for _ in range(self._concurrency):
-                    seats.create_task(self._work(todo, send, watch))
+                    workers.create_task(self._work(todo, send, on_progress))
         except* ChairliftError as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -71,36 +71,36 @@ class BatchRun:
         done = self.output.done
         return (line for line in read_lines(self._source) if not done.has(line.custom_id, line.number))
 
-    async def _work(self, todo: Iterator[BatchLine], send: Send, watch: Watch) -> None:
+    async def _work(self, todo: Iterator[BatchLine], send: Send, on_progress: ProgressCallback) -> None:
         for line in todo:
             if line.problem:
                 self.output.write_problem(line)
                 self.failed += 1
             else:
                 await self._answer(line, send)
-            watch(self)
-            await asyncio.sleep(0)  # bad lines must not keep the others from being heard
+            on_progress(self)
+            await asyncio.sleep(0)  # a series of invalid lines must not block the event loop
 
     async def _answer(self, line: BatchLine, send: Send) -> None:
-        answer = await self._patiently(line, send)
-        for _ in range(MAX_TRIES - 1):
-            if answer.status != 503:
+        response = await self._send_until_accepted(line, send)
+        for _ in range(MAX_ATTEMPTS - 1):
+            if response.status != 503:
                 break
-            # The engine died, perhaps of this request. Those that may have done it are tried one by one, so that
-            # the others get their answers.
+            # The engine died, perhaps because of this request. Suspects are retried one at a time, so that the other
+            # requests get their responses.
             async with self._suspects:
-                answer = await self._patiently(line, send)
-        self.output.write_answer(line, answer.status, answer.request_id, answer.body)
-        if answer.status == 200:
+                response = await self._send_until_accepted(line, send)
+        self.output.write_response(line, response.status, response.request_id, response.body)
+        if response.status == 200:
             self.answered += 1
-            self.output_tokens += _output_tokens(answer.body)
+            self.output_tokens += _output_tokens(response.body)
         else:
             self.failed += 1
 
-    async def _patiently(self, line: BatchLine, send: Send) -> Answer:
-        while (answer := await send(line.path, line.body)).status == 429:  # too busy: its turn will come
+    async def _send_until_accepted(self, line: BatchLine, send: Send) -> BatchResponse:
+        while (response := await send(line.path, line.body)).status == 429:  # the queue is full
             await asyncio.sleep(RETRY_SECONDS)
-        return answer
+        return response
 
     async def _keep_synced(self) -> None:
         while True:
@@ -109,7 +109,7 @@ class BatchRun:
 
 
 def _output_tokens(body: bytes) -> int:
-    """As the server counted them; nothing depends on it but what the progress shows."""
+    """The output tokens in a response's usage; used for the progress display only."""
     usage = json.loads(body).get("usage")
     counts = [usage.get("completion_tokens"), usage.get("output_tokens")] if isinstance(usage, dict) else []
     return next((count for count in counts if isinstance(count, int)), 0)

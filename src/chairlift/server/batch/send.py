@@ -1,4 +1,4 @@
-"""Where the requests of a batch go: to the server's application in this process, or to a server elsewhere."""
+"""Sends the requests of a batch: to the application in this process, or to another server."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from starlette.types import Message
 
 from chairlift.client.http import BadResponse, HttpClient
 from chairlift.errors import ChairliftError, EngineDead
-from chairlift.server.batch.run import Answer, Send
+from chairlift.server.batch.run import BatchResponse, Send
 from chairlift.server.http.app import make_app
 from chairlift.server.lifecycle import ServerConfig, make_service
 from chairlift.server.process.engine_client import EngineClient, EngineState
 
-PATIENCE_SECONDS = 60.0  # with a server that cannot be reached
-PAUSE_SECONDS = 1.0
+UNREACHABLE_SECONDS = 60.0  # after which a server that cannot be reached ends the run
+RETRY_SECONDS = 1.0
 
 
 @asynccontextmanager
 async def own_engine(config: ServerConfig) -> AsyncIterator[Send]:
-    """Start an engine and answer with it exactly as the server would, without a network in between."""
+    """Start an engine and answer requests exactly as the server does, without a network in between."""
     service = make_service(config)
     app = make_app(service)
     try:
         async with app.router.lifespan_context(app):
             await _require_ready(service.engine)
 
-            async def send(path: str, body: bytes) -> Answer:
+            async def send(path: str, body: bytes) -> BatchResponse:
                 await _require_ready(service.engine)
                 return await call(app, path, body)
 
@@ -41,13 +41,13 @@ async def own_engine(config: ServerConfig) -> AsyncIterator[Send]:
 
 
 async def _require_ready(engine: EngineClient) -> None:
-    """Wait while the engine is being started, for the first time or again."""
+    """Wait until the engine is started or restarted; raise if it failed."""
     if await engine.wait_until_settled() is not EngineState.READY:
         raise EngineDead(f"the engine failed: {engine.problem}")
 
 
-async def call(app: FastAPI, path: str, body: bytes) -> Answer:
-    """One POST to an ASGI application, by a client that never goes away."""
+async def call(app: FastAPI, path: str, body: bytes) -> BatchResponse:
+    """POST to an ASGI application as a client that never disconnects."""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -65,7 +65,7 @@ async def call(app: FastAPI, path: str, body: bytes) -> Answer:
     async def receive() -> Message:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        await asyncio.get_running_loop().create_future()  # never: whoever waits here is cancelled
+        await asyncio.get_running_loop().create_future()  # never completes: the caller is cancelled
         raise AssertionError
 
     async def send(message: Message) -> None:
@@ -74,29 +74,29 @@ async def call(app: FastAPI, path: str, body: bytes) -> Answer:
     await app(scope, receive, send)
     start, *parts = sent
     request_id = dict(start["headers"]).get(b"x-request-id", b"").decode()
-    return Answer(start["status"], request_id, b"".join(part.get("body", b"") for part in parts))
+    return BatchResponse(start["status"], request_id, b"".join(part.get("body", b"") for part in parts))
 
 
 @asynccontextmanager
-async def server_elsewhere(http: HttpClient) -> AsyncIterator[Send]:
-    """Send to a running server. One that is away for a moment is waited for; one that stays away ends the run."""
+async def remote_server(http: HttpClient) -> AsyncIterator[Send]:
+    """Send to a running server, and wait for one that is temporarily unreachable."""
 
-    async def send(path: str, body: bytes) -> Answer:
-        end = time.monotonic() + PATIENCE_SECONDS
+    async def send(path: str, body: bytes) -> BatchResponse:
+        end = time.monotonic() + UNREACHABLE_SECONDS
         while True:
             parts: list[bytes] = []
             try:
                 response = await http.post(path, body, parts.append)
                 if response.status != 503:
-                    return Answer(
-                        response.status, response.headers.get("x-request-id", ""), _in_one_line(b"".join(parts))
+                    return BatchResponse(
+                        response.status, response.headers.get("x-request-id", ""), _as_json_line(b"".join(parts))
                     )
                 problem = "it answers with status 503"
             except (OSError, BadResponse) as error:
                 problem = str(error)
             if time.monotonic() > end:
                 raise ChairliftError(f"the server at {http.address} is not available: {problem}")
-            await asyncio.sleep(PAUSE_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
 
     try:
         yield send
@@ -104,9 +104,9 @@ async def server_elsewhere(http: HttpClient) -> AsyncIterator[Send]:
         http.close()
 
 
-def _in_one_line(body: bytes) -> bytes:
-    """A body as JSON in one line, which is what an output file is made of. Other servers may send it in several, and
-    proxies on the way answer with pages for people: those become an error that quotes them."""
+def _as_json_line(body: bytes) -> bytes:
+    """A body as one line of JSON, as the output file needs it. Other servers may send several lines, and proxies may
+    send HTML pages: those become an error that quotes them."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,1 +1,1 @@
-"""The live page: what it is told of the engine's steps, how that is kept in a file, and the page itself."""
+"""The live dashboard: recording steps, streaming frames, and the page itself."""

@@ -1,7 +1,7 @@
-"""The engine process's side of the dashboard: records steps while somebody watches, and sends frames.
+"""The engine process's side of the dashboard: records steps and sends frames while a page is open.
 
-Whatever goes wrong in here stays in here. A fault is counted and told, and the recorder begins anew; after too many of
-them in a short time it stays off for as long as the engine runs. No request ever notices.
+Errors in the recorder never affect requests. Each is counted and reported, and the recorder starts again; after too
+many in a short time it stays off until the engine is restarted.
 """
 
 from __future__ import annotations
@@ -16,110 +16,107 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from chairlift.core.events import Event
-from chairlift.server.dashboard.recorder import Frame as Record
-from chairlift.server.dashboard.recorder import Recorder
-from chairlift.server.process.messages import Frame, RecorderFault, Watch
+from chairlift.server.dashboard.recorder import FrameData, StepRecorder
+from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
 
 log = logging.getLogger("chairlift")
 
-FRAME_SECONDS = 0.1  # between frames: what an eye calls live
-QUIET_SECONDS = 1.0  # the same while nothing happens
-MOST_OF_THE_TIME = 0.003  # that the engine makes frames; where they are large there are fewer, down to one a second
-KEY_SECONDS = 0.5  # between keyframes, at least ...
-MOST_FOR_KEYS = 0.01  # ... and as long as it takes to spend no more of the engine's time on them than this
-MOST_FAULTS = 3
-FAULT_SECONDS = 60.0  # so many in such a time, and it is switched off
+FRAME_SECONDS = 0.1  # between frames: short enough to look live
+IDLE_FRAME_SECONDS = 1.0  # the same while no steps run
+MAX_FRAME_SHARE = 0.003  # of the engine's time; large frames are sent less often, down to one per second
+MIN_KEYFRAME_SECONDS = 0.5  # between keyframes
+MAX_KEYFRAME_SHARE = 0.01  # of the engine's time; large keyframes are sent less often
+MAX_FAULTS = 3  # within FAULT_SECONDS; then the recorder is switched off
+FAULT_SECONDS = 60.0
 
 _encoder = msgspec.json.Encoder()
 
 
 class FramePublisher:
-    def __init__(self, engine: Engine, send: Callable[[Frame | RecorderFault], None]) -> None:
+    def __init__(self, engine: Engine, send: Callable[[DashboardFrame | RecorderFault], None]) -> None:
         self._engine = engine
         self._send = send
-        self._recorder: Recorder | None = None  # while somebody watches
-        self._wants_key = False
-        self._happened = False  # anything, since the last frame
+        self._recorder: StepRecorder | None = None  # None while no page is open
+        self._keyframe_wanted = False
+        self._has_news = False  # whether a step ran since the last frame
         self._last_frame = 0.0
-        self._pause = FRAME_SECONDS  # until the next frame
-        self._next_key = 0.0
-        self._ends = 0.0
-        self._faults: deque[float] = deque(maxlen=MOST_FAULTS)  # when the last of them were
+        self._interval = FRAME_SECONDS
+        self._next_keyframe = 0.0
+        self._lease_ends = 0.0
+        self._faults: deque[float] = deque(maxlen=MAX_FAULTS)  # times of the last faults
         self._is_off = False
 
-    def go_on(self, wanted: Watch) -> None:
-        self._ends = time.monotonic() + wanted.seconds
-        self._wants_key |= wanted.keyframe
+    def extend_lease(self, lease: RecordSteps) -> None:
+        self._lease_ends = time.monotonic() + lease.seconds
+        self._keyframe_wanted |= lease.keyframe
 
-    def take(self, events: Sequence[Event]) -> None:
-        """What happened in a step."""
+    def record(self, events: Sequence[Event]) -> None:
+        """Record the events of one step."""
         if self._recorder is None:
             return
         try:
-            self._recorder.take(events)
-            self._happened = True
+            self._recorder.record(events)
+            self._has_news = True
         except Exception:
-            self._note_fault()
+            self._handle_fault()
 
-    def tell(self) -> None:
-        """Send a frame if it is time for one."""
-        if self._is_off or (self._recorder is None and not self._is_watched()):
+    def publish_if_due(self) -> None:
+        if self._is_off or (self._recorder is None and not self._has_lease()):
             return
         try:
-            self._tell_what_is_due()
+            self._publish_if_due()
         except Exception:
-            self._note_fault()
+            self._handle_fault()
 
-    def _is_watched(self) -> bool:
-        return time.monotonic() <= self._ends
+    def _has_lease(self) -> bool:
+        return time.monotonic() <= self._lease_ends
 
-    def _tell_what_is_due(self) -> None:
-        if not self._is_watched():
+    def _publish_if_due(self) -> None:
+        if not self._has_lease():
             self._stop()
-        elif (self._recorder is None or self._wants_key) and time.monotonic() >= self._next_key:
-            self._tell_everything()
-        elif self._recorder is not None and time.monotonic() - self._last_frame >= self._wait:
+        elif (self._recorder is None or self._keyframe_wanted) and time.monotonic() >= self._next_keyframe:
+            self._publish_keyframe()
+        elif self._recorder is not None and time.monotonic() - self._last_frame >= self._frame_interval:
             begun = time.thread_time()
-            self._tell(self._recorder, self._recorder.frame(self._engine.now()))
+            self._publish(self._recorder, self._recorder.frame(self._engine.now()))
             cost = time.thread_time() - begun
-            self._pause = min(QUIET_SECONDS, max(FRAME_SECONDS, cost / MOST_OF_THE_TIME))
+            self._interval = min(IDLE_FRAME_SECONDS, max(FRAME_SECONDS, cost / MAX_FRAME_SHARE))
 
     @property
-    def _wait(self) -> float:
-        """From one frame to the next."""
-        return self._pause if self._happened else QUIET_SECONDS
+    def _frame_interval(self) -> float:
+        return self._interval if self._has_news else IDLE_FRAME_SECONDS
 
-    def _tell_everything(self) -> None:
-        self._wants_key = False
+    def _publish_keyframe(self) -> None:
+        self._keyframe_wanted = False
         begun = time.thread_time()
         if self._recorder is None:
-            self._recorder = Recorder(self._engine.scheduler)
-        else:  # pages that go on need what happened until now
-            self._tell(self._recorder, self._recorder.frame(self._engine.now()))
-        self._tell(self._recorder, self._recorder.keyframe(self._engine.now(), time.time()), is_key=True)
+            self._recorder = StepRecorder(self._engine.scheduler)
+        else:  # pages that are in sync need the events until now
+            self._publish(self._recorder, self._recorder.frame(self._engine.now()))
+        self._publish(self._recorder, self._recorder.keyframe(self._engine.now(), time.time()), is_key=True)
         cost = time.thread_time() - begun
-        self._next_key = time.monotonic() + max(KEY_SECONDS, cost / MOST_FOR_KEYS)
+        self._next_keyframe = time.monotonic() + max(MIN_KEYFRAME_SECONDS, cost / MAX_KEYFRAME_SHARE)
 
-    def _tell(self, recorder: Recorder, record: Record, *, is_key: bool = False) -> None:
-        self._happened = False
+    def _publish(self, recorder: StepRecorder, frame: FrameData, *, is_key: bool = False) -> None:
+        self._has_news = False
         self._last_frame = time.monotonic()
-        tenants = recorder.new_tenants(all_of_them=is_key)
-        self._send(Frame(_encoder.encode(record), is_key, tenants))
+        tenants = recorder.take_tenant_names(all_of_them=is_key)
+        self._send(DashboardFrame(_encoder.encode(frame), is_key, tenants))
 
     def _stop(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.stop()
 
-    def _note_fault(self) -> None:
-        """What it has noted so far may be wrong: it begins anew, with the next keyframe."""
+    def _handle_fault(self) -> None:
+        """Discard the recorder, whose state may be wrong; the next keyframe starts another one."""
         log.exception("the dashboard's recorder failed; requests are not affected")
         with suppress(Exception):
             self._stop()
         self._faults.append(time.monotonic())
-        is_often = len(self._faults) == MOST_FAULTS and self._faults[-1] - self._faults[0] < FAULT_SECONDS
-        self._is_off = self._is_off or is_often
+        too_often = len(self._faults) == MAX_FAULTS and self._faults[-1] - self._faults[0] < FAULT_SECONDS
+        self._is_off = self._is_off or too_often
         self._send(RecorderFault(self._is_off))

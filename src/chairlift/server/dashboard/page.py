@@ -1,7 +1,7 @@
-"""The page as one file: markup, style and scripts put together, so that it also works where there is no server.
+"""Builds the dashboard page as one file, so that it also works without a server.
 
-The scripts under `web/` are ordinary modules. They are joined into one here: a module's imports must stand at its
-beginning, one per line, and all of them share one space of names, so no two may declare the same one.
+The scripts under `web/` are ordinary modules, which are joined into one. A module's imports must be at its beginning,
+one per line, and all modules share one namespace, so no two may declare the same name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SCRIPT = re.compile(r'<script type="module">(.*?)</script>', re.DOTALL)
 
 
 def dashboard_page(recording: bytes | None = None) -> str:
-    """The whole page. With the bytes of a recording in it, it needs no server: it opens with that."""
+    """The whole page. With a recording embedded, it plays that and needs no server."""
     page = _page_without_recording()
     if recording is None:
         return page
@@ -33,7 +33,7 @@ def _page_without_recording() -> str:
 
 
 def joined_modules(entry: str) -> str:
-    """`entry` and all it imports, each once and after those it needs."""
+    """`entry` and all modules it imports, each once and after its own imports."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -48,7 +48,7 @@ def joined_modules(entry: str) -> str:
 
 
 def content_policy(page: str) -> str:
-    """The header that keeps the page to itself: no script but its own, no address but its server's."""
+    """The Content-Security-Policy of the page: only its own script, only requests to its own server."""
     script = _SCRIPT.search(page)
     assert script is not None
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()

@@ -1,4 +1,4 @@
-"""Recorded runs as files: the frames that the page was sent, one per line of JSON, compressed."""
+"""Recorded runs as files: dashboard frames as lines of JSON, compressed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class RunSummary:
     steps: int
     requests: int
     seconds: float
-    lost: int  # frames, because whoever recorded was too slow for them
-    has_keyframe: bool  # else there is nothing to see
+    lost: int  # frames that the recording client was too slow to read
+    has_keyframe: bool  # without one, nothing can be drawn
 
     @classmethod
     def of(cls, lines: Iterable[bytes]) -> RunSummary:
@@ -43,14 +43,14 @@ def check_suffix(path: Path) -> None:
 
 
 def write_run(path: Path, lines: Sequence[bytes]) -> None:
-    """`.lift` is for the page's "Open"; `.html` is the page itself with the run inside, which needs no server."""
+    """Write a `.lift` file, which the page can open, or an `.html` file, which is the page with the run embedded."""
     check_suffix(path)
-    data = compressed(lines)
+    data = compress(lines)
     if path.suffix == ".html":
         path.write_text(dashboard_page(data), encoding="utf-8")
     else:
         path.write_bytes(data)
 
 
-def compressed(lines: Sequence[bytes]) -> bytes:
+def compress(lines: Sequence[bytes]) -> bytes:
     return gzip.compress(b"".join(line + b"\n" for line in lines), mtime=0)

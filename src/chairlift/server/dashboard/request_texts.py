@@ -1,4 +1,4 @@
-"""The last requests' texts, for the stories that the dashboard tells: kept only while somebody watches."""
+"""The texts of recent requests, which the dashboard shows; kept only while a page is open."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_CHARACTERS = 4000
 
 @dataclass(slots=True)
 class _Text:
-    key: bytes | None  # of whoever sent it
-    prompt: Sequence[int]  # its end: what comes first is mostly the same for all
-    is_whole: bool
+    key: bytes | None  # of the request
+    prompt: Sequence[int]  # its last tokens: the first ones are mostly the same for all requests
+    prompt_is_whole: bool
     pieces: list[str] = field(default_factory=list)
     size: int = 0
 
@@ -29,26 +29,26 @@ class RequestTexts:
         self._texts: OrderedDict[str, _Text] = OrderedDict()
 
     def open(self, ids: Sequence[str], prompt: Sequence[int], key: bytes | None) -> None:
-        """Completions of one prompt."""
+        """Start the texts of all completions of one prompt."""
         for request_id in ids:
             self._texts[request_id] = _Text(key, prompt[-MAX_PROMPT_TOKENS:], len(prompt) <= MAX_PROMPT_TOKENS)
         while len(self._texts) > MAX_REQUESTS:
             self._texts.popitem(last=False)
 
-    def note(self, update: Update) -> None:
+    def add(self, update: Update) -> None:
         text = self._texts.get(update.request_id)
         if text is not None and text.size <= MAX_CHARACTERS:
             text.pieces.append(update.text)
             text.size += len(update.text)
 
     def find(self, request_id: str, key: bytes | None) -> dict[str, str | bool] | None:
-        """The texts of a request, for whoever shows the key that it was sent with; None for all others."""
+        """The texts of a request; None if they are not kept or the request had another key."""
         text = self._texts.get(request_id)
         if text is None or text.key != key:
             return None
         return {
             "prompt": self._tokenizer.decode(list(text.prompt)),
-            "prompt_is_whole": text.is_whole,
+            "prompt_is_whole": text.prompt_is_whole,
             "output": "".join(text.pieces)[:MAX_CHARACTERS],
             "output_is_whole": text.size <= MAX_CHARACTERS,
         }

@@ -1,4 +1,4 @@
-"""The dashboard's routes. The page itself holds nothing worth a key; all that it shows needs one."""
+"""The dashboard's routes. The page itself needs no API key; its data does."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from chairlift.core.policies.base import make_policy
 from chairlift.server.dashboard.page import content_policy, dashboard_page
 from chairlift.server.http.errors import APIError, unavailable
 from chairlift.server.http.sse import EventStream
-from chairlift.server.openai.strict import Strict
+from chairlift.server.openai.strict import StrictModel
 from chairlift.server.process.messages import SwitchPolicy
 from chairlift.server.service import Service
 
 PATH = "/dashboard"
 
 
-class PolicyRequest(Strict):
+class PolicyRequest(StrictModel):
     policy: str
-    max_delay_ms: float | None = None  # how long a static or dynamic batch waits to be filled
+    max_delay_ms: float | None = None  # that a static or dynamic batch waits to be filled
 
 
-def add_dashboard(app: FastAPI, service: Service) -> None:
-    viewers = service.viewers
+def add_dashboard_routes(app: FastAPI, service: Service) -> None:
+    subscribers = service.subscribers
     page = dashboard_page()
     headers = {"Content-Security-Policy": content_policy(page), "Cache-Control": "no-cache"}
 
@@ -39,12 +39,12 @@ def add_dashboard(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{PATH}/stream", include_in_schema=False)
     async def stream(http: Request) -> Response:
-        viewer = viewers.admit(http.state.key, http.state.tenant)
-        return EventStream(viewers.stream(viewer), on_end=lambda: viewers.dismiss(viewer))
+        subscriber = subscribers.subscribe(http.state.key, http.state.tenant)
+        return EventStream(subscribers.stream(subscriber), on_end=lambda: subscribers.unsubscribe(subscriber))
 
     @app.get(f"{PATH}/requests/{{request_id}}", include_in_schema=False)
     async def texts(request_id: str, http: Request) -> dict[str, Any]:
-        found = viewers.texts.find(request_id, http.state.key)
+        found = subscribers.texts.find(request_id, http.state.key)
         if found is None:
             raise APIError(404, "no text of that request is kept, or it was sent with another key", code="not_found")
         return found
@@ -53,7 +53,7 @@ def add_dashboard(app: FastAPI, service: Service) -> None:
     async def switch_policy(body: PolicyRequest) -> Response:
         if not service.policy_switch:
             raise APIError(403, "this server was not started with --policy-switch", code="not_allowed")
-        make_policy(body.policy, body.max_delay_ms)  # raises what is wrong with it
-        if not service.engine.tell(SwitchPolicy(body.policy, body.max_delay_ms)):
+        make_policy(body.policy, body.max_delay_ms)  # validates the name and the delay
+        if not service.engine.send(SwitchPolicy(body.policy, body.max_delay_ms)):
             raise unavailable(f"the engine is {service.engine.state.value}")
         return JSONResponse({"policy": body.policy})

@@ -1,4 +1,4 @@
-"""Those who look at the dashboard: each gets the engine's frames at its own pace, and nobody waits for any of them."""
+"""Open dashboard pages: each reads the engine's frames at its own pace, and none can slow down the others."""
 
 from __future__ import annotations
 
@@ -17,73 +17,72 @@ from chairlift.server.dashboard.request_texts import RequestTexts
 from chairlift.server.http.errors import APIError
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient
-from chairlift.server.process.messages import Frame, Loaded, RecorderFault, Watch
+from chairlift.server.process.messages import DashboardFrame, Loaded, RecorderFault, RecordSteps
 
 log = logging.getLogger("chairlift.server")
 
 MAX_SUBSCRIBERS = 32
 MAX_UNREAD_BYTES = 4 * 2**20
 SERVICE_SECONDS = 1.0
-LEASE_SECONDS = 10.0  # the engine stops recording when it has not been asked for so long
-SURE_SECONDS = 0.8 * LEASE_SECONDS  # so long it certainly goes on, however long a message takes
+LEASE_SECONDS = 10.0  # the engine stops recording this long after the last RecordSteps message
+SAFE_LEASE_SECONDS = 0.8 * LEASE_SECONDS  # it certainly still records, even if that message was delayed
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Subscriber:
-    """One open page. If it reads too slowly it loses what it has not read, and goes on from the next keyframe."""
+    """One open page. If it reads too slowly, its unread frames are dropped and it continues at the next keyframe."""
 
     def __init__(self, key: bytes | None, tenant: str | None) -> None:
         self.key = key
-        self.tenant = tenant  # what the owner of the key is called, if there are keys
+        self.tenant = tenant  # the name of the key's owner, if there are keys
         self.num_lost = 0
-        self.synced = False  # a keyframe has come, and every frame since
-        self.news = asyncio.Event()
-        self._unread: deque[list[bytes]] = deque()  # what there is to say for each frame
+        self.synced = False  # it got a keyframe and every frame since
+        self.wakeup = asyncio.Event()
+        self._unread: deque[list[bytes]] = deque()  # the messages for each frame
         self._size = 0
         self._ever_synced = False
 
-    def offer(self, frame: Frame, tenants: dict[int, str]) -> None:
-        """Tell it a frame that has just come, unless it has too much to read already."""
+    def offer(self, frame: DashboardFrame, tenants: dict[int, str]) -> None:
+        """Queue a new frame, unless too much is unread."""
         if not self.synced and not frame.is_key:
             self.num_lost += self._ever_synced
         elif len(self._unread) >= MAX_UNREAD or self._size > MAX_UNREAD_BYTES:
             self.num_lost += len(self._unread) + 1
-            self._forget()
+            self._drop_unread()
             self.synced = False
         else:
-            self._size += self._tell(frame, tenants)
+            self._size += self._queue(frame, tenants)
 
-    def catch_up(self, recent: Iterable[tuple[Frame, dict[int, str]]]) -> None:
-        """Tell it the last keyframe and what came after it. That is never too much: it comes at once, before the page
-        can read any of it, and it is kept for all pages anyway."""
+    def catch_up(self, recent: Iterable[tuple[DashboardFrame, dict[int, str]]]) -> None:
+        """Queue the last keyframe and the frames after it. They need no limit: they are kept for all pages anyway."""
         for frame, tenants in recent:
-            self._tell(frame, tenants)
+            self._queue(frame, tenants)
 
-    def _tell(self, frame: Frame, tenants: dict[int, str]) -> int:
-        """Returns how many bytes that makes."""
-        said = []
+    def _queue(self, frame: DashboardFrame, tenants: dict[int, str]) -> int:
+        """Queue a frame and return its size in bytes."""
+        messages = []
         if self._ever_synced and not self.synced:
-            said.append(self.lost_frame())
+            messages.append(self.lost_frame())
         if tenants:
-            said.append(_encode({"t": "tenants", "names": {str(number): name for number, name in tenants.items()}}))
-        said.append(frame.json)
+            messages.append(_encode({"t": "tenants", "names": {str(number): name for number, name in tenants.items()}}))
+        messages.append(frame.json)
         self.synced = self._ever_synced = True
-        self._unread.append(said)
-        self.news.set()
-        return sum(map(len, said))
+        self._unread.append(messages)
+        self.wakeup.set()
+        return sum(map(len, messages))
 
     def lost_frame(self) -> bytes:
         return _encode({"t": "lost", "frames": self.num_lost})
 
-    def _forget(self) -> None:
+    def _drop_unread(self) -> None:
         self._unread.clear()
         self._size = 0
 
-    def take(self) -> list[bytes]:
-        unread = [data for said in self._unread for data in said]
-        self._forget()
-        self.news.clear()
+    def take_unread(self) -> list[bytes]:
+        unread = [data for messages in self._unread for data in messages]
+        self._drop_unread()
+        self.wakeup.clear()
         return unread
 
 
@@ -100,34 +99,35 @@ class Subscribers:
         self._engine = engine
         self._metrics = metrics
         self.texts = texts
-        self._greeting = greeting  # what never changes while the server runs
+        self._greeting = greeting  # the first message to every page
         self._isolate_keys = isolate_keys
-        self._viewers: set[Subscriber] = set()
-        self._asked_for_key = self._renewed = float("-inf")
+        self._subscribers: set[Subscriber] = set()
+        self._keyframe_requested = self._lease_renewed = float("-inf")
         self._service: tuple[float, bytes] = (float("-inf"), b"")
         self._closed = False
         self._recent = RecentFrames()
-        self._life: Loaded | None = None  # of the engine that they are from
-        self._failed_in: Loaded | None = None  # the life of the engine in which its recorder has switched itself off
-        engine.on_frame = self.take_in
+        self._recent_from: Loaded | None = None  # the engine process that the recent frames are from
+        self._recorder_off_in: Loaded | None = None  # the engine process whose recorder is switched off
+        engine.on_frame = self.receive
 
     @property
     def watching(self) -> bool:
-        return bool(self._viewers)
+        """Whether any page is open."""
+        return bool(self._subscribers)
 
     def close(self) -> None:
-        """Let every page go; the server is shutting down."""
+        """End all streams, because the server is shutting down."""
         self._closed = True
-        for viewer in self._viewers:
-            viewer.news.set()
+        for subscriber in self._subscribers:
+            subscriber.wakeup.set()
 
     @property
     def is_recording(self) -> bool:
-        """False if the engine's recorder failed too often, until the engine is started again."""
-        return self._failed_in is None or self._failed_in is not self._engine.loaded
+        """False if the engine's recorder failed too often, until the engine is restarted."""
+        return self._recorder_off_in is None or self._recorder_off_in is not self._engine.loaded
 
-    def take_in(self, message: Frame | RecorderFault) -> None:
-        """Whatever fails in here, the answers that come from the same engine are more important."""
+    def receive(self, message: DashboardFrame | RecorderFault) -> None:
+        """Handle a message of the engine. Errors stay in here: the caller also delivers the engine's updates."""
         try:
             if isinstance(message, RecorderFault):
                 self._note_fault(message)
@@ -135,68 +135,69 @@ class Subscribers:
                 self._pass_on(message)
         except Exception:
             log.exception("a frame could not be passed on to the dashboard's pages")
-            for viewer in self._viewers:
-                viewer.synced = False
+            for subscriber in self._subscribers:
+                subscriber.synced = False
 
-    def _pass_on(self, frame: Frame) -> None:
+    def _pass_on(self, frame: DashboardFrame) -> None:
         self._recent.add(frame)
-        self._life = self._engine.loaded
-        for viewer in self._viewers:
-            viewer.offer(frame, self._names_for(viewer, frame.tenants))
+        self._recent_from = self._engine.loaded
+        for subscriber in self._subscribers:
+            subscriber.offer(frame, self._names_for(subscriber, frame.tenants))
 
     def _note_fault(self, fault: RecorderFault) -> None:
         self._metrics.recorder_faults.inc()
         self._recent.clear()
         if fault.is_off:
-            self._failed_in = self._engine.loaded
+            self._recorder_off_in = self._engine.loaded
 
-    def _names_for(self, viewer: Subscriber, tenants: dict[int, str]) -> dict[int, str]:
-        """With isolated keys, nobody learns who the others are."""
+    def _names_for(self, subscriber: Subscriber, tenants: dict[int, str]) -> dict[int, str]:
+        """With isolated keys, a page only sees the name of its own tenant."""
         if not self._isolate_keys:
             return tenants
-        return {number: name if name == viewer.tenant else f"key {number + 1}" for number, name in tenants.items()}
+        return {number: name if name == subscriber.tenant else f"key {number + 1}" for number, name in tenants.items()}
 
-    def admit(self, key: bytes | None, tenant: str | None) -> Subscriber:
-        if len(self._viewers) >= MAX_SUBSCRIBERS:
+    def subscribe(self, key: bytes | None, tenant: str | None) -> Subscriber:
+        if len(self._subscribers) >= MAX_SUBSCRIBERS:
             problem = f"{MAX_SUBSCRIBERS} pages look at the dashboard already, and there is room for no more; close one"
             raise APIError(429, problem, type_="rate_limit_error", code="too_many_viewers")
-        viewer = Subscriber(key, tenant)
-        self._viewers.add(viewer)
-        return viewer
+        subscriber = Subscriber(key, tenant)
+        self._subscribers.add(subscriber)
+        return subscriber
 
-    def dismiss(self, viewer: Subscriber) -> None:
-        self._viewers.discard(viewer)
-        if not self._viewers:
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        self._subscribers.discard(subscriber)
+        if not self._subscribers:
             self.texts.clear()
 
-    async def stream(self, viewer: Subscriber) -> AsyncIterator[bytes]:
-        """Server-sent events, for as long as the page is there."""
-        yield _event(_encode({"t": "hello", **self._greeting(), "tenant": viewer.tenant}))
-        told_service = float("-inf")
+    async def stream(self, subscriber: Subscriber) -> AsyncIterator[bytes]:
+        """The page's server-sent events, until it is closed."""
+        yield _event(_encode({"t": "hello", **self._greeting(), "tenant": subscriber.tenant}))
+        service_sent = float("-inf")
         while not self._closed:
-            self._keep_watching(viewer)
-            if time.monotonic() - told_service >= SERVICE_SECONDS:
-                told_service = time.monotonic()
-                yield _event(self._service_frame()) + _event(viewer.lost_frame())
+            self._keep_recording(subscriber)
+            if time.monotonic() - service_sent >= SERVICE_SECONDS:
+                service_sent = time.monotonic()
+                yield _event(self._service_frame()) + _event(subscriber.lost_frame())
             with suppress(TimeoutError):
-                await asyncio.wait_for(viewer.news.wait(), SERVICE_SECONDS)
-            if unread := viewer.take():
+                await asyncio.wait_for(subscriber.wakeup.wait(), SERVICE_SECONDS)
+            if unread := subscriber.take_unread():
                 yield b"".join(map(_event, unread))
 
-    def _keep_watching(self, viewer: Subscriber) -> None:
+    def _keep_recording(self, subscriber: Subscriber) -> None:
+        """Renew the engine's lease, and get the page a keyframe if it needs one."""
         now = time.monotonic()
-        if now - self._renewed > SURE_SECONDS or self._life is not self._engine.loaded:
-            self._recent.clear()  # the engine may have stopped since, or is another one
-        if not viewer.synced:
-            viewer.catch_up((frame, self._names_for(viewer, frame.tenants)) for frame in self._recent.all())
-        wants_key = not viewer.synced and self.is_recording and now - self._asked_for_key > SERVICE_SECONDS / 2
-        if wants_key or now - self._renewed > LEASE_SECONDS / 4:
-            self._renewed = now
-            self._asked_for_key = now if wants_key else self._asked_for_key
-            self._engine.tell(Watch(LEASE_SECONDS, keyframe=wants_key))
+        if now - self._lease_renewed > SAFE_LEASE_SECONDS or self._recent_from is not self._engine.loaded:
+            self._recent.clear()  # the engine may have stopped recording since, or is another process
+        if not subscriber.synced:
+            subscriber.catch_up((frame, self._names_for(subscriber, frame.tenants)) for frame in self._recent.all())
+        keyframe = not subscriber.synced and self.is_recording and now - self._keyframe_requested > SERVICE_SECONDS / 2
+        if keyframe or now - self._lease_renewed > LEASE_SECONDS / 4:
+            self._lease_renewed = now
+            self._keyframe_requested = now if keyframe else self._keyframe_requested
+            self._engine.send(RecordSteps(LEASE_SECONDS, keyframe=keyframe))
 
     def _service_frame(self) -> bytes:
-        """The same numbers as /metrics has, for all pages at once."""
+        """The numbers of /metrics, encoded once for all pages."""
         made, frame = self._service
         if time.monotonic() - made >= SERVICE_SECONDS / 2:
             state, is_off = self._engine.state.value, not self.is_recording

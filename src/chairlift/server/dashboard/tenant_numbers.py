@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-MOST_REMEMBERED = 1000
+MAX_TENANTS = 1000
 
 
 class TenantNumbers:
-    """Clients may call themselves anything, so only those seen last are remembered.
+    """Assigns a number to each tenant and remembers the most recent ones, since clients may send any name.
 
-    One that was forgotten and comes back gets a new number. A number is never given to anyone else: pages add up by
-    name, and what they know of the old number stays true. A name is told once and then with keyframes only, so pages
-    must remember at least as many.
+    A tenant that was forgotten and comes back gets a new number. Numbers are never reused: pages add up by name, so
+    their old numbers stay valid. A name is sent once, and then only with keyframes, so pages must remember at least as
+    many.
     """
 
-    def __init__(self, most: int = MOST_REMEMBERED) -> None:
-        self._most = most
-        self._numbers: dict[str, int] = {}  # the one seen last comes last
+    def __init__(self, max_tenants: int = MAX_TENANTS) -> None:
+        self._max_tenants = max_tenants
+        self._numbers: dict[str, int] = {}  # the most recent one comes last
         self._next = 0
-        self._untold: dict[int, str] = {}
+        self._unsent: dict[int, str] = {}
 
     def number_of(self, name: str) -> int:
         number = self._numbers.pop(name, None)
         if number is None:
             number, self._next = self._next, self._next + 1
-            self._untold[number] = name
-            if len(self._numbers) >= self._most:
+            self._unsent[number] = name
+            if len(self._numbers) >= self._max_tenants:
                 del self._numbers[next(iter(self._numbers))]
         self._numbers[name] = number
         return number
 
-    def take_untold(self) -> dict[int, str]:
-        """The names behind the numbers that were given since this was last asked."""
-        found, self._untold = self._untold, {}
-        return found
+    def take_unsent(self) -> dict[int, str]:
+        """The names of the numbers assigned since the last call."""
+        names, self._unsent = self._unsent, {}
+        return names
 
     def take_all(self) -> dict[int, str]:
-        """All that are remembered; and those given just now, even if there were too many to remember."""
-        return {number: name for name, number in self._numbers.items()} | self.take_untold()
+        """The names of all remembered numbers, and of those assigned since the last call."""
+        return {number: name for name, number in self._numbers.items()} | self.take_unsent()

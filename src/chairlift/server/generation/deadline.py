@@ -1,4 +1,4 @@
-"""The time that a request may take, counted from its arrival."""
+"""The time limit of a request, counted from its arrival."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from chairlift.server.http.errors import timed_out
 
 class Deadline:
     def __init__(self, arrived: float, timeout: float | None) -> None:
-        """`arrived` is of the monotonic clock; without a timeout there is all the time in the world."""
+        """`arrived` is a time of the monotonic clock. Without a timeout there is no deadline."""
         if timeout is not None and not timeout > 0:
             raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
         self._end = None if timeout is None else arrived + timeout
 
     def seconds_left(self) -> float | None:
-        """Above 0: when there are none left, this raises."""
+        """The positive number of seconds left; raises a 408 error once the deadline has passed."""
         if self._end is None:
             return None
         left = self._end - time.monotonic()
@@ -28,8 +28,8 @@ class Deadline:
         return left
 
     @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """What is done within is dropped when there is no time left for it."""
+    async def enforced(self) -> AsyncIterator[None]:
+        """Cancel the body of the `async with` and raise a 408 error when the deadline passes."""
         try:
             async with asyncio.timeout(self.seconds_left()):
                 yield

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class APIError(HTTPException):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, headers)
-        message, param = _sendable(message), param and _sendable(param)
+        message, param = _encodable(message), param and _encodable(param)
         self.body: dict[str, Any] = {"error": {"message": message, "type": type_, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, status_code=self.status_code, headers=self.headers)
 
 
-def _sendable(text: str) -> str:
-    """JSON can say half a character (a lone surrogate), and an error may quote it; a reply cannot."""
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which an error may quote from a JSON body but a response cannot carry."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def as_api_error(error: Exception) -> APIError:
-    """What a client may know of an error: never a path, a traceback or the name of a class."""
+    """The error as clients may see it: never a path, a traceback or a class name."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, InvalidParameter):
@@ -51,6 +51,10 @@ def as_api_error(error: Exception) -> APIError:
 
 def unavailable(message: str) -> APIError:
     return APIError(503, message, type_="service_unavailable", headers={"Retry-After": "1"})
+
+
+def too_busy(message: str) -> APIError:
+    return APIError(429, message, type_="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
 
 
 def timed_out() -> APIError:

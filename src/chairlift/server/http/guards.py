@@ -1,6 +1,6 @@
-"""What stands before every route: a request id, the API key or the name of the host, and limits on headers and body.
+"""Middleware before all routes: request ids, API keys or host names, and limits on headers and bodies.
 
-All of it is plain ASGI, so that streams pass through untouched.
+These are plain ASGI applications, so that streams pass through without buffering.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collections.abc import Iterable, Iterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chairlift.server.generation.admission import too_busy
-from chairlift.server.http.errors import APIError, as_api_error
+from chairlift.server.http.errors import APIError, as_api_error, too_busy
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.json_size import ValueCounter
 from chairlift.server.limits import Limits
@@ -25,12 +24,12 @@ from chairlift.server.metrics import Metrics
 
 log = logging.getLogger("chairlift.server")
 
-OPEN_PATHS = frozenset({"/health", "/dashboard"})  # without a key, where there are some
-PROBED_PATHS = frozenset({"/health", "/ready"})  # under any name, where there are no keys: they tell nothing of worth
+KEYLESS_PATHS = frozenset({"/health", "/dashboard"})  # need no API key
+ANY_HOST_PATHS = frozenset({"/health", "/ready"})  # answer to any host name: they reveal nothing
 
 
 class OutermostMiddleware:
-    """Every reply has a request id, every GET route also answers HEAD, and whatever was not foreseen is a 500."""
+    """Adds a request id to every response, answers HEAD on every GET route, and turns unexpected errors into 500s."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -39,7 +38,7 @@ class OutermostMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _given_id(dict(scope["headers"])) or f"req-{uuid.uuid4().hex}"
+        request_id = _client_request_id(dict(scope["headers"])) or f"req-{uuid.uuid4().hex}"
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -49,27 +48,29 @@ class OutermostMiddleware:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        # uvicorn itself leaves out the body where the client said HEAD.
+        # uvicorn itself omits the body of a response to HEAD.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
             await self._app(inner, receive, send_with_id)
         except Exception as error:
-            # Where it happened, and not what the error says: that may quote a prompt.
-            place = "".join(traceback.format_tb(error.__traceback__))
-            log.error("%s in the request %s\n%s", type(error).__name__, request_id, place)
-            if not started:  # else an answer that stops in the middle must do: uvicorn closes the connection
+            # Log the traceback without the error's message, which may quote a prompt.
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            log.error("%s in the request %s\n%s", type(error).__name__, request_id, frames)
+            if not started:  # otherwise the response ends early and uvicorn closes the connection
                 await as_api_error(error).response()(scope, receive, send_with_id)
 
 
 class RequestGuard:
+    """Authenticates requests and enforces the limits on headers and bodies."""
+
     def __init__(
         self, app: ASGIApp, *, api_keys: Iterable[str], hosts: HostNames, limits: Limits, metrics: Metrics
     ) -> None:
         self._app = app
-        self._tenants = dict(_named(api_keys))
+        self._tenants = dict(_tenants(api_keys))
         self._hosts = hosts
         self._limits = limits
-        self._held = _Held(limits.max_held_bytes, metrics)
+        self._held = _HeldBytes(limits.max_held_bytes, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,17 +84,17 @@ class RequestGuard:
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
-        body = _Body(receive, self._limits, self._held, state)
+        body = _LimitedBody(receive, self._limits, self._held, state)
         try:
             await self._app(scope, body, send)
         finally:
             body.release()
 
     def _key(self, scope: Scope) -> bytes | None:
-        """The digest of the API key that the client has shown, if it is a good one."""
+        """The digest of the client's API key, or None if it is missing or wrong."""
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
-        # Every key is compared, in constant time, whatever the first of them says.
+        # Compare with every key, in constant time, so that timing reveals nothing.
         matches = [hmac.compare_digest(digest, known) for known in self._tenants]
         return digest if scheme.lower() == b"bearer" and any(matches) else None
 
@@ -104,12 +105,12 @@ class RequestGuard:
         if len(headers) > self._limits.max_headers or size > self._limits.max_header_bytes:
             problem = f"more than {self._limits.max_headers} headers or {self._limits.max_header_bytes} bytes of them"
             return APIError(431, problem, code="headers_too_large")
-        if self._tenants and scope["state"]["key"] is None and scope["path"] not in OPEN_PATHS:
+        if self._tenants and scope["state"]["key"] is None and scope["path"] not in KEYLESS_PATHS:
             problem = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
             return APIError(401, problem, type_="authentication_error", code="invalid_api_key")
-        if not self._tenants and scope["path"] not in PROBED_PATHS:
+        if not self._tenants and scope["path"] not in ANY_HOST_PATHS:
             host = dict(headers).get(b"host", b"").decode("latin-1")
-            if not self._hosts.include(host):
+            if not self._hosts.allow(host):
                 problem = f"this server has no API keys and does not answer to the name {host[:300]!r}"
                 way_out = "start it with --allowed-host NAME, or with keys, or call it by its address"
                 return APIError(403, f"{problem}; {way_out}", code="host_not_allowed")
@@ -119,15 +120,15 @@ class RequestGuard:
         return None
 
 
-def _named(api_keys: Iterable[str]) -> Iterator[tuple[bytes, str]]:
-    """The digest of each key, and what its owner is called: "alice KEY" gives the name; else it is the n-th key."""
+def _tenants(api_keys: Iterable[str]) -> Iterator[tuple[bytes, str]]:
+    """The digest and the tenant name of each key: "alice KEY" names it; otherwise it is numbered."""
     for number, text in enumerate(api_keys, start=1):
         name, _, key = text.strip().rpartition(" ")
         yield hashlib.sha256(key.encode()).digest(), name.strip() or f"key-{number}"
 
 
-class _Held:
-    """Bytes of the bodies of all requests under way. Each is bounded by itself; this bounds many at once."""
+class _HeldBytes:
+    """The bytes of the bodies of all requests in flight; bounds many large bodies at once."""
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
         self.size = 0
@@ -140,11 +141,13 @@ class _Held:
             raise too_busy("the server holds too many large requests; try again in a moment")
 
 
-class _Body:
-    """A request's body as it arrives: it must be neither too large, whatever its length was said to be, nor too
-    full, nor too slow. The request counts as arrived when all of it is there."""
+class _LimitedBody:
+    """An ASGI `receive` that limits a body's bytes, values and time of arrival.
 
-    def __init__(self, receive: Receive, limits: Limits, held: _Held, state: dict[str, object]) -> None:
+    The byte limit holds whatever Content-Length says. A request counts as arrived once its body is complete.
+    """
+
+    def __init__(self, receive: Receive, limits: Limits, held: _HeldBytes, state: dict[str, object]) -> None:
         self._receive = receive
         self._limits = limits
         self._held = held
@@ -155,7 +158,7 @@ class _Body:
         self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
 
     async def __call__(self) -> Message:
-        if self._complete:  # from now on, this waits for the client to go away
+        if self._complete:  # the next message is the disconnect, which has no time limit
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline):
@@ -164,14 +167,14 @@ class _Body:
             problem = f"the body did not arrive within {self._limits.body_seconds:g} seconds"
             raise APIError(408, problem, type_="timeout_error", code="timeout") from None
         piece: bytes = message.get("body", b"")
-        if b"\0" in piece:  # UTF-16 or -32, which would also be read, but cannot be looked over on the way
+        if b"\0" in piece:  # UTF-16 or UTF-32: the JSON parser reads them, but the value counter cannot
             raise APIError(400, "the body must be text in UTF-8", code="invalid_json")
         self._size += len(piece)
         self._held.size += len(piece)
         if self._size > self._limits.max_body_bytes:
             raise _too_large(self._limits.max_body_bytes)
         self._held.check()
-        self._values.take_in(piece)
+        self._values.feed(piece)
         if self._values.count > self._limits.max_body_values:
             raise APIError(400, f"the body has more than {self._limits.max_body_values} values", code="too_many_values")
         if not message.get("more_body", False):
@@ -187,6 +190,6 @@ def _too_large(limit: int) -> APIError:
     return APIError(413, f"the body is larger than {limit} bytes", code="body_too_large")
 
 
-def _given_id(headers: dict[bytes, bytes]) -> str | None:
+def _client_request_id(headers: dict[bytes, bytes]) -> str | None:
     given = headers.get(b"x-request-id", b"").decode("ascii", "ignore")
     return given if 0 < len(given) <= 128 and given.isprintable() else None

@@ -1,8 +1,8 @@
-"""Which names the server goes by: what keeps other people's web pages away from a server that has no keys.
+"""The host names that a server without API keys answers to, which protects it from other web pages.
 
-A browser lets a page talk to the server that the page came from. Whoever owns a name can let it point at a server on
-your machine or in your network once the page is loaded (DNS rebinding), and the browser takes that server for theirs.
-But it still says which name it was asked for. An address in digits cannot be made to point elsewhere: those are safe.
+A browser lets a page talk to the server that it came from. The owner of a domain can point its name at a server on your
+machine or network after the page has loaded (DNS rebinding), and the browser then treats that server as the page's own.
+But the browser still sends the name in the Host header. Numeric addresses cannot be rebound, so they are allowed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ANY = "*"
 
 class HostNames:
     def __init__(self, listens_on: str = "127.0.0.1", allowed: Iterable[str] = ()) -> None:
-        given = [_checked(name) for name in allowed]
-        self._any = ANY in given
-        self._names = {"localhost", listens_on.lower(), socket.gethostname().lower(), *given}
+        names = [_checked(name) for name in allowed]
+        self._any = ANY in names
+        self._names = {"localhost", listens_on.lower(), socket.gethostname().lower(), *names}
 
-    def include(self, host: str) -> bool:
-        """`host` as the header says it: perhaps with a port. An empty one comes from no browser."""
+    def allow(self, host: str) -> bool:
+        """Whether a Host header is allowed. Browsers never send an empty one, so that is."""
         name = without_port(host.strip().lower()).removesuffix(".")
         return self._any or not name or name in self._names or name.endswith(".localhost") or _is_address(name)
 

@@ -1,4 +1,4 @@
-"""How much is in a JSON text, without reading it as JSON."""
+"""The size of a JSON text, without parsing it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 
 class ValueCounter:
-    """Counts the values of a JSON text while it arrives, piece by piece: each begins a list or an object or follows a
-    comma, outside of strings. To read millions of them takes seconds, during which a server can do nothing else; to
-    count those of one piece takes a millisecond."""
+    """Counts the values of a JSON text as it arrives in pieces.
+
+    Each value begins a list or an object, or follows a comma, outside of strings. Parsing millions of values blocks the
+    server for seconds; counting those of one piece takes a millisecond.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self._in_string = False
-        self._escaping = False  # the last piece ended between a backslash and what it escapes
+        self._escaping = False  # the last piece ended with a backslash that escapes the next byte
 
-    def take_in(self, piece: bytes) -> None:
+    def feed(self, piece: bytes) -> None:
         if self._escaping:
             piece = b"\\" + piece
         piece = _ESCAPED.sub(b"", piece)

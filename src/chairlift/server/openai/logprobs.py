@@ -1,5 +1,7 @@
-"""Log-probabilities as the endpoints word them. A token may be a part of a character, so its bytes are what is true,
-and its text is made from them."""
+"""Log-probabilities as the endpoints return them.
+
+A token may be part of a character, so its bytes are authoritative and its text is derived from them.
+"""
 
 from __future__ import annotations
 
@@ -11,52 +13,55 @@ from chairlift.text.tokenizer import Tokenizer
 
 
 def token_text(data: bytes) -> str:
-    """Text where the bytes are some, else the bytes spelled out, as in `\\xf0\\x9f`."""
+    """A token's bytes as text, or escaped as in `\\xf0\\x9f` if they are not valid UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:
         return "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(found: list[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """For chats and responses."""
+def chat_logprobs(logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Log-probabilities of a chat completion or a response: one object per token."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
         return {"token": token_text(data), "logprob": logprob, "bytes": list(data)}
 
     return [
-        {**entry(item.token_id, item.logprob), "top_logprobs": [entry(*pair) for pair in item.top]} for item in found
+        {**entry(item.token_id, item.logprob), "top_logprobs": [entry(*pair) for pair in item.top]} for item in logprobs
     ]
 
 
 class CompletionLogprobs:
-    """For text completions: lists side by side, with each token's place in the text. Remembers how far it got."""
+    """Log-probabilities of one text completion: parallel lists, with each token's offset in the text."""
 
     def __init__(self) -> None:
         self._length = 0
-        self._text: IncrementalDetokenizer | None = None
+        self._detokenizer: IncrementalDetokenizer | None = None
 
-    def take(self, found: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
-        self._text = self._text or tokenizer.detokenizer()
+    def add(self, logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+        """The lists for the next tokens of the completion."""
+        self._detokenizer = self._detokenizer or tokenizer.detokenizer()
         offsets = []
-        for item in found:
+        for item in logprobs:
             offsets.append(self._length)
-            self._length += len(self._text.push(item.token_id))  # a character counts with the last of its tokens
+            # A character of several tokens counts with the last of them.
+            self._length += len(self._detokenizer.push(item.token_id))
         return {
-            "tokens": [_key(tokenizer.token_bytes(item.token_id)) for item in found],
-            "token_logprobs": [item.logprob for item in found],
-            "top_logprobs": [_best(item, tokenizer) for item in found],
+            "tokens": [_key(tokenizer.token_bytes(item.token_id)) for item in logprobs],
+            "token_logprobs": [item.logprob for item in logprobs],
+            "top_logprobs": [_top(item, tokenizer) for item in logprobs],
             "text_offset": offsets,
         }
 
 
-def _best(item: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
-    """By text. Of tokens with the same text (a special one and its spelling, say) the likeliest counts."""
-    best: dict[str, float] = {}
-    for token, logprob in item.top:
-        best.setdefault(_key(tokenizer.token_bytes(token)), logprob)  # they come in order
-    return best
+def _top(item: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
+    """The top log-probabilities by text; of tokens with the same text (a special token and its spelling), the most
+    probable one."""
+    top: dict[str, float] = {}
+    for token, logprob in item.top:  # in order of probability
+        top.setdefault(_key(tokenizer.token_bytes(token)), logprob)
+    return top
 
 
 def _key(data: bytes) -> str:

@@ -1,72 +1,28 @@
-"""The engine's updates in the shapes that OpenAI clients expect."""
+"""Responses of the chat completions and completions endpoints, built from the engine's updates."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from chairlift.core.logprobs import TokenLogprobs
+from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
 from chairlift.server.openai.logprobs import CompletionLogprobs, chat_logprobs
+from chairlift.server.openai.types import CompletionBody
 from chairlift.server.process.messages import Update
+from chairlift.server.served_model import ServedModel
 from chairlift.text.tokenizer import Tokenizer
 
-json_encoder = msgspec.json.Encoder()
-
-
-@dataclass(slots=True)
-class Usage:
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    _boarded: set[str] = field(default_factory=set)  # completions whose cached tokens are known
-
-    def take_in(self, update: Update) -> None:
-        self.completion_tokens += len(update.tokens)
-        # A preempted completion boards again; and completions of the same prompt share it: what was cached is told
-        # once, by the first of them.
-        if update.cached_tokens is not None and update.request_id not in self._boarded:
-            self._boarded.add(update.request_id)
-            if "#" not in update.request_id:
-                self.cached_tokens += update.cached_tokens
-
-    def body(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-class Answer(Protocol):
-    """One HTTP request's answer in the words of its endpoint: whole, or as a stream of events."""
-
-    usage: Usage
-
-    def keep(self, update: Update) -> None:
-        """Take in a part of the whole answer."""
-
-    def body(self) -> dict[str, Any]:
-        """The whole answer."""
-
-    def events(self, update: Update) -> Iterable[bytes]:
-        """What a stream says of an update."""
-
-    def ending(self) -> Iterable[bytes]:
-        """What a stream says when all of it has been told."""
-
-    def failure(self, error: APIError) -> Iterable[bytes]:
-        """What a stream says when it cannot be finished."""
+_json = msgspec.json.Encoder()
 
 
 @dataclass(slots=True)
 class Choice:
-    """One completion as far as it is known."""
+    """One completion as far as it has been generated."""
 
     index: int
     parts: list[str] = field(default_factory=list)
@@ -74,15 +30,14 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None
-    started: bool = False  # whether a streamed chunk of it has been sent
-    scores: CompletionLogprobs = field(default_factory=CompletionLogprobs)
+    started: bool = False  # whether a chunk of it has been streamed
+    completion_logprobs: CompletionLogprobs = field(default_factory=CompletionLogprobs)
 
     @property
     def text(self) -> str:
         return "".join(self.parts)
 
     def add(self, update: Update) -> None:
-        """Keep an update for the whole answer; a stream passes it on instead."""
         self.parts.append(update.text)
         self.logprobs += update.logprobs
         self.finish_reason = update.finish_reason
@@ -90,18 +45,21 @@ class Choice:
         self.score = update.score
 
 
-class Shape(Protocol):
-    """How one endpoint words its answers."""
+class ChoiceFormat(Protocol):
+    """The JSON of one endpoint's choices."""
 
-    stream_object: str
     object: str
+    stream_object: str
 
-    def choice(self, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]: ...
-    def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]: ...
+    def choice(self, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
+        """A whole choice."""
+
+    def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+        """The streamed chunks for one update."""
 
 
 @dataclass(slots=True)
-class ChatShape:
+class ChatChoiceFormat:
     with_logprobs: bool
     object: str = "chat.completion"
     stream_object: str = "chat.completion.chunk"
@@ -129,14 +87,14 @@ class ChatShape:
             }
         ]
 
-    def logprobs(self, given: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    def logprobs(self, logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
-        return {"content": chat_logprobs(given, tokenizer)}
+        return {"content": chat_logprobs(logprobs, tokenizer)}
 
 
 @dataclass(slots=True)
-class TextShape:
+class TextChoiceFormat:
     with_logprobs: bool
     echoes: list[str]  # the prompt's text for each choice, or empty
     object: str = "text_completion"
@@ -151,69 +109,65 @@ class TextShape:
         return [self._body(choice, text, update.logprobs, update, tokenizer)]
 
     def _body(
-        self, choice: Choice, text: str, found: list[TokenLogprobs], end: Choice | Update, tokenizer: Tokenizer
+        self, choice: Choice, text: str, logprobs: list[TokenLogprobs], end: Choice | Update, tokenizer: Tokenizer
     ) -> dict[str, Any]:
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": choice.scores.take(found, tokenizer) if self.with_logprobs else None,
+            "logprobs": choice.completion_logprobs.add(logprobs, tokenizer) if self.with_logprobs else None,
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
         }
 
 
-class Reply:
-    """The answer to a chat or a text completion."""
+class CompletionResponseBuilder:
+    """Builds the response to a chat or text completion."""
 
     def __init__(
         self,
-        shape: Shape,
-        model: str,
-        tokenizer: Tokenizer,
-        request_id: str,
-        ids: list[str],
+        choice_format: ChoiceFormat,
+        model: ServedModel,
+        body: CompletionBody,
+        response_id: str,
+        completion_ids: list[str],
         usage: Usage,
-        *,
-        include_usage: bool = False,
-        continuous_usage: bool = False,
     ) -> None:
         self.usage = usage
-        self.choices = [Choice(index) for index in range(len(ids))]
-        self._of = dict(zip(ids, self.choices, strict=True))
-        self._shape = shape
-        self._tokenizer = tokenizer
-        self._include_usage = include_usage
-        self._continuous_usage = continuous_usage
-        self._head = {"id": request_id, "created": int(time.time()), "model": model}
+        self._choices = {one_id: Choice(index) for index, one_id in enumerate(completion_ids)}
+        self._format = choice_format
+        self._tokenizer = model.tokenizer
+        self._include_usage = body.include_usage
+        self._continuous_usage = body.continuous_usage
+        self._head = {"id": response_id, "created": int(time.time()), "model": model.name}
 
-    def keep(self, update: Update) -> None:
-        self._of[update.request_id].add(update)
+    def add(self, update: Update) -> None:
+        self._choices[update.request_id].add(update)
 
     def body(self) -> dict[str, Any]:
         choices = [
-            self._shape.choice(choice, self._tokenizer) | ({} if choice.score is None else {"score": choice.score})
-            for choice in self.choices
+            self._format.choice(choice, self._tokenizer) | ({} if choice.score is None else {"score": choice.score})
+            for choice in self._choices.values()
         ]
-        return {**self._head, "object": self._shape.object, "choices": choices, "usage": self.usage.body()}
+        return {**self._head, "object": self._format.object, "choices": choices, "usage": self.usage.body()}
 
     def events(self, update: Update) -> list[bytes]:
         if not (update.tokens or update.text or update.finish_reason):
             return []
-        choice = self._of[update.request_id]
-        deltas = self._shape.deltas(choice, update, self._tokenizer)
+        choice = self._choices[update.request_id]
+        deltas = self._format.deltas(choice, update, self._tokenizer)
         choice.started = True
         return [self._chunk([delta], with_usage=self._continuous_usage) for delta in deltas]
 
-    def ending(self) -> list[bytes]:
+    def end_events(self) -> list[bytes]:
         return [*([self._chunk([], with_usage=True)] if self._include_usage else []), b"data: [DONE]\n\n"]
 
-    def failure(self, error: APIError) -> list[bytes]:
+    def error_events(self, error: APIError) -> list[bytes]:
         return [_event(error.body), b"data: [DONE]\n\n"]
 
     def _chunk(self, choices: list[dict[str, Any]], *, with_usage: bool) -> bytes:
-        chunk = {**self._head, "object": self._shape.stream_object, "choices": choices}
+        chunk = {**self._head, "object": self._format.stream_object, "choices": choices}
         return _event(chunk | {"usage": self.usage.body()} if with_usage else chunk)
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json_encoder.encode(body) + b"\n\n"
+    return b"data: " + _json.encode(body) + b"\n\n"

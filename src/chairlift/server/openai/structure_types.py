@@ -1,4 +1,4 @@
-"""How clients say what shape an answer must have: OpenAI's `response_format`, and the words that vLLM has for it."""
+"""Structured output parameters: OpenAI's `response_format` and vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from pydantic import Field
 
 from chairlift.core.structure import MAX_STRUCTURE_LENGTH, Structure
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import Strict
+from chairlift.server.openai.strict import StrictModel
 
 Schema = dict[str, Any] | bool
 Choices = Annotated[list[str], Field(fail_fast=True)]
 
 
-class JSONSchema(Strict):
+class JSONSchema(StrictModel):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     schema_: Annotated[Schema, Field(alias="schema")]
-    # For people; the model sees what is in the messages.
+    # Not shown to the model, which only sees the messages.
     description: Annotated[str | None, Field(max_length=MAX_STRUCTURE_LENGTH)] = None
-    strict: bool | None = None  # the schema is enforced in any case
+    strict: bool | None = None  # ignored: the schema is always enforced
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
     type: Literal["text"]
 
     def structure(self) -> Structure | None:
         return None
 
 
-class JSONObjectFormat(Strict):
+class JSONObjectFormat(StrictModel):
     type: Literal["json_object"]
 
     def structure(self) -> Structure | None:
         return Structure.json_object("response_format")
 
 
-class JSONSchemaFormat(Strict):
+class JSONSchemaFormat(StrictModel):
     type: Literal["json_schema"]
     json_schema: JSONSchema
 
@@ -48,8 +48,8 @@ class JSONSchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JSONObjectFormat | JSONSchemaFormat, Field(discriminator="type")]
 
 
-class StructuredOutputs(Strict):
-    """vLLM's: exactly one of these."""
+class StructuredOutputs(StrictModel):
+    """vLLM's parameter: exactly one of the fields."""
 
     json_: Annotated[str | Schema | None, Field(alias="json")] = None
     regex: str | None = None
@@ -72,5 +72,5 @@ class StructuredOutputs(Strict):
 
 
 def as_structure(make: Callable[[Any, str], Structure], value: Any, parameter: str) -> list[Structure]:
-    """What a client asked for under the name `parameter`; nothing if it did not."""
+    """The structure that a parameter requests, or an empty list if it is absent."""
     return [] if value is None else [make(value, parameter)]

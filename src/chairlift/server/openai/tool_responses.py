@@ -1,39 +1,39 @@
-"""Chats whose model may call tools, in the shapes that OpenAI clients expect."""
+"""Chat choices with tool calls."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from chairlift.server.openai.response_builder import ChatShape, Choice
+from chairlift.server.openai.response_builder import ChatChoiceFormat, Choice
 from chairlift.server.process.messages import Update
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantParser, AssistantPart, CallBegun, ContentDelta
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tools.tool_use import ToolUse
 
 
-class ToolShape(ChatShape):
-    """Log-probabilities are those of all tokens, also of the ones that calls are made of."""
+class ToolCallChoiceFormat(ChatChoiceFormat):
+    """Chat choices of a model that may call tools. Log-probabilities include the tokens of the calls."""
 
-    def __init__(self, with_logprobs: bool, use: ToolUse) -> None:
+    def __init__(self, with_logprobs: bool, tools: ToolUse) -> None:
         super().__init__(with_logprobs)
-        self._use = use
-        self._parsers: dict[int, AssistantParser] = {}  # of the choices being streamed
-        self._called: set[int] = set()  # choices that have called a tool
+        self._tools = tools
+        self._parsers: dict[int, AssistantParser] = {}  # of streamed choices, by index
+        self._called: set[int] = set()  # indices of choices with a call
 
     def choice(self, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
-        parser = self._use.parser()
-        words, calls = joined(parser.push(choice.text) + parser.close())
-        message: dict[str, Any] = {"role": "assistant", "content": words or None, "refusal": None}
+        parser = self._tools.parser()
+        content, calls = join_parts(parser.push(choice.text) + parser.close())
+        message: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
         if calls:
             message["tool_calls"] = calls
         else:
-            message["content"] = words
-        reason = self._use.finish_reason(choice.finish_reason, bool(calls))
+            message["content"] = content
+        reason = self._tools.finish_reason(choice.finish_reason, bool(calls))
         return super().choice(choice, tokenizer) | {"message": message, "finish_reason": reason}
 
     def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-        """A chunk for each part; several may come of one update, or none while text is held back."""
-        parser = self._parsers.setdefault(choice.index, self._use.parser())
+        """One chunk per part. An update may yield several parts, or none while the parser holds text back."""
+        parser = self._parsers.setdefault(choice.index, self._tools.parser())
         parts = parser.push(update.text)
         if update.finish_reason is not None:
             parts += parser.close()
@@ -44,27 +44,27 @@ class ToolShape(ChatShape):
             deltas = [{"role": "assistant", "content": None, **(deltas[0] if deltas else {})}, *deltas[1:]]
         if update.finish_reason is not None or (self.with_logprobs and update.logprobs and not deltas):
             deltas.append({})
-        told = [self._told(choice, delta) for delta in deltas]
-        if told:
-            told[0]["logprobs"] = self.logprobs(update.logprobs, tokenizer)
-            told[-1]["finish_reason"] = self._use.finish_reason(update.finish_reason, choice.index in self._called)
-            told[-1]["stop_reason"] = update.stop_reason
-        return told
+        chunks = [self._chunk(choice, delta) for delta in deltas]
+        if chunks:
+            chunks[0]["logprobs"] = self.logprobs(update.logprobs, tokenizer)
+            chunks[-1]["finish_reason"] = self._tools.finish_reason(update.finish_reason, choice.index in self._called)
+            chunks[-1]["stop_reason"] = update.stop_reason
+        return chunks
 
     @staticmethod
-    def _told(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
-def joined(parts: list[AssistantPart]) -> tuple[str, list[dict[str, Any]]]:
-    """All the words, and all the calls."""
-    words = "".join(part.text for part in parts if isinstance(part, ContentDelta))
+def join_parts(parts: list[AssistantPart]) -> tuple[str, list[dict[str, Any]]]:
+    """The content and the tool calls of a whole message."""
+    content = "".join(part.text for part in parts if isinstance(part, ContentDelta))
     arguments: dict[int, str] = {}
     for part in parts:
         if isinstance(part, ArgumentsDelta):
             arguments[part.index] = arguments.get(part.index, "") + part.text
     calls = [part for part in parts if isinstance(part, CallBegun)]
-    return words, [_call(call, arguments.get(call.index, "")) for call in calls]
+    return content, [_call(call, arguments.get(call.index, "")) for call in calls]
 
 
 def _call(call: CallBegun, arguments: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The bodies of requests. An explicit null means absent; what is not known here is refused by name."""
+"""Request bodies. An explicit null means absent; unknown parameters are refused by name."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from chairlift.core.sampling_parameter import extra_parameter_names
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import Strict, at_most
+from chairlift.server.openai.strict import StrictModel, max_entries
 from chairlift.server.openai.structure_types import Choices, ResponseFormat, Schema, StructuredOutputs, as_structure
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
 
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as wide as a message to the engine can say
-TokenIds = Annotated[list[Integer], Field(fail_fast=True)]  # of a million bad ids, one error is enough
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what a message to the engine can carry
+TokenIds = Annotated[list[Integer], Field(fail_fast=True)]  # one error is enough for a million invalid ids
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Sampling(Strict):
-    """What every endpoint that generates shares. Beyond OpenAI's own: top_k, min_p, repetition_penalty, min_tokens,
+class GenerationBody(StrictModel):
+    """Parameters of every generation endpoint. Beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens,
     ignore_eos, stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt,
-    priority (lower is sooner), and what shape the answer must have: guided_json, guided_regex, guided_choice,
-    guided_grammar, structured_outputs."""
+    priority (lower is sooner), and for structured output guided_json, guided_regex, guided_choice, guided_grammar and
+    structured_outputs."""
 
     model: str
     stream: bool | None = None
@@ -42,7 +42,7 @@ class Sampling(Strict):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, Field(max_length=1024), at_most(1024)] = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=1024), max_entries(1024)] = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=64)] | None = None
     stop_token_ids: Annotated[list[Integer] | None, Field(max_length=256)] = None
@@ -53,7 +53,7 @@ class Sampling(Strict):
     timeout: float | None = None
     cache_salt: Annotated[str | None, Field(max_length=256)] = None
     priority: Integer | None = None
-    # The caller's own label; it changes nothing about the answer, but tenants may be served in fair shares.
+    # A label that does not change the output; with fair scheduling it names the tenant.
     user: Annotated[str | None, Field(max_length=256)] = None
     guided_json: str | Schema | None = None
     guided_regex: str | None = None
@@ -64,14 +64,14 @@ class Sampling(Strict):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _take_extra_args(cls, data: Any, handler: ModelWrapValidatorHandler[Sampling]) -> Sampling:
+    def _take_extra_args(cls, data: Any, handler: ModelWrapValidatorHandler[GenerationBody]) -> GenerationBody:
         names = [name for name in extra_parameter_names() if isinstance(data, dict) and name in data]
         body = handler({name: value for name, value in data.items() if name not in names} if names else data)
         body._extra_args = {name: data[name] for name in names if data[name] is not None}
         return body
 
     def structure(self) -> Structure | None:
-        """What shape the answer must have, in whichever way that was said."""
+        """The requested structure, by whichever parameter."""
         found = self.structures()
         if len(found) > 1:
             first, second = (structure.parameter for structure in found[:2])
@@ -90,7 +90,7 @@ class Sampling(Strict):
         ]
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        """As the engine takes them; what was not given keeps the engine's default."""
+        """The engine's sampling parameters; those that are absent keep their defaults."""
         given = {
             name: getattr(self, name)
             for name in (
@@ -104,15 +104,15 @@ class Sampling(Strict):
         _check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
         return SamplingParams(
             **given,
-            logit_bias=_bias(self.logit_bias),
+            logit_bias=_logit_bias(self.logit_bias),
             structure=self.structure(),
             extra_args=self._extra_args,
             **more,
         )
 
 
-class Completing(Sampling):
-    """What chat and text completions share beyond that. Not OpenAI's: beam search (use_beam_search or beam_width,
+class CompletionBody(GenerationBody):
+    """Further parameters of chat and text completions. Beyond OpenAI's: beam search (use_beam_search or beam_width,
     length_penalty, early_stopping)."""
 
     n: int | None = None
@@ -125,8 +125,8 @@ class Completing(Sampling):
     early_stopping: bool | Literal["never"] | None = None
 
     def structures(self) -> list[Structure]:
-        asked = self.response_format.structure() if self.response_format else None
-        return [*([asked] if asked else []), *super().structures()]
+        structure = self.response_format.structure() if self.response_format else None
+        return [*([structure] if structure else []), *super().structures()]
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         for name in ("length_penalty", "early_stopping"):
@@ -140,7 +140,7 @@ class Completing(Sampling):
         return params
 
     def _selection(self, n: int) -> dict[str, Any]:
-        """How many completions are generated to get `n`, and how; with beam search, best_of is the width."""
+        """The parameters of best-of sampling or beam search; with beam search, best_of means the beam width."""
         if self.use_beam_search is False and self.beam_width is not None:
             raise InvalidParameter("use_beam_search", "is false, but beam_width was given")
         if not self.use_beam_search and self.beam_width is None:
@@ -165,7 +165,7 @@ class Completing(Sampling):
             raise InvalidParameter("stream_options", "only goes with stream: true")
 
 
-class CompletionRequest(Completing):
+class CompletionRequest(CompletionBody):
     prompt: (
         str
         | Annotated[TokenIds, Field(min_length=1)]
@@ -192,7 +192,7 @@ class CompletionRequest(Completing):
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
 
-class ChatRequest(Completing):
+class ChatRequest(CompletionBody):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Integer | None = None
     max_completion_tokens: Integer | None = None
@@ -219,7 +219,7 @@ class ChatRequest(Completing):
         return self.sampling_params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_MESSAGES)] = None
@@ -227,18 +227,26 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     model: str | None = None
     tokens: TokenIds
 
 
+def check_token_ids(parameter: str, tokens: list[int]) -> list[int]:
+    """Refuse ids that a message to the engine cannot carry; the engine checks them against its vocabulary."""
+    for token in tokens:
+        if not 0 <= token < 2**31:
+            raise InvalidParameter(parameter, f"token id {str(token)[:40]} is out of range")
+    return tokens
+
+
 def _check_unicode(parameter: str, texts: Iterable[str]) -> None:
-    """JSON can say half a character (a lone surrogate); no message to the engine can."""
+    """Refuse lone surrogates: JSON can carry them, but messages to the engine cannot."""
     if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
         raise InvalidParameter(parameter, "must be valid Unicode")
 
 
-def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     if given is None:
         return None
     for token in given:

@@ -1,4 +1,4 @@
-"""The front end's side of the engine process: it starts it, watches it, restarts it, and talks to it."""
+"""The front end's side of the engine process: starts it, supervises it, restarts it and exchanges messages with it."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from chairlift.errors import ChairliftError, EngineDead, InvalidParameter, Tempo
 from chairlift.server.process.engine_handle import EngineHandle, spawn
 from chairlift.server.process.messages import (
     Cancel,
+    DashboardFrame,
     FailedToLoad,
-    Frame,
     Heartbeat,
     Loaded,
     RecorderFault,
+    RecordSteps,
     Refused,
+    Shutdown,
     StepReport,
-    Stop,
     Submit,
     SwitchPolicy,
     Update,
-    Watch,
     decode_from_engine,
     encode,
 )
-from chairlift.server.process.stream import Stream, Watcher
+from chairlift.server.process.stream import UpdateObserver, UpdateStream
 
 log = logging.getLogger("chairlift.server")
 
-GONE = "the engine stopped unexpectedly; the request was not finished"
+DIED = "the engine stopped unexpectedly; the request was not finished"
 
 
 class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
-    FAILED = "failed"  # for good: it cannot load, or died too often
+    FAILED = "failed"  # permanently: it cannot load, or died too often
     STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """How a sick engine is treated."""
+    """When an engine counts as hung, and how it is restarted."""
 
-    heartbeat_timeout: float = 10.0  # seconds of silence after which it is killed
-    loading_silence: float = 300.0  # the same while it loads: libraries and weights can make its heart stand still
-    step_timeout: float = 300.0  # seconds that one step may take; a big prefill on a slow CPU takes many
-    max_restarts: int = 5  # in a row, without a minute of good health between them
-    first_backoff: float = 0.25  # doubled at every restart
+    heartbeat_timeout: float = 10.0  # seconds without a message after which it is killed
+    loading_silence: float = 300.0  # the same while it loads: imports and weights can block its heartbeat
+    step_timeout: float = 300.0  # seconds that one step may take; a large prefill on a slow CPU takes many
+    max_restarts: int = 5  # in a row, without `healthy_after` seconds of normal operation between them
+    first_backoff: float = 0.25  # seconds, doubled at every restart
     healthy_after: float = 60.0
 
 
@@ -74,87 +74,86 @@ class EngineClient:
     ) -> None:
         self.state = EngineState.STARTING
         self.loaded: Loaded | None = None
-        self.problem = ""  # why it failed, for people
+        self.problem = ""  # why it failed, for the log
         self.restarts = 0
-        # What is done with those for the dashboard.
-        self.on_frame: Callable[[Frame | RecorderFault], None] = lambda frame: None
+        self.on_frame: Callable[[DashboardFrame | RecorderFault], None] = lambda frame: None
         self._model = model
         self._options = engine_options
         self._quiet = quiet
         self._on_report = on_report
         self._on_restart = on_restart
-        self._care = supervision or Supervision()
+        self._supervision = supervision or Supervision()
         self._context = zmq.asyncio.Context()
-        self._streams: dict[str, Stream] = {}  # by completion id
-        self._life: EngineHandle | None = None
-        self._changed = asyncio.Event()
+        self._streams: dict[str, UpdateStream] = {}  # by completion id
+        self._handle: EngineHandle | None = None
+        self._state_changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
 
     @property
     def num_open(self) -> int:
-        """Sequences that the engine was given and has not finished."""
+        """Number of submitted sequences that are not finished."""
         return sum(stream.sequences[one_id] for one_id, stream in self._streams.items())
 
     @property
     def pid(self) -> int | None:
-        return self._life.process.pid if self._life else None
+        return self._handle.process.pid if self._handle else None
 
     async def start(self) -> None:
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def wait_until_settled(self) -> EngineState:
-        """Wait until the engine is ready, or certain not to be."""
+        """Wait until the engine is ready, failed or stopped."""
         while self.state in (EngineState.STARTING, EngineState.RESTARTING):
-            self._changed.clear()
-            await self._changed.wait()
+            self._state_changed.clear()
+            await self._state_changed.wait()
         return self.state
 
-    def submit(self, requests: Sequence[Submit], watcher: Watcher | None = None) -> Stream:
-        """Send all prompts of one HTTP request; what comes of them arrives on one stream."""
+    def submit(self, requests: Sequence[Submit], observer: UpdateObserver | None = None) -> UpdateStream:
+        """Submit all prompts of one HTTP request and return the stream of their updates."""
         if self.state is not EngineState.READY:
             raise EngineDead(f"the engine is {self.state.value}")
-        messages = [encode(request) for request in requests]  # if one cannot be told, nothing has happened yet
+        messages = [encode(request) for request in requests]  # all before the first is sent: encoding may fail
         ids = [one_id for request in requests for one_id in completion_ids(request.request_id, request.params.n)]
-        # Those of which nothing will be heard are over when the first completion is: all of a search end together.
+        # Sequences without updates of their own count with the first completion: all of a search end together.
         sequences = {one.request_id: 1 + one.params.num_sequences - one.params.n for one in requests}
-        stream = Stream(ids, watcher, sequences)
+        stream = UpdateStream(ids, observer, sequences)
         self._streams.update(dict.fromkeys(stream.ids, stream))
         for message in messages:
             self._send(message)
         return stream
 
-    def tell(self, message: Watch | SwitchPolicy) -> bool:
-        """Something that is about no request. False if there is no engine to hear it at the moment."""
-        listens = self._life is not None and self.state is EngineState.READY
-        if listens:
+    def send(self, message: RecordSteps | SwitchPolicy) -> bool:
+        """Send a message that concerns no request; False if the engine is not ready."""
+        ready = self._handle is not None and self.state is EngineState.READY
+        if ready:
             self._send(encode(message))
-        return listens
+        return ready
 
-    def cancel(self, stream: Stream) -> None:
-        """End what is still running of a stream; nothing more will be heard of it. Does not wait, so that it can
-        be called while the caller itself is being cancelled."""
+    def cancel(self, stream: UpdateStream) -> None:
+        """Cancel the open completions of a stream. Does not wait, so that a task that is being cancelled can call
+        it."""
         self._end(stream, "cancelled")
 
-    def _end(self, stream: Stream, reason: str, error: Exception | None = None) -> None:
+    def _end(self, stream: UpdateStream, reason: str, error: Exception | None = None) -> None:
         ids = stream.end(reason, error)
         for request_id in stream.ids:
             self._streams.pop(request_id, None)
-        if ids and self._life is not None and self.state is EngineState.READY:
+        if ids and self._handle is not None and self.state is EngineState.READY:
             self._send(encode(Cancel(ids)))
 
-    def nudge_streams(self) -> None:
+    def ping_streams(self) -> None:
         for stream in set(self._streams.values()):
-            stream.nudge()
+            stream.ping()
 
     async def stop(self, timeout: float = 5.0) -> None:
-        """Stop the engine, by force if it does not listen, and wait until the process is gone."""
-        listens = self.state is EngineState.READY  # while it loads, it does not
-        self._become(EngineState.STOPPED)
+        """Stop the engine process, by force after `timeout` seconds, and wait for its exit."""
+        ready = self.state is EngineState.READY  # while it loads, it does not receive messages
+        self._set_state(EngineState.STOPPED)
         self._fail_all(EngineDead("the server is shutting down"))
-        if self._life is not None and listens:
-            self._send(encode(Stop()))
+        if self._handle is not None and ready:
+            self._send(encode(Shutdown()))
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._life.process.wait(), timeout)
+                await asyncio.wait_for(self._handle.process.wait(), timeout)
         if self._supervisor is not None:
             self._supervisor.cancel()
             with suppress(asyncio.CancelledError):
@@ -162,113 +161,110 @@ class EngineClient:
         self._context.destroy(linger=0)
 
     def _send(self, message: bytes) -> None:
-        """Never waits: a process that has just died takes nothing, and a caller must not be stuck with it."""
-        assert self._life is not None
-        self._life.commands.send(message)
+        """Never waits: a process that has just died receives nothing, and must not block the caller."""
+        assert self._handle is not None
+        self._handle.commands.send(message)
 
-    def _become(self, state: EngineState) -> None:
+    def _set_state(self, state: EngineState) -> None:
         self.state = state
-        self._changed.set()
+        self._state_changed.set()
 
-    # ---- the life of the engine process --------------------------------------------------------------------------
+    # ---- supervision ---------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
         while self.state is not EngineState.STOPPED:
             healthy = False
             try:
-                healthy = await self._live()
-            except (OSError, zmq.ZMQError) as error:  # out of file descriptors, or of memory: it may get better
+                healthy = await self._run_process()
+            except (OSError, zmq.ZMQError) as error:  # out of file descriptors or memory: a retry may succeed
                 log.error("the engine cannot be started: %s", error)
             finally:
-                self._fail_all(EngineDead(GONE))
+                self._fail_all(EngineDead(DIED))
             if self.state in (EngineState.STOPPED, EngineState.FAILED):
                 return
             if healthy:
                 self.restarts = 0
             self.restarts += 1
-            if self.restarts > self._care.max_restarts:
+            if self.restarts > self._supervision.max_restarts:
                 self.problem = f"it died {self.restarts} times in a row. {self.problem}".rstrip()
                 log.error("the engine is not started again: %s", self.problem)
-                self._become(EngineState.FAILED)
+                self._set_state(EngineState.FAILED)
                 return
-            self._become(EngineState.RESTARTING)
-            pause = self._care.first_backoff * 2 ** (self.restarts - 1)
+            self._set_state(EngineState.RESTARTING)
+            pause = self._supervision.first_backoff * 2 ** (self.restarts - 1)
             log.warning("the engine died; starting it again in %.2f s (restart %d)", pause, self.restarts)
             await asyncio.sleep(pause)
             self._on_restart()
 
-    async def _live(self) -> bool:
-        """Start the process and listen to it until it ends or hangs. Returns whether it was well for a while."""
-        life = self._life = await spawn(self._context, self._model, self._options, quiet=self._quiet)
-        listener = asyncio.create_task(self._listen(life))
-        ended = asyncio.create_task(life.process.wait())
+    async def _run_process(self) -> bool:
+        """Start the process and receive its messages until it exits or hangs. Returns whether it was healthy."""
+        handle = self._handle = await spawn(self._context, self._model, self._options, quiet=self._quiet)
+        receiver = asyncio.create_task(self._receive(handle))
+        exited = asyncio.create_task(handle.process.wait())
         try:
-            while not ended.done():
-                await self._watch(life, {ended, listener})
-                problem = "cannot be understood" if listener.done() else self._illness(life)
+            while not exited.done():
+                await self._wait_for_change(handle, {exited, receiver})
+                problem = "cannot be understood" if receiver.done() else self._fault(handle)
                 if problem:
                     log.error("the engine %s: killing it", problem)
-                    life.process.kill()
-                    await ended
-            await self._hear_last_words(listener)
-            return life.ready_at is not None and time.monotonic() - life.ready_at > self._care.healthy_after
+                    handle.process.kill()
+                    await exited
+            await asyncio.wait([receiver], timeout=0.2)  # messages sent before the exit may still arrive
+            return handle.ready_at is not None and time.monotonic() - handle.ready_at > self._supervision.healthy_after
         finally:
-            listener.cancel()
-            if life.process.returncode is None:
-                life.process.kill()
-                await life.process.wait()
-            self._life = None
-            life.close()
+            receiver.cancel()
+            if handle.process.returncode is None:
+                handle.process.kill()
+                await handle.process.wait()
+            self._handle = None
+            handle.close()
 
-    async def _watch(self, life: EngineHandle, tasks: set[asyncio.Task[Any]]) -> None:
-        tick, now = min(1.0, self._care.heartbeat_timeout / 4), time.monotonic()
+    async def _wait_for_change(self, handle: EngineHandle, tasks: set[asyncio.Task[Any]]) -> None:
+        tick, now = min(1.0, self._supervision.heartbeat_timeout / 4), time.monotonic()
         await asyncio.wait(tasks, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
         if time.monotonic() - now > 2 * tick:
-            life.last_sign = time.monotonic()  # it was this process that slept: signs of life may be waiting
+            handle.last_message = time.monotonic()  # this process was suspended: heartbeats may be queued
 
-    def _illness(self, life: EngineHandle) -> str | None:
-        patience = self._care.loading_silence if life.ready_at is None else self._care.heartbeat_timeout
-        if time.monotonic() - life.last_sign > patience:
+    def _fault(self, handle: EngineHandle) -> str | None:
+        supervision = self._supervision
+        patience = supervision.loading_silence if handle.ready_at is None else supervision.heartbeat_timeout
+        if time.monotonic() - handle.last_message > patience:
             return f"has been silent for {patience:g} s"
-        if life.turn_seconds > self._care.step_timeout:
-            return f"has been in one step for more than {self._care.step_timeout:g} s"
+        if handle.turn_seconds > supervision.step_timeout:
+            return f"has been in one step for more than {supervision.step_timeout:g} s"
         return None
 
-    async def _hear_last_words(self, listener: asyncio.Task[None]) -> None:
-        """Messages that the process sent before it ended may still be under way."""
-        await asyncio.wait([listener], timeout=0.2)
-
-    async def _listen(self, life: EngineHandle) -> None:
+    async def _receive(self, handle: EngineHandle) -> None:
         while True:
-            message = decode_from_engine(await life.reports.recv())
-            life.last_sign = time.monotonic()
+            message = decode_from_engine(await handle.reports.recv())
+            handle.last_message = time.monotonic()
             match message:
                 case StepReport():
                     self._on_report(message)
                     for update in message.updates:
                         self._deliver(update)
                 case Loaded():
-                    self.loaded, life.ready_at = message, time.monotonic()
+                    self.loaded, handle.ready_at = message, time.monotonic()
                     if self.state is not EngineState.STOPPED:
-                        self._become(EngineState.READY)
+                        self._set_state(EngineState.READY)
                 case FailedToLoad():
                     self.problem = message.problem
-                    if self.loaded is None:  # a model that could be loaded before is worth another try
-                        self._become(EngineState.FAILED)
+                    if self.loaded is None:  # a model that was loaded before is worth a retry
+                        self._set_state(EngineState.FAILED)
                 case Refused():
                     stream = self._streams.get(message.request_id)
                     if stream is not None:
-                        # With it end the other prompts of the same HTTP request.
+                        # The other prompts of the same HTTP request end with it.
                         self._end(stream, "refused", _error(message))
-                case Frame() | RecorderFault():
+                case DashboardFrame() | RecorderFault():
                     self.on_frame(message)
                 case Heartbeat():
-                    life.turn_seconds = message.turn_seconds
+                    handle.turn_seconds = message.turn_seconds
 
     def _deliver(self, update: Update) -> None:
         stream = self._streams.get(update.request_id)
         if stream is None:
-            return  # cancelled meanwhile
+            return  # it was cancelled
         stream.push(update)
         if update.finish_reason is not None:
             del self._streams[update.request_id]

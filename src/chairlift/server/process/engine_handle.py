@@ -1,4 +1,4 @@
-"""One life of the engine process, as the front end holds it."""
+"""Starting an engine process, and the front end's handle on it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ import zmq.asyncio
 
 @dataclass(slots=True)
 class EngineHandle:
-    """It has sockets of its own, so that no message outlives it."""
+    """One engine process. Each has its own sockets, so that no message reaches its successor."""
 
     process: asyncio.subprocess.Process
     commands: zmq.asyncio.Socket
     reports: zmq.asyncio.Socket
-    close: Callable[[], None]  # the sockets, and the folder they are in
-    last_sign: float = field(default_factory=time.monotonic)
-    turn_seconds: float = 0.0  # as its last heartbeat said
+    close: Callable[[], None]  # closes the sockets and removes their folder
+    last_message: float = field(default_factory=time.monotonic)
+    turn_seconds: float = 0.0  # from its last heartbeat
     ready_at: float | None = None
 
 
 async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any], *, quiet: bool) -> EngineHandle:
-    with ExitStack() as opened:  # closed again if the process cannot be started, or is stopped meanwhile
+    with ExitStack() as opened:  # closed again if the process cannot be started or the task is cancelled
         folder = Path(tempfile.mkdtemp(prefix="chairlift-"))  # only this user may enter it
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         commands, reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)

@@ -1,7 +1,7 @@
-"""The engine's own process: takes requests from a socket, steps, and reports.
+"""The engine process: receives requests from a socket, runs steps, and reports them.
 
-Started by the front end as `python -m chairlift.server.process.engine_process`, with its settings as JSON in the first
-argument. It ends when told to, or when its parent is gone.
+The front end starts it as `python -m chairlift.server.process.engine_process` with its settings as JSON in the first
+argument. It exits on a Shutdown message, or when its parent process is gone.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from chairlift.server.process.messages import (
     FromEngine,
     Heartbeat,
     Loaded,
+    RecordSteps,
     Refused,
+    Shutdown,
     StepReport,
-    Stop,
     Submit,
     SwitchPolicy,
     Update,
-    Watch,
     decode_to_engine,
     encode,
 )
 
-SAID = (TokenProduced, TextProduced)  # by far the most events
-TOLD = (*SAID, RequestAdmitted, RequestFinished)  # those that a client hears of
+OUTPUT_EVENTS = (TokenProduced, TextProduced)  # by far the most frequent
+CLIENT_EVENTS = (*OUTPUT_EVENTS, RequestAdmitted, RequestFinished)  # those that become updates
 IDLE_POLL_MS = 200
 HEARTBEAT_SECONDS = 0.5
 
@@ -62,7 +62,7 @@ HEARTBEAT_SECONDS = 0.5
 class EngineProcess:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
-        self.parent: int = settings["parent"]  # told, not asked: it may be gone already
+        self.parent: int = settings["parent"]  # not os.getppid(): the parent may be gone already
         self.context = zmq.Context()
         self.inbox = self.context.socket(zmq.PULL)
         self.outbox = self.context.socket(zmq.PUSH)
@@ -72,11 +72,11 @@ class EngineProcess:
         self.inbox.connect(settings["commands"])
         self.outbox.connect(settings["reports"])
         self.stopping = False
-        self.turn_began: float | None = None  # of the main loop; None while loading, which may take its time
+        self.turn_began: float | None = None  # an iteration of the main loop; None while loading
 
     def main(self) -> int:
-        """Load, then serve until stopped. The exit status is 1 only for a crash worth a restart."""
-        threading.Thread(target=self._beat, daemon=True).start()
+        """Load the engine and serve until stopped. The exit status is 1 only after a failed step."""
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
         try:
             self._load()
         except ChairliftError as error:
@@ -97,15 +97,15 @@ class EngineProcess:
         return 0
 
     def _turn(self) -> None:
-        """Hear what there is to hear, then step: whoever has cancelled before a step began is not in it."""
+        """Receive messages, then run a step, so that requests cancelled before the step are not in it."""
         self.turn_began = time.monotonic()
         prepared = self.engine.prepare()
-        self._take_messages(0 if prepared else min(1000 * self.engine.pause(), IDLE_POLL_MS))
+        self._receive_messages(0 if prepared else min(1000 * self.engine.pause(), IDLE_POLL_MS))
         if self.engine.has_work:
             events = self.engine.step()
             self._report(events)
-            self.watch.take(events)
-        self.watch.tell()
+            self.frames.record(events)
+        self.frames.publish_if_due()
 
     def _load(self) -> None:
         from chairlift.config import EngineConfig
@@ -113,20 +113,20 @@ class EngineProcess:
 
         started = load_engine(self.settings["model"], EngineConfig(**self.settings["engine"]), progress=False)
         self.engine = started.engine
-        self.watch = FramePublisher(self.engine, self._send)
-        seats = self.engine.scheduler.max_batch_requests
-        self._send(Loaded(self.engine.max_model_len, self.engine.vocab_size, seats))
+        self.frames = FramePublisher(self.engine, self._send)
+        max_batch_requests = self.engine.scheduler.max_batch_requests
+        self._send(Loaded(self.engine.limits, max_batch_requests))
 
-    def _beat(self) -> None:
-        """A socket belongs to one thread, so the heartbeat has its own."""
-        socket = zmq.Context().socket(zmq.PUSH)  # of a context of its own, which nobody waits for at the end
+    def _send_heartbeats(self) -> None:
+        """Runs in a thread, with its own socket: sockets are not thread-safe."""
+        socket = zmq.Context().socket(zmq.PUSH)  # a separate context, so that the exit does not wait for it
         socket.connect(self.settings["reports"])
         while True:
             time.sleep(HEARTBEAT_SECONDS)
             began = self.turn_began
             socket.send(encode(Heartbeat(0.0 if began is None else time.monotonic() - began)))
 
-    def _take_messages(self, wait_ms: float) -> None:
+    def _receive_messages(self, wait_ms: float) -> None:
         if wait_ms > 0 and not self.inbox.poll(math.ceil(wait_ms)):
             return
         while True:
@@ -143,11 +143,11 @@ class EngineProcess:
             case Cancel(request_ids):
                 for request_id in request_ids:
                     self.engine.cancel(request_id)
-            case Watch() as wanted:
-                self.watch.go_on(wanted)
+            case RecordSteps() as lease:
+                self.frames.extend_lease(lease)
             case SwitchPolicy(name, max_delay_ms):
                 self.engine.switch_policy(make_policy(name, max_delay_ms))  # the front end has checked it
-            case Stop():
+            case Shutdown():
                 self.stopping = True
 
     def _submit(self, request: Submit) -> None:
@@ -165,7 +165,7 @@ class EngineProcess:
             self._send(Refused(request.request_id, error.parameter, error.problem))
 
     def _report(self, events: Sequence[Event]) -> None:
-        rest = [event for event in events if not isinstance(event, SAID)]
+        rest = [event for event in events if not isinstance(event, OUTPUT_EVENTS)]
         for event in rest:
             if not isinstance(event, RequestFinished):
                 continue
@@ -209,11 +209,11 @@ def _drafts(events: Sequence[Event]) -> dict[str, Any]:
     verified = [event for event in events if isinstance(event, DraftsVerified)]
     if not verified:
         return {}
-    places = range(max(event.proposed for event in verified))
+    positions = range(max(event.proposed for event in verified))
     return {
         "verifications": len(verified),
-        "proposed_at": [sum(event.proposed > place for event in verified) for place in places],
-        "accepted_at": [sum(event.accepted > place for event in verified) for place in places],
+        "proposed_at": [sum(event.proposed > position for event in verified) for position in positions],
+        "accepted_at": [sum(event.accepted > position for event in verified) for position in positions],
     }
 
 
@@ -229,16 +229,16 @@ def _parts(done: StepDone) -> dict[str, float]:
 
 
 def _lookups(events: Sequence[Event]) -> dict[str, int]:
-    """What became of the searches for cached prefixes: all was found, or why no more of it."""
-    boarded = [event for event in events if isinstance(event, RequestAdmitted)]
-    return dict(Counter(event.miss.name.lower() if event.miss else "all_found" for event in boarded))
+    """Prefix cache lookups by result: "all_found", or why no longer prefix was found."""
+    admitted = [event for event in events if isinstance(event, RequestAdmitted)]
+    return dict(Counter(event.miss.name.lower() if event.miss else "all_found" for event in admitted))
 
 
 def collect_updates(events: Sequence[Event]) -> list[Update]:
-    """The events of one step, gathered by completion. The engine waits meanwhile, so this is kept short."""
+    """The events of one step, grouped by completion. The engine waits for this, so it must be fast."""
     updates: dict[str, Update] = {}
     for event in events:
-        if not isinstance(event, TOLD):
+        if not isinstance(event, CLIENT_EVENTS):
             continue
         update = updates.get(event.request_id)
         if update is None:
@@ -258,7 +258,7 @@ def collect_updates(events: Sequence[Event]) -> list[Update]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the front end handles it
     settings = json.loads(sys.argv[1])
     level = logging.WARNING if settings["quiet"] else logging.INFO
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -267,7 +267,7 @@ def main() -> None:
     try:
         sys.exit(process.main())
     finally:
-        process.context.destroy(linger=1000)  # let the last words get out
+        process.context.destroy(linger=1000)  # send what is queued
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the front end and the engine process say to each other, as msgpack over a private Unix socket."""
+"""Messages between the front end and the engine process: msgpack over a private Unix socket."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 import msgspec
 
 from chairlift.core.logprobs import TokenLogprobs
+from chairlift.core.request_limits import RequestLimits
 from chairlift.core.sampling_params import SamplingParams
+
+# ---- to the engine -----------------------------------------------------------------------------------------------
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """`params.n` completions of one prompt; they answer as `request_id`, `request_id#1`, …"""
+    """Generate `params.n` completions of one prompt; their ids are `request_id`, `request_id#1`, …"""
 
     request_id: str
     prompt: list[int]
@@ -26,15 +29,15 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     request_ids: list[str]
 
 
-class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Finish the step under way and exit."""
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    """Finish the step in flight and exit."""
 
 
-class Watch(msgspec.Struct, tag=True, frozen=True):
-    """Somebody looks at the dashboard: send frames for so many seconds from now on."""
+class RecordSteps(msgspec.Struct, tag=True, frozen=True):
+    """Send dashboard frames for the next `seconds`."""
 
     seconds: float
-    keyframe: bool = False  # someone is new, or has missed frames: begin with all there is to know
+    keyframe: bool = False  # begin with a complete frame, for a page that is new or has lost frames
 
 
 class SwitchPolicy(msgspec.Struct, tag=True, frozen=True):
@@ -42,87 +45,89 @@ class SwitchPolicy(msgspec.Struct, tag=True, frozen=True):
     max_delay_ms: float | None = None
 
 
-class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """The engine is up."""
+# ---- from the engine ---------------------------------------------------------------------------------------------
 
-    max_model_len: int
-    vocab_size: int
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """The engine is ready."""
+
+    limits: RequestLimits
     max_batch_requests: int
 
 
 class FailedToLoad(msgspec.Struct, tag=True, frozen=True):
-    """The engine cannot start, and trying again would not help."""
+    """The engine cannot start, and a retry would not help."""
 
     problem: str
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request that the engine cannot answer as it is, or cannot answer just now."""
+    """The engine cannot serve a request, at all or at the moment."""
 
     request_id: str
-    parameter: str | None  # None if nothing is wrong with it: it may be sent again
+    parameter: str | None  # None if the request is valid and may be retried
     problem: str
 
 
 class Update(msgspec.Struct):
-    """What one step added to one completion."""
+    """The output that one step added to one completion."""
 
     request_id: str
     text: str = ""
     tokens: list[int] = []
-    logprobs: list[TokenLogprobs] = []  # of the tokens, if they were asked for
-    cached_tokens: int | None = None  # said whenever it boards: again after a preemption
+    logprobs: list[TokenLogprobs] = []  # of the tokens, if requested
+    cached_tokens: int | None = None  # set at every admission: again after a preemption
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    score: float | None = None  # by which beam search or best_of chose it
+    score: float | None = None  # of beam search or best_of
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
-    """All that happened in one step: what goes to clients, and what goes into the metrics."""
+    """The outcome of one step: updates for clients, and numbers for the metrics."""
 
     updates: list[Update]
     waiting: int
     used_blocks: int
     total_blocks: int
     preemptions: int
-    requests: int = 0  # 0 if there was nothing to compute, only endings to tell
+    requests: int = 0  # 0 if nothing was computed and only endings are reported
     decode_tokens: int = 0
     prefill_tokens: int = 0
     seconds: float = 0.0
-    part_seconds: dict[str, float] = {}  # where they went; parts of steps that overlap may be more than the whole
-    wait_reasons: dict[str, int] = {}  # how many wait for what
-    lookups: dict[str, int] = {}  # in the prefix cache, by what ended them
+    part_seconds: dict[str, float] = {}  # by part of the step; parts of overlapping steps may add up to more
+    wait_reasons: dict[str, int] = {}  # number of waiting requests by reason
+    lookups: dict[str, int] = {}  # in the prefix cache, by result
     predicted_seconds: float | None = None
-    verifications: int = 0  # requests that had drafts
-    proposed_at: list[int] = []  # how many drafts there were in the first place, the second, …
-    accepted_at: list[int] = []  # and how many of those were right
-    speedup: float | None = None  # by speculation, estimated
-    prefill_limit: int | None = None  # prompt tokens that the budget allows, when that changes ...
-    limit_reason: str = ""  # ... and why
+    verifications: int = 0  # requests with draft tokens
+    proposed_at: list[int] = []  # number of draft tokens by position
+    accepted_at: list[int] = []  # number of accepted draft tokens by position
+    speedup: float | None = None  # of speculation, estimated
+    prefill_limit: int | None = None  # prompt tokens that the budget allows, if it changed ...
+    limit_reason: str = ""  # ... and the reason
 
 
-class Frame(msgspec.Struct, tag=True, frozen=True):
-    """A piece of the record that the dashboard draws."""
+class DashboardFrame(msgspec.Struct, tag=True, frozen=True):
+    """A part of the recording that the dashboard draws."""
 
-    json: bytes  # as it goes to the page
+    json: bytes  # as sent to the page
     is_key: bool
-    tenants: dict[int, str]  # what the numbers in it stand for, as far as that was not told yet
+    tenants: dict[int, str]  # names of the tenant numbers in it that were not sent before
 
 
 class RecorderFault(msgspec.Struct, tag=True, frozen=True):
-    """What records the steps for the dashboard has failed. It begins anew, unless it failed too often."""
+    """The dashboard's recorder failed. It starts again, unless it failed too often."""
 
     is_off: bool
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Sent by a thread of its own, so that a long step does not look like a dead engine."""
+    """Sent by a separate thread, so that a long step does not look like a dead engine."""
 
-    turn_seconds: float  # how long the engine's loop has been at its present turn, which is at most one step
+    turn_seconds: float  # time since the engine's loop began its present iteration, which is at most one step
 
 
-ToEngine = Submit | Cancel | Stop | Watch | SwitchPolicy
-FromEngine = Loaded | FailedToLoad | Refused | StepReport | Frame | RecorderFault | Heartbeat
+ToEngine = Submit | Cancel | Shutdown | RecordSteps | SwitchPolicy
+FromEngine = Loaded | FailedToLoad | Refused | StepReport | DashboardFrame | RecorderFault | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToEngine)

@@ -1,4 +1,4 @@
-"""What the engine says about one HTTP request, on its way from the socket to the client."""
+"""The engine's updates about one HTTP request, on their way from the socket to the client."""
 
 from __future__ import annotations
 
@@ -11,78 +11,80 @@ import msgspec
 from chairlift.server.process.messages import Update
 
 
-class Watcher(Protocol):
-    """Learns at once what arrives on a stream, however slowly the client reads it."""
+class UpdateObserver(Protocol):
+    """Is called when updates arrive, however slowly the client reads them."""
 
-    def note(self, update: Update) -> None: ...
-    def cut_short(self, reason: str, count: int) -> None: ...
+    def on_update(self, update: Update) -> None: ...
+
+    def on_cut_short(self, reason: str, count: int) -> None:
+        """`count` completions ended early, without an update."""
 
 
-class Stream:
-    """What the engine says about the completions of one HTTP request, merged until someone takes it.
+class UpdateStream:
+    """Updates about the completions of one HTTP request, merged until they are read.
 
-    A slow reader therefore holds at most its own unread output, and nobody waits for it.
+    A slow reader therefore buffers at most its own unread output, and the engine never waits for it.
     """
 
     def __init__(
-        self, ids: Sequence[str], watcher: Watcher | None = None, sequences: Mapping[str, int] | None = None
+        self, ids: Sequence[str], observer: UpdateObserver | None = None, sequences: Mapping[str, int] | None = None
     ) -> None:
-        """`sequences`: how many the engine works on for a completion, where that is more than the completion itself:
-        beams, or those that `best_of` compares."""
+        """`sequences` is the number of sequences that the engine runs for a completion, where that is more than one:
+        beams, or the candidates of `best_of`."""
         self.ids = list(ids)  # in the order of the choices
         self.sequences = dict.fromkeys(self.ids, 1) | dict(sequences or {})
-        self._watcher = watcher
+        self._observer = observer
         self._open = set(self.ids)
         self._pending: dict[str, list[Update]] = {}
         self._error: Exception | None = None
-        self._news = asyncio.Event()
-        self._silent = self._nudged = False
+        self._wakeup = asyncio.Event()
+        self._silent = self._ping_due = False
 
-    def nudge(self) -> None:
-        """Called now and then: if nothing came since the last time, the reader gets an empty list of updates."""
-        self._nudged, self._silent = self._silent, True
-        if self._nudged:
-            self._news.set()
+    def ping(self) -> None:
+        """Called at intervals: if nothing arrived since the last call, the reader gets an empty list of updates."""
+        self._ping_due, self._silent = self._silent, True
+        if self._ping_due:
+            self._wakeup.set()
 
     def push(self, update: Update) -> None:
         self._pending.setdefault(update.request_id, []).append(update)
         if update.finish_reason is not None:
             self._open.discard(update.request_id)
-        if self._watcher is not None:
-            self._watcher.note(update)
-        self._silent = self._nudged = False
-        self._news.set()
+        if self._observer is not None:
+            self._observer.on_update(update)
+        self._silent = self._ping_due = False
+        self._wakeup.set()
 
     def end(self, reason: str, error: Exception | None = None) -> list[str]:
-        """Nothing more will come: what was open ended for this reason. Returns the ids of those; a reader gets
-        what is still unread, and then the error."""
+        """End all open completions for this reason and return their ids. The reader gets the unread updates, then the
+        error."""
         ended = sorted(self._open)
         self._open.clear()
         self._error = self._error or error
-        if self._watcher is not None and ended:
-            self._watcher.cut_short(reason, len(ended))
-        self._news.set()
+        if self._observer is not None and ended:
+            self._observer.on_cut_short(reason, len(ended))
+        self._wakeup.set()
         return ended
 
     async def __aiter__(self) -> AsyncIterator[list[Update]]:
         while self._open or self._pending or self._error:
-            await self._news.wait()
-            self._news.clear()
-            updates, self._pending = [_merged(parts) for parts in self._pending.values()], {}
-            if updates or self._nudged:
-                self._nudged = False
+            await self._wakeup.wait()
+            self._wakeup.clear()
+            updates, self._pending = [_merge(parts) for parts in self._pending.values()], {}
+            if updates or self._ping_due:
+                self._ping_due = False
                 yield updates
             if self._error is not None:
                 raise self._error
 
 
-def _merged(parts: list[Update]) -> Update:
+def _merge(parts: list[Update]) -> Update:
     if len(parts) == 1:
         return parts[0]
     return msgspec.structs.replace(
         parts[-1],
         text="".join(part.text for part in parts),
         tokens=[token for part in parts for token in part.tokens],
-        logprobs=[found for part in parts for found in part.logprobs],
+        logprobs=[item for part in parts for item in part.logprobs],
         cached_tokens=next((part.cached_tokens for part in parts if part.cached_tokens is not None), None),
     )

@@ -1,22 +1,19 @@
-"""POST /v1/responses: a chat completion asked for, and answered, in the words of the newer API."""
+"""POST /v1/responses: a chat completion with another body and another response."""
 
 from __future__ import annotations
 
 import re
-from functools import partial
-
-from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.types import ChatRequest
-from chairlift.server.responses.input import Conversation
+from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
+from chairlift.server.generation.usage import Usage
+from chairlift.server.openai.chat import ChatGeneration
+from chairlift.server.responses.input import InputMessages
 from chairlift.server.responses.response_builder import ResponseObjectBuilder
 from chairlift.server.responses.types import ResponsesRequest
-from chairlift.server.service import Job, Prepared, Service
-from chairlift.text.tools.tool_use import ToolUse
+from chairlift.server.served_model import ServedModel
 
-# What the beginning of a chat parameter's name is here.
+# Prefixes of chat parameters, and this endpoint's names for them.
 _NAMES = {
     r"max_(completion_)?tokens": "max_output_tokens",
     r"logprobs": "top_logprobs",
@@ -26,35 +23,40 @@ _NAMES = {
 }
 
 
-async def respond(service: Service, body: ResponsesRequest, http: HTTPRequest) -> Response:
-    body.check()
-    try:
-        chat = body.as_chat()
-        params = chat.params()
+class ResponsesGeneration(GenerationRequest):
+    id_prefix = "resp_"
+    prompt_parameter = "input"
 
-        def prepare(limit: int) -> Prepared:
-            use = service.tool_use(chat)
-            prompt = _encode(service, body, chat, use, limit)
-            wording = partial(ResponseObjectBuilder, body, service.model_name, service.tokenizer, use.parser())
-            return Prepared([prompt], use.applied_to(params, service.tokenizer), wording)
+    def __init__(self, body: ResponsesRequest, model: ServedModel) -> None:
+        body.check()
+        try:
+            self._chat = ChatGeneration(body.as_chat(), model)
+        except InvalidParameter as error:
+            raise self.rename_error(error) from None
+        super().__init__(body, self._chat.params)
+        self._body = body
+        self._model = model
 
-        return await service.answer(chat, http, Job(params.n, 1, prepare, "input", "resp_"))
-    except InvalidParameter as error:
-        problem = error.problem.replace("].function", "]")  # tools are flat here
-        raise InvalidParameter(_name_here(error.parameter), problem) from error
+    def tokenize(self, max_tokens: int) -> TokenizedPrompts:
+        _ = self._chat.tools  # errors in tools come before errors in the input
+        messages = InputMessages(self._body.input, self._body.instructions)
+        try:
+            return self._chat.tokenize_messages(messages.messages, max_tokens)
+        except InvalidParameter as error:
+            raise InvalidParameter(messages.location(error.parameter), error.problem) from None
+
+    def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
+        assert len(completion_ids) == 1  # this endpoint has no `n`
+        return ResponseObjectBuilder(self._body, self._model, self._chat.tools.parser(), response_id, usage)
+
+    def rename_error(self, error: InvalidParameter) -> InvalidParameter:
+        problem = error.problem.replace("].function", "]")  # tools are flat in this endpoint
+        return InvalidParameter(_renamed(error.parameter), problem)
 
 
-def _encode(service: Service, body: ResponsesRequest, chat: ChatRequest, use: ToolUse, limit: int) -> list[int]:
-    conversation = Conversation(body.input, body.instructions)
-    try:
-        return service.encode_chat(chat.model_copy(update={"messages": conversation.messages}), use, limit)
-    except InvalidParameter as error:
-        raise InvalidParameter(conversation.place(error.parameter), error.problem) from error
-
-
-def _name_here(parameter: str) -> str:
-    for there, here in _NAMES.items():
-        renamed, found = re.subn(rf"^(?:{there})(?![a-z_])", here, parameter)
+def _renamed(parameter: str) -> str:
+    for chat_name, name in _NAMES.items():
+        renamed, found = re.subn(rf"^(?:{chat_name})(?![a-z_])", name, parameter)
         if found:
             return renamed
     return parameter

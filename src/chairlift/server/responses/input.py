@@ -1,4 +1,4 @@
-"""The input of /v1/responses, a list of items, as the messages of a chat."""
+"""Converts the input of /v1/responses, a list of items, to chat messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import Strict
+from chairlift.server.openai.strict import StrictModel
 
 _REFUSED_PARTS = {
     "input_image": "this server reads text only",
@@ -21,11 +21,11 @@ _REFUSED_ITEMS = {
 }
 
 
-Model = TypeVar("Model", bound=Strict)
+Model = TypeVar("Model", bound=StrictModel)
 
 
-class _Item(Strict):
-    """Items of earlier answers come back with their labels, which tell the model nothing."""
+class _Item(StrictModel):
+    """Fields of every item. Clients send back items of earlier responses with ids and statuses, which are ignored."""
 
     type: str | None = None
     id: str | None = None
@@ -49,12 +49,12 @@ class _FunctionCallOutput(_Item):
     output: Any
 
 
-class _TextPart(Strict):
+class _TextPart(StrictModel):
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    parsed: Any = None  # the official client sends back what it made of the text
+    parsed: Any = None  # added by the official client
 
 
 _KINDS: dict[str, type[_Item]] = {
@@ -64,93 +64,93 @@ _KINDS: dict[str, type[_Item]] = {
 }
 
 
-class Conversation:
-    """Messages, and for each of them where in the request it came from."""
+class InputMessages:
+    """Chat messages, and the location in the request that each of them came from."""
 
     def __init__(self, given: str | list[dict[str, Any]], instructions: str | None = None) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._places: list[list[str]] = []  # of the message, and of each of its tool calls
-        self._calls: set[str] = set()
+        self._locations: list[list[str]] = []  # of each message, then of its tool calls
+        self._call_ids: set[str] = set()
         if instructions is not None:
             self._add("instructions", {"role": "system", "content": instructions})
         if isinstance(given, str):
             self._add("input", {"role": "user", "content": given})
         else:
             for index, item in enumerate(given):
-                self._take_in(f"input[{index}]", item)
+                self._add_item(f"input[{index}]", item)
 
-    def place(self, parameter: str) -> str:
-        """What the caller knows `messages[2].tool_calls[0]…` as; other names are left alone."""
+    def location(self, parameter: str) -> str:
+        """The location in the input that `messages[2].tool_calls[0]…` came from; other names are returned as given."""
         found = re.fullmatch(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\]\.function)?(.*)", parameter, re.DOTALL)
         if found is None:
             return parameter
         message, call, rest = found.groups()
-        return self._places[int(message)][0 if call is None else 1 + int(call)] + rest
+        return self._locations[int(message)][0 if call is None else 1 + int(call)] + rest
 
-    def _take_in(self, place: str, given: dict[str, Any]) -> None:
-        match _checked_item(place, given):
+    def _add_item(self, location: str, given: dict[str, Any]) -> None:
+        match _parse_item(location, given):
             case _Message(role=role, content=content):
-                # Templates know one word for those who give the model its orders.
+                # Chat templates only know the role "system".
                 role = "system" if role == "developer" else role
-                self._add(place, {"role": role, "content": _text(f"{place}.content", content)})
+                self._add(location, {"role": role, "content": _text(f"{location}.content", content)})
             case _FunctionCall() as call:
-                self._add_call(place, call)
+                self._add_call(location, call)
             case _FunctionCallOutput(call_id=call_id, output=output):
-                if call_id not in self._calls:
-                    raise InvalidParameter(f"{place}.call_id", "has no function_call before it in input")
-                text = _text(f"{place}.output", output)
-                self._add(place, {"role": "tool", "tool_call_id": call_id, "content": text})
+                if call_id not in self._call_ids:
+                    raise InvalidParameter(f"{location}.call_id", "has no function_call before it in input")
+                text = _text(f"{location}.output", output)
+                self._add(location, {"role": "tool", "tool_call_id": call_id, "content": text})
 
-    def _add(self, place: str, message: dict[str, Any]) -> None:
-        """Orders at the beginning become one message: few templates have a place for more."""
+    def _add(self, location: str, message: dict[str, Any]) -> None:
+        """Append a message. System messages at the beginning are merged: few templates accept more than one."""
         if message["role"] == "system" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
             self.messages[0]["content"] += "\n\n" + message["content"]
             return
         self.messages.append(message)
-        self._places.append([place])
+        self._locations.append([location])
 
-    def _add_call(self, place: str, call: _FunctionCall) -> None:
-        """Calls belong to the message before them, if it is the assistant's: that is one turn of the model."""
+    def _add_call(self, location: str, call: _FunctionCall) -> None:
+        """Add a call to the assistant message before it, since both are one turn of the model."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            self._add(place, {"role": "assistant", "content": ""})
+            self._add(location, {"role": "assistant", "content": ""})
         function = {"name": call.name, "arguments": call.arguments}
         calls = self.messages[-1].setdefault("tool_calls", [])
         calls.append({"id": call.call_id, "type": "function", "function": function})
-        self._places[-1].append(place)
-        self._calls.add(call.call_id)
+        self._locations[-1].append(location)
+        self._call_ids.add(call.call_id)
 
 
-def _checked_item(place: str, given: dict[str, Any]) -> _Item:
+def _parse_item(location: str, given: dict[str, Any]) -> _Item:
     kind = given.get("type")
     if kind is None and "role" in given:
         kind = "message"
     if not isinstance(kind, str) or kind not in _KINDS:
         known = f"must be one of {', '.join(_KINDS)}, got {str(kind)[:40]!r}"
-        raise InvalidParameter(f"{place}.type", _REFUSED_ITEMS.get(str(kind), known))
-    return _checked(_KINDS[kind], place, given)
+        raise InvalidParameter(f"{location}.type", _REFUSED_ITEMS.get(str(kind), known))
+    return _parse(_KINDS[kind], location, given)
 
 
-def _text(place: str, content: Any) -> str:
+def _text(location: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise InvalidParameter(place, "must be text or a non-empty list of text parts")
-    return "\n".join(_part(f"{place}[{index}]", part) for index, part in enumerate(content))
+        raise InvalidParameter(location, "must be text or a non-empty list of text parts")
+    return "\n".join(_part(f"{location}[{index}]", part) for index, part in enumerate(content))
 
 
-def _part(place: str, part: Any) -> str:
+def _part(location: str, part: Any) -> str:
     if not isinstance(part, dict):
-        raise InvalidParameter(place, f"must be an object with type and text, got {type(part).__name__}")
+        raise InvalidParameter(location, f"must be an object with type and text, got {type(part).__name__}")
     if str(part.get("type")) in _REFUSED_PARTS:
-        raise InvalidParameter(f"{place}.type", f"{part['type']}: {_REFUSED_PARTS[part['type']]}")
-    return _checked(_TextPart, place, part).text
+        raise InvalidParameter(f"{location}.type", f"{part['type']}: {_REFUSED_PARTS[part['type']]}")
+    return _parse(_TextPart, location, part).text
 
 
-def _checked(model: type[Model], place: str, given: dict[str, Any]) -> Model:
+def _parse(model: type[Model], location: str, given: dict[str, Any]) -> Model:
     try:
         return model.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
         problem = "unknown parameter" if first["type"] == "extra_forbidden" else str(first["msg"])
-        raise InvalidParameter(place + where, problem) from error
+        raise InvalidParameter(location + where, problem) from error

@@ -1,4 +1,4 @@
-"""The engine's updates in the words of /v1/responses: items, and events that tell how they come about."""
+"""Responses of /v1/responses, built from the engine's updates: output items, and events about them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
 from chairlift.server.openai.logprobs import chat_logprobs
-from chairlift.server.openai.response_builder import Usage, json_encoder
 from chairlift.server.process.messages import Update
 from chairlift.server.responses.types import ResponsesRequest
+from chairlift.server.served_model import ServedModel
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantParser, AssistantPart, CallBegun, ContentDelta
-from chairlift.text.tokenizer import Tokenizer
 
-Event = dict[str, Any]  # by its type; the sequence number is added when it is sent
+ResponseEvent = dict[str, Any]  # the sequence number is added when it is encoded
+
+_json = msgspec.json.Encoder()
 
 
 def _item_id(prefix: str) -> str:
@@ -25,7 +29,7 @@ def _item_id(prefix: str) -> str:
 
 @dataclass(slots=True)
 class MessageItem:
-    """Words for the user."""
+    """Text for the user."""
 
     id: str = field(default_factory=lambda: _item_id("msg"))
     status: str = "in_progress"
@@ -43,21 +47,21 @@ class MessageItem:
         content = [] if self.status == "in_progress" else [self.part()]
         return {"id": self.id, "type": "message", "role": "assistant", "status": self.status, "content": content}
 
-    def where(self, index: int) -> dict[str, Any]:
+    def location(self, index: int) -> dict[str, Any]:
         return {"item_id": self.id, "output_index": index, "content_index": 0}
 
-    def first_events(self, index: int) -> Iterator[Event]:
-        yield {"type": "response.content_part.added", **self.where(index), "part": self.part()}
+    def first_events(self, index: int) -> Iterator[ResponseEvent]:
+        yield {"type": "response.content_part.added", **self.location(index), "part": self.part()}
 
-    def last_events(self, index: int) -> Iterator[Event]:
-        told = {"text": self.text, "logprobs": self.logprobs}
-        yield {"type": "response.output_text.done", **self.where(index), **told}
-        yield {"type": "response.content_part.done", **self.where(index), "part": self.part()}
+    def last_events(self, index: int) -> Iterator[ResponseEvent]:
+        fields = {"text": self.text, "logprobs": self.logprobs}
+        yield {"type": "response.output_text.done", **self.location(index), **fields}
+        yield {"type": "response.content_part.done", **self.location(index), "part": self.part()}
 
 
 @dataclass(slots=True)
 class CallItem:
-    """A call of a tool, for the client to carry out."""
+    """A tool call, which the client executes."""
 
     call_id: str
     name: str
@@ -69,114 +73,111 @@ class CallItem:
         call = {"call_id": self.call_id, "name": self.name, "arguments": "".join(self.pieces)}
         return {"id": self.id, "type": "function_call", "status": self.status, **call}
 
-    def where(self, index: int) -> dict[str, Any]:
+    def location(self, index: int) -> dict[str, Any]:
         return {"item_id": self.id, "output_index": index}
 
-    def first_events(self, index: int) -> Iterator[Event]:
+    def first_events(self, index: int) -> Iterator[ResponseEvent]:
         return iter(())
 
-    def last_events(self, index: int) -> Iterator[Event]:
-        told = {"name": self.name, "arguments": "".join(self.pieces)}
-        yield {"type": "response.function_call_arguments.done", **self.where(index), **told}
+    def last_events(self, index: int) -> Iterator[ResponseEvent]:
+        fields = {"name": self.name, "arguments": "".join(self.pieces)}
+        yield {"type": "response.function_call_arguments.done", **self.location(index), **fields}
 
 
 class ResponseObjectBuilder:
-    """One response. A whole answer goes through the same events as a stream, only nobody is told of them."""
+    """Builds one response. A whole response is built from the same events as a stream, which are then discarded."""
 
     def __init__(
         self,
         request: ResponsesRequest,
-        model: str,
-        tokenizer: Tokenizer,
+        model: ServedModel,
         parser: AssistantParser,
-        answer_id: str,
-        ids: list[str],
+        response_id: str,
         usage: Usage,
     ) -> None:
-        assert len(ids) == 1  # nothing in a request to this endpoint asks for more
         self.usage = usage
-        self._head = {"id": answer_id, "object": "response", "created_at": int(time.time()), "model": model}
+        self._head = {"id": response_id, "object": "response", "created_at": int(time.time()), "model": model.name}
         self._settings = _settings(request)
         self._with_logprobs = request.with_logprobs
-        self._tokenizer = tokenizer
+        self._tokenizer = model.tokenizer
         self._parser = parser
         self._items: list[MessageItem | CallItem] = []
-        self._unspoken: list[dict[str, Any]] = []  # logprobs of tokens whose text is still held back
-        self._cut = False  # whether the answer ended because it became too long
+        self._pending_logprobs: list[dict[str, Any]] = []  # of tokens whose text the parser holds back
+        self._cut = False  # whether the length limit ended the response
         self._sequence = 0
 
-    def keep(self, update: Update) -> None:
-        for _ in self._happenings(update):
+    def add(self, update: Update) -> None:
+        for _ in self._update_events(update):
             pass
 
     def body(self) -> dict[str, Any]:
         return self._response("incomplete" if self._cut else "completed")
 
     def events(self, update: Update) -> list[bytes]:
-        opening = [] if self._sequence else self._opening()
-        return [self._told(event) for event in (*opening, *self._happenings(update))]
+        first = [] if self._sequence else self._first_events()
+        return [self._encode(event) for event in (*first, *self._update_events(update))]
 
-    def ending(self) -> list[bytes]:
+    def end_events(self) -> list[bytes]:
         response = self.body()
-        return [self._told({"type": f"response.{response['status']}", "response": response})]
+        return [self._encode({"type": f"response.{response['status']}", "response": response})]
 
-    def failure(self, error: APIError) -> list[bytes]:
+    def error_events(self, error: APIError) -> list[bytes]:
         if self._items and self._items[-1].status == "in_progress":
             self._items[-1].status = "incomplete"
-        said = error.body["error"]
-        told = {"code": said["code"] or said["type"], "message": said["message"], "param": said["param"]}
-        response = self._response("failed") | {"error": {"code": "server_error", "message": said["message"]}}
-        events = [{"type": "error", **told}, {"type": "response.failed", "response": response}]
-        return [self._told(event) for event in (*([] if self._sequence else self._opening()), *events)]
+        body = error.body["error"]
+        fields = {"code": body["code"] or body["type"], "message": body["message"], "param": body["param"]}
+        response = self._response("failed") | {"error": {"code": "server_error", "message": body["message"]}}
+        events = [{"type": "error", **fields}, {"type": "response.failed", "response": response}]
+        return [self._encode(event) for event in (*([] if self._sequence else self._first_events()), *events)]
 
-    # ---- what happens, as events ---------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------
 
-    def _opening(self) -> list[Event]:
+    def _first_events(self) -> list[ResponseEvent]:
         response = self._response("in_progress")
         return [{"type": kind, "response": response} for kind in ("response.created", "response.in_progress")]
 
-    def _happenings(self, update: Update) -> Iterator[Event]:
+    def _update_events(self, update: Update) -> Iterator[ResponseEvent]:
         if self._with_logprobs:
-            self._unspoken += chat_logprobs(update.logprobs, self._tokenizer)
+            self._pending_logprobs += chat_logprobs(update.logprobs, self._tokenizer)
         for part in self._parser.push(update.text):
-            yield from self._say(part)
+            yield from self._part_events(part)
         if update.finish_reason is not None:
             for part in self._parser.close():
-                yield from self._say(part)
+                yield from self._part_events(part)
             yield from self._finish(cut=update.finish_reason == "length")
 
-    def _say(self, part: AssistantPart) -> Iterator[Event]:
+    def _part_events(self, part: AssistantPart) -> Iterator[ResponseEvent]:
         match part:
             case ContentDelta(text=text):
                 if not self._items or not isinstance(self._items[-1], MessageItem):
                     yield from self._begin(MessageItem())
-                yield from self._speak(text)
+                yield from self._add_text(text)
             case CallBegun(call_id=call_id, name=name):
-                self._unspoken = []  # a call has no logprobs to go with
+                self._pending_logprobs = []  # calls have no logprobs
                 yield from self._begin(CallItem(call_id, name))
             case ArgumentsDelta(text=text):
                 item = self._items[-1]
                 item.pieces.append(text)
-                where = item.where(len(self._items) - 1)
-                yield {"type": "response.function_call_arguments.delta", **where, "delta": text}
+                location = item.location(len(self._items) - 1)
+                yield {"type": "response.function_call_arguments.delta", **location, "delta": text}
 
-    def _speak(self, text: str) -> Iterator[Event]:
-        message, logprobs = self._items[-1], self._unspoken
+    def _add_text(self, text: str) -> Iterator[ResponseEvent]:
+        message, logprobs = self._items[-1], self._pending_logprobs
         assert isinstance(message, MessageItem)
         message.pieces.append(text)
         message.logprobs += logprobs
-        self._unspoken = []
-        where = message.where(len(self._items) - 1)
-        yield {"type": "response.output_text.delta", **where, "delta": text, "logprobs": logprobs}
+        self._pending_logprobs = []
+        location = message.location(len(self._items) - 1)
+        yield {"type": "response.output_text.delta", **location, "delta": text, "logprobs": logprobs}
 
-    def _begin(self, item: MessageItem | CallItem) -> Iterator[Event]:
+    def _begin(self, item: MessageItem | CallItem) -> Iterator[ResponseEvent]:
         yield from self._close("completed")
         self._items.append(item)
         index = len(self._items) - 1
         yield {"type": "response.output_item.added", "output_index": index, "item": item.body()}
         yield from item.first_events(index)
 
-    def _close(self, status: str) -> Iterator[Event]:
+    def _close(self, status: str) -> Iterator[ResponseEvent]:
         if not self._items:
             return
         item, index = self._items[-1], len(self._items) - 1
@@ -184,18 +185,18 @@ class ResponseObjectBuilder:
         yield from item.last_events(index)
         yield {"type": "response.output_item.done", "output_index": index, "item": item.body()}
 
-    def _finish(self, *, cut: bool) -> Iterator[Event]:
+    def _finish(self, *, cut: bool) -> Iterator[ResponseEvent]:
         self._cut = cut
-        if not self._items:  # a model with nothing to say has said nothing, in a message
+        if not self._items:  # an empty output is an empty message
             yield from self._begin(MessageItem())
-        if self._unspoken and isinstance(self._items[-1], MessageItem):
-            yield from self._speak("")  # the token that ended the answer has no text, but a logprob
+        if self._pending_logprobs and isinstance(self._items[-1], MessageItem):
+            yield from self._add_text("")  # the end-of-sequence token has a logprob but no text
         yield from self._close("incomplete" if cut else "completed")
 
-    # ---- shapes --------------------------------------------------------------------------------------------------
+    # ---- JSON --------------------------------------------------------------------------------------------------
 
     def _response(self, status: str) -> dict[str, Any]:
-        over = status != "in_progress"
+        finished = status != "in_progress"
         return {
             **self._head,
             "status": status,
@@ -203,20 +204,20 @@ class ResponseObjectBuilder:
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [item.body() for item in self._items],
-            "usage": _usage(self.usage) if over else None,
+            "usage": _usage(self.usage) if finished else None,
             **self._settings,
         }
 
-    def _told(self, event: Event) -> bytes:
+    def _encode(self, event: ResponseEvent) -> bytes:
         numbered = {**event, "sequence_number": self._sequence}
         self._sequence += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json_encoder.encode(numbered))
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _json.encode(numbered))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        # Whatever is computed may be found by later requests; there is no separate act of writing to count.
+        # Every computed block is cached for later requests; there are no separate writes to count.
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
@@ -225,7 +226,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _settings(request: ResponsesRequest) -> dict[str, Any]:
-    """The request as it was understood, told back with the answer."""
+    """The request's settings with defaults filled in, which the response repeats."""
 
     def given(value: Any, default: Any) -> Any:
         return default if value is None else value

@@ -1,4 +1,4 @@
-"""The body of a request to /v1/responses: what is taken, what is refused and why, and the chat it stands for."""
+"""The request body of /v1/responses, and its translation to a chat completion request."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import Strict, at_most
-from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Sampling, Tools
+from chairlift.server.openai.strict import StrictModel, max_entries
+from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, GenerationBody, Tools
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
 
-_NOTHING_IS_KEPT = "nothing is kept between requests; send all earlier items in input"
+_STATELESS = "nothing is kept between requests; send all earlier items in input"
 _REFUSED = {
-    "previous_response_id": _NOTHING_IS_KEPT,
-    "conversation": _NOTHING_IS_KEPT,
+    "previous_response_id": _STATELESS,
+    "conversation": _STATELESS,
     "prompt": "prompts are not kept here; send the text as instructions and input",
     "max_tool_calls": "only limits tools that run in the server, and there are none",
     "context_management": "is not supported; send the input that the model should see",
 }
-_MESSAGES_TO_COME: list[dict[str, Any]] = [{"role": "user", "content": ""}]
+_PLACEHOLDER_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": ""}]
 
 
-class TextOptions(Strict):
+class TextOptions(StrictModel):
     format: dict[str, Any] | None = None
-    verbosity: Literal["medium"] | None = None  # the only one that asks for nothing
+    verbosity: Literal["medium"] | None = None  # the default of OpenAI
 
 
-class Reasoning(Strict):
-    """Only as far as it asks for none: whether a model thinks aloud is up to its chat template."""
+class Reasoning(StrictModel):
+    """Accepted only without effect: whether a model reasons depends on its chat template."""
 
     effort: Literal["none"] | None = None
     summary: None = None
     generate_summary: None = None
 
 
-class ResponseStreamOptions(Strict):
+class ResponseStreamOptions(StrictModel):
     include_obfuscation: Literal[False] | None = None
 
 
@@ -46,7 +46,7 @@ Label = Annotated[str | None, Field(max_length=512)]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
-class ResponsesRequest(Sampling):
+class ResponsesRequest(GenerationBody):
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -59,16 +59,16 @@ class ResponsesRequest(Sampling):
     reasoning: Reasoning | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # What can only be as it is here: an answer is made at once, of all the input, and then forgotten.
+    # Accepted only with the values that this server implements: it is stateless, synchronous and never truncates.
     store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    # Labels of the caller's, told back. Prefixes are shared by content, so prompt_cache_key has nothing to decide.
-    metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA), at_most(MAX_METADATA)] = None
+    # Labels that the response repeats. Prefixes are shared by content, so prompt_cache_key has no effect.
+    metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA), max_entries(MAX_METADATA)] = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
-    # Known and refused with a reason, instead of as unknown.
+    # Refused with a reason instead of as unknown parameters.
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
@@ -84,7 +84,7 @@ class ResponsesRequest(Sampling):
         return {"type": "text"} if self.text is None or self.text.format is None else self.text.format
 
     def check(self) -> None:
-        """Refuse what cannot be honoured here, or not together."""
+        """Refuse unsupported parameters and combinations."""
         for name, reason in _REFUSED.items():
             if getattr(self, name) is not None:
                 raise InvalidParameter(name, reason)
@@ -92,13 +92,12 @@ class ResponsesRequest(Sampling):
             raise InvalidParameter("stream_options", "only goes with stream: true")
 
     def as_chat(self) -> ChatRequest:
-        """The same request to /v1/chat/completions: a response is that answer in other words. The messages are made
-        later, when the request has been let in."""
-        shared = {name: getattr(self, name) for name in Sampling.model_fields}
+        """The equivalent chat completion request. Its messages are made later, once the request is admitted."""
+        shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
         try:
             return ChatRequest(
                 **shared,
-                messages=_MESSAGES_TO_COME,
+                messages=_PLACEHOLDER_MESSAGES,
                 max_completion_tokens=self.max_output_tokens,
                 logprobs=self.with_logprobs or None,
                 top_logprobs=self.top_logprobs,
@@ -114,7 +113,7 @@ class ResponsesRequest(Sampling):
 
 
 def _response_format(given: dict[str, Any]) -> Any:
-    """{type, name, schema, strict} here is {type, json_schema: {name, schema, strict}} there."""
+    """{type, name, schema, strict} becomes {type, json_schema: {name, schema, strict}}."""
     if given == {"type": "text"}:
         return None
     if given.get("type") != "json_schema":
@@ -123,7 +122,7 @@ def _response_format(given: dict[str, Any]) -> Any:
 
 
 def _chat_tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
-    """{type, name, parameters} here is {type, function: {name, parameters}} there."""
+    """{type, name, parameters} becomes {type, function: {name, parameters}}."""
     kind = tool.get("type")
     if kind != "function":
         problem = f"only function tools are supported: this server runs no tools itself, got {str(kind)[:40]!r}"
@@ -133,7 +132,7 @@ def _chat_tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
 
 def _chat_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> Any:
     if not isinstance(choice, dict):
-        return None if choice == "auto" and not has_tools else choice  # some clients always say auto
+        return None if choice == "auto" and not has_tools else choice  # some clients always send "auto"
     kind = choice.get("type")
     if kind != "function":
         problem = f"must be none, auto, required or one function, got {str(kind)[:40]!r}"

@@ -21,7 +21,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.errors import InvalidParameter
-from chairlift.server.dashboard.recorder import Frame, Recorder
+from chairlift.server.dashboard.recorder import FrameData, StepRecorder
 from chairlift.server.dashboard.recording import write_run
 
 STEP_SECONDS = 0.02
@@ -93,11 +93,11 @@ def measure_frames(*, steps: int, slots: int) -> dict[str, Any]:
     return found | {"seats": slots}
 
 
-def full_batches(steps: int, slots: int) -> Iterator[Frame]:
+def full_batches(steps: int, slots: int) -> Iterator[FrameData]:
     """The frames of a run whose batches are always full, with requests of all lengths."""
     source = random.Random(0)
     scheduler = Scheduler(KVCache(slots * 40), FixedBudget.of(4 * slots), make_policy("continuous"), slots)
-    recorder = Recorder(scheduler)
+    recorder = StepRecorder(scheduler)
     yield {"t": "hello", "model": "none", "policy_switch": False}
     yield recorder.keyframe(0.0, 0.0)
     num_requests = 0
@@ -115,7 +115,7 @@ def full_batches(steps: int, slots: int) -> Iterator[Frame]:
         done = StepDone(
             now + STEP_SECONDS, number, *counts, used, 0, 0.0, 0.0, StepTiming(), seconds=STEP_SECONDS, plan=plan
         )
-        recorder.take([*scheduler.drain_events(), done])
+        recorder.record([*scheduler.drain_events(), done])
         if number % STEPS_PER_FRAME == 0:
             yield recorder.frame(now + STEP_SECONDS)
 

@@ -1,4 +1,4 @@
-"""What clients are told of calls: whole, and piece by piece."""
+"""Tool calls in whole and streamed chat responses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from chairlift.core.logprobs import TokenLogprobs
-from chairlift.server.openai.response_builder import Reply, Usage
-from chairlift.server.openai.tool_responses import ToolShape
+from chairlift.server.generation.usage import Usage
+from chairlift.server.openai.response_builder import CompletionResponseBuilder
+from chairlift.server.openai.tool_responses import ToolCallChoiceFormat
+from chairlift.server.openai.types import ChatRequest
 from chairlift.server.process.messages import Update
+from chairlift.server.served_model import ServedModel
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_formats.hermes import HermesFormat
+from chairlift.text.tool_formats import FORMATS
 from chairlift.text.tools.tool_use import ToolUse
 from tests.tiny import byte_level_tokenizer
 
@@ -21,27 +24,32 @@ CUTS = [0, 3, 10, 33, 50, 68, len(TEXT)]
 PIECES = [TEXT[start:end] for start, end in pairwise(CUTS)]
 
 
-def reply(n: int = 1, logprobs: bool = False, **request: Any) -> Reply:
-    use = ToolUse.of(HermesFormat(""), TOOLS, request.get("tool_choice"), request.get("parallel_tool_calls"))
+MODEL = ServedModel.create("tiny", Tokenizer(byte_level_tokenizer()))
+BODY = ChatRequest(model="tiny", messages=[{"role": "user", "content": "hello"}])
+
+
+def make_builder(n: int = 1, logprobs: bool = False, **request: Any) -> CompletionResponseBuilder:
+    tools = ToolUse.of(FORMATS["hermes"](""), TOOLS, request.get("tool_choice"), request.get("parallel_tool_calls"))
     ids = ["r", *(f"r#{index}" for index in range(1, n))]
-    return Reply(ToolShape(logprobs, use), "tiny", Tokenizer(byte_level_tokenizer()), "chatcmpl-1", ids, Usage())
+    choices = ToolCallChoiceFormat(logprobs, tools)
+    return CompletionResponseBuilder(choices, MODEL, BODY, "chatcmpl-1", ids, Usage())
 
 
 def updates(pieces: list[str], request_id: str = "r", reason: str = "stop") -> list[Update]:
-    told = [Update(request_id, text=piece, tokens=[5]) for piece in pieces]
-    return [*told, Update(request_id, tokens=[2], finish_reason=reason)]
+    output = [Update(request_id, text=piece, tokens=[5]) for piece in pieces]
+    return [*output, Update(request_id, tokens=[2], finish_reason=reason)]
 
 
-def streamed(answer: Reply, given: list[Update]) -> list[dict[str, Any]]:
-    events = [event for update in given for event in answer.events(update)]
+def streamed(builder: CompletionResponseBuilder, given: list[Update]) -> list[dict[str, Any]]:
+    events = [event for update in given for event in builder.events(update)]
     return [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
 
 
 def test_the_whole_answer() -> None:
-    answer = reply()
+    builder = make_builder()
     for update in updates(PIECES):
-        answer.keep(update)
-    (choice,) = answer.body()["choices"]
+        builder.add(update)
+    (choice,) = builder.body()["choices"]
     message = choice["message"]
     assert message["content"] == "Yes."
     assert [call["function"] for call in message["tool_calls"]] == [
@@ -55,17 +63,17 @@ def test_the_whole_answer() -> None:
 
 def test_no_words_are_null_and_no_calls_are_absent() -> None:
     for text, content, calls in [(TEXT[5:], None, 2), ("Yes. ", "Yes. ", 0), ("", "", 0)]:
-        answer = reply()
+        builder = make_builder()
         for update in updates([text]):
-            answer.keep(update)
-        message = answer.body()["choices"][0]["message"]
+            builder.add(update)
+        message = builder.body()["choices"][0]["message"]
         assert message["content"] == content
         assert len(message.get("tool_calls", [])) == calls
         assert ("tool_calls" in message) == bool(calls)
 
 
 def test_the_stream_piece_by_piece() -> None:
-    chunks = streamed(reply(), updates(PIECES))
+    chunks = streamed(make_builder(), updates(PIECES))
     deltas = [chunk["delta"] for chunk in chunks]
     first, second = deltas[2]["tool_calls"][0].pop("id"), deltas[5]["tool_calls"][0].pop("id")
     assert first != second
@@ -83,18 +91,18 @@ def test_the_stream_piece_by_piece() -> None:
 
 
 def test_a_stream_that_begins_with_a_call() -> None:
-    chunks = streamed(reply(), updates([TEXT[5:]]))
+    chunks = streamed(make_builder(), updates([TEXT[5:]]))
     assert chunks[0]["delta"] == {"role": "assistant", "content": None} | chunks[0]["delta"]
     assert chunks[0]["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": ""}
     # The role is told with the first token even if its text is held back.
-    chunks = streamed(reply(), updates(list(TEXT[5:])))
+    chunks = streamed(make_builder(), updates(list(TEXT[5:])))
     assert chunks[0]["delta"] == {"role": "assistant", "content": None}
 
 
 def test_choices_do_not_mix() -> None:
-    answer = reply(n=2)
+    builder = make_builder(n=2)
     both = [update for pair in zip(updates(PIECES), updates(PIECES, "r#1", "length"), strict=True) for update in pair]
-    chunks = streamed(answer, both)
+    chunks = streamed(builder, both)
     for index, reason in enumerate(["tool_calls", "length"]):
         mine = [chunk for chunk in chunks if chunk["index"] == index]
         assert "".join(chunk["delta"].get("content") or "" for chunk in mine) == "Yes."
@@ -111,21 +119,21 @@ def test_every_token_has_its_logprob_told_once() -> None:
         for index, piece in enumerate(PIECES)
     ]
     given.append(Update("r", tokens=[2], logprobs=[TokenLogprobs(2, -0.1, 1, ())], finish_reason="stop"))
-    chunks = streamed(reply(logprobs=True), given)
+    chunks = streamed(make_builder(logprobs=True), given)
     told = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
-    whole = reply(logprobs=True)
+    whole = make_builder(logprobs=True)
     for update in given:
-        whole.keep(update)
+        whole.add(update)
     assert told == whole.body()["choices"][0]["logprobs"]["content"]
     assert len(told) == len(PIECES) + 1
 
 
 def test_reasons_and_single_calls() -> None:
     named = {"type": "function", "function": {"name": "add"}}
-    assert streamed(reply(tool_choice=named), updates(PIECES))[-1]["finish_reason"] == "stop"
-    assert streamed(reply(tool_choice="required"), updates(PIECES))[-1]["finish_reason"] == "tool_calls"
-    assert streamed(reply(), updates(["words"]))[-1]["finish_reason"] == "stop"
-    single = reply(parallel_tool_calls=False)
+    assert streamed(make_builder(tool_choice=named), updates(PIECES))[-1]["finish_reason"] == "stop"
+    assert streamed(make_builder(tool_choice="required"), updates(PIECES))[-1]["finish_reason"] == "tool_calls"
+    assert streamed(make_builder(), updates(["words"]))[-1]["finish_reason"] == "stop"
+    single = make_builder(parallel_tool_calls=False)
     for update in updates(PIECES):
-        single.keep(update)
+        single.add(update)
     assert len(single.body()["choices"][0]["message"]["tool_calls"]) == 1

@@ -1,0 +1,70 @@
+"""What the generation endpoints have in common, and where each of them differs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.errors import InvalidParameter
+from chairlift.server.generation.usage import Usage
+from chairlift.server.http.errors import APIError
+from chairlift.server.openai.types import GenerationBody
+from chairlift.server.process.messages import Update
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompts:
+    prompts: list[list[int]]
+    params: SamplingParams
+
+
+class ResponseBuilder(Protocol):
+    """Builds the response to one HTTP request from the engine's updates, whole or as server-sent events."""
+
+    usage: Usage
+
+    def add(self, update: Update) -> None:
+        """Add an update to the whole response."""
+
+    def body(self) -> dict[str, Any]:
+        """The whole response, from all updates that were added."""
+
+    def events(self, update: Update) -> Iterable[bytes]:
+        """The stream's events for an update."""
+
+    def end_events(self) -> Iterable[bytes]:
+        """The events that end a complete stream."""
+
+    def error_events(self, error: APIError) -> Iterable[bytes]:
+        """The events that end a stream which failed."""
+
+
+class GenerationRequest(ABC):
+    """One request to a generation endpoint.
+
+    Its constructor validates the body. `GenerationHandler` then calls `tokenize`, submits the prompts to the engine,
+    and feeds the engine's updates to the response builder.
+    """
+
+    id_prefix: ClassVar[str]  # of the response's id
+    prompt_parameter: ClassVar[str]  # the endpoint's name for its prompt, in errors
+    num_prompts: int = 1
+
+    def __init__(self, body: GenerationBody, params: SamplingParams) -> None:
+        self.body = body
+        self.params = params
+
+    @abstractmethod
+    def tokenize(self, max_tokens: int) -> TokenizedPrompts:
+        """Tokenize the prompts; runs in a thread, once the request is admitted."""
+
+    @abstractmethod
+    def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
+        """The builder of this endpoint's response; called after `tokenize`."""
+
+    def rename_error(self, error: InvalidParameter) -> InvalidParameter:
+        """The error with its parameter as this endpoint names it."""
+        return error

@@ -1,0 +1,130 @@
+"""The routes of the API."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import Request
+
+import chairlift
+from chairlift.errors import InvalidParameter
+from chairlift.server.http.disconnect import unless_disconnected
+from chairlift.server.http.errors import unavailable
+from chairlift.server.openai.chat import ChatGeneration
+from chairlift.server.openai.completions import TextGeneration
+from chairlift.server.openai.types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    check_token_ids,
+)
+from chairlift.server.process.engine_client import EngineState
+from chairlift.server.responses.endpoint import ResponsesGeneration
+from chairlift.server.responses.types import ResponsesRequest
+from chairlift.server.served_model import ServedModel
+from chairlift.server.service import Service
+from chairlift.text.tools.tool_use import ToolUse
+
+_ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
+# "default" also removes FastAPI's own description of a validation error, which this server never sends.
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
+    ("default", 400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503), _ERROR
+)
+
+
+def add_generation_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", responses=_ERRORS)
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        return await service.generation.handle(TextGeneration(body, service.model), http)
+
+    @app.post("/v1/chat/completions", responses=_ERRORS)
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
+        return await service.generation.handle(ChatGeneration(body, service.model), http)
+
+    @app.post("/v1/responses", responses=_ERRORS)
+    async def responses(body: ResponsesRequest, http: Request) -> Response:
+        return await service.generation.handle(ResponsesGeneration(body, service.model), http)
+
+    @app.get("/v1/models", responses=_ERRORS)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(service)]}
+
+    @app.get("/v1/models/{model:path}", responses=_ERRORS)
+    async def model(model: str) -> dict[str, Any]:
+        service.model.check_name(model)
+        return _model_card(service)
+
+
+def _model_card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model.name,
+        "object": "model",
+        "created": service.model.created,
+        "owned_by": "chairlift",
+        "max_model_len": service.max_model_len,
+    }
+
+
+def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", responses=_ERRORS)
+    async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
+        service.model.check_name(body.model)
+        with service.admission.reserve_text_job():
+            work = service.tokenizer_pool.run(len(await http.body()), partial(_tokenize, body, service.model))
+            tokens = await unless_disconnected(http, work)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len}
+
+    @app.post("/detokenize", responses=_ERRORS)
+    async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, Any]:
+        service.model.check_name(body.model)
+        with service.admission.reserve_text_job():
+            work = service.tokenizer_pool.run(len(body.tokens), partial(_detokenize, body, service.model))
+            return {"prompt": await unless_disconnected(http, work)}
+
+
+def _tokenize(body: TokenizeRequest, model: ServedModel) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidParameter("prompt", "give either prompt or messages")
+    if body.prompt is not None:
+        if body.tools is not None:
+            raise InvalidParameter("tools", "only go with messages")
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        return model.tokenizer.encode(body.prompt, add_special_tokens=special)
+    if body.add_special_tokens is not None:
+        raise InvalidParameter("add_special_tokens", "only goes with prompt: a chat template writes its own")
+    tools = ToolUse.of(model.tool_format, body.tools, None, None)
+    return tools.encode(model.tokenizer, body.messages or [])
+
+
+def _detokenize(body: DetokenizeRequest, model: ServedModel) -> str:
+    return model.tokenizer.decode(check_token_ids("tokens", body.tokens))
+
+
+def add_status_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health", responses=_ERRORS)
+    async def health() -> Response:
+        """200 while the engine is ready, 503 while it is starting or restarting."""
+        if service.engine.state is not EngineState.READY:
+            return unavailable(f"the engine is {service.engine.state.value}").response()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready", responses=_ERRORS)
+    async def ready() -> Response:
+        """As /health, and 503 while the server is shutting down."""
+        if service.admission.draining:
+            return unavailable("the server is shutting down").response()
+        return await health()
+
+    @app.get("/metrics", responses=_ERRORS)
+    async def metrics() -> Response:
+        service.metrics.open.set(service.engine.num_open)
+        service.metrics.engine_up.set(service.engine.state is EngineState.READY)
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version", responses=_ERRORS)
+    async def version() -> dict[str, str]:
+        return {"version": chairlift.__version__}

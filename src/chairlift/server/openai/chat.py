@@ -1,0 +1,54 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
+from chairlift.server.generation.usage import Usage
+from chairlift.server.openai.response_builder import ChatChoiceFormat, CompletionResponseBuilder
+from chairlift.server.openai.tool_responses import ToolCallChoiceFormat
+from chairlift.server.openai.types import ChatRequest
+from chairlift.server.served_model import ServedModel
+from chairlift.text.tools.tool_use import ToolUse
+
+_RESERVED_OPTIONS = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "max_tokens")
+
+
+class ChatGeneration(GenerationRequest):
+    id_prefix = "chatcmpl-"
+    prompt_parameter = "messages"
+
+    def __init__(self, body: ChatRequest, model: ServedModel) -> None:
+        super().__init__(body, body.params())
+        self._body = body
+        self._model = model
+
+    @cached_property
+    def tools(self) -> ToolUse:
+        """Checked when first read, which is in a thread: schemas may be large."""
+        body = self._body
+        return ToolUse.of(self._model.tool_format, body.tools, body.tool_choice, body.parallel_tool_calls)
+
+    def tokenize(self, max_tokens: int) -> TokenizedPrompts:
+        return self.tokenize_messages(self._body.messages, max_tokens)
+
+    def tokenize_messages(self, messages: Sequence[Mapping[str, Any]], max_tokens: int) -> TokenizedPrompts:
+        tools, options = self.tools, dict(self._body.chat_template_kwargs or {})
+        for reserved in _RESERVED_OPTIONS:
+            if reserved in options:
+                raise InvalidParameter("chat_template_kwargs", f"{reserved!r} cannot be set there")
+        if self._body.add_generation_prompt is not None:
+            options["add_generation_prompt"] = self._body.add_generation_prompt
+        prompt = tools.encode(self._model.tokenizer, messages, max_tokens=max_tokens, **options)
+        return TokenizedPrompts([prompt], tools.applied_to(self.params, self._model.tokenizer))
+
+    def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
+        with_logprobs = bool(self._body.logprobs)
+        choices = (
+            ToolCallChoiceFormat(with_logprobs, self.tools) if self.tools.tools else ChatChoiceFormat(with_logprobs)
+        )
+        return CompletionResponseBuilder(choices, self._model, self._body, response_id, completion_ids, usage)

@@ -1,6 +1,6 @@
-// The KV pool: who holds which block.
+// The KV block pool: the holders of each block.
 
-const FLASH_SECONDS = 1.5; // that an eviction stays visible
+const FLASH_SECONDS = 1.5; // for which an eviction stays visible
 
 export class Blocks {
   constructor() {
@@ -15,7 +15,7 @@ export class Blocks {
     this.cached = new Uint8Array(this.count);
     this.evictedAt = new Float64Array(this.count).fill(-Infinity);
     this.holders = new Set(); // requests with a table
-    this.owners = null; // the first holder of each block; worked out when asked for
+    this.owners = null; // the first holder of each block; computed on demand
     this.now = key.now;
     this.set(key.blocks);
   }

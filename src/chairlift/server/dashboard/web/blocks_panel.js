@@ -37,7 +37,7 @@ export class BlocksPanel {
     this.picture.invalidate();
   }
 
-  // A small pool needs no large map.
+  // A small pool gets a small map.
   fitHeight(count) {
     if (count === this.fittedCount || !this.canvas.clientWidth) return;
     this.fittedCount = count;
@@ -127,7 +127,7 @@ export class BlocksPanel {
     setText(byId("blocks-said"), `Block ${block}: ${what}`);
   }
 
-  // The table of the request that is looked at: logical block -> physical block.
+  // The table of the selected request: logical block -> physical block.
   showTable() {
     const request = this.app.selected;
     const list = byId("block-table");

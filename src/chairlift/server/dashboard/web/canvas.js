@@ -1,4 +1,4 @@
-// What all canvases of the page share: sharp on every screen, drawn only when something changed.
+// Shared by all canvases: sharp on every screen, redrawn only after a change.
 
 export class Picture {
   constructor(canvas, draw) {
@@ -14,7 +14,7 @@ export class Picture {
     this.isStale = true;
   }
 
-  // Called once for every frame of the screen.
+  // Called once per animation frame.
   refresh() {
     if (!this.isStale || !this.canvas.clientWidth) return;
     this.isStale = false;
@@ -32,14 +32,14 @@ export class Picture {
   }
 }
 
-// What is drawn once and then only put in place, until something that it depends on has changed.
+// A cached drawing, redrawn only when its key changes.
 export class Layer {
   constructor() {
     this.canvas = document.createElement("canvas");
     this.key = null;
   }
 
-  // `key` says what it depends on; `draw` gets a context in which a unit is a pixel of the page.
+  // `key` names everything the drawing depends on; `draw` gets a context in which a unit is a pixel of the page.
   fill(width, height, key, draw) {
     const ratio = window.devicePixelRatio || 1;
     const whole = [width, height, ratio, document.documentElement.dataset.theme, key].join();
@@ -59,7 +59,7 @@ export class Layer {
   }
 }
 
-// Diagonal lines, for what colour alone must not tell.
+// Diagonal lines, because colour alone must not carry meaning.
 export function hatching(context, colour, spacing = 6, width = 1.2) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = spacing;

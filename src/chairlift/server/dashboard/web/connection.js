@@ -1,12 +1,12 @@
-// The live stream: fetched, and not an EventSource, since that could send no API key.
+// The live stream. Uses fetch instead of EventSource, which cannot send an API key.
 
 const SESSION_KEY = "chairlift-api-key";
 const LONGEST_PAUSE = 5000;
 
 export class Connection {
   constructor(onFrame, onState) {
-    this.onFrame = onFrame; // called with each frame, and its text
-    this.onState = onState; // live, connecting, key (one is needed), refused (and why), off
+    this.onFrame = onFrame; // called with each frame and its text
+    this.onState = onState; // live, connecting, key (needed), refused (with a reason), off
     this.key = readKey();
     this.isOn = false;
   }
@@ -36,7 +36,7 @@ export class Connection {
     this.onState("off");
   }
 
-  // A fresh stream, which begins with all there is to know.
+  // Start a new stream, which begins with a keyframe.
   restart() {
     if (this.abort) this.abort.abort();
     if (!this.isRunning && this.isOn) this.run();
@@ -51,13 +51,13 @@ export class Connection {
         const response = await this.fetch("dashboard/stream", { signal: this.abort.signal, cache: "no-store" });
         if (response.status === 401) {
           this.onState("key");
-          break; // goes on when there is a key
+          break; // until there is a key
         }
         if (response.ok) {
           await this.read(response.body.getReader());
           pause = 250;
         } else {
-          this.onState("refused", await reasonOf(response)); // and tries again
+          this.onState("refused", await reasonOf(response)); // then try again
         }
       } catch {
         if (this.abort.signal.aborted) {
@@ -105,6 +105,6 @@ function keepKey(key) {
   try {
     sessionStorage.setItem(SESSION_KEY, key);
   } catch {
-    // then it is asked for again
+    // no session storage: the page asks for the key again
   }
 }

@@ -1,4 +1,4 @@
-// Numbers and names for people.
+// Formats numbers and names.
 
 export function formatCount(value) {
   if (value >= 1e6) return (value / 1e6).toFixed(value >= 1e7 ? 0 : 1) + "M";
@@ -21,7 +21,7 @@ export function formatPercent(share) {
   return (percent >= 10 || percent === 0 ? percent.toFixed(0) : percent.toFixed(1)) + "%";
 }
 
-// What is the same in all ids says nothing: the kind goes, and the beginning of the rest stays.
+// Drop the prefix that all ids share, and keep the beginning of the rest.
 export function shortId(id) {
   const [, random, rest] = /^(?:chatcmpl|cmpl|resp)[-_]([0-9a-f]{6})[0-9a-f]*(.*)$/.exec(id) || [null, id.slice(0, 10), ""];
   return random + rest.replace(/^-0(?=$|#)/, "");
@@ -62,7 +62,7 @@ export function missWords(reason) {
   return MISS_WORDS[reason] || wordsOf(reason);
 }
 
-// An element with attributes and children; text is never taken for markup.
+// An element with attributes and children; text is never parsed as markup.
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -78,7 +78,7 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
-// Setting text that is there already would still cost a layout.
+// Setting unchanged text would still cost a layout.
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

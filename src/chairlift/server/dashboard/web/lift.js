@@ -1,4 +1,4 @@
-// The lift: a live timeline to look at, hover over, move through and click on.
+// The lift: a live timeline with hover, pan, zoom and selection.
 
 import { Picture, pointerOn } from "./canvas.js";
 import { byId, element, formatSeconds, setText, shortId } from "./format.js";
@@ -6,7 +6,7 @@ import { LiftDrawing } from "./lift_draw.js";
 import { LiftTiles } from "./lift_tiles.js";
 import { LiftView } from "./lift_view.js";
 
-const ROW = 20; // pixels of a seat, where there are few
+const ROW = 20; // height of a seat in pixels, if there are few
 const MOST_HEIGHT = 460;
 
 export class LiftPanel {
@@ -84,7 +84,7 @@ export class LiftPanel {
   onWheel(event) {
     const isZoom = event.ctrlKey || event.metaKey || event.shiftKey;
     const isSideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
-    if (!isZoom && !isSideways) return; // the page scrolls
+    if (!isZoom && !isSideways) return; // let the page scroll
     event.preventDefault();
     const [x] = pointerOn(this.canvas, event);
     if (isSideways && !isZoom) this.view.pan(event.deltaX / this.view.colWidth, this.app.model);

@@ -1,4 +1,4 @@
-// What the seats carried in a range of steps: the cells of the timeline, without anything around them.
+// The cells of the timeline: the work of each seat in a range of steps.
 
 import { hatching } from "./canvas.js";
 import { formatCount } from "./format.js";
@@ -8,7 +8,7 @@ import { palette } from "./theme.js";
 const SHADES = [50, 60, 70, 80, 90, 100];
 
 export class LiftCells {
-  // `view` says where columns and seats are, and how large.
+  // `view` maps columns and seats to pixels.
   constructor(context, view, model, from, to) {
     this.colours = palette();
     Object.assign(this, { context, view, model });
@@ -19,7 +19,7 @@ export class LiftCells {
     this.shades = SHADES.map((share) => `color-mix(in srgb, ${this.colours.prefill} ${share}%, ${this.colours.card})`);
     this.rects = new Map(); // by style
     this.labels = [];
-    this.drafts = []; // drawn over what is drawn first
+    this.drafts = []; // drawn over the other cells
   }
 
   draw() {
@@ -54,7 +54,7 @@ export class LiftCells {
     }
   }
 
-  // Noted first and filled later, all of a colour at once: changing it costs more than filling.
+  // Collect rectangles and fill them by colour: changing the colour costs more than filling.
   rect(style, from, to, y, height) {
     const x = this.view.xOf(Math.max(from, this.from));
     const width = this.view.xOf(Math.min(to, this.model.nextCol)) - x;
@@ -85,7 +85,7 @@ export class LiftCells {
     }
   }
 
-  // The fuller the chunk, the stronger its colour.
+  // A larger chunk has a stronger colour.
   drawChunk(part, from, to, y, height) {
     const { view } = this;
     const step = view.colWidth >= 2 ? this.model.stepAt(part.col) : null;
@@ -101,7 +101,7 @@ export class LiftCells {
     for (const [text, x, y] of this.labels) context.fillText(text, x, y);
   }
 
-  // Drafted tokens fill the cell from below: those accepted in one colour, the rejected as an empty frame.
+  // Draft tokens fill the cell from below: accepted ones in colour, rejected ones as an empty frame.
   drawDecode(part, from, to, y, height) {
     this.rect(this.colours.decode, from, to, y, height);
     if (!part.proposed) return;
@@ -115,7 +115,7 @@ export class LiftCells {
     });
   }
 
-  // Thin gaps between the columns turn a bar into steps.
+  // Thin gaps between columns divide a bar into steps.
   drawGrid() {
     const { context, view } = this;
     if (view.colWidth < 4) return;
@@ -123,7 +123,7 @@ export class LiftCells {
     for (let col = this.from; col <= this.to; col++) context.fillRect(view.xOf(col) - 0.5, 0, 1, view.axisTop);
   }
 
-  // Where a request boards (with what was cached), gives way, and ends.
+  // Admissions (with cached tokens), preemptions and endings.
   drawMarks(seat) {
     const { view, inset } = this;
     const y = view.yOf(seat) + inset;
@@ -152,7 +152,7 @@ export class LiftCells {
     if (isEnd || view.colWidth < 3 || height < 5) return;
     const x = view.xOf(col) - width;
     context.fillStyle = this.colours.preempt;
-    context.beginPath(); // thrown out: an arrow pointing back to the queue
+    context.beginPath(); // preempted: an arrow back to the queue
     context.moveTo(x, y);
     context.lineTo(x - Math.min(6, view.colWidth), y + height / 2);
     context.lineTo(x, y + height);

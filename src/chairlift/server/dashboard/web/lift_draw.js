@@ -1,11 +1,11 @@
-// The timeline: one row per seat, one column per step, and what stands around them.
+// Draws the timeline: one row per seat, one column per step, with axes and labels.
 
 import { Layer, SMALL_FONT } from "./canvas.js";
 import { LiftCells } from "./lift_cells.js";
 import { palette } from "./theme.js";
 
 const backdrop = new Layer();
-const TILED_BELOW = 2.5; // pixels of a column: there are too many then to draw all of them each time
+const TILED_BELOW = 2.5; // pixels per column; narrower columns are too many to draw every time
 
 export class LiftDrawing {
   constructor(context, view, model, tiles, marks) {
@@ -31,7 +31,7 @@ export class LiftDrawing {
     this.drawAxis();
   }
 
-  // The seats and their numbers.
+  // Seats and their numbers.
   drawRows(context) {
     const { view } = this;
     context.font = SMALL_FONT;
@@ -51,7 +51,7 @@ export class LiftDrawing {
     }
   }
 
-  // Where a request sat, all over the timeline.
+  // All stays of a request in the timeline.
   drawOutline(request) {
     const { context, view, model } = this;
     context.strokeStyle = this.colours.text;

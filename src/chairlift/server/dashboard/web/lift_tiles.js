@@ -1,4 +1,4 @@
-// Steps that are over never change: seen from afar, they are drawn once, tile by tile, and then only put in place.
+// Finished steps never change, so narrow columns are drawn once into tiles and then only copied.
 
 import { Layer } from "./canvas.js";
 import { LiftCells } from "./lift_cells.js";
@@ -8,9 +8,9 @@ const MOST_TILES = 64;
 
 export class LiftTiles {
   constructor() {
-    this.tiles = new Map(); // by the number of the tile
+    this.tiles = new Map(); // by tile number
     this.key = "";
-    this.newest = new Layer(); // the tile that still grows
+    this.newest = new Layer(); // the last tile, which still grows
   }
 
   draw(context, view, model) {
@@ -25,7 +25,7 @@ export class LiftTiles {
     }
   }
 
-  // Everything that a tile's looks depend on.
+  // Everything that the tiles depend on.
   checkKey(view, model, cols) {
     const key = [cols, view.colWidth, view.rowHeight, view.axisTop, window.devicePixelRatio, document.documentElement.dataset.theme].join();
     if (key === this.key && this.model === model) return;
@@ -46,7 +46,7 @@ export class LiftTiles {
 }
 
 function fillTile(layer, version, number, cols, view, model) {
-  const width = Math.ceil(cols * view.colWidth) + 1; // a pixel over the next one: no seams
+  const width = Math.ceil(cols * view.colWidth) + 1; // overlap by a pixel to avoid seams
   const { colWidth, rowHeight, axisTop } = view;
   const place = { colWidth, rowHeight, axisTop, xOf: (col) => (col - number * cols) * colWidth, yOf: (seat) => view.yOf(seat) };
   const key = [version, number, cols, colWidth, rowHeight].join();

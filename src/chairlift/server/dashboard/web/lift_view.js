@@ -1,4 +1,4 @@
-// Where the timeline looks: which steps and how wide, which seats and how high.
+// The visible part of the timeline: range and width of the columns, number and height of the seats.
 
 const GUTTER = 30;
 const AXIS = 20;
@@ -8,7 +8,7 @@ const NARROWEST = 0.05;
 export class LiftView {
   constructor() {
     this.colWidth = 9;
-    this.right = 0; // the column at the right edge, as a fraction while it glides
+    this.right = 0; // the column at the right edge, fractional while scrolling
     this.isLive = true;
   }
 
@@ -19,7 +19,7 @@ export class LiftView {
     this.rowHeight = (height - AXIS) / this.rows;
   }
 
-  // Empty seats are part of the picture, but hundreds of them are not.
+  // Show empty seats, but not hundreds of them.
   rowsFor(model) {
     const seats = model.key ? model.key.seats : 8;
     return Math.min(Math.max(seats, model.seats.length), Math.max(8, Math.ceil(model.seats.length / 8) * 8));
@@ -58,7 +58,7 @@ export class LiftView {
     return y < this.axisTop && seat < this.rows ? seat : -1;
   }
 
-  // Glide towards the newest step. False once it is there.
+  // Scroll smoothly towards the newest step; false once it is reached.
   follow(model, isCalm) {
     const target = model.nextCol + 0.5;
     const distance = target - this.right;

@@ -1,4 +1,4 @@
-// Puts the page together: a model fed by the server or by a file, and panels that show it.
+// The page: a model, fed by the server or a file, and the panels that show it.
 
 import { BlocksPanel } from "./blocks_panel.js";
 import { Connection } from "./connection.js";
@@ -13,13 +13,13 @@ import { StepPanel } from "./step_panel.js";
 import { StoryPanel } from "./story.js";
 import { startTheme } from "./theme.js";
 
-const UPDATE_MS = 100; // numbers that change more often cannot be read
+const UPDATE_MS = 100; // faster changing numbers cannot be read
 
 class App {
   constructor() {
     this.model = new Model();
     this.selected = null; // the request whose story is open
-    this.cursor = null; // the step that is looked at; null: the last one
+    this.cursor = null; // the selected step; null: the last one
     this.isLive = false;
     this.isStale = true;
     this.updatedAt = 0;
@@ -42,7 +42,7 @@ class App {
     else this.goLive();
   }
 
-  // ---- what comes in ----------------------------------------------------------------------------------------------
+  // ---- input ------------------------------------------------------------------------------------------------------
 
   takeIn(frame, text) {
     if (!this.isLive) return;
@@ -80,7 +80,7 @@ class App {
     this.lift.view.right = 0;
   }
 
-  // ---- what is shown ----------------------------------------------------------------------------------------------
+  // ---- display ----------------------------------------------------------------------------------------------------
 
   update() {
     this.isStale = true;
@@ -115,7 +115,7 @@ class App {
     document.documentElement.dataset.state = state;
     setText(byId("state"), words[state]);
     byId("key-form").hidden = state !== "key";
-    if (state !== "connecting") byId("refusal").hidden = state !== "refused"; // which it does now and then meanwhile
+    if (state !== "connecting") byId("refusal").hidden = state !== "refused"; // stays visible between attempts
     if (state === "refused") setText(byId("refusal"), `The server shows nothing to this page: ${reason}.`);
     if (state === "key") byId("key-input").focus();
     byId("save").disabled = byId("save-page").disabled = state !== "live";
@@ -137,7 +137,7 @@ class App {
     this.saidTimer = setTimeout(() => (byId("said").hidden = true), 6000);
   }
 
-  // ---- what is clicked on -----------------------------------------------------------------------------------------
+  // ---- actions ----------------------------------------------------------------------------------------------------
 
   listen() {
     byId("key-form").addEventListener("submit", (event) => {
@@ -165,12 +165,12 @@ class App {
     download(await this.run.file(), `chairlift-${stamp()}.lift`);
   }
 
-  // The page itself with the run inside it: to send to someone who has nothing but a browser.
+  // Save the page with the run embedded, which opens in any browser without a server.
   async savePage() {
     if (this.run.isEmpty) return;
     const page = await (await fetch("dashboard")).text();
     const data = await base64OfBlob(await this.run.file());
-    const mark = 'id="recording">'; // its first appearance is the empty element
+    const mark = 'id="recording">'; // its first occurrence is the empty element
     const place = page.indexOf(mark) + mark.length;
     download(new Blob([page.slice(0, place), data, page.slice(place)], { type: "text/html" }), `chairlift-${stamp()}.html`);
   }
@@ -187,5 +187,5 @@ function stamp() {
 }
 
 const app = new App();
-window.chairlift = app; // for the console, and for tests
+window.chairlift = app; // for the console and for tests
 app.start();

@@ -1,4 +1,4 @@
-// The ragged attention mask of one step, drawn from its real chunks: rows are the step's tokens, columns what they may see.
+// The ragged attention mask of one step, drawn from its chunks: rows are the step's tokens, columns what they attend to.
 
 import { SMALL_FONT, hatching } from "./canvas.js";
 import { shortId } from "./format.js";
@@ -44,7 +44,7 @@ export function drawMask(context, layout, width, height) {
     const cachedWidth = box.start * layout.tokenWidth;
     context.fillStyle = colours.cached;
     context.fillRect(box.x, box.y, cachedWidth, box.height);
-    context.fillStyle = hidden; // what comes later in the same request
+    context.fillStyle = hidden; // later tokens of the same request
     context.fillRect(box.x + cachedWidth, box.y, box.width - cachedWidth, box.height);
     context.fillStyle = box.part.kind === "prefill" ? colours.prefill : colours.decode;
     drawStairs(context, box, layout, cachedWidth);
@@ -55,7 +55,7 @@ export function drawMask(context, layout, width, height) {
 
 function drawStairs(context, box, layout, cachedWidth) {
   const left = box.x + cachedWidth;
-  if (layout.tokenHeight < 1.5) { // too fine for stairs: a triangle
+  if (layout.tokenHeight < 1.5) { // too fine for steps: draw a triangle
     context.beginPath();
     context.moveTo(left, box.y);
     context.lineTo(left + box.count * layout.tokenWidth, box.y + box.height);

@@ -1,4 +1,4 @@
-// What the frames say, put together: requests, seats, steps and blocks. Draws nothing.
+// The state that the frames describe: requests, seats, steps and blocks. Draws nothing.
 
 import { Blocks } from "./blocks.js";
 import { LiftRequest } from "./request.js";
@@ -6,8 +6,8 @@ import { Reservoir, upperBound } from "./stats.js";
 
 const KEPT_STEPS = 20000;
 
-// The engine remembers the 1,000 tenants it saw last, and tells their names again only with a keyframe, in any order.
-// With room for as many again, none of them is forgotten here while the engine counts on it.
+// The engine remembers the last 1,000 tenants and repeats their names only with a keyframe, in any order.
+// Twice that number is kept here, so that no name is forgotten which the engine will not repeat.
 const KEPT_TENANTS = 2000;
 
 const STEP_FIELDS = ["step", "time", "seconds", "predicted", "decode", "prefill", "padding", "idle", "waiting",
@@ -16,19 +16,19 @@ const STEP_FIELDS = ["step", "time", "seconds", "predicted", "decode", "prefill"
 export class Model {
   constructor() {
     this.hello = {};
-    this.service = null; // the server's own totals
-    this.lost = 0; // frames that this page was too slow for
-    this.key = null; // the last keyframe: seats, sizes
+    this.service = null; // totals of the server
+    this.lost = 0; // frames lost because this page read too slowly
+    this.key = null; // the last keyframe: seats and sizes
     this.policy = "";
     this.now = 0;
-    this.mayHaveMissed = false; // steps, since the last one
-    this.isSameClock = false; // the last keyframe was of the same engine as the one before
+    this.mayHaveMissed = false; // whether steps may be missing since the last one
+    this.isSameClock = false; // whether the last two keyframes are of the same engine
     this.requests = new Map(); // by id
     this.handles = new Map();
-    this.tenants = new Map(); // names by number; the one heard of last comes last
-    this.steps = []; // the last KEPT_STEPS; a step's column never changes, its index here does
+    this.tenants = new Map(); // names by number; the most recent one comes last
+    this.steps = []; // the last KEPT_STEPS; a step's column never changes, but its index here does
     this.firstCol = 0;
-    this.seats = []; // for each a list of stays {request, from, to, idleFrom}
+    this.seats = []; // a list of stays {request, from, to, idleFrom} for each seat
     this.occupants = [];
     this.breaks = []; // columns before which frames are missing
     this.policyChanges = []; // {col, policy}
@@ -36,10 +36,10 @@ export class Model {
     this.reasons = {};
     this.blocks = new Blocks();
     this.times = { ttft: new Reservoir(), itl: new Reservoir(), e2e: new Reservoir() };
-    this.finished = {}; // by reason, since the page looks
+    this.finished = {}; // counts by reason, since the page was opened
     this.lookups = {};
     this.tokens = { prompt: 0, cached: 0, output: 0, proposed: 0, accepted: 0 };
-    this.version = 0; // counts the frames taken in
+    this.version = 0; // number of frames applied
   }
 
   get nextCol() {
@@ -54,7 +54,7 @@ export class Model {
     return this.steps[col - this.firstCol] || null;
   }
 
-  // Whose tokens a step computed, by seat.
+  // The parts that a step computed, by seat.
   workAt(col) {
     const found = [];
     for (const stays of this.seats) {
@@ -81,7 +81,7 @@ export class Model {
       key: () => this.applyKey(frame),
       batch: () => this.applyBatch(frame),
     };
-    if (kinds[frame.t]) kinds[frame.t](); // others are of a newer server
+    if (kinds[frame.t]) kinds[frame.t](); // ignore kinds of a newer server
   }
 
   tenantName(request) {
@@ -93,7 +93,7 @@ export class Model {
     this.tenants.set(number, name);
   }
 
-  // Only once the requests of the same frame have their names: it may have more tenants than are kept.
+  // After the requests of the frame have their names: it may have more tenants than are kept.
   forgetTenants() {
     for (const number of this.tenants.keys()) {
       if (this.tenants.size <= KEPT_TENANTS) return;
@@ -101,9 +101,9 @@ export class Model {
     }
   }
 
-  // ---- keyframes: all there is to know ----------------------------------------------------------------------------
+  // ---- keyframes: the complete state ------------------------------------------------------------------------------
 
-  // A page that reconnects begins a little before the place where it stopped: it has heard all that already.
+  // After a reconnect the stream begins before the point where it stopped: skip the known steps.
   isKnown(frame) {
     const clock = (key) => key.wall - key.now;
     if (frame.t === "key") this.isSameClock = this.key !== null && Math.abs(clock(frame) - clock(this.key)) < 1;
@@ -141,7 +141,7 @@ export class Model {
     if (state === "idle") this.becomeIdle(request, this.nextCol);
   }
 
-  // It keeps its tenant's name: the number may be forgotten, or mean another one to an engine that has begun anew.
+  // Keep the tenant's name, because the number may be forgotten, or reused by a restarted engine.
   meet(given) {
     const request = new LiftRequest(given);
     const name = this.tenants.get(request.tenant);
@@ -151,7 +151,7 @@ export class Model {
     return request;
   }
 
-  // ---- batches: what happened since -------------------------------------------------------------------------------
+  // ---- batches: changes since the last frame -----------------------------------------------------------------------
 
   applyBatch(frame) {
     if (this.isKnown(frame)) return;
@@ -189,7 +189,7 @@ export class Model {
     return step;
   }
 
-  // `col` is the first column after it.
+  // `col` is the first column after the event.
   move({ kind, handle, time, more }, col) {
     const request = this.handles.get(handle);
     if (!request) return;
@@ -215,10 +215,10 @@ export class Model {
       else this.leave(request, col, "done");
     }
     const isOver = !this.occupants.some((occupant) => occupant && occupant.state === "running");
-    if (isOver) this.freeIdleSeats(col); // the last one of a batch frees the seats of all
+    if (isOver) this.freeIdleSeats(col); // the last request of a batch frees all its seats
   }
 
-  // Chunks of prompts and runs of decodes, in the order in which each request went through them.
+  // Prefill chunks and runs of decodes, in the order in which each request computed them.
   applyWork(frame, base) {
     const pieces = (frame.chunks || []).map(([handle, index, start, count, proposed, accepted]) =>
       ({ handle, index, n: 1, start, count, proposed, accepted, kind: "prefill" }));
@@ -232,7 +232,7 @@ export class Model {
   }
 
   work(request, piece, col) {
-    // A pipelined engine may have begun a step before it knew that a request ended.
+    // A pipelined engine may have started a step before it knew that a request had ended.
     const n = request.end ? Math.min(piece.n, request.end.col + 1 - col) : piece.n;
     if (n <= 0) return;
     if (piece.proposed !== undefined) {
@@ -312,7 +312,7 @@ export class Model {
     request.state = state;
   }
 
-  // ---- forgetting -------------------------------------------------------------------------------------------------
+  // ---- pruning ----------------------------------------------------------------------------------------------------
 
   trim() {
     if (this.steps.length < KEPT_STEPS * 1.1) return;
@@ -331,10 +331,10 @@ export class Model {
   }
 }
 
-// Who boarded, left or ended, in the order in which it happened.
+// Admissions, preemptions and endings in the order in which they happened.
 function movesOf(frame) {
   const moves = [];
-  for (const kind of ["end", "preempt", "board"]) { // at the same moment, seats are left before they are taken
+  for (const kind of ["end", "preempt", "board"]) { // at the same time, seats are freed before they are taken
     for (const [handle, index, time, ...more] of frame[kind] || []) moves.push({ kind, handle, index, time, more });
   }
   return moves.sort((a, b) => a.index - b.index || a.time - b.time);

@@ -1,10 +1,10 @@
-// Talk to the model beside the picture of the request that does it, or send a crowd and watch it board.
+// A chat with the model beside a picture of its request, and bursts of many requests.
 
 import { byId, element, setText, shortId } from "./format.js";
 
 const WORDS = ("a chairlift never stops for boarding and neither does the engine finished requests step off waiting ones " +
   "get on at every iteration many sequences are concatenated without padding into one ragged batch").split(" ");
-// A browser opens at most six connections to a server, so a crowd comes in a few groups of many prompts each.
+// A browser opens at most six connections to a server, so a burst is a few requests with many prompts each.
 const BURSTS = {
   mixed: { prompts: [6, 6, 6, 6], words: (index) => 6 + ((index * 37) % 60), outputs: [10, 24, 48, 80] },
   shared: { prompts: [8, 8, 8], shared: 70, words: () => 6, outputs: [16, 28, 40] },
@@ -44,7 +44,7 @@ export class Playground {
     if (this.ownRequest) this.showOwn(this.ownRequest);
   }
 
-  // The picture of one's own request: how much of its prompt was cached, computed, and what came of it.
+  // A picture of the chat's own request: cached, computed and generated tokens.
   showOwn(request) {
     const most = request.prompt + Math.max(request.outputs, 1);
     byId("own-cached").style.width = `${(100 * Math.min(request.cached, request.prompt)) / most}%`;
@@ -104,7 +104,7 @@ export class Playground {
     return bubble;
   }
 
-  // Sends JSON and hands out the events of the answer.
+  // Sends JSON and yields the events of the response.
   async post(path, body, signal, onEvent) {
     const response = await this.send(path, body, signal);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -130,12 +130,12 @@ export class Playground {
     return response;
   }
 
-  // ---- a crowd ------------------------------------------------------------------------------------------------------
+  // ---- bursts ------------------------------------------------------------------------------------------------------
 
   async burst(kind) {
     const plan = BURSTS[kind];
     const all = plan.prompts.reduce((sum, count) => sum + count, 0);
-    // A word is mostly one or two tokens; with this, it still fits if it is four, and leaves room for others.
+    // A word is one or two tokens on average; even at four tokens per word the prompts fit, with room for others.
     const { hello, blocks } = this.app.model;
     const mostTokens = Math.min(hello.max_model_len || 256, (blocks.count * blocks.size) / 2) - Math.max(...plan.outputs);
     const mostWords = Math.max(8, Math.floor(mostTokens / 6));
@@ -164,7 +164,7 @@ export class Playground {
     } catch (error) {
       setText(byId("burst-said"), error.message);
     }
-    setTimeout(() => (this.isSwitching = false), 1000); // by then a frame has told
+    setTimeout(() => (this.isSwitching = false), 1000); // by then a frame shows the policy
   }
 }
 

@@ -1,10 +1,10 @@
-// Runs as files: one frame per line, compressed. The last minutes are always at hand to be saved.
+// Runs as files: one frame per line, compressed. The last minutes can always be saved.
 
 const GENERATION_CHARS = 12e6; // two of them are kept
 
 export class RunBuffer {
   constructor(onFull) {
-    this.onFull = onFull; // asks for a fresh stream: a recording has to begin with a keyframe
+    this.onFull = onFull; // requests a new stream: a recording must begin with a keyframe
     this.older = [];
     this.newer = [];
     this.size = 0;
@@ -21,7 +21,7 @@ export class RunBuffer {
   }
 
   turnOver() {
-    if (this.newer.length > 20) this.older = this.newer; // the ends of broken connections are not worth it
+    if (this.newer.length > 20) this.older = this.newer; // a few frames of a broken connection are not worth keeping
     this.newer = [];
     this.size = 0;
   }
@@ -41,7 +41,7 @@ async function compressed(text) {
   return new Response(stream).arrayBuffer();
 }
 
-// The frames of a file, which may also be plain text.
+// The frames of a file, compressed or plain.
 export async function readRun(bytes) {
   const data = new Uint8Array(bytes);
   let text;

@@ -1,4 +1,4 @@
-// Plays a recorded run: at any speed, forwards and (by beginning anew) backwards.
+// Plays a recorded run at any speed; seeks backwards by starting again.
 
 import { byId, setText } from "./format.js";
 import { Model } from "./model.js";
@@ -16,7 +16,7 @@ export class Replay {
   open(frames, name) {
     this.frames = frames;
     let now = null;
-    this.times = frames.map((frame) => (now = frame.now ?? now)); // those without a time come with what was before them
+    this.times = frames.map((frame) => (now = frame.now ?? now)); // frames without a time take that of the one before
     this.first = this.times.find((time) => time !== null);
     this.times = this.times.map((time) => time ?? this.first);
     this.last = this.times.at(-1);
@@ -71,7 +71,7 @@ export class Replay {
     if (wasAny) this.app.update();
   }
 
-  // Called once for every frame of the screen.
+  // Called once per animation frame.
   tick(now) {
     if (!this.frames || !this.isPlaying) return;
     const elapsed = ((now - this.tickedAt) / 1000) * this.speed;

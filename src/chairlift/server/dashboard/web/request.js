@@ -5,18 +5,18 @@ import { upperBound } from "./stats.js";
 export class LiftRequest {
   constructor([handle, id, arrival, prompt, maxNew, tenant, priority]) {
     Object.assign(this, { handle, id, arrival, prompt, maxNew, tenant, priority });
-    this.state = "waiting"; // waiting, running, idle (finished, but its batch is not), done
+    this.state = "waiting"; // waiting, running, idle (finished, in a batch that is not) or done
     this.seat = -1;
     this.boards = []; // {time, col, cached, miss, swapped}
     this.preempts = []; // {time, col, computed, swapped}
     this.waits = []; // {reason, from, to}
-    this.parts = []; // what it computed: {kind, col, n, start, count, proposed, accepted}, in order
+    this.parts = []; // computed parts in order: {kind, col, n, start, count, proposed, accepted}
     this.outputs = 0;
-    this.firstToken = null; // when
+    this.firstToken = null; // its time
     this.lastToken = null;
     this.end = null; // {time, col, reason}
     this.table = [];
-    this.isKnownWhole = true; // false if it began before the page looked
+    this.isKnownWhole = true; // false if it began before the page was opened
   }
 
   get known() {

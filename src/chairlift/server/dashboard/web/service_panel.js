@@ -1,4 +1,4 @@
-// The queue and the service: who waits and why, how fast it goes, what the cache finds.
+// The queue and the service: wait reasons, rates and cache hits.
 
 import { byId, element, formatCount, formatPercent, formatSeconds, missWords, setText, shortId, waitWords, wordsOf } from "./format.js";
 
@@ -97,7 +97,7 @@ export class ServicePanel {
     fillRows(byId("tenant-rows"), rows, ([name, row]) => [name, String(row.running), String(row.waiting), formatCount(row.tokens)]);
   }
 
-  // The server's own counters, since it was started: the same that /metrics has.
+  // Counters since the server started, as in /metrics.
   showTotals(model) {
     byId("totals").hidden = !model.service;
     if (!model.service) return;
@@ -124,7 +124,7 @@ function fillRows(body, rows, cellsOf) {
   body.replaceChildren(...rows.map((row) => element("tr", {}, ...cellsOf(row).map((cell) => element("td", {}, cell)))));
 }
 
-// Over the last seconds that had steps in them.
+// Rates over the last seconds that had steps.
 function ratesOf(model) {
   const rates = { outputs: 0, budget: 0, padding: 0, busy: 0 };
   const since = model.now - RATE_SECONDS;

@@ -1,9 +1,9 @@
-// The last few thousand values of something, and their percentiles.
+// The last few thousand values of a series, and their percentiles.
 
 export class Reservoir {
   constructor(size = 4096) {
     this.values = new Float64Array(size);
-    this.count = 0; // of all that were ever added
+    this.count = 0; // of all values ever added
     this.sorted = null;
   }
 
@@ -20,7 +20,7 @@ export class Reservoir {
   }
 }
 
-// Where `value` would go in `items`, ordered by `key`: the first index whose key is above it.
+// The insertion point of `value` in `items`, ordered by `key`: the first index with a larger key.
 export function upperBound(items, value, key) {
   let low = 0;
   let high = items.length;

@@ -1,4 +1,4 @@
-// The step: what filled its budget, how long it took against what was expected, and who may see whom in it.
+// One step: its token budget, measured against predicted time, and attention mask.
 
 import { Picture, SMALL_FONT, pointerOn } from "./canvas.js";
 import { byId, element, formatCount, formatPercent, formatSeconds, setText, shortId } from "./format.js";
@@ -62,7 +62,7 @@ export class StepPanel {
         element("span", { class: "number" }, formatSeconds(seconds)))));
   }
 
-  // Measured times as bars, the predicted ones as dots over them.
+  // Measured times as bars, predicted times as dots over them.
   drawTimes(context, width, height) {
     const { model } = this.app;
     const colours = palette();

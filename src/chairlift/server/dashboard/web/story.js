@@ -1,10 +1,10 @@
-// A request's life story, told from what was recorded of it.
+// The story of one request, from its recorded events.
 
 import { Picture, SMALL_FONT } from "./canvas.js";
 import { byId, element, formatCount, formatPercent, formatSeconds, missWords, setText, shortId, waitWords, wordsOf } from "./format.js";
 import { palette } from "./theme.js";
 
-const REFRESH_TEXT = 1000; // milliseconds between looks at the text of a request that still runs
+const REFRESH_TEXT = 1000; // milliseconds between fetches of the text of a running request
 
 export class StoryPanel {
   constructor(app) {

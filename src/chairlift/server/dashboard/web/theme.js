@@ -1,4 +1,4 @@
-// Light or dark: as the system says, or as the switch says. Colours live in the style sheet; canvases read them here.
+// Light or dark theme: from the system or the switch. Colours are in the style sheet; canvases read them here.
 
 import { byId } from "./format.js";
 
@@ -8,7 +8,7 @@ let colours = {};
 
 const COLOUR_NAMES = ["bg", "card", "line", "text", "muted", "faint", "prefill", "decode", "cached", "preempt", "draft",
   "swap", "bubble", "stay", "accent"];
-// Okabe and Ito's colours, which people who see colours differently can tell apart; owners also differ by a mark.
+// Okabe and Ito's colours, which are safe for colour-blind people; owners also differ by a mark.
 const OWNER_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C7AE6", "#B8A800"];
 
 export function palette() {
@@ -19,7 +19,7 @@ export function ownerColour(handle) {
   return OWNER_COLOURS[handle % OWNER_COLOURS.length];
 }
 
-// Requests of the same colour are told apart by one of four marks.
+// One of four marks tells requests of the same colour apart.
 export function ownerMark(handle) {
   return Math.floor(handle / OWNER_COLOURS.length) % 4;
 }
@@ -56,6 +56,6 @@ function storeTheme(theme) {
   try {
     localStorage.setItem(THEME_KEY, theme);
   } catch {
-    // then it is forgotten with the page
+    // without storage, the choice lasts as long as the page
   }
 }

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.dashboard.browser import start_browser
 from tests.dashboard.pages import Page
-from tests.server.conftest import RunningServer, start_server, tiny_folder  # noqa: F401 (a fixture)
+from tests.server.conftest import tiny_folder  # noqa: F401 (a fixture)
+from tests.server.running_server import RunningServer, start_server
 from tests.tiny import write_tiny_checkpoint
-
-
-def start_browser() -> Any:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("needs chromium and chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
-        options.add_argument(flag)
-    options.add_argument("--window-size=1440,1000")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
 
 
 @pytest.fixture(scope="session")

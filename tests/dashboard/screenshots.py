@@ -7,9 +7,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.dashboard.conftest import start_browser
+from tests.dashboard.browser import start_browser
 from tests.dashboard.pages import Page
-from tests.server.conftest import start_server
+from tests.server.running_server import start_server
 from tests.tiny import write_tiny_checkpoint
 
 BUSY = "return chairlift.model.seatsTaken > 0 && chairlift.model.nextCol > 40"

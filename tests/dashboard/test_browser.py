@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from tests.dashboard.pages import Page
-from tests.server.conftest import NAME, RunningServer, start_server
+from tests.server.running_server import NAME, RunningServer, start_server
 
 pytestmark = pytest.mark.slow  # a browser, a server, and the time that people take
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from collections import Counter
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from chairlift.server.dashboard.page import content_policy, dashboard_page, joined_modules
 from chairlift.server.dashboard.tenant_numbers import TenantNumbers
 from tests.core.driving import make_scheduler
+from tests.dashboard.drafting import drafting
 from tests.dashboard.recorded import RecordedRun, random_run
-from tests.dashboard.test_recorder import drafting
+from tests.tools import require_tool
 
 ASK = """
 const fs = await import("node:fs");
@@ -60,11 +58,11 @@ def ask_model(runs: list[list[Any]], tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def on_node(question: str, about: list[Any], tmp_path: Path) -> Any:
-    if shutil.which("node") is None:
-        pytest.skip("needs node")
     script = tmp_path / "ask.mjs"
     script.write_text(joined_modules("model") + question)
-    done = subprocess.run(["node", script], input=json.dumps(about), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [require_tool("node"), script], input=json.dumps(about), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

@@ -7,16 +7,9 @@ import json
 import pytest
 
 from chairlift.server.dashboard.tenant_numbers import TenantNumbers
-from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.draft_length import FixedLength
 from tests.core.driving import make_scheduler
+from tests.dashboard.drafting import drafting
 from tests.dashboard.recorded import RecordedRun, random_run, read_back
-from tests.speculation.guessing import Guesser
-from tests.speculation.test_rollback import continue_deterministically
-
-
-def drafting(seed: int) -> SpeculationController:
-    return SpeculationController(Guesser(continue_deterministically, seed=seed), FixedLength(4))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.server.dashboard.recording import RunSummary, compress, write_run
+from tests.dashboard.frames import send_frames
 from tests.dashboard.recorded import random_run
-from tests.dashboard.test_routes import send_frames
 from tests.server.front_end import front_end, stay_silent
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -15,46 +13,11 @@ import pytest
 
 from chairlift.server.dashboard.recent_frames import MAX_FRAMES, MAX_UNREAD, RecentFrames
 from chairlift.server.dashboard.subscribers import MAX_SUBSCRIBERS, MAX_UNREAD_BYTES, Subscriber
-from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps, SwitchPolicy, ToEngine, Update
-from tests.server.front_end import LOADED, FrontEnd, ScriptedEngine, answer_ok, front_end
+from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps, SwitchPolicy, Update
+from tests.dashboard.frames import frame, headers, send_frames, tell, until, watching
+from tests.server.front_end import LOADED, front_end
 
 KEYS = {"api_keys": ["alice one", "bob two"]}
-
-
-def headers(key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def frame(number: int, *, is_key: bool = False, tenants: dict[int, str] | None = None) -> DashboardFrame:
-    return DashboardFrame(json.dumps({"t": "key" if is_key else "batch", "n": number}).encode(), is_key, tenants or {})
-
-
-def send_frames(engine: ScriptedEngine, message: ToEngine) -> None:
-    """A keyframe for every page that wants one, and answers."""
-    answer_ok(engine, message)
-    if isinstance(message, RecordSteps) and message.keyframe:
-        tell(engine, frame(0, is_key=True, tenants={0: "alice", 1: "bob"}))
-
-
-def tell(engine: ScriptedEngine, *frames: DashboardFrame) -> None:
-    for one in frames:
-        engine.loop.call_soon_threadsafe(engine.on_frame, one)
-
-
-@contextmanager
-def watching(front: FrontEnd, key: str | None = None) -> Iterator[Iterator[dict[str, Any]]]:
-    """The frames that a page gets."""
-    with (
-        httpx.Client(timeout=20) as client,
-        client.stream("GET", f"{front.url}/dashboard/stream", headers=headers(key)) as response,
-    ):
-        assert response.status_code == 200
-        assert response.headers["content-type"].startswith("text/event-stream")
-        yield (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: "))
-
-
-def until(frames: Iterator[dict[str, Any]], kind: str) -> dict[str, Any]:
-    return next(one for one in frames if one["t"] == kind)
 
 
 def test_the_page_needs_no_key_but_all_that_it_shows_does() -> None:

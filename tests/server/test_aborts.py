@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import NAME, RunningServer, start_server, wait_for
 from tests.server.raw_client import RawClient
+from tests.server.running_server import NAME, RunningServer, start_server, wait_for
 from tests.tiny import write_tiny_checkpoint
 
 PATH = "/v1/completions"

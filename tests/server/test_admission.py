@@ -15,8 +15,8 @@ from chairlift.core.request import completion_ids
 from chairlift.server.http.json_size import ValueCounter
 from chairlift.server.limits import Limits
 from chairlift.server.process.messages import Submit, Update
-from tests.server.conftest import HTTP, wait_for
 from tests.server.front_end import NAME, FrontEnd, front_end, stay_silent
+from tests.server.running_server import HTTP, wait_for
 
 PATH = "/v1/completions"
 TEXT_JOBS = [("/tokenize", {"prompt": "a text"}, "encode"), ("/detokenize", {"tokens": [70, 71]}, "decode")]

@@ -6,17 +6,13 @@ import gzip
 import json
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.server.conftest import HTTP, NAME, RunningServer
+from tests.server.expected_errors import expect, nested
+from tests.server.running_server import HTTP, NAME, RunningServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-def nested(depth: int) -> list[Any]:
-    return [] if depth == 0 else [nested(depth - 1)]
 
 
 def called(arguments: str) -> dict[str, Any]:
@@ -143,27 +139,6 @@ BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a"] * 200, "n": 2}, "n"),
     ({"prompt": "x" * 10**6}, "prompt"),
 ]
-
-
-def expect(
-    server: RunningServer,
-    response: httpx.Response,
-    status: int,
-    param: str | None,
-    type_: str = "invalid_request_error",
-) -> None:
-    """This error, in OpenAI's shape, and afterwards a server that is well and holds no block."""
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["param"] == param, error
-    assert error["type"] == type_, error
-    assert response.headers["x-request-id"]
-    for leak in ("Traceback", "site-packages", ".py", "Error("):
-        assert leak not in error["message"]
-    assert server.get("/health").status_code == 200
-    server.wait_idle()
-    assert server.metric("chairlift_requests_open") == 0
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import NAME, RunningServer
-from tests.server.test_bad_requests import expect, nested
+from tests.server.expected_errors import expect, nested
+from tests.server.running_server import NAME, RunningServer
 
 PATH = "/v1/responses"
 HELLO = {"role": "user", "content": "hello"}

@@ -14,9 +14,9 @@ import pytest
 from chairlift.server.http import bodies
 from chairlift.server.limits import Limits
 from chairlift.server.process.engine_client import EngineState
-from tests.server.conftest import HTTP, wait_for
 from tests.server.front_end import NAME, FrontEnd, front_end
-from tests.server.test_tokenizer_pool import LONG_TEXT, ask, preparing, stuck_on_long_texts
+from tests.server.running_server import HTTP, wait_for
+from tests.server.stuck_tokenizer import LONG_TEXT, ask, preparing, stuck_on_long_texts
 
 PATH = "/v1/completions"
 LARGE = {"model": NAME, "prompt": LONG_TEXT}

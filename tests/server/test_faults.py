@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import HTTP, NAME, RunningServer, start_server, wait_for
 from tests.server.raw_client import Answer, RawClient, ask
+from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for
 
 PATH = "/v1/completions"
 ENDLESS = {"model": NAME, "prompt": "a chairlift never stops", "max_tokens": 200, "ignore_eos": True}

@@ -11,8 +11,8 @@ import jsonschema_rs
 import openai
 import pytest
 
-from tests.server.conftest import NAME, RunningServer
 from tests.server.offered import ASK, CLOCK, WEATHER
+from tests.server.running_server import NAME, RunningServer
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 ASKED: dict[str, Any] = {"model": NAME, "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 300}

@@ -10,9 +10,9 @@ import msgspec
 
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.messages import Cancel, StepReport, Submit, ToEngine, Update
-from tests.server.conftest import HTTP, NAME, RunningServer, wait_for
 from tests.server.front_end import NAME as SCRIPTED
 from tests.server.front_end import ScriptedEngine, front_end
+from tests.server.running_server import HTTP, NAME, RunningServer, wait_for
 
 
 def test_a_restart_is_counted_and_the_old_engine_holds_nothing() -> None:

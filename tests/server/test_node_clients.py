@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import NAME, RunningServer
+from tests.server.running_server import NAME, RunningServer
+from tests.tools import missing, require_tool
 
 HERE = Path(__file__).parent / "node"
 QUESTION = "when does the lift stop?"
@@ -25,8 +26,8 @@ NO_NETWORK = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT
 
 def installed() -> Path:
     """A folder with the packages; its name has the lock file's hash, so that another lock file gets another folder."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("needs node and npm")
+    require_tool("node")
+    npm = require_tool("npm")
     lock = (HERE / "package-lock.json").read_bytes()
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "chairlift-tests"
     folder = cache / f"node-{hashlib.sha256(lock).hexdigest()[:16]}"
@@ -35,10 +36,10 @@ def installed() -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as fresh:
             for name in ("package.json", "package-lock.json"):
                 shutil.copy(HERE / name, fresh)
-            command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
+            command = [npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
             done = subprocess.run(command, cwd=fresh, capture_output=True, text=True, timeout=300)
             if done.returncode and any(sign in done.stderr for sign in NO_NETWORK):
-                pytest.skip("the packages cannot be fetched: no network")
+                missing("the packages cannot be fetched: no network")
             assert done.returncode == 0, done.stderr[-2000:]
             if not folder.exists():  # another run may have been faster
                 os.rename(fresh, folder)

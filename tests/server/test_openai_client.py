@@ -8,7 +8,7 @@ from itertools import accumulate
 import openai
 import pytest
 
-from tests.server.conftest import NAME, RunningServer
+from tests.server.running_server import NAME, RunningServer
 
 TALK = [{"role": "user", "content": "when does the lift stop?"}]
 GREEDY = {"model": NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}

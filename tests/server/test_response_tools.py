@@ -9,9 +9,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.server.conftest import NAME, RunningServer
 from tests.server.offered import ASK, CLOCK, WEATHER
-from tests.server.test_responses import in_order, sse
+from tests.server.response_events import in_order, sse
+from tests.server.running_server import NAME, RunningServer
 
 PATH = "/v1/responses"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from openai.types.responses import Response
+from pydantic import BaseModel
 
 from chairlift.server.responses.types import ResponsesRequest
-from tests.server.conftest import NAME, RunningServer, wait_for
+from tests.server.response_events import PATH, in_order, sse
+from tests.server.running_server import NAME, RunningServer, wait_for
 
-OFFICIAL: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-PATH = "/v1/responses"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}
 QUESTION = "when does the lift stop?"
 MESSAGE_EVENTS = [
@@ -37,30 +35,6 @@ class Lift(BaseModel):
 
     side: Literal["north", "south"]
     open: bool
-
-
-def sse(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream, each checked against its `event:` line, its number and the official types."""
-    events = []
-    with httpx.stream("POST", server.url + PATH, json={"stream": True, **body}, timeout=60) as response:
-        assert response.status_code == 200, response.read()
-        assert response.headers["content-type"].startswith("text/event-stream")
-        for block in "".join(response.iter_text()).strip().split("\n\n"):
-            if block.startswith(":"):  # a sign of life
-                continue
-            name, data = block.split("\n")
-            event = json.loads(data.removeprefix("data: "))
-            assert name == f"event: {event['type']}"
-            assert event["sequence_number"] == len(events)
-            OFFICIAL.validate_python(event)
-            events.append(event)
-    return events
-
-
-def in_order(events: list[dict[str, Any]]) -> list[str]:
-    """The types, with the deltas of a row told once."""
-    kinds = [event["type"] for event in events]
-    return [kind for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
 
 
 def test_a_whole_response(server: RunningServer) -> None:

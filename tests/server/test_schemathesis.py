@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
-from tests.server.conftest import NAME, RunningServer
+from tests.server.running_server import NAME, RunningServer
 
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 POSTS = (*GENERATING, "/tokenize", "/detokenize")

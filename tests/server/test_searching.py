@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from chairlift import LLM, SamplingParams
-from tests.server.conftest import NAME, RunningServer
+from tests.server.running_server import NAME, RunningServer
 
 PROMPT = {"model": NAME, "prompt": "a chairlift never", "max_tokens": 8}
 

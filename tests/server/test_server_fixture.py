@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server import conftest
-from tests.server.conftest import RunningServer, start_server, wait_for
+from tests.server import running_server
+from tests.server.running_server import RunningServer, start_server, wait_for
 
 
 def test_a_server_that_does_not_start_in_time_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,15 +20,15 @@ def test_a_server_that_does_not_start_in_time_is_stopped(tmp_path: Path, monkeyp
         started.append(popen(["sleep", "600"]))
         return started[-1]
 
-    monkeypatch.setattr(conftest.subprocess, "Popen", listen)
-    monkeypatch.setattr(conftest, "START_SECONDS", 0.1)
+    monkeypatch.setattr(running_server.subprocess, "Popen", listen)
+    monkeypatch.setattr(running_server, "START_SECONDS", 0.1)
     with pytest.raises(AssertionError, match="the server to start"):
         start_server(tmp_path, tmp_path / "log")
     assert started[0].returncode == -signal.SIGTERM
 
 
 def test_one_that_does_not_stop_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conftest, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(running_server, "STOP_SECONDS", 0.1)
     deaf = "trap '' TERM; sleep 600 & echo $!; wait"
     process = subprocess.Popen(["sh", "-c", deaf], stdout=subprocess.PIPE)
     assert process.stdout is not None

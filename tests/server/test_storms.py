@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.server.conftest import NAME, RunningServer, start_server, wait_for
 from tests.server.raw_client import Answer, RawClient, ask
+from tests.server.running_server import NAME, RunningServer, start_server, wait_for
 
 PATH = "/v1/completions"
 

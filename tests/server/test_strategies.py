@@ -13,7 +13,7 @@ from chairlift.server.http.guards import RequestGuard
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
-from tests.server.conftest import NAME, RunningServer, start_server
+from tests.server.running_server import NAME, RunningServer, start_server
 
 
 def ask(server: RunningServer, **more: object) -> tuple[int, dict[str, object]]:

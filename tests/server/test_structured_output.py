@@ -12,7 +12,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from tests.server.conftest import NAME, RunningServer, wait_for
+from tests.server.running_server import NAME, RunningServer, wait_for
 
 TALK: list[Any] = [{"role": "user", "content": "when does the lift stop?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import NAME, RunningServer
 from tests.server.offered import ASK, CLOCK, WEATHER
+from tests.server.running_server import NAME, RunningServer
 
 CHAT = "/v1/chat/completions"
 NAMED = {"type": "function", "function": {"name": "get_weather"}}

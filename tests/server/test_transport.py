@@ -13,8 +13,8 @@ import pytest
 
 from chairlift.server.limits import Limits
 from chairlift.server.process.messages import Cancel, Submit, ToEngine, Update
-from tests.server.conftest import HTTP, wait_for
 from tests.server.front_end import NAME, FrontEnd, ScriptedEngine, front_end, stay_silent
+from tests.server.running_server import HTTP, wait_for
 
 TEXT = "/v1/completions"
 BODY = json.dumps({"model": NAME, "prompt": "hello"}).encode()

@@ -1,0 +1,38 @@
+"""The page's scripts, without a browser."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from chairlift.server.dashboard.page import joined_modules
+from tests.tools import require_tool
+
+WEB = Path(str(files("chairlift.server.dashboard"))) / "web"
+SCRIPTS = sorted(path.name for path in WEB.glob("*.js"))
+
+
+def check_syntax(path: Path) -> None:
+    done = subprocess.run([require_tool("node"), "--check", path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_script_is_a_valid_module(name: str, tmp_path: Path) -> None:
+    module = tmp_path / f"{name.removesuffix('.js')}.mjs"  # the suffix tells node to expect a module
+    module.write_text((WEB / name).read_text(encoding="utf-8"))
+    check_syntax(module)
+
+
+def test_the_joined_script_is_a_valid_module(tmp_path: Path) -> None:
+    script = tmp_path / "page.mjs"
+    script.write_text(joined_modules("main"))
+    check_syntax(script)
+
+
+def test_every_script_is_part_of_the_page() -> None:
+    joined = joined_modules("main")
+    assert [name for name in SCRIPTS if f"// ---- {name}" not in joined] == []

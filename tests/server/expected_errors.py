@@ -1,0 +1,34 @@
+"""Checks of error responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from tests.server.running_server import RunningServer
+
+
+def nested(depth: int) -> list[Any]:
+    return [] if depth == 0 else [nested(depth - 1)]
+
+
+def expect(
+    server: RunningServer,
+    response: httpx.Response,
+    status: int,
+    param: str | None,
+    type_: str = "invalid_request_error",
+) -> None:
+    """This error, in OpenAI's shape, and afterwards a server that is well and holds no block."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert error["type"] == type_, error
+    assert response.headers["x-request-id"]
+    for leak in ("Traceback", "site-packages", ".py", "Error("):
+        assert leak not in error["message"]
+    assert server.get("/health").status_code == 200
+    server.wait_idle()
+    assert server.metric("chairlift_requests_open") == 0

@@ -1,0 +1,39 @@
+"""Streamed events of /v1/responses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tests.server.running_server import RunningServer
+
+OFFICIAL: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+PATH = "/v1/responses"
+
+
+def sse(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, each checked against its `event:` line, its number and the official types."""
+    events = []
+    with httpx.stream("POST", server.url + PATH, json={"stream": True, **body}, timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for block in "".join(response.iter_text()).strip().split("\n\n"):
+            if block.startswith(":"):  # a sign of life
+                continue
+            name, data = block.split("\n")
+            event = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {event['type']}"
+            assert event["sequence_number"] == len(events)
+            OFFICIAL.validate_python(event)
+            events.append(event)
+    return events
+
+
+def in_order(events: list[dict[str, Any]]) -> list[str]:
+    """The types, with the deltas of a row told once."""
+    kinds = [event["type"] for event in events]
+    return [kind for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]

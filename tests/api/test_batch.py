@@ -107,7 +107,7 @@ def test_an_output_that_was_cut_anywhere_keeps_its_whole_lines(ids: list[str], c
         path = Path(folder) / "out.jsonl"
         output = BatchOutput(path)
         for number, custom_id in enumerate(ids):
-            output.write_answer(BatchLine(number, custom_id), 200, "req-1", b'{"text":"\\u00e4\\n"}')
+            output.write_response(BatchLine(number, custom_id), 200, "req-1", b'{"text":"\\u00e4\\n"}')
         output.write_problem(BatchLine(99, None, problem="line 99: is not valid JSON", code="invalid_json"))
         output.close()
         whole = path.read_bytes()
@@ -118,7 +118,7 @@ def test_an_output_that_was_cut_anywhere_keeps_its_whole_lines(ids: list[str], c
         assert len(again.done) == kept
         assert [again.done.has(one, 0) for one in ids] == [index < kept for index in range(len(ids))]
         assert again.done.has(None, 99) == (kept > len(ids))
-        again.write_answer(BatchLine(1, "another"), 200, "req-2", b"{}")
+        again.write_response(BatchLine(1, "another"), 200, "req-2", b"{}")
         again.close()
         assert path.read_bytes().count(b"\n") == kept + 1
 
@@ -139,7 +139,7 @@ def test_another_kind_of_file_is_not_overwritten(tmp_path: Path) -> None:
 def test_answers_to_other_requests_are_not_mixed_with_these(tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [request("a")]), tmp_path / "out.jsonl"
     output = BatchOutput(target)
-    output.write_answer(BatchLine(1, "z"), 200, "r", b"{}")
+    output.write_response(BatchLine(1, "z"), 200, "r", b"{}")
     output.close()
     with pytest.raises(InvalidParameter, match=r"output: .*not in"):
         BatchRun(source, target, concurrency=1)

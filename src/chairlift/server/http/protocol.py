@@ -1,8 +1,8 @@
-"""HTTP connections that no client can hold open for nothing.
+"""HTTP connections with time limits, so that clients cannot hold them open for nothing.
 
-uvicorn speaks HTTP; this adds what it leaves out: a time limit on headers, on a body nobody waits for any more, and on
-a client that has stopped reading; a disconnect that is noticed even while further requests are queued behind the one
-under way; and errors below HTTP in the same shape as all others.
+Adds to uvicorn: time limits on headers, on the rest of a body after its response, and on clients that stop reading;
+detection of a disconnect while further requests are queued behind the one in flight; and OpenAI's error format for
+malformed HTTP.
 """
 
 from __future__ import annotations
@@ -20,61 +20,61 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from chairlift.server.http.errors import APIError
 from chairlift.server.limits import Limits
 
-MAX_PIPELINED = 64 * 2**10  # bytes of further requests that are read while one is under way
+MAX_PIPELINED = 64 * 2**10  # bytes of further requests that are read while one is in flight
 
 
 class GuardedProtocol(H11Protocol):
     def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
-        self._reading = _Timer()  # runs while the client owes us something
-        self._writing = _Timer()  # runs while it does not take what it asked for
+        self._read_timer = _Timer()  # runs while the client has data to send
+        self._write_timer = _Timer()  # runs while it has data to read
 
-    # ---- what the client sends -----------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch_reading()
+        self._limit_reading()
 
     def data_received(self, data: bytes) -> None:
-        self._writing.stop()  # whoever speaks is there
+        self._write_timer.stop()  # a client that sends is alive
         super().data_received(data)
         self._keep_listening()
-        self._watch_reading()
-        self._watch_writing()
+        self._limit_reading()
+        self._limit_writing()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch_reading()
-        self._watch_writing()
+        self._limit_reading()
+        self._limit_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        self._reading.stop()
-        self._writing.stop()
+        self._read_timer.stop()
+        self._write_timer.stop()
 
     def _keep_listening(self) -> None:
-        """With a further request behind the one under way, uvicorn stops reading, and would not see the client go."""
+        """uvicorn stops reading when a further request arrives, and would not notice a disconnect."""
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MAX_PIPELINED:
             self.flow.resume_reading()
 
-    def _watch_reading(self) -> None:
-        """One timer for one thing awaited; that some bytes of it come does not wind it up again."""
-        if not self._owes_something or self.transport.is_closing():
-            self._reading.stop()
+    def _limit_reading(self) -> None:
+        """One timer per expected message, which partial data does not restart."""
+        if not self._is_sending or self.transport.is_closing():
+            self._read_timer.stop()
         else:
-            self._reading.start(self._limits.header_seconds, self._too_slow)
+            self._read_timer.start(self._limits.header_seconds, self._too_slow)
 
     @property
-    def _owes_something(self) -> bool:
-        if self.conn.their_state is h11.IDLE:  # headers; between two requests, the keep-alive timer is enough
+    def _is_sending(self) -> bool:
+        if self.conn.their_state is h11.IDLE:  # headers; between requests, the keep-alive timer applies
             return self.cycle is None or bool(self.conn.trailing_data[0])
-        # The rest of a body whose request has been answered already.
+        # The rest of a body whose request has been answered.
         return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
 
     def _too_slow(self) -> None:
-        if not self.conn.trailing_data[0]:  # nothing was said, so there is nothing to answer
+        if not self.conn.trailing_data[0]:  # nothing was sent, so there is nothing to answer
             self.transport.close()
             return
         self._refuse(APIError(408, "the request did not arrive in time", type_="timeout_error", code="timeout"))
@@ -83,7 +83,7 @@ class GuardedProtocol(H11Protocol):
         self._refuse(APIError(400, "this is not a valid HTTP request, or its headers are too large", code="bad_http"))
 
     def _refuse(self, error: APIError) -> None:
-        """Answer what never became a request, if there is still a place for an answer, and hang up."""
+        """Answer data that is not a request, if a response can still be sent, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
             response: Response = error.response()
             headers = [*response.raw_headers, (b"x-request-id", f"req-{uuid.uuid4().hex}".encode())]
@@ -94,41 +94,41 @@ class GuardedProtocol(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
-        self._watch_writing()
+        self._limit_writing()
 
-    # ---- what the client reads -----------------------------------------------------------------------------------
+    # ---- writing -----------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_writing()
+        self._limit_writing()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._writing.stop()
+        self._write_timer.stop()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._watch_writing()
+        self._limit_writing()
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._watch_writing()
+        self._limit_writing()
 
-    def _watch_writing(self) -> None:
-        """As long as something is unread, the client has to read a little of it now and then."""
+    def _limit_writing(self) -> None:
+        """Require the client to read at least some data in each interval while its buffer is not empty."""
         unread = self.transport.get_write_buffer_size()
         if unread:
-            self._writing.start(self._limits.stall_seconds, partial(self._check_writing, unread))
+            self._write_timer.start(self._limits.stall_seconds, partial(self._check_writing, unread))
 
     def _check_writing(self, before: int) -> None:
         if self.transport.get_write_buffer_size() >= before:
             self.transport.abort()
         else:
-            self._watch_writing()
+            self._limit_writing()
 
 
 class _Timer:
-    """Does something once, after a while, unless stopped. Starting it while it runs changes nothing."""
+    """Runs an action once after a delay, unless stopped. Starting it while it runs has no effect."""
 
     def __init__(self) -> None:
         self._handle: asyncio.TimerHandle | None = None

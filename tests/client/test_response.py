@@ -38,7 +38,7 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
 
 @pytest.mark.parametrize("kind", RESPONSES)
 @given(cuts=st.lists(st.integers(0, 1000), max_size=8))
-def test_any_pieces_give_the_same_response(kind: str, cuts: list[int]) -> None:
+def test_a_response_is_parsed_equally_for_any_pieces(kind: str, cuts: list[int]) -> None:
     status, data, expected = RESPONSES[kind]
     body: list[bytes] = []
     reader = ResponseReader(body.append)
@@ -53,7 +53,7 @@ def test_any_pieces_give_the_same_response(kind: str, cuts: list[int]) -> None:
 
 
 @given(cuts=st.lists(st.integers(0, 1000), max_size=8))
-def test_any_pieces_give_the_same_events(cuts: list[int]) -> None:
+def test_events_are_parsed_equally_for_any_pieces(cuts: list[int]) -> None:
     lines = EventLineParser()
     data = b': a comment\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b":2}\n\ndata: [DONE]\n\n'
     events = [event for piece in pieces(data, cuts) for event in lines.feed(piece)]
@@ -71,14 +71,14 @@ def test_a_body_may_last_until_the_connection_is_closed() -> None:
     assert b"".join(body) == b"abc"
 
 
-def test_a_response_that_is_cut_off_is_not_whole() -> None:
+def test_a_truncated_response_is_incomplete() -> None:
     for end in (10, len(CHUNKED) - 2):
         reader = ResponseReader(lambda piece: None)
         reader.feed(CHUNKED[:end])
         assert not reader.close()
 
 
-def test_a_connection_that_the_server_will_close_is_not_used_again() -> None:
+def test_a_connection_with_close_is_not_reused() -> None:
     reader = ResponseReader(lambda piece: None)
     reader.feed(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 1\r\n\r\na")
     assert reader.done
@@ -96,7 +96,7 @@ def test_a_connection_that_the_server_will_close_is_not_used_again() -> None:
         b"a" * 70_000,
     ],
 )
-def test_what_is_no_response_is_refused(data: bytes) -> None:
+def test_an_invalid_response_is_refused(data: bytes) -> None:
     with pytest.raises(BadResponse):
         ResponseReader(lambda piece: None).feed(data)
 
@@ -119,6 +119,6 @@ def test_addresses(url: str, expected: Address) -> None:
 @pytest.mark.parametrize(
     "url", ["", "ftp://a", "http://", "http://a:b", "http://a:99999", "http://a/?q=1", "http://a b"]
 )
-def test_a_bad_address_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(InvalidParameter, match="url: "):
         Address.parse(url)

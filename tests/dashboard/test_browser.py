@@ -25,7 +25,7 @@ WAITED_FOR_SEATS = """
 BUBBLES = "return chairlift.model.seats.flat().filter((stay) => stay.idleFrom < stay.to && stay.to < Infinity).length"
 
 
-def test_a_burst_fills_the_seats_and_leaves_them(page: Page, lift_server: RunningServer) -> None:
+def test_a_burst_fills_all_slots_and_frees_them(page: Page, lift_server: RunningServer) -> None:
     page.burst("mixed")
     assert page.run("return chairlift.model.seats.length") == 6  # all were taken, and never more than there are
     assert page.run("return chairlift.model.finished.length") == 24
@@ -36,7 +36,7 @@ def test_a_burst_fills_the_seats_and_leaves_them(page: Page, lift_server: Runnin
     lift_server.wait_idle()
 
 
-def test_the_numbers_are_those_of_the_api(page: Page, lift_server: RunningServer) -> None:
+def test_the_page_shows_the_numbers_of_the_api(page: Page, lift_server: RunningServer) -> None:
     body = {
         "model": NAME,
         "prompt": "a chairlift never stops for boarding and neither does the engine",
@@ -93,7 +93,7 @@ def test_chat_streams_beside_the_picture_of_its_request(page: Page) -> None:
     assert page.find("#story").is_displayed()
 
 
-def test_the_keyboard_is_enough(page: Page) -> None:
+def test_the_page_works_with_the_keyboard(page: Page) -> None:
     page.burst("mixed")
     page.run("document.getElementById('lift-canvas').focus()")
     canvas = page.find("#lift-canvas")
@@ -113,7 +113,7 @@ def test_the_keyboard_is_enough(page: Page) -> None:
     assert page.run("return chairlift.cursor") is None
 
 
-def test_everything_to_click_on_has_a_name(page: Page) -> None:
+def test_every_control_has_an_accessible_name(page: Page) -> None:
     nameless = """
         const named = (node) => node.getAttribute("aria-label") || node.textContent.trim() || node.labels?.length;
         return [...document.querySelectorAll("button, input, select, canvas, section, [role=dialog]")]
@@ -122,7 +122,7 @@ def test_everything_to_click_on_has_a_name(page: Page) -> None:
     assert page.run(nameless) == []
 
 
-def test_light_and_dark_and_a_phone(page: Page) -> None:
+def test_themes_and_small_screens(page: Page) -> None:
     background = "return getComputedStyle(document.documentElement).backgroundColor"
     dark_system = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dark_system)
@@ -147,7 +147,7 @@ def test_light_and_dark_and_a_phone(page: Page) -> None:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_a_saved_run_opens_in_the_page_and_plays(page: Page, tmp_path: Path) -> None:
+def test_a_saved_run_opens_and_plays(page: Page, tmp_path: Path) -> None:
     page.burst("mixed")
     steps = page.run("return chairlift.model.nextCol")
     saved = page.driver.execute_async_script(
@@ -171,7 +171,7 @@ def test_a_saved_run_opens_in_the_page_and_plays(page: Page, tmp_path: Path) -> 
     page.wait_for("return document.documentElement.dataset.state === 'live'")
 
 
-def test_a_file_that_is_no_run_is_refused_in_words(page: Page, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_run_is_refused(page: Page, tmp_path: Path) -> None:
     file = tmp_path / "other.lift"
     file.write_text('{"t": "hello"}\n')
     page.find("#open-file").send_keys(str(file))
@@ -202,7 +202,7 @@ def test_a_recorded_page_needs_no_server(browser: Any, lift_server: RunningServe
     assert page.problems() == []
 
 
-def test_a_server_with_a_key_asks_for_it(browser: Any, tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_page_asks_for_the_api_key(browser: Any, tiny_folder: Path, tmp_path: Path) -> None:
     server = start_server(tiny_folder, tmp_path / "log", "--api-key", "sesame")
     try:
         page = Page(browser)

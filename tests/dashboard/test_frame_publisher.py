@@ -70,7 +70,7 @@ def breaking(_: StepRecorder, events: Any) -> None:
     raise KeyError("lost count")
 
 
-def test_a_fault_is_told_and_the_recorder_begins_anew(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_reported_and_the_recorder_restarts(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     watched.publisher.extend_lease(RecordSteps(100.0, keyframe=True))
     watched.scheduler.submit(make_request("a", 4, 30), 0.0)
     watched.turn()
@@ -84,7 +84,7 @@ def test_a_fault_is_told_and_the_recorder_begins_anew(watched: Watched, monkeypa
 
 
 @pytest.mark.parametrize("where", ["record", "frame", "keyframe", "take_tenant_names", "stop"])
-def test_no_fault_gets_out_and_after_some_it_is_off(
+def test_faults_are_contained_and_switch_the_recorder_off(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     monkeypatch.setattr(StepRecorder, where, breaking if where == "record" else fail)
@@ -118,7 +118,7 @@ def test_rare_faults_do_not_switch_it_off(watched: Watched, monkeypatch: pytest.
         watched.turn()  # nobody watches any more
 
 
-def test_nothing_is_recorded_once_nobody_watches(watched: Watched) -> None:
+def test_recording_stops_when_the_lease_ends(watched: Watched) -> None:
     watched.publisher.extend_lease(RecordSteps(1.0, keyframe=True))
     watched.turn()
     watched.clock.now += 2.0
@@ -129,7 +129,7 @@ def test_nothing_is_recorded_once_nobody_watches(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize(("work", "most"), [(0.0, 200), (0.02, 25), (0.2, 3)])
-def test_keyframes_take_a_small_part_of_the_engines_time(
+def test_keyframes_take_a_small_share_of_the_engines_time(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, work: float, most: int
 ) -> None:
     def working(method: Any) -> Any:

@@ -67,7 +67,7 @@ def on_node(question: str, about: list[Any], tmp_path: Path) -> Any:
     return json.loads(done.stdout)
 
 
-def test_seats_cells_bubbles_and_outputs_are_those_of_the_scheduler(tmp_path: Path) -> None:
+def test_the_page_model_agrees_with_the_scheduler(tmp_path: Path) -> None:
     runs = [random_run(seed, policy=("continuous", "static")[seed % 2]) for seed in range(8)]
     runs += [random_run(seed, speculation=drafting(seed)) for seed in range(20, 23)]
     for run, found in zip(runs, ask_model([run.frames for run in runs], tmp_path), strict=True):
@@ -84,7 +84,7 @@ def test_seats_cells_bubbles_and_outputs_are_those_of_the_scheduler(tmp_path: Pa
     assert any(sum(run.idle) for run in runs)
 
 
-def test_a_page_that_comes_late_or_lost_frames_goes_on_from_a_keyframe(tmp_path: Path) -> None:
+def test_a_page_that_is_late_or_lost_frames_continues_from_a_keyframe(tmp_path: Path) -> None:
     run = random_run(2)
     late = random_run(2)
     half = len(late.frames) // 2
@@ -94,7 +94,7 @@ def test_a_page_that_comes_late_or_lost_frames_goes_on_from_a_keyframe(tmp_path:
     assert broken["seats"] <= run.scheduler.max_batch_requests
 
 
-def test_a_page_that_reconnects_hears_what_it_knows_again_and_does_not_count_it_twice(tmp_path: Path) -> None:
+def test_a_page_that_reconnects_does_not_count_repeated_frames_twice(tmp_path: Path) -> None:
     run = RecordedRun(make_scheduler(max_batch_requests=2), steps_per_frame=2)
     for number in range(6):
         run.submit(f"r{number}", 5, 8)
@@ -152,7 +152,7 @@ def test_the_page_knows_every_tenant_that_the_engine_remembers(tmp_path: Path) -
     assert kept == 2000
 
 
-def test_the_modules_share_one_space_of_names() -> None:
+def test_the_modules_declare_no_name_twice() -> None:
     script = joined_modules("main")
     declared = Counter(
         line.split()[1].split("(")[0]
@@ -165,7 +165,7 @@ def test_the_modules_share_one_space_of_names() -> None:
     assert "</script" not in script
 
 
-def test_the_page_is_one_file_that_asks_for_nothing() -> None:
+def test_the_page_loads_no_other_files() -> None:
     page = dashboard_page()
     for outside in ("http://", "https://", '<link rel="stylesheet', "src="):
         assert outside not in page.replace("http://www.w3.org/2000/svg", "")
@@ -173,7 +173,7 @@ def test_the_page_is_one_file_that_asks_for_nothing() -> None:
     assert "script-src 'sha256-" in content_policy(page)
 
 
-def test_a_page_with_a_recording_has_it_inside() -> None:
+def test_a_page_embeds_its_recording() -> None:
     page = dashboard_page(b"frames")
     assert page.count("ZnJhbWVz") == 1
     assert len(page) == len(dashboard_page()) + 8

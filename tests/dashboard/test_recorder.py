@@ -13,7 +13,7 @@ from tests.dashboard.recorded import RecordedRun, random_run, read_back
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_frames_tell_every_token_and_every_ending(seed: int) -> None:
+def test_frames_contain_every_token_and_every_ending(seed: int) -> None:
     speculation = drafting(seed) if seed % 3 == 0 else None
     run = random_run(seed, policy=("continuous", "static")[seed % 2], speculation=speculation)
     steps, endings = read_back(run.frames)
@@ -24,7 +24,7 @@ def test_frames_tell_every_token_and_every_ending(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_frames_tell_every_table_and_every_block(seed: int) -> None:
+def test_frames_contain_every_table_and_every_block(seed: int) -> None:
     run = random_run(seed, speculation=drafting(seed) if seed % 3 == 0 else None)
     tables: dict[int, list[int]] = {}
     names: dict[int, str] = {}
@@ -42,7 +42,7 @@ def test_frames_tell_every_table_and_every_block(seed: int) -> None:
         assert pool == true_pool
 
 
-def test_a_keyframe_in_the_middle_tells_all_and_names_everybody_anew() -> None:
+def test_a_later_keyframe_contains_the_complete_state() -> None:
     run = RecordedRun(make_scheduler(max_batch_requests=2), steps_per_frame=100)
     run.submit("a", 6, 9)
     run.submit("b", 30, 9, tenant="bob")
@@ -64,7 +64,7 @@ def test_a_keyframe_in_the_middle_tells_all_and_names_everybody_anew() -> None:
     assert run.recorder.take_tenant_names() == {}
 
 
-def test_a_long_decode_is_told_in_few_words() -> None:
+def test_a_long_decode_takes_little_space() -> None:
     """What is sent grows with requests and frames, not with tokens."""
     run = RecordedRun(make_scheduler(num_blocks=400, max_batch_requests=8), steps_per_frame=50)
     for number in range(8):
@@ -76,7 +76,7 @@ def test_a_long_decode_is_told_in_few_words() -> None:
     assert all(len(json.dumps(frame)) < 9000 for frame in decodes)
 
 
-def test_nothing_is_noted_once_it_is_stopped() -> None:
+def test_nothing_is_tracked_once_stopped() -> None:
     run = RecordedRun(make_scheduler())
     run.recorder.stop()
     run.submit("a", 6, 9)
@@ -86,13 +86,13 @@ def test_nothing_is_noted_once_it_is_stopped() -> None:
     assert not changes.rewritten
 
 
-def test_forgets_requests_that_are_over() -> None:
+def test_finished_requests_are_forgotten() -> None:
     run = random_run(3)
     assert run.recorder._seen == {}
     assert len(run.recorder._runs) <= run.scheduler.max_batch_requests  # those of the last step
 
 
-def test_remembers_a_bounded_number_of_tenants_and_names_all_that_are_open() -> None:
+def test_the_number_of_tenants_is_bounded_and_open_ones_have_names() -> None:
     run = RecordedRun(make_scheduler(num_blocks=400, max_batch_requests=8), steps_per_frame=1000)
     run.recorder._tenants = TenantNumbers(max_tenants=10)
     names: dict[int, str] = {}

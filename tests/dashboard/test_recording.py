@@ -18,7 +18,7 @@ from tests.dashboard.recorded import random_run
 from tests.server.front_end import front_end, stay_silent
 
 
-def test_records_what_a_page_would_get(tmp_path: Path) -> None:
+def test_record_writes_the_frames_that_a_page_gets(tmp_path: Path) -> None:
     out = tmp_path / "run.lift"
     with front_end(send_frames, api_keys=["sesame"]) as front:
         options = ["--url", front.url, "--seconds", "0.5", "--api-key", "sesame"]
@@ -29,7 +29,7 @@ def test_records_what_a_page_would_get(tmp_path: Path) -> None:
     assert "key" in {frame["t"] for frame in frames}
 
 
-def test_says_so_when_there_is_nothing_to_record(tmp_path: Path) -> None:
+def test_record_fails_without_a_keyframe(tmp_path: Path) -> None:
     with front_end(stay_silent) as front:
         done = CliRunner().invoke(app, ["record", str(tmp_path / "run.lift"), "--url", front.url, "--seconds", "0.3"])
         assert done.exit_code == 2
@@ -40,13 +40,13 @@ def test_says_so_when_there_is_nothing_to_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["run.txt", "nowhere/run.lift"])
-def test_refuses_files_it_cannot_write(path: str, tmp_path: Path) -> None:
+def test_record_refuses_paths_it_cannot_write(path: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["record", str(tmp_path / path)])
     assert done.exit_code == 2
     assert "out" in done.output
 
 
-def test_a_run_is_small_and_the_same_inside_a_page(tmp_path: Path) -> None:
+def test_a_run_is_small_and_equal_inside_a_page(tmp_path: Path) -> None:
     run = random_run(1)
     lines = [json.dumps(frame, separators=(",", ":")).encode() for frame in run.frames]
     found = RunSummary.of(lines)

@@ -20,7 +20,7 @@ from tests.server.front_end import LOADED, front_end
 KEYS = {"api_keys": ["alice one", "bob two"]}
 
 
-def test_the_page_needs_no_key_but_all_that_it_shows_does() -> None:
+def test_the_page_needs_no_key_but_its_data_does() -> None:
     with front_end(send_frames, **KEYS) as front:
         page = httpx.get(f"{front.url}/dashboard")
         assert page.status_code == 200
@@ -32,13 +32,13 @@ def test_the_page_needs_no_key_but_all_that_it_shows_does() -> None:
                 assert answer.status_code == 401, path
 
 
-def test_a_server_without_a_dashboard_has_none() -> None:
+def test_no_dashboard_removes_the_routes() -> None:
     with front_end(dashboard=False) as front:
         assert httpx.get(f"{front.url}/dashboard").status_code == 404
         assert httpx.get(f"{front.url}/dashboard/stream").status_code == 404
 
 
-def test_a_page_gets_a_greeting_a_keyframe_and_what_follows() -> None:
+def test_a_page_gets_a_greeting_a_keyframe_and_later_frames() -> None:
     with front_end(send_frames) as front, watching(front) as frames:
         hello = next(frames)
         assert (hello["t"], hello["model"], hello["has_chat"]) == ("hello", "scripted", True)
@@ -60,7 +60,7 @@ def test_the_service_frame_has_the_same_numbers_as_metrics() -> None:
         assert service["requests_total length"] == front.metric("requests_total", reason="length") == 1
 
 
-def test_nobody_is_recorded_while_nobody_watches() -> None:
+def test_nothing_is_recorded_without_an_open_page() -> None:
     with front_end(send_frames) as front:
         httpx.post(f"{front.url}/v1/completions", json={"model": "scripted", "prompt": "the lift", "max_tokens": 2})
         assert not any(isinstance(message, RecordSteps) for message in front.engine.heard)
@@ -86,7 +86,7 @@ def test_a_text_is_shown_to_the_key_it_was_sent_with_and_to_no_other(options: di
         assert httpx.get(address, headers=headers("two")).status_code == 404
 
 
-def test_isolated_keys_do_not_learn_each_others_names() -> None:
+def test_isolated_keys_do_not_see_each_others_names() -> None:
     with front_end(send_frames, service_options={"isolate_keys": True}, **KEYS) as front:
         with watching(front, "one") as frames:
             assert until(frames, "tenants")["names"] == {"0": "alice", "1": "key 2"}
@@ -94,7 +94,7 @@ def test_isolated_keys_do_not_learn_each_others_names() -> None:
             assert until(frames, "tenants")["names"] == {"0": "key 1", "1": "bob"}
 
 
-def test_the_policy_is_switched_only_where_that_is_allowed_and_sensible() -> None:
+def test_the_policy_switch_needs_permission_and_a_valid_policy() -> None:
     with front_end(send_frames) as front:
         refused = httpx.post(f"{front.url}/dashboard/policy", json={"policy": "static"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
@@ -113,7 +113,7 @@ def test_the_policy_is_switched_only_where_that_is_allowed_and_sensible() -> Non
         ]
 
 
-def test_there_is_a_limit_to_the_pages() -> None:
+def test_the_number_of_pages_is_limited() -> None:
     with front_end(send_frames) as front:
         subscribers = front.service.subscribers
         admitted = [subscribers.subscribe(None, None) for _ in range(MAX_SUBSCRIBERS)]
@@ -125,7 +125,7 @@ def test_there_is_a_limit_to_the_pages() -> None:
             until(frames, "key")
 
 
-def test_a_page_that_reads_too_slowly_loses_frames_and_goes_on_from_a_keyframe() -> None:
+def test_a_slow_page_loses_frames_and_continues_from_a_keyframe() -> None:
     async def scenario() -> None:
         subscriber = Subscriber(None, None)
         subscriber.offer(frame(0), {})  # before its keyframe, it has nothing to lose
@@ -145,7 +145,7 @@ def test_a_page_that_reads_too_slowly_loses_frames_and_goes_on_from_a_keyframe()
     asyncio.run(scenario())
 
 
-def test_what_a_page_is_told_again_is_never_too_much_for_it() -> None:
+def test_repeated_frames_never_exceed_the_unread_limit() -> None:
     recent = RecentFrames()
     recent.add(DashboardFrame(b"k" * (MAX_UNREAD_BYTES + 1), True, {0: "alice"}))
     for number in range(1, MAX_FRAMES):
@@ -163,7 +163,7 @@ def test_what_a_page_is_told_again_is_never_too_much_for_it() -> None:
     asyncio.run(scenario())
 
 
-def test_texts_are_bounded_and_gone_with_the_last_page() -> None:
+def test_texts_are_bounded_and_dropped_with_the_last_page() -> None:
     with front_end(send_frames) as front:
         texts = front.service.subscribers.texts
         subscriber = front.service.subscribers.subscribe(None, None)
@@ -179,14 +179,14 @@ def test_texts_are_bounded_and_gone_with_the_last_page() -> None:
         assert texts.find("r599", None) is None
 
 
-def test_shutting_down_lets_the_pages_go() -> None:
+def test_shutdown_ends_the_pages() -> None:
     with front_end(send_frames) as front, watching(front) as frames:
         until(frames, "key")
         front.engine.loop.call_soon_threadsafe(front.service.subscribers.close)
         assert all(one["t"] in ("service", "lost") for one in frames)  # it ends
 
 
-def test_a_recorder_that_switched_itself_off_is_said_and_not_asked_again_until_the_engine_is_new() -> None:
+def test_a_recorder_that_is_off_is_shown_and_not_used_until_the_engine_restarts() -> None:
     with front_end(send_frames) as front:
         subscribers, engine = front.service.subscribers, front.engine
         engine.loop.call_soon_threadsafe(subscribers.receive, RecorderFault(is_off=True))
@@ -201,7 +201,7 @@ def test_a_recorder_that_switched_itself_off_is_said_and_not_asked_again_until_t
             until(frames, "key")
 
 
-def test_a_frame_that_cannot_be_passed_on_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_that_cannot_be_delivered_affects_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("cannot")
 
@@ -215,7 +215,7 @@ def test_a_frame_that_cannot_be_passed_on_costs_no_answer(monkeypatch: pytest.Mo
         assert until(frames, "key")["n"] == 0  # it goes on from the next one
 
 
-def test_pages_that_come_and_go_cost_the_engine_no_keyframes() -> None:
+def test_reopened_pages_need_no_new_keyframes() -> None:
     with front_end(send_frames) as front, watching(front) as frames:
         until(frames, "key")
         tell(front.engine, frame(1), frame(2))
@@ -233,7 +233,7 @@ def test_pages_that_come_and_go_cost_the_engine_no_keyframes() -> None:
         assert len(keys) == 2
 
 
-def test_what_an_engine_said_that_is_gone_is_told_to_nobody() -> None:
+def test_frames_of_a_dead_engine_are_not_repeated() -> None:
     with front_end(send_frames) as front:
         with watching(front) as frames:
             until(frames, "key")

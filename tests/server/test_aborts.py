@@ -108,7 +108,7 @@ PHASES: dict[str, tuple[list[dict[str, Any]], Callable[[RunningServer], Callable
 
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_client_that_goes_away_is_soon_not_computed_for(small: RunningServer, phase: str, streamed: bool) -> None:
+def test_no_more_is_computed_for_a_client_that_disconnects(small: RunningServer, phase: str, streamed: bool) -> None:
     bodies, reached = PHASES[phase]
     small.wait_idle()
     cancelled = small.metric_of("chairlift_requests_total", reason="cancelled")
@@ -139,7 +139,7 @@ def test_a_client_that_goes_away_is_soon_not_computed_for(small: RunningServer, 
     assert asyncio.run(check()) <= SOON
 
 
-def test_a_full_queue_says_when_to_come_back_and_what_never_fits_is_refused(small: RunningServer) -> None:
+def test_a_full_queue_sets_retry_after_and_requests_that_never_fit_are_refused(small: RunningServer) -> None:
     never = small.post(PATH, ENDLESS | {"prompt": SHORT, "n": 9})
     assert never.status_code == 400
     assert never.json()["error"]["param"] == "n"
@@ -160,7 +160,7 @@ def test_a_full_queue_says_when_to_come_back_and_what_never_fits_is_refused(smal
     assert len(answers[0].json()["choices"]) == 8
 
 
-def test_a_second_signal_does_not_wait(small: RunningServer) -> None:
+def test_a_second_signal_exits_at_once(small: RunningServer) -> None:
     """The last of this file: it ends the server."""
     answers = []
     with Pause(small) as engine:  # so that nothing can finish

@@ -27,7 +27,7 @@ def post(front: FrontEnd, path: str, **body: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize(("path", "body", "method"), TEXT_JOBS)
-def test_texts_are_admitted_in_bounds_and_not_while_draining(
+def test_text_jobs_are_limited_and_refused_while_draining(
     path: str, body: dict[str, Any], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, answers = threading.Event(), list[httpx.Response]()
@@ -56,7 +56,7 @@ def test_texts_are_admitted_in_bounds_and_not_while_draining(
         assert [front.metric("requests_refused_total", status=status) for status in ("429", "503")] == [1, 1]
 
 
-def test_the_time_of_a_request_counts_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_counts_from_the_arrival_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with front_end(stay_silent) as front:
         encode, take_your_time = front.service.model.tokenizer.encode, threading.Event()
 
@@ -83,7 +83,7 @@ def test_the_time_of_a_request_counts_from_its_arrival(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("search", [{"beam_width": 6}, {"best_of": 6, "n": 2}, {"n": 6}], ids=str)
-def test_every_sequence_takes_a_place_until_its_search_is_over(search: dict[str, int]) -> None:
+def test_every_sequence_of_a_search_counts_against_the_queue_limit(search: dict[str, int]) -> None:
     with front_end(stay_silent, limits=Limits(max_waiting=2)) as front:  # 8 seats and 2 to wait in
         asking = threading.Thread(target=post, args=(front, PATH), kwargs={"model": NAME, "prompt": "a", **search})
         asking.start()
@@ -99,14 +99,14 @@ def test_every_sequence_takes_a_place_until_its_search_is_over(search: dict[str,
         assert front.engine.num_open == 0
 
 
-def test_requests_turned_away_for_the_size_of_all_bodies_are_counted() -> None:
+def test_refusals_for_the_size_of_all_bodies_are_counted() -> None:
     with front_end(limits=Limits(max_held_bytes=1000)) as front:
         assert post(front, PATH, model=NAME, prompt="a" * 2000).status_code == 429
         assert front.metric("requests_refused_total", status="429") == 1
         assert post(front, PATH, model=NAME, prompt="a").status_code == 200
 
 
-def test_a_body_of_too_many_values_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_with_too_many_values_is_refused_without_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading 8 MiB of small values takes seconds, and the server could do nothing else meanwhile."""
     read = list[int]()
     loads = json.loads
@@ -128,7 +128,7 @@ def test_a_body_of_too_many_values_is_refused_unread(monkeypatch: pytest.MonkeyP
         assert (commas.status_code, commas.json()["count"]) == (200, 300_000)
 
 
-def test_large_bodies_are_read_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_bodies_are_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     readers, loads = list[str](), json.loads
 
     def watched(text: str | bytes, **options: Any) -> Any:
@@ -169,9 +169,7 @@ def expected_count(value: Any) -> int:
 
 
 @given(json_values, st.integers(1, 9), st.booleans())
-def test_values_are_counted_whatever_the_strings_say_and_wherever_the_pieces_end(
-    value: Any, size: int, ascii_only: bool
-) -> None:
+def test_values_are_counted_regardless_of_strings_and_piece_boundaries(value: Any, size: int, ascii_only: bool) -> None:
     counter, text = ValueCounter(), json.dumps(value, ensure_ascii=ascii_only).encode()
     for start in range(0, len(text), size):
         counter.feed(text[start : start + size])

@@ -143,18 +143,20 @@ BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize(("change", "param"), BAD_SAMPLING, ids=lambda value: ascii(value)[:60])
-def test_sampling(server: RunningServer, path: str, change: dict[str, Any], param: str | None) -> None:
+def test_invalid_sampling_parameters_are_refused(
+    server: RunningServer, path: str, change: dict[str, Any], param: str | None
+) -> None:
     body = {"model": NAME, "max_tokens": 4} | ({"messages": HELLO} if path == CHAT else {"prompt": "hello"})
     expect(server, server.post(path, body | change), 400, param)
 
 
 @pytest.mark.parametrize(("change", "param"), BAD_CHATS, ids=lambda value: str(value)[:40])
-def test_chats(server: RunningServer, change: dict[str, Any], param: str) -> None:
+def test_invalid_chat_parameters_are_refused(server: RunningServer, change: dict[str, Any], param: str) -> None:
     expect(server, server.post(CHAT, {"model": NAME, "messages": HELLO, **change}), 400, param)
 
 
 @pytest.mark.parametrize(("change", "param"), BAD_PROMPTS, ids=lambda value: str(value)[:40])
-def test_prompts(server: RunningServer, change: dict[str, Any], param: str) -> None:
+def test_invalid_prompts_are_refused(server: RunningServer, change: dict[str, Any], param: str) -> None:
     expect(server, server.post(TEXT, {"model": NAME, "prompt": "hello", **change}), 400, param)
 
 
@@ -196,29 +198,29 @@ BAD_MESSAGES: dict[str, tuple[str, str, dict[str, str], bytes, int]] = {
 
 
 @pytest.mark.parametrize("what", BAD_MESSAGES)
-def test_messages(server: RunningServer, what: str) -> None:
+def test_invalid_http_messages_are_refused(server: RunningServer, what: str) -> None:
     method, path, headers, body, status = BAD_MESSAGES[what]
     expect(server, HTTP.request(method, server.url + path, headers=headers, content=body), status, None)
 
 
-def test_a_large_body_that_does_not_say_its_length(server: RunningServer) -> None:
+def test_a_large_body_without_a_length_is_refused(server: RunningServer) -> None:
     pieces = (BIG[i : i + 2**16] for i in range(0, len(BIG), 2**16))
     expect(server, HTTP.post(server.url + TEXT, content=pieces, headers=JSON), 413, None)
 
 
-def test_a_model_that_is_not_there(server: RunningServer) -> None:
+def test_an_unknown_model_is_not_found(server: RunningServer) -> None:
     expect(server, server.post(CHAT, {"model": "other", "messages": HELLO}), 404, "model")
     expect(server, server.post(TEXT, {"model": "other", "prompt": "hello", "stream": True}), 404, "model")
     expect(server, server.get("/v1/models/other"), 404, "model")
     expect(server, server.post("/tokenize", {"model": "other", "prompt": "hello"}), 404, "model")
 
 
-def test_a_bad_stream_has_a_status_of_its_own(server: RunningServer) -> None:
+def test_an_invalid_streaming_request_has_an_error_status(server: RunningServer) -> None:
     expect(server, server.post(TEXT, {"model": NAME, "prompt": "hello", "stream": True, "top_p": 9}), 400, "top_p")
     expect(server, server.post(TEXT, {"model": NAME, "prompt": [1, 10**6], "stream": True}), 400, "prompt")
 
 
-def test_nulls_mean_absent(server: RunningServer) -> None:
+def test_null_means_absent(server: RunningServer) -> None:
     nulls = dict.fromkeys(
         ["temperature", "top_p", "n", "stop", "seed", "logit_bias", "stream", "stream_options", "logprobs", "user"]
     )
@@ -227,7 +229,7 @@ def test_nulls_mean_absent(server: RunningServer) -> None:
     assert server.post(CHAT, {"model": NAME, "messages": parts, "max_tokens": 2}).status_code == 200
 
 
-def test_afterwards_nothing_is_left(server: RunningServer) -> None:
+def test_no_blocks_or_requests_remain(server: RunningServer) -> None:
     server.post(TEXT, {"model": NAME, "prompt": "hello", "max_tokens": 2})
     server.wait_idle()
     assert server.metric("chairlift_requests_open") == 0

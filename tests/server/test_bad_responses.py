@@ -138,19 +138,19 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("given", "param"), BAD_INPUT, ids=lambda value: ascii(value)[:60])
-def test_input(server: RunningServer, given: Any, param: str) -> None:
+def test_invalid_input_is_refused(server: RunningServer, given: Any, param: str) -> None:
     expect(server, server.post(PATH, {"model": NAME, "input": given}), 400, param)
 
 
 @pytest.mark.parametrize(("change", "param"), BAD, ids=lambda value: ascii(value)[:60])
-def test_parameters(server: RunningServer, change: dict[str, Any], param: str | None) -> None:
+def test_invalid_parameters_are_refused(server: RunningServer, change: dict[str, Any], param: str | None) -> None:
     body = {"model": NAME, "input": "hello"} | change
     expect(server, server.post(PATH, body), 400, param)
     if not change.keys() & {"stream", "stream_options"}:
         expect(server, server.post(PATH, body | {"stream": True}), 400, param)
 
 
-def test_a_refusal_says_what_to_do(server: RunningServer) -> None:
+def test_refusals_suggest_what_to_do(server: RunningServer) -> None:
     body = {"model": NAME, "input": [{"type": "item_reference", "id": "msg_1"}]}
     assert "store: false" in server.post(PATH, body).json()["error"]["message"]
     reply = server.post(PATH, {"model": NAME, "input": "hello", "previous_response_id": "resp_1"})
@@ -158,18 +158,18 @@ def test_a_refusal_says_what_to_do(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
-def test_bodies_that_are_no_request(server: RunningServer, body: bytes) -> None:
+def test_invalid_bodies_are_refused(server: RunningServer, body: bytes) -> None:
     response = httpx.post(server.url + PATH, content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_other_models_and_methods(server: RunningServer) -> None:
+def test_unknown_models_and_methods_are_refused(server: RunningServer) -> None:
     expect(server, server.post(PATH, {"model": "other", "input": "hello"}), 404, "model")
     assert server.get(PATH).status_code == 405
     expect(server, server.get(f"{PATH}/resp_1"), 404, None)
 
 
-def test_afterwards_nothing_is_left(server: RunningServer) -> None:
+def test_no_blocks_or_requests_remain(server: RunningServer) -> None:
     server.wait_idle()
     assert server.metric("chairlift_requests_open") == 0

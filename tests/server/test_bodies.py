@@ -66,7 +66,7 @@ def asking(front: FrontEnd, count: int, path: str = PATH, **body: Any) -> Iterat
         thread.join(60)
 
 
-def test_no_more_bodies_are_read_than_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_bodies_of_admitted_requests_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(max_waiting=0, max_text_jobs=1)  # and 8 seats
     with stuck_readers(monkeypatch, limits) as (front, readers):
         with asking(front, 8, **LARGE) as statuses, asking(front, 1, "/tokenize", prompt=LONG_TEXT) as texts:
@@ -85,7 +85,7 @@ def test_no_more_bodies_are_read_than_there_are_places(monkeypatch: pytest.Monke
         assert preparing(front) == front.service.admission._text_jobs == 0
 
 
-def test_nothing_is_read_for_clients_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_of_disconnected_clients_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     with stuck_readers(monkeypatch, Limits()) as (front, readers):
         body = json.dumps(LARGE).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

@@ -43,7 +43,7 @@ def prompt(name: str, *tokens: int) -> Submit:
     return Submit(name, list(tokens), SamplingParams(n=2), None, "")
 
 
-def test_a_stream_merges_what_was_not_read_and_then_fails() -> None:
+def test_a_stream_merges_unread_updates_and_then_fails() -> None:
     async def check() -> None:
         stream = UpdateStream(["a", "b"])
         stream.push(Update("a", text="x", tokens=[1], cached_tokens=3))
@@ -59,7 +59,7 @@ def test_a_stream_merges_what_was_not_read_and_then_fails() -> None:
     asyncio.run(check())
 
 
-def test_if_one_prompt_is_refused_the_others_are_cancelled() -> None:
+def test_a_refused_prompt_cancels_the_others_of_its_request() -> None:
     async def check() -> None:
         client = idle_client()
         engine = FakeEngine(client)
@@ -76,7 +76,7 @@ def test_if_one_prompt_is_refused_the_others_are_cancelled() -> None:
     asyncio.run(check())
 
 
-def test_what_cannot_be_sent_leaves_nothing_behind() -> None:
+def test_a_message_that_cannot_be_encoded_leaves_no_state() -> None:
     async def check() -> None:
         client = idle_client()
         engine = FakeEngine(client)
@@ -95,7 +95,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_stopping_does_not_wait_for_an_engine_that_never_listened(
+def test_stop_does_not_wait_for_an_engine_that_never_connected(
     tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deaf = tmp_path / "deaf"
@@ -118,7 +118,7 @@ def test_stopping_does_not_wait_for_an_engine_that_never_listened(
     asyncio.run(check())
 
 
-def test_an_engine_that_cannot_be_started_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_be_started_fails_permanently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))

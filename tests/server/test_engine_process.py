@@ -87,7 +87,7 @@ PHASES: dict[str, tuple[list[Submit], Callable[[StepReport], bool]]] = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_nothing_is_computed_for_whoever_has_cancelled(engine: ByHand, phase: str) -> None:
+def test_nothing_is_computed_for_cancelled_requests(engine: ByHand, phase: str) -> None:
     requests, reached = PHASES[phase]
     for request in requests:
         engine.say(request)
@@ -104,7 +104,7 @@ def test_nothing_is_computed_for_whoever_has_cancelled(engine: ByHand, phase: st
     assert not engine.process.engine.has_work
 
 
-def test_the_others_go_on_in_the_same_step(engine: ByHand) -> None:
+def test_other_requests_continue_in_the_same_step(engine: ByHand) -> None:
     engine.say(endless("gone", SHORT))
     engine.say(endless("stays", SHORT))
     while engine.turn().decode_tokens < 2:

@@ -65,7 +65,7 @@ def open_files(pid: int) -> int:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_dies_under_load_ends_all_streams_and_is_started_again(
+def test_an_engine_that_dies_under_load_ends_all_streams_and_is_restarted(
     mortal: RunningServer, how: signal.Signals
 ) -> None:
     engine, files = mortal.engine_pid(), open_files(mortal.process.pid)
@@ -96,7 +96,7 @@ async def all_songs(server: RunningServer) -> list[Answer]:
     return await asyncio.gather(*(ask(server.url + PATH, song(index)) for index in range(CROWD)))
 
 
-def test_sigterm_under_load_lets_all_finish_and_leaves_no_child(mortal: RunningServer) -> None:
+def test_sigterm_under_load_drains_and_leaves_no_child(mortal: RunningServer) -> None:
     """The last with this server: it ends it."""
     expected = asyncio.run(all_songs(mortal))
     children = descendants(mortal.process.pid)
@@ -123,7 +123,7 @@ def test_sigterm_under_load_lets_all_finish_and_leaves_no_child(mortal: RunningS
         wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 30, "the children to be gone")
 
 
-def test_no_engine_outlives_a_front_end_that_was_killed(tiny_folder: Path, tmp_path: Path) -> None:
+def test_an_engine_exits_when_its_front_end_is_killed(tiny_folder: Path, tmp_path: Path) -> None:
     server = start_server(tiny_folder, tmp_path / "log")
     children = descendants(server.process.pid)
     assert children
@@ -133,7 +133,7 @@ def test_no_engine_outlives_a_front_end_that_was_killed(tiny_folder: Path, tmp_p
         wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 60, "the engine to be gone")
 
 
-def test_sigterm_while_loading(tiny_folder: Path) -> None:
+def test_sigterm_while_loading_exits(tiny_folder: Path) -> None:
     command = [sys.executable, "-m", "chairlift", "serve", str(tiny_folder), "--port", "0", "--kv-memory", "2MiB"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: process.poll() is not None or descendants(process.pid), 60, "the engine process")
@@ -198,7 +198,7 @@ def test_keys_do_not_share_cached_prefixes(locked: RunningServer) -> None:
     assert cached("first-key", "salt") > 0
 
 
-def test_isolation_needs_keys(tiny_folder: Path) -> None:
+def test_isolate_keys_needs_api_keys(tiny_folder: Path) -> None:
     command = [sys.executable, "-m", "chairlift", "serve", str(tiny_folder), "--port", "0", "--isolate-keys"]
     environment = {name: value for name, value in os.environ.items() if name != "CHAIRLIFT_API_KEY"}
     done = subprocess.run(command, capture_output=True, timeout=120, env=environment)
@@ -206,7 +206,7 @@ def test_isolation_needs_keys(tiny_folder: Path) -> None:
     assert b"--api-key" in done.stderr
 
 
-def test_a_timeout_is_an_error(server: RunningServer) -> None:
+def test_a_timeout_is_answered_with_408(server: RunningServer) -> None:
     response = server.post("/v1/completions", {**ENDLESS, "timeout": 0.001})
     assert response.status_code == 408
     assert response.json()["error"]["code"] == "timeout"
@@ -214,7 +214,7 @@ def test_a_timeout_is_an_error(server: RunningServer) -> None:
     assert server.post("/v1/completions", {**ENDLESS, "timeout": 1e-9, "stream": True}).status_code == 408
 
 
-def test_a_port_that_is_taken_is_said_at_once(server: RunningServer, tiny_folder: Path) -> None:
+def test_a_port_in_use_is_reported_at_once(server: RunningServer, tiny_folder: Path) -> None:
     port = server.url.rsplit(":", 1)[1]
     command = [sys.executable, "-m", "chairlift", "serve", str(tiny_folder), "--port", port]
     done = subprocess.run(command, capture_output=True, timeout=60)

@@ -53,7 +53,7 @@ def towards(server: RunningServer, token: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_whole_answers(tool_server: RunningServer, choice: Any) -> None:
+def test_forced_calls_in_whole_responses(tool_server: RunningServer, choice: Any) -> None:
     bias = towards(tool_server, "<|im_end|>")
     answer = tool_server.client().chat.completions.create(**ASKED, tool_choice=choice, seed=1, n=4, logit_bias=bias)
     for told in answer.choices:
@@ -70,7 +70,7 @@ def test_whole_answers(tool_server: RunningServer, choice: Any) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_streams_add_up_to_whole_answers(tool_server: RunningServer, choice: Any) -> None:
+def test_streams_add_up_to_whole_responses(tool_server: RunningServer, choice: Any) -> None:
     client = tool_server.client()
     asked = ASKED | {"tool_choice": choice, "seed": 7, "n": 2, "logit_bias": towards(tool_server, "<|im_end|>")}
     whole = client.chat.completions.create(**asked)
@@ -88,7 +88,7 @@ def test_streams_add_up_to_whole_answers(tool_server: RunningServer, choice: Any
                 assert len(pieces) > 3, "the arguments come while they are written"
 
 
-def test_several_calls_or_one(tool_server: RunningServer) -> None:
+def test_parallel_tool_calls_allows_several_calls_or_one(tool_server: RunningServer) -> None:
     client = tool_server.client()
     asked = ASKED | {"tool_choice": "required", "seed": 1, "n": 4}
     many = client.chat.completions.create(**(asked | {"max_tokens": 120}))
@@ -104,7 +104,7 @@ def test_several_calls_or_one(tool_server: RunningServer) -> None:
         assert told.finish_reason == "tool_calls"
 
 
-def test_a_call_cut_off_says_so(tool_server: RunningServer) -> None:
+def test_a_truncated_call_has_finish_reason_length(tool_server: RunningServer) -> None:
     for stream in (False, True):
         asked = ASKED | {"tool_choice": NAMED, "max_tokens": 45, "seed": 1}
         if stream:
@@ -117,7 +117,7 @@ def test_a_call_cut_off_says_so(tool_server: RunningServer) -> None:
         assert reason == "length"
 
 
-def test_the_round_trip(tool_server: RunningServer) -> None:
+def test_a_call_its_result_and_a_text_answer(tool_server: RunningServer) -> None:
     """A call, its result, an answer in words: with the message of the first answer sent back as it came."""
     client = tool_server.client()
     first = client.chat.completions.create(**ASKED, tool_choice=NAMED, seed=1).choices[0].message
@@ -136,7 +136,7 @@ def test_the_round_trip(tool_server: RunningServer) -> None:
     assert json.dumps(json.loads(call.function.arguments)) in prompt
 
 
-def test_logprobs_of_calls(tool_server: RunningServer) -> None:
+def test_calls_have_logprobs(tool_server: RunningServer) -> None:
     client = tool_server.client()
     asked = ASKED | {"tool_choice": NAMED, "seed": 1, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**asked)
@@ -147,7 +147,7 @@ def test_logprobs_of_calls(tool_server: RunningServer) -> None:
     assert told == [entry.token for entry in content or []]
 
 
-def test_the_helpers_of_the_client(tool_server: RunningServer) -> None:
+def test_stream_helpers_of_the_official_client(tool_server: RunningServer) -> None:
     """`chat.completions.stream` puts calls together itself, and parses arguments of strict tools."""
 
     async def run() -> Any:
@@ -165,7 +165,7 @@ def test_the_helpers_of_the_client(tool_server: RunningServer) -> None:
     assert "tool_calls.function.arguments.done" in events
 
 
-def test_calls_or_an_answer_in_json(tool_server: RunningServer) -> None:
+def test_tools_combine_with_a_json_response_format(tool_server: RunningServer) -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     schema["additionalProperties"] = False
     wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema, "strict": True}}
@@ -188,7 +188,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("schema", REFUSED, ids=str)
-def test_schemas_that_cannot_be_enforced(tool_server: RunningServer, schema: dict[str, Any], stream: bool) -> None:
+def test_schemas_that_cannot_be_enforced_are_refused(
+    tool_server: RunningServer, schema: dict[str, Any], stream: bool
+) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     body = ASKED | {"tools": [tool], "tool_choice": "required", "stream": stream}
     response = tool_server.post("/v1/chat/completions", body)
@@ -196,7 +198,7 @@ def test_schemas_that_cannot_be_enforced(tool_server: RunningServer, schema: dic
     assert response.json()["error"]["param"] == "tools"
 
 
-def test_models_whose_template_knows_no_tools(described_server: RunningServer) -> None:
+def test_tools_work_with_a_template_without_tools(described_server: RunningServer) -> None:
     client = described_server.client()
     told = client.chat.completions.create(**ASKED, tool_choice=NAMED, seed=1).choices[0]
     (call,) = told.message.tool_calls or []
@@ -206,6 +208,6 @@ def test_models_whose_template_knows_no_tools(described_server: RunningServer) -
     assert client.chat.completions.create(**(ASKED | extra)).choices[0].message.content
 
 
-def test_afterwards_nothing_is_left(tool_server: RunningServer) -> None:
+def test_no_blocks_or_requests_remain(tool_server: RunningServer) -> None:
     tool_server.wait_idle()
     assert tool_server.get("/health").status_code == 200

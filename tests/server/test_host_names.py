@@ -24,7 +24,7 @@ FOREIGN = (
 )
 
 
-def test_own_names_and_addresses_are_known_and_others_are_not() -> None:
+def test_own_names_and_addresses_are_allowed_and_others_are_not() -> None:
     names = HostNames("gpu-box", ["Proxy.example"])
     for own in (*OWN, "gpu-box:9", "proxy.example", socket.gethostname()):
         assert names.allow(own), own
@@ -34,12 +34,12 @@ def test_own_names_and_addresses_are_known_and_others_are_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "http://a", "a:80", "a b"])
-def test_a_name_is_a_name(name: str) -> None:
+def test_an_invalid_host_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidParameter, match="allowed_host"):
         HostNames(allowed=[name])
 
 
-def test_a_foreign_name_gets_nothing_but_whether_the_server_is_alive() -> None:
+def test_other_host_names_only_reach_the_health_routes() -> None:
     with front_end(hosts=HostNames("0.0.0.0")) as front, httpx.Client() as client:
 
         def get(path: str, host: str) -> httpx.Response:
@@ -59,7 +59,7 @@ def test_a_foreign_name_gets_nothing_but_whether_the_server_is_alive() -> None:
             assert [get(path, own).status_code for path in ("/dashboard", "/v1/models")] == [200, 200]
 
 
-def test_names_that_are_allowed_and_servers_with_keys_answer_to_all() -> None:
+def test_allowed_names_work_and_servers_with_keys_accept_any_name() -> None:
     foreign = {"Host": "lift.example"}
     with front_end(hosts=HostNames(allowed=["lift.example"])) as front:
         for path in ("/dashboard", "/v1/models"):

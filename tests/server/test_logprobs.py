@@ -29,7 +29,7 @@ def scored(ids: list[int], top: tuple[int, ...] = ()) -> list[TokenLogprobs]:
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, metaspace()], ids=["byte-level", "metaspace"])
-def test_bytes_are_those_of_the_text_and_offsets_lead_into_it(tokenizer: Tokenizer) -> None:
+def test_token_bytes_add_up_to_the_text_and_offsets_point_into_it(tokenizer: Tokenizer) -> None:
     text = "a € a" if tokenizer is BYTES else "a a€a"
     ids = tokenizer.encode(text)
     entries = chat_logprobs(scored(ids), tokenizer)
@@ -46,14 +46,14 @@ def test_bytes_are_those_of_the_text_and_offsets_lead_into_it(tokenizer: Tokeniz
         assert text[begin:end] == token or token.startswith("bytes:\\x")
 
 
-def test_offsets_go_on_from_chunk_to_chunk() -> None:
+def test_offsets_continue_across_chunks() -> None:
     ids = BYTES.encode("a € b")
     whole, parts = CompletionLogprobs(), CompletionLogprobs()
     pieces = [parts.add(scored([token]), BYTES)["text_offset"][0] for token in ids]
     assert pieces == whole.add(scored(ids), BYTES)["text_offset"]
 
 
-def test_tokens_that_mean_the_same_do_not_push_out_the_likelier() -> None:
+def test_of_tokens_with_the_same_text_the_most_probable_is_kept() -> None:
     tokenizer = metaspace()
     a, byte_a = tokenizer.token_id("a"), tokenizer.token_id("<0x61>")
     assert a is not None

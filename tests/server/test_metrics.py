@@ -15,7 +15,7 @@ from tests.server.front_end import ScriptedEngine, front_end
 from tests.server.running_server import HTTP, NAME, RunningServer, wait_for
 
 
-def test_a_restart_is_counted_and_the_old_engine_holds_nothing() -> None:
+def test_a_restart_is_counted_and_resets_the_gauges() -> None:
     metrics = Metrics()
     metrics.record_step(StepReport(updates=[], waiting=4, used_blocks=7, total_blocks=9, preemptions=0, requests=3))
     assert b"chairlift_kv_blocks_used 7.0" in metrics.render()
@@ -25,7 +25,7 @@ def test_a_restart_is_counted_and_the_old_engine_holds_nothing() -> None:
         assert f"chairlift_{line}" in shown
 
 
-def test_the_error_of_predictions_and_the_budget_are_shown() -> None:
+def test_prediction_errors_and_the_budget_are_recorded() -> None:
     metrics = Metrics()
     empty = StepReport(updates=[], waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
     metrics.record_step(msgspec.structs.replace(empty, requests=3, seconds=0.2))  # nothing was predicted yet
@@ -46,7 +46,7 @@ def test_every_metric_is_documented_and_nothing_else() -> None:
     assert documented == {name for name, _ in kinds if not name.endswith("_created")}
 
 
-def test_what_they_wait_for_is_shown_and_forgotten() -> None:
+def test_wait_reasons_are_set_and_reset() -> None:
     metrics = Metrics()
     empty = StepReport(updates=[], waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
     metrics.record_step(msgspec.structs.replace(empty, waiting=5, wait_reasons={"seats": 3, "prefix": 2}))
@@ -118,7 +118,7 @@ def refuse_to_end(engine: ScriptedEngine, message: ToEngine) -> None:
         engine.say(Update(message.request_ids[0], text="late", tokens=[6], finish_reason="length"))
 
 
-def test_completions_whose_client_goes_away_are_counted_once() -> None:
+def test_completions_of_disconnected_clients_are_counted_once() -> None:
     with front_end(refuse_to_end) as front:
         asked = {"model": SCRIPTED, "prompt": "hello", "n": 3, "stream": True}
         with HTTP.stream("POST", front.url + "/v1/completions", json=asked) as answer:

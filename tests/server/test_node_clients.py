@@ -70,7 +70,7 @@ def expected(tool_server: RunningServer) -> str:
 
 
 @pytest.mark.parametrize("scenario", ["officialChat", "officialResponse", "compatibleText", "responsesText"])
-def test_text(found: dict[str, Any], expected: str, scenario: str) -> None:
+def test_text_responses(found: dict[str, Any], expected: str, scenario: str) -> None:
     assert found[scenario].get("text") == expected, found[scenario]
     assert found[scenario]["tokens"] == 12
 
@@ -84,12 +84,12 @@ def test_streamed_text(found: dict[str, Any], expected: str, scenario: str) -> N
     assert found[scenario].get("final", expected) == expected
 
 
-def test_how_it_ended(found: dict[str, Any]) -> None:
+def test_finish_reasons(found: dict[str, Any]) -> None:
     for scenario in ("compatibleText", "responsesText", "compatibleTextStream", "responsesTextStream"):
         assert found[scenario]["finishReason"] == "length"
 
 
-def test_both_ways_to_talk_on_are_the_same(found: dict[str, Any]) -> None:
+def test_both_ways_to_continue_a_conversation_agree(found: dict[str, Any]) -> None:
     assert found["compatibleTurns"]["text"], found["compatibleTurns"]
     assert found["responsesTurns"] == found["compatibleTurns"]
 
@@ -98,7 +98,7 @@ def is_lift(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"open"} and isinstance(value["open"], bool)
 
 
-def test_objects(found: dict[str, Any]) -> None:
+def test_structured_objects(found: dict[str, Any]) -> None:
     made = [found["officialParsed"].get("chat"), found["officialParsed"].get("response")]
     for scenario in ("compatibleObject", "compatibleObjectStream", "responsesObject", "responsesObjectStream"):
         assert is_lift(found[scenario].get("object")), found[scenario]
@@ -132,6 +132,6 @@ def test_tools_of_the_ai_sdk(found: dict[str, Any], scenario: str) -> None:
     assert told.get("inputDeltas", 2) > 1
 
 
-def test_refusals_have_a_name(found: dict[str, Any]) -> None:
+def test_errors_name_their_parameter(found: dict[str, Any]) -> None:
     refused = {"status": 400, "param": "previous_response_id", "type": "invalid_request_error"}
     assert found["officialRefusal"] == refused

@@ -75,7 +75,7 @@ def test_token_ids_as_prompt(server: RunningServer) -> None:
     assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "a ragged batch"
 
 
-def test_stop_and_logprobs(server: RunningServer) -> None:
+def test_stop_strings_and_logprobs(server: RunningServer) -> None:
     client = server.client()
     whole = client.completions.create(prompt="the engine", max_tokens=20, **GREEDY).choices[0].text
     stop = whole[5:8]
@@ -96,7 +96,7 @@ def test_stop_and_logprobs(server: RunningServer) -> None:
     assert [offset for chunk in chunks for offset in chunk.text_offset] == told.text_offset
 
 
-def test_many_at_once_get_their_own_answers(server: RunningServer) -> None:
+def test_concurrent_requests_get_their_own_responses(server: RunningServer) -> None:
     async def ask(client: openai.AsyncOpenAI, index: int) -> str:
         answer = await client.completions.create(prompt=f"request number {index}", max_tokens=8, **GREEDY)
         return answer.choices[0].text

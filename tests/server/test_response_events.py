@@ -1,4 +1,4 @@
-"""The words of /v1/responses, from updates made by hand: calls among text, and endings that a server seldom has."""
+"""Responses built from hand-made updates: calls among text, and rare endings."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from chairlift.core.logprobs import TokenLogprobs
+from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
-from chairlift.server.openai.response_builder import Usage
 from chairlift.server.process.messages import Update
 from chairlift.server.responses.response_builder import ResponseObjectBuilder
 from chairlift.server.responses.types import ResponsesRequest
+from chairlift.server.served_model import ServedModel
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta, PlainParser
 from chairlift.text.tokenizer import Tokenizer
 from tests.tiny import byte_level_tokenizer
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-TOKENIZER = Tokenizer(byte_level_tokenizer())
+MODEL = ServedModel.create("m", Tokenizer(byte_level_tokenizer()))
 
 
-class Scripted:
-    """Says one part of a script for every update."""
+class ScriptedParser:
+    """Returns one part of a script for every update."""
 
     def __init__(self, script: list[AssistantPart]) -> None:
         self._script = script
@@ -38,9 +39,9 @@ class Scripted:
         return []
 
 
-def answer(parser: Any, **asked: Any) -> ResponseObjectBuilder:
-    request = ResponsesRequest(model="m", input="?", **asked)
-    return ResponseObjectBuilder(request, "m", TOKENIZER, parser, "resp_1", ["resp_1-0"], Usage(prompt_tokens=3))
+def make_builder(parser: Any, **parameters: Any) -> ResponseObjectBuilder:
+    request = ResponsesRequest(model="m", input="?", **parameters)
+    return ResponseObjectBuilder(request, MODEL, parser, "resp_1", Usage(prompt_tokens=3))
 
 
 def decoded(events: list[bytes]) -> list[dict[str, Any]]:
@@ -51,10 +52,10 @@ def decoded(events: list[bytes]) -> list[dict[str, Any]]:
 
 
 def streamed(script: list[AssistantPart], finish_reason: str) -> list[dict[str, Any]]:
-    said = answer(Scripted([*script]))
-    events = [event for _ in script for event in said.events(Update("resp_1-0"))]
-    events += said.events(Update("resp_1-0", finish_reason=finish_reason))
-    return decoded([*events, *said.ending()])
+    builder = make_builder(ScriptedParser([*script]))
+    events = [event for _ in script for event in builder.events(Update("resp_1-0"))]
+    events += builder.events(Update("resp_1-0", finish_reason=finish_reason))
+    return decoded([*events, *builder.end_events()])
 
 
 def items_by_replay(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -84,7 +85,7 @@ scripts = st.lists(st.one_of(st.text(max_size=4).map(lambda text: [ContentDelta(
 
 @settings(deadline=None)
 @given(script=scripts.map(lambda turns: [part for turn in turns for part in turn]), cut=st.booleans())
-def test_deltas_add_up_to_the_items(script: list[AssistantPart], cut: bool) -> None:
+def test_deltas_add_up_to_the_output_items(script: list[AssistantPart], cut: bool) -> None:
     reason = "length" if cut else "stop"
     events = streamed(script, reason)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -93,10 +94,10 @@ def test_deltas_add_up_to_the_items(script: list[AssistantPart], cut: bool) -> N
     assert items_by_replay(events) == last["output"]
     assert [item["status"] for item in last["output"]][:-1] == ["completed"] * (len(last["output"]) - 1)
     assert last["output"][-1]["status"] == ("incomplete" if cut else "completed")
-    whole = answer(Scripted([*script]))
+    whole = make_builder(ScriptedParser([*script]))
     for _ in script:
-        whole.keep(Update("resp_1-0"))
-    whole.keep(Update("resp_1-0", finish_reason=reason))
+        whole.add(Update("resp_1-0"))
+    whole.add(Update("resp_1-0", finish_reason=reason))
     assert without_ids(whole.body()) == without_ids(last)
 
 
@@ -105,7 +106,7 @@ def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     return response | {"output": items, "created_at": 0, "completed_at": 0}
 
 
-def test_text_and_calls_are_items_of_their_own() -> None:
+def test_text_and_calls_are_separate_items() -> None:
     events = streamed([ContentDelta("I will look."), *CALL, CallBegun(1, "call_b", "g")], "stop")
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created",
@@ -132,7 +133,7 @@ def test_text_and_calls_are_items_of_their_own() -> None:
     assert (second.type, second.call_id, second.arguments) == ("function_call", "call_b", "")
 
 
-def test_a_call_that_became_too_long_is_incomplete() -> None:
+def test_a_truncated_call_is_incomplete() -> None:
     last = streamed(CALL[:2], "length")[-1]
     assert last["type"] == "response.incomplete"
     assert (last["response"]["output"][0]["status"], last["response"]["output"][0]["arguments"]) == (
@@ -143,10 +144,10 @@ def test_a_call_that_became_too_long_is_incomplete() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_failure_ends_the_stream_with_two_events(begun: bool) -> None:
-    said = answer(PlainParser())
-    events = said.events(Update("resp_1-0", text="half an ")) if begun else []
+    builder = make_builder(PlainParser())
+    events = builder.events(Update("resp_1-0", text="half an ")) if begun else []
     error = APIError(408, "too late", type_="timeout_error", code="timeout")
-    *before, told, failed = decoded([*events, *said.failure(error)])
+    *before, told, failed = decoded([*events, *builder.error_events(error)])
     assert [event["type"] for event in before[:2]] == ["response.created", "response.in_progress"]
     assert (told["type"], told["code"], told["message"]) == ("error", "timeout", "too late")
     assert failed["type"] == "response.failed"
@@ -158,11 +159,11 @@ def test_a_failure_ends_the_stream_with_two_events(begun: bool) -> None:
 
 
 def test_logprobs_wait_for_their_text() -> None:
-    said = answer(PlainParser(), include=["message.output_text.logprobs"])
+    builder = make_builder(PlainParser(), include=["message.output_text.logprobs"])
     scores = [TokenLogprobs(token, -float(token), 1, ()) for token in range(5, 8)]
-    events = said.events(Update("resp_1-0", tokens=[5], logprobs=[scores[0]]))  # half a character
-    events += said.events(Update("resp_1-0", text="é", tokens=[6], logprobs=[scores[1]]))
-    events += said.events(Update("resp_1-0", tokens=[7], logprobs=[scores[2]], finish_reason="stop"))
+    events = builder.events(Update("resp_1-0", tokens=[5], logprobs=[scores[0]]))  # half a character
+    events += builder.events(Update("resp_1-0", text="é", tokens=[6], logprobs=[scores[1]]))
+    events += builder.events(Update("resp_1-0", tokens=[7], logprobs=[scores[2]], finish_reason="stop"))
     found = decoded(events)
     deltas = [event for event in found if event["type"] == "response.output_text.delta"]
     assert [[entry["logprob"] for entry in event["logprobs"]] for event in deltas] == [[-5.0, -6.0], [-7.0]]

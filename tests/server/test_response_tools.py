@@ -46,7 +46,7 @@ def chat_call(item: dict[str, Any]) -> dict[str, Any]:
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
-def test_calls_and_results_are_told_as_in_a_chat(tool_server: RunningServer) -> None:
+def test_calls_and_results_become_the_same_prompt_as_in_a_chat(tool_server: RunningServer) -> None:
     client = tool_server.client()
     said = {"role": "assistant", "content": "let me look"}
     for words in ([said], []):
@@ -65,7 +65,7 @@ def test_calls_and_results_are_told_as_in_a_chat(tool_server: RunningServer) -> 
         assert answer.output_text == chat.choices[0].message.content
 
 
-def test_the_answer_says_what_was_offered(tool_server: RunningServer) -> None:
+def test_the_response_repeats_the_tools(tool_server: RunningServer) -> None:
     asked: dict[str, Any] = {"input": "hello", "tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False}
     answer = tool_server.client().responses.create(max_output_tokens=2, **asked, **GREEDY)
     assert [tool.name for tool in answer.tools] == ["get_weather", "get_time"]
@@ -74,7 +74,7 @@ def test_the_answer_says_what_was_offered(tool_server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
-def test_a_call_that_must_be(tool_server: RunningServer, choice: Any) -> None:
+def test_a_forced_call(tool_server: RunningServer, choice: Any) -> None:
     client = tool_server.client()
     asked: dict[str, Any] = {"input": ASK, "tools": TOOLS[:1], "tool_choice": choice, "parallel_tool_calls": False}
     answer = client.responses.create(model=NAME, temperature=0, **asked)
@@ -97,7 +97,7 @@ def test_a_call_that_must_be(tool_server: RunningServer, choice: Any) -> None:
     assert "".join(deltas) == call.arguments
 
 
-def test_a_call_its_result_and_the_answer(tool_server: RunningServer) -> None:
+def test_a_call_its_result_and_the_final_response(tool_server: RunningServer) -> None:
     client = tool_server.client()
     asked: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False}
     first = client.responses.create(input=ASK, tool_choice="required", model=NAME, temperature=0, **asked)
@@ -148,7 +148,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "param"), BAD, ids=lambda value: ascii(value)[:60])
-def test_bad_requests(tool_server: RunningServer, change: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_refused(tool_server: RunningServer, change: dict[str, Any], param: str) -> None:
     response = tool_server.post(PATH, {"model": NAME, "input": "hello", **change})
     assert response.status_code == 400, response.text
     error = response.json()["error"]

@@ -57,7 +57,7 @@ def test_a_whole_response(server: RunningServer) -> None:
     assert answer.usage.total_tokens == answer.usage.input_tokens + 12
 
 
-def test_the_same_tokens_as_a_chat(server: RunningServer) -> None:
+def test_a_response_has_the_same_tokens_as_a_chat(server: RunningServer) -> None:
     client = server.client()
     talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION}]
     chat = client.chat.completions.create(messages=talk, max_tokens=16, **GREEDY)
@@ -73,7 +73,7 @@ def test_the_same_tokens_as_a_chat(server: RunningServer) -> None:
         assert answer.usage.input_tokens == chat.usage.prompt_tokens
 
 
-def test_a_conversation_goes_on_with_its_own_items(server: RunningServer) -> None:
+def test_output_items_can_be_sent_back_as_input(server: RunningServer) -> None:
     client = server.client()
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     first = client.responses.create(input=items, max_output_tokens=6, **GREEDY)
@@ -90,7 +90,7 @@ def test_a_conversation_goes_on_with_its_own_items(server: RunningServer) -> Non
     assert second.usage.input_tokens_details.cached_tokens > 0
 
 
-def test_a_stream_tells_the_same_story(server: RunningServer) -> None:
+def test_a_stream_adds_up_to_the_whole_response(server: RunningServer) -> None:
     whole = server.client().responses.create(input=QUESTION, max_output_tokens=20, **GREEDY)
     body = {"model": NAME, "input": QUESTION, "max_output_tokens": 20, "temperature": 0, "ignore_eos": True}
     events = sse(server, body)
@@ -111,7 +111,7 @@ def test_a_stream_tells_the_same_story(server: RunningServer) -> None:
     assert (first["id"], first["status"], first["usage"], first["output"]) == (last["id"], "in_progress", None, [])
 
 
-def test_streams_of_the_client(server: RunningServer) -> None:
+def test_stream_helpers_of_the_client(server: RunningServer) -> None:
     client = server.client()
     whole = client.responses.create(input=QUESTION, max_output_tokens=20, **GREEDY)
     stop = whole.output_text[6:8]
@@ -125,7 +125,7 @@ def test_streams_of_the_client(server: RunningServer) -> None:
     assert final.output_text == "".join(texts) == whole.output_text[: whole.output_text.index(stop)]
 
 
-def test_many_async_streams_get_their_own_answers(server: RunningServer) -> None:
+def test_concurrent_streams_get_their_own_responses(server: RunningServer) -> None:
     async def read(client: openai.AsyncOpenAI, index: int) -> str:
         stream = await client.responses.create(input=f"number {index}", max_output_tokens=8, stream=True, **GREEDY)
         return "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
@@ -154,7 +154,7 @@ def test_logprobs(server: RunningServer, ask: dict[str, Any]) -> None:
     assert plain.output[0].content[0].logprobs == []
 
 
-def test_parsed_answers(server: RunningServer) -> None:
+def test_parsed_responses(server: RunningServer) -> None:
     client = server.client()
     answer = client.responses.parse(input=QUESTION, text_format=Lift, model=NAME, temperature=0)
     assert answer.status == "completed"
@@ -169,7 +169,7 @@ def test_parsed_answers(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_the_same_structures_as_in_a_chat(server: RunningServer, kind: str) -> None:
+def test_structured_output_is_the_same_as_in_a_chat(server: RunningServer, kind: str) -> None:
     named = {"name": "lift", "schema": Lift.model_json_schema(), "strict": True, "description": "a lift"}
     there, here = ({"json_schema": named}, named) if kind == "json_schema" else ({}, {})
     asked: dict[str, Any] = {"model": NAME, "temperature": 0}
@@ -184,7 +184,7 @@ def test_the_same_structures_as_in_a_chat(server: RunningServer, kind: str) -> N
     assert answer["text"]["format"] == {"type": kind, **here}
 
 
-def test_an_answer_without_words_is_a_message(server: RunningServer) -> None:
+def test_an_empty_output_is_a_message(server: RunningServer) -> None:
     whole = server.client().responses.create(input=QUESTION, max_output_tokens=4, **GREEDY).output_text
     body = {"model": NAME, "input": QUESTION, "temperature": 0, "ignore_eos": True, "stop": whole[0]}
     (item,) = server.post(PATH, body).json()["output"]
@@ -195,7 +195,7 @@ def test_an_answer_without_words_is_a_message(server: RunningServer) -> None:
     ]
 
 
-def test_what_asks_for_nothing_is_taken(server: RunningServer) -> None:
+def test_parameters_with_their_only_supported_values_are_accepted(server: RunningServer) -> None:
     nulls = dict.fromkeys(ResponsesRequest.model_fields.keys() - {"model", "input", "max_output_tokens"})
     plain: dict[str, Any] = {
         "store": False,
@@ -219,7 +219,7 @@ def test_what_asks_for_nothing_is_taken(server: RunningServer) -> None:
     assert (echoed["store"], echoed["prompt_cache_key"], echoed["safety_identifier"]) == (False, "chat-7", "someone")
 
 
-def test_a_client_that_leaves_is_not_answered(server: RunningServer) -> None:
+def test_a_disconnected_client_is_cancelled(server: RunningServer) -> None:
     body = {"model": NAME, "input": QUESTION, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + PATH, json=body, timeout=60) as response:
         next(response.iter_bytes(chunk_size=64))

@@ -78,19 +78,21 @@ def fuzz(server: RunningServer, path: str, method: str, mode: GenerationMode, ex
 
 
 @pytest.mark.parametrize(("path", "method", "mode"), CASES, ids=lambda value: str(getattr(value, "value", value)))
-def test_no_request_makes_the_server_fail(server: RunningServer, path: str, method: str, mode: GenerationMode) -> None:
+def test_no_generated_request_makes_the_server_fail(
+    server: RunningServer, path: str, method: str, mode: GenerationMode
+) -> None:
     fuzz(server, path, method, mode, 40 if path in POSTS else 8, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "method", "mode"), CASES, ids=lambda value: str(getattr(value, "value", value)))
-def test_no_request_of_many_makes_the_server_fail(
+def test_no_generated_request_of_many_makes_the_server_fail(
     server: RunningServer, path: str, method: str, mode: GenerationMode
 ) -> None:
     fuzz(server, path, method, mode, 500 if path in POSTS else 50)
 
 
-def test_every_route_of_the_document_is_tried(server: RunningServer) -> None:
+def test_every_documented_route_is_tested(server: RunningServer) -> None:
     document = server.get("/openapi.json").json()
     served = {(path, method.upper()) for path, methods in document["paths"].items() for method in methods}
     assert served == {(path, method) for path, method, _ in CASES}

@@ -12,7 +12,7 @@ from tests.server.running_server import NAME, RunningServer
 PROMPT = {"model": NAME, "prompt": "a chairlift never", "max_tokens": 8}
 
 
-def test_beam_search_is_that_of_the_offline_api(server: RunningServer, tiny_folder: Path) -> None:
+def test_beam_search_matches_the_offline_api(server: RunningServer, tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), progress=False, kv_memory="2MiB")
     params = SamplingParams(beam_width=4, n=2, max_tokens=8, length_penalty=0.5, early_stopping="never")
     expected = llm.generate(["a chairlift never"], params, use_tqdm=False)[0].outputs
@@ -50,7 +50,7 @@ def test_best_of(server: RunningServer) -> None:
     assert [choice.text for choice in best] == [choice["text"] for choice in ranked[:2]]
 
 
-def test_too_wide_for_the_seats(server: RunningServer) -> None:
+def test_a_search_wider_than_the_batch_is_refused(server: RunningServer) -> None:
     answer = server.post("/v1/completions", PROMPT | {"beam_width": 64, "max_tokens": 200})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "beam_width"

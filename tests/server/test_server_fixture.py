@@ -27,7 +27,9 @@ def test_a_server_that_does_not_start_in_time_is_stopped(tmp_path: Path, monkeyp
     assert started[0].returncode == -signal.SIGTERM
 
 
-def test_one_that_does_not_stop_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_stop_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(running_server, "STOP_SECONDS", 0.1)
     deaf = "trap '' TERM; sleep 600 & echo $!; wait"
     process = subprocess.Popen(["sh", "-c", deaf], stdout=subprocess.PIPE)

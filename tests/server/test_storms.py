@@ -60,7 +60,7 @@ def greedy(prompt: str | list[int], **more: Any) -> dict[str, Any]:
     return {"model": NAME, "prompt": prompt, "temperature": 0, "ignore_eos": True, "stream": True, **more}
 
 
-def test_500_streams_get_their_own_answers(storm: RunningServer, tiny_folder: Path) -> None:
+def test_500_streams_get_their_own_responses(storm: RunningServer, tiny_folder: Path) -> None:
     """Half of them must repeat a token of their own a number of times of their own; the other half must get what
     their prompt gets alone."""
     tokenizer = Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
@@ -86,7 +86,7 @@ def test_500_streams_get_their_own_answers(storm: RunningServer, tiny_folder: Pa
         assert answer.text == alone[index % 50].text
 
 
-def test_300_clients_that_vanish_in_the_middle(storm: RunningServer) -> None:
+def test_300_clients_disconnect_mid_stream(storm: RunningServer) -> None:
     chance = random.Random(0)
     names = ("stop", "length", "cancelled", "error", "deadline", "refused")
 
@@ -120,7 +120,7 @@ def test_300_clients_that_vanish_in_the_middle(storm: RunningServer) -> None:
     assert storm.post(PATH, greedy("still there?", max_tokens=4, stream=False)).status_code == 200
 
 
-def test_readers_of_a_byte_per_second(storm: RunningServer) -> None:
+def test_slow_readers_do_not_slow_down_others(storm: RunningServer) -> None:
     url = storm.url + PATH
     chatty = greedy("slowly", max_tokens=100, logprobs=20)
 

@@ -22,7 +22,7 @@ def ask(server: RunningServer, **more: object) -> tuple[int, dict[str, object]]:
     return reply.status_code, reply.json()
 
 
-def test_a_priority_is_refused_where_it_would_do_nothing(server: RunningServer) -> None:
+def test_a_priority_is_refused_where_it_has_no_effect(server: RunningServer) -> None:
     status, body = ask(server, priority=1)
     assert status == 400
     assert body["error"]["param"] == "priority"  # type: ignore[index]
@@ -39,7 +39,9 @@ def batching(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.mark.parametrize("more", [{"priority": -5}, {"priority": 3, "n": 2}, {"user": "bob"}])
-def test_a_batching_server_answers_a_single_request(batching: RunningServer, more: dict[str, object]) -> None:
+def test_a_server_with_dynamic_batches_answers_a_single_request(
+    batching: RunningServer, more: dict[str, object]
+) -> None:
     """It waits for company for 30 ms, and then goes without."""
     status, body = ask(batching, **more)
     assert status == 200, body

@@ -47,7 +47,7 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_pydantic_models_come_back_through_parse(server: RunningServer, temperature: float) -> None:
+def test_parse_returns_pydantic_models(server: RunningServer, temperature: float) -> None:
     answer = server.client().chat.completions.parse(
         model=NAME, messages=TALK, response_format=Lift, temperature=temperature, seed=3, max_tokens=200
     )
@@ -72,7 +72,7 @@ def test_parse_through_responses(server: RunningServer) -> None:
     assert isinstance(answer.output_parsed, Lift)
 
 
-def test_any_json_object(server: RunningServer) -> None:
+def test_json_object_mode_returns_an_object(server: RunningServer) -> None:
     answer = server.client().chat.completions.create(
         model=NAME, messages=TALK, response_format={"type": "json_object"}, n=8, seed=1, max_tokens=100
     )
@@ -97,7 +97,7 @@ WAYS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("way", "pattern"), WAYS, ids=lambda value: str(value)[:50])
-def test_every_way_to_say_it(server: RunningServer, way: dict[str, Any], pattern: str) -> None:
+def test_every_structure_parameter_is_enforced(server: RunningServer, way: dict[str, Any], pattern: str) -> None:
     texts = []
     for path, prompt in ((CHAT, {"messages": TALK}), (TEXT, {"prompt": "lift"})):
         reply = server.post(path, body(**prompt, **way, n=2, seed=3, max_tokens=60)).json()
@@ -107,7 +107,7 @@ def test_every_way_to_say_it(server: RunningServer, way: dict[str, Any], pattern
     assert all(re.fullmatch(pattern, text) for text in texts), texts
 
 
-def test_streamed_it_is_the_same(server: RunningServer) -> None:
+def test_a_stream_has_the_same_structured_output(server: RunningServer) -> None:
     client = server.client()
     asked: dict[str, Any] = {"model": NAME, "messages": TALK, "n": 3, "seed": 8, "max_tokens": 200}
     asked["extra_body"] = {"guided_json": Lift.model_json_schema()}
@@ -122,14 +122,14 @@ def test_streamed_it_is_the_same(server: RunningServer) -> None:
     assert [Lift.model_validate_json(text) for text in texts]
 
 
-def test_max_tokens_cuts_it_short(server: RunningServer) -> None:
+def test_max_tokens_truncates_structured_output(server: RunningServer) -> None:
     reply = server.post(CHAT, body(messages=TALK, guided_regex="[a-z]{50}", max_tokens=3)).json()
     (choice,) = reply["choices"]
     assert choice["finish_reason"] == "length"
     assert reply["usage"]["completion_tokens"] == 3
 
 
-def test_text_and_null_ask_for_nothing(server: RunningServer) -> None:
+def test_text_and_null_formats_do_not_constrain(server: RunningServer) -> None:
     nothing = {"guided_json": None, "structured_outputs": None}
     plain = server.post(CHAT, body(messages=TALK, seed=1, max_tokens=8)).json()
     for format_ in ({"type": "text"}, None):
@@ -137,7 +137,7 @@ def test_text_and_null_ask_for_nothing(server: RunningServer) -> None:
         assert reply["choices"] == plain["choices"]
 
 
-def test_many_at_once_with_others_between_them(server: RunningServer) -> None:
+def test_structured_and_plain_requests_run_together(server: RunningServer) -> None:
     def ask(index: int) -> tuple[int, str]:
         way = {"guided_choice": [f"canary {index}", f"bird {index}"]} if index % 2 else {}
         reply = server.post(TEXT, body(prompt=f"lift {index}", seed=index, max_tokens=30, **way))
@@ -214,7 +214,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "param"), BAD, ids=lambda value: ascii(value)[:70])
-def test_what_cannot_be_is_named(server: RunningServer, change: dict[str, Any], param: str) -> None:
+def test_invalid_structures_name_their_parameter(server: RunningServer, change: dict[str, Any], param: str) -> None:
     """Also for a stream: nothing has been sent yet when a grammar turns out to be bad."""
     for stream in (False, True):
         for path, prompt in ((CHAT, {"messages": TALK}), (TEXT, {"prompt": "lift"}))[
@@ -236,7 +236,7 @@ OUTGROWING = f"start: {' | '.join(f'r{i}' for i in range(40))}\n" + "\n".join(
 )
 
 
-def test_a_grammar_that_becomes_too_complex_on_the_way_is_the_fault_of_its_parameter(server: RunningServer) -> None:
+def test_a_grammar_that_becomes_too_complex_while_generating_names_its_parameter(server: RunningServer) -> None:
     asked = body(prompt="lift", guided_grammar=OUTGROWING, ignore_eos=True, max_tokens=120)
     whole = server.post(TEXT, asked)
     assert whole.status_code == 400
@@ -253,14 +253,14 @@ def test_a_grammar_that_becomes_too_complex_on_the_way_is_the_fault_of_its_param
     server.wait_idle()
 
 
-def test_responses_names_it_as_its_clients_do(server: RunningServer) -> None:
+def test_responses_uses_its_own_parameter_names(server: RunningServer) -> None:
     format_ = {"type": "json_schema", "name": "a", "schema": {"type": "objet"}}
     response = server.post("/v1/responses", {"model": NAME, "input": "lift", "text": {"format": format_}})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "text.format"
 
 
-def test_a_client_that_leaves_while_its_grammar_is_compiled(server: RunningServer) -> None:
+def test_a_client_that_disconnects_while_its_grammar_compiles(server: RunningServer) -> None:
     other = "(a|c*)" * 20_000  # not yet known to be too much
     with pytest.raises(httpx.TimeoutException):
         httpx.post(server.url + TEXT, json=body(prompt="lift", guided_regex=other), timeout=0.5)

@@ -41,7 +41,7 @@ async def settled(client: EngineClient) -> EngineState:
 
 
 @pytest.mark.parametrize("illness", ["hangs", "silent", "babbles"])
-def test_a_sick_engine_is_replaced_and_its_requests_end(
+def test_a_hung_engine_is_replaced_and_its_requests_end(
     make_client: Callable[[str], EngineClient], tmp_path: Path, illness: str
 ) -> None:
     async def check() -> None:
@@ -60,7 +60,7 @@ def test_a_sick_engine_is_replaced_and_its_requests_end(
     assert lives(tmp_path) == 2
 
 
-def test_long_steps_that_end_are_no_illness_nor_is_a_front_end_that_slept(
+def test_long_steps_and_a_suspended_front_end_are_not_faults(
     make_client: Callable[[str], EngineClient], tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -77,7 +77,7 @@ def test_long_steps_that_end_are_no_illness_nor_is_a_front_end_that_slept(
     assert lives(tmp_path) == 1
 
 
-def test_an_engine_that_was_well_and_cannot_load_again_is_tried_again(
+def test_an_engine_that_was_healthy_and_fails_to_reload_is_retried(
     make_client: Callable[[str], EngineClient], tmp_path: Path
 ) -> None:
     async def check() -> None:

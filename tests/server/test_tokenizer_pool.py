@@ -14,7 +14,7 @@ from tests.server.running_server import HTTP, wait_for
 from tests.server.stuck_tokenizer import LONG_TEXT, PATH, ask, preparing, stuck_on_long_texts
 
 
-def test_long_texts_hold_up_no_short_ones_and_have_a_place_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_do_not_delay_short_ones_and_count_against_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     with stuck_on_long_texts(monkeypatch, Limits(max_waiting=0)) as (front, go_on):
         statuses: list[int] = []
         threads = [threading.Thread(target=lambda: statuses.append(ask(front, LONG_TEXT))) for _ in range(7)]
@@ -35,7 +35,7 @@ def test_long_texts_hold_up_no_short_ones_and_have_a_place_in_the_queue(monkeypa
         assert ask(front, "short") == 200
 
 
-def test_a_client_that_goes_away_while_its_text_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_disconnects_while_its_text_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     with stuck_on_long_texts(monkeypatch, Limits()) as (front, go_on):
         body = json.dumps({"model": NAME, "prompt": LONG_TEXT}).encode()
         connection = front.connect()
@@ -51,7 +51,7 @@ def test_a_client_that_goes_away_while_its_text_is_tokenised(monkeypatch: pytest
         assert [message.prompt for message in front.engine.heard if isinstance(message, Submit)] != [[7]]
 
 
-def test_an_engine_that_dies_meanwhile_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_during_tokenization_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from chairlift.server.process.engine_client import EngineState
 
     with stuck_on_long_texts(monkeypatch, Limits()) as (front, go_on):

@@ -45,7 +45,7 @@ def streamed(builder: CompletionResponseBuilder, given: list[Update]) -> list[di
     return [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
 
 
-def test_the_whole_answer() -> None:
+def test_a_whole_response() -> None:
     builder = make_builder()
     for update in updates(PIECES):
         builder.add(update)
@@ -61,7 +61,7 @@ def test_the_whole_answer() -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_no_words_are_null_and_no_calls_are_absent() -> None:
+def test_empty_content_is_null_and_missing_calls_are_absent() -> None:
     for text, content, calls in [(TEXT[5:], None, 2), ("Yes. ", "Yes. ", 0), ("", "", 0)]:
         builder = make_builder()
         for update in updates([text]):
@@ -72,7 +72,7 @@ def test_no_words_are_null_and_no_calls_are_absent() -> None:
         assert ("tool_calls" in message) == bool(calls)
 
 
-def test_the_stream_piece_by_piece() -> None:
+def test_a_stream_of_content_and_calls() -> None:
     chunks = streamed(make_builder(), updates(PIECES))
     deltas = [chunk["delta"] for chunk in chunks]
     first, second = deltas[2]["tool_calls"][0].pop("id"), deltas[5]["tool_calls"][0].pop("id")
@@ -99,7 +99,7 @@ def test_a_stream_that_begins_with_a_call() -> None:
     assert chunks[0]["delta"] == {"role": "assistant", "content": None}
 
 
-def test_choices_do_not_mix() -> None:
+def test_choices_are_parsed_separately() -> None:
     builder = make_builder(n=2)
     both = [update for pair in zip(updates(PIECES), updates(PIECES, "r#1", "length"), strict=True) for update in pair]
     chunks = streamed(builder, both)
@@ -113,7 +113,7 @@ def test_choices_do_not_mix() -> None:
     assert len(set(ids)) == 4
 
 
-def test_every_token_has_its_logprob_told_once() -> None:
+def test_every_token_has_its_logprob_once() -> None:
     given = [
         Update("r", text=piece, tokens=[index], logprobs=[TokenLogprobs(index, -0.5, 1, ((index, -0.5),))])
         for index, piece in enumerate(PIECES)
@@ -128,7 +128,7 @@ def test_every_token_has_its_logprob_told_once() -> None:
     assert len(told) == len(PIECES) + 1
 
 
-def test_reasons_and_single_calls() -> None:
+def test_finish_reasons_and_single_calls() -> None:
     named = {"type": "function", "function": {"name": "add"}}
     assert streamed(make_builder(tool_choice=named), updates(PIECES))[-1]["finish_reason"] == "stop"
     assert streamed(make_builder(tool_choice="required"), updates(PIECES))[-1]["finish_reason"] == "tool_calls"

@@ -57,7 +57,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("change", "param"), BAD, ids=lambda value: ascii(value)[:60])
-def test_bad_requests(tool_server: RunningServer, change: dict[str, Any], param: str, stream: bool) -> None:
+def test_invalid_tools_are_refused(
+    tool_server: RunningServer, change: dict[str, Any], param: str, stream: bool
+) -> None:
     response = tool_server.post(CHAT, {"model": NAME, "messages": ASK, "stream": stream, **change})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -65,12 +67,12 @@ def test_bad_requests(tool_server: RunningServer, change: dict[str, Any], param:
     assert "Traceback" not in error["message"]
 
 
-def test_afterwards_nothing_is_left(tool_server: RunningServer) -> None:
+def test_no_blocks_or_requests_remain(tool_server: RunningServer) -> None:
     assert tool_server.get("/health").status_code == 200
     tool_server.wait_idle()
 
 
-def test_auto_may_give_words(tool_server: RunningServer) -> None:
+def test_auto_may_return_text(tool_server: RunningServer) -> None:
     client = tool_server.client()
     asked = {"model": NAME, "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 8, "temperature": 0}
     for choice in ("auto", "none"):
@@ -98,7 +100,7 @@ def test_the_model_sees_the_tools_unless_none_is_chosen(tool_server: RunningServ
     assert tool_server.post("/tokenize", {"prompt": "x", "tools": [WEATHER]}).json()["error"]["param"] == "tools"
 
 
-def test_a_template_without_tools_is_told_of_them(server: RunningServer) -> None:
+def test_tools_are_described_to_a_template_without_tools(server: RunningServer) -> None:
     counted: list[dict[str, Any]] = [
         server.post("/tokenize", {"messages": ASK, "tools": tools}).json() for tools in ([], [CLOCK])
     ]

@@ -74,7 +74,7 @@ def expect_well(front: FrontEnd) -> None:
     assert answer.json()["choices"][0]["text"] == "ok"
 
 
-def test_headers_that_never_end_are_dropped_and_hold_up_nobody(hasty: FrontEnd) -> None:
+def test_endless_headers_are_dropped_and_block_no_others(hasty: FrontEnd) -> None:
     slow = [hasty.connect() for _ in range(20)]
     for connection in slow:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
@@ -86,13 +86,13 @@ def test_headers_that_never_end_are_dropped_and_hold_up_nobody(hasty: FrontEnd) 
         connection.close()
 
 
-def test_a_connection_that_says_nothing_is_closed(hasty: FrontEnd) -> None:
+def test_a_silent_connection_is_closed(hasty: FrontEnd) -> None:
     with hasty.connect() as connection:
         assert connection.recv(1) == b""
 
 
 @pytest.mark.parametrize("sent", [b"", BODY[:-1]], ids=["nothing", "all but a byte"])
-def test_a_body_that_never_ends_is_dropped(hasty: FrontEnd, sent: bytes) -> None:
+def test_an_endless_body_is_dropped(hasty: FrontEnd, sent: bytes) -> None:
     with hasty.connect() as connection:
         connection.sendall(post(sent, length=len(BODY)))
         expect_well(hasty)
@@ -100,7 +100,7 @@ def test_a_body_that_never_ends_is_dropped(hasty: FrontEnd, sent: bytes) -> None
         assert everything(connection) == b""
 
 
-def test_a_body_that_goes_on_after_the_answer_is_not_read_for_ever(hasty: FrontEnd) -> None:
+def test_an_endless_body_after_the_response_is_dropped(hasty: FrontEnd) -> None:
     with hasty.connect() as connection:
         connection.sendall(post(b"", length=2**30))
         expect_error(connection, 413, "body_too_large")
@@ -115,7 +115,7 @@ def test_a_body_that_goes_on_after_the_answer_is_not_read_for_ever(hasty: FrontE
         wait_for(goes_away, 20, "the connection to be closed")
 
 
-def test_a_length_that_is_too_short(front: FrontEnd) -> None:
+def test_a_content_length_that_is_too_short(front: FrontEnd) -> None:
     with front.connect() as connection:
         connection.sendall(post(BODY + b"\x00\x01\r\n\r\n", length=len(BODY)))
         assert statuses(everything(connection)) == [200, 400]
@@ -135,7 +135,7 @@ def test_a_length_that_is_too_short(front: FrontEnd) -> None:
     ],
     ids=range(8),
 )
-def test_what_is_not_http(hasty: FrontEnd, sent: bytes) -> None:
+def test_malformed_http_is_refused(hasty: FrontEnd, sent: bytes) -> None:
     with hasty.connect() as connection:
         connection.sendall(sent if b"\r\n" in sent else sent + b"\r\n\r\n")
         expect_error(connection, 400, "bad_http")
@@ -144,13 +144,13 @@ def test_what_is_not_http(hasty: FrontEnd, sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("headers", ["x: y\r\n" * 130, "x: " + "y" * 31_000 + "\r\ny: " + "z" * 2_000 + "\r\n"])
-def test_too_many_headers(front: FrontEnd, headers: str) -> None:
+def test_too_many_headers_are_refused(front: FrontEnd, headers: str) -> None:
     with front.connect() as connection:
         connection.sendall(post(more=headers))
         expect_error(connection, 431, "headers_too_large")
 
 
-def test_requests_in_a_row_on_one_connection(front: FrontEnd) -> None:
+def test_pipelined_requests_on_one_connection(front: FrontEnd) -> None:
     with front.connect() as connection:
         for _ in range(3):
             connection.sendall(post())
@@ -160,7 +160,7 @@ def test_requests_in_a_row_on_one_connection(front: FrontEnd) -> None:
         assert statuses(everything(connection)) == [200, 400, 200]
 
 
-def test_a_client_that_goes_away_with_a_request_behind_its_first_is_noticed() -> None:
+def test_a_disconnect_behind_a_pipelined_request_is_detected() -> None:
     with front_end(stay_silent) as front:
         connection = front.connect()
         connection.sendall(post() + post())
@@ -170,7 +170,7 @@ def test_a_client_that_goes_away_with_a_request_behind_its_first_is_noticed() ->
         assert front.metric("requests_total", reason="cancelled") == 1
 
 
-def test_methods(front: FrontEnd) -> None:
+def test_head_and_wrong_methods(front: FrontEnd) -> None:
     for method, path in (("GET", TEXT), ("BREW", TEXT), ("DELETE", "/health"), ("OPTIONS", TEXT), ("PUT", "/metrics")):
         refused = HTTP.request(method, front.url + path)
         assert refused.status_code == 405
@@ -186,7 +186,7 @@ def test_methods(front: FrontEnd) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "nonsense"])
-def test_only_json_is_taken(front: FrontEnd, kind: str | None) -> None:
+def test_only_json_bodies_are_accepted(front: FrontEnd, kind: str | None) -> None:
     """Not only for clarity: a browser asks before it sends JSON to another origin, and sends forms without asking."""
     for path in (TEXT, "/v1/chat/completions", "/tokenize"):
         refused = HTTP.post(front.url + path, content=BODY, headers={"Content-Type": kind} if kind else {})
@@ -196,7 +196,7 @@ def test_only_json_is_taken(front: FrontEnd, kind: str | None) -> None:
     assert taken.status_code == 200
 
 
-def test_web_pages_of_other_origins() -> None:
+def test_cors_origins() -> None:
     asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     with front_end() as front:
         assert "access-control-allow-origin" not in HTTP.get(front.url + "/health", headers=asks).headers
@@ -218,7 +218,7 @@ def write_a_lot(engine: ScriptedEngine, message: ToEngine) -> None:
             engine.say(Update(message.request_id, text="x" * 2**18, tokens=[5]))
 
 
-def test_a_client_that_reads_nothing_is_dropped() -> None:
+def test_a_client_that_reads_nothing_is_disconnected() -> None:
     with front_end(write_a_lot, limits=HASTY) as front, front.connect() as connection:
         connection.sendall(post(json.dumps({"model": NAME, "prompt": "hello", "stream": True}).encode()))
         wait_for(lambda: any(isinstance(said, Cancel) for said in front.engine.heard), 30, "it to be dropped")
@@ -226,7 +226,7 @@ def test_a_client_that_reads_nothing_is_dropped() -> None:
         assert statuses(everything(connection)) == [200]
 
 
-def test_too_many_large_bodies_at_once() -> None:
+def test_too_many_large_bodies_at_once_are_refused() -> None:
     with front_end(stay_silent, limits=Limits(max_held_bytes=1000)) as front:
         large = json.dumps({"model": NAME, "prompt": "hello", "stop": "x" * 600}).encode()
         with front.connect() as first, front.connect() as second:
@@ -240,7 +240,7 @@ def test_too_many_large_bodies_at_once() -> None:
             wait_for(lambda: front.engine.num_open == 1, 20, "the room to be free again")
 
 
-def test_an_internal_error_has_an_id_and_says_and_logs_nothing_of_the_request(
+def test_an_internal_error_has_an_id_and_reveals_nothing_of_the_request(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(text: str, **_: Any) -> None:
@@ -256,7 +256,7 @@ def test_an_internal_error_has_an_id_and_says_and_logs_nothing_of_the_request(
         assert "secret" not in caplog.text + answer.text
 
 
-def test_a_silent_stream_shows_that_it_is_alive() -> None:
+def test_a_stream_without_output_sends_pings() -> None:
     with front_end(stay_silent, limits=Limits(ping_seconds=0.05)) as front:
         body = {"model": NAME, "prompt": "hello", "stream": True}
         with HTTP.stream("POST", front.url + TEXT, json=body, timeout=30) as answer:

@@ -97,6 +97,7 @@ class ResponsesRequest(GenerationBody):
         try:
             return ChatRequest(
                 **shared,
+                **self._extra_args,
                 messages=_PLACEHOLDER_MESSAGES,
                 max_completion_tokens=self.max_output_tokens,
                 logprobs=self.with_logprobs or None,

@@ -20,7 +20,7 @@ def expect(
     param: str | None,
     type_: str = "invalid_request_error",
 ) -> None:
-    """This error, in OpenAI's shape, and afterwards a server that is well and holds no block."""
+    """Check for this error in OpenAI's format, from a server that stays healthy and holds no blocks."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}

@@ -1,4 +1,4 @@
-"""Stands in for the engine process: speaks its language, and falls ill in the way that its model's name says."""
+"""A stand-in for the engine process, which fails in the way that its model's name says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chairlift.server.process.messages import FailedToLoad, FromEngine, Heartbea
 
 settings = json.loads(sys.argv[-1])
 illness, notes = settings["model"].split("@")
-life = len(Path(notes).read_text().splitlines())  # 0 is the first
+life = len(Path(notes).read_text().splitlines())  # 0 for the first process
 with Path(notes).open("a") as file:
     file.write("born\n")
 
@@ -40,5 +40,5 @@ while True:
     if illness == "babbles" and life == 0:
         socket.send(b"\xff not a message")
     hangs = illness == "hangs" and life == 0
-    # The long steps of a healthy engine end at last.
+    # The long steps of a healthy engine end at some point.
     say(Heartbeat(age if hangs else age % 0.4))

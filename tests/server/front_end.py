@@ -1,4 +1,4 @@
-"""The HTTP front end in this process, on a real socket, with an engine that says what the test wants."""
+"""The HTTP front end in this process, on a real socket, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOADED = Loaded(RequestLimits(vocab_size=320, max_model_len=256), max_batch_requ
 
 
 class ScriptedEngine(EngineClient):
-    """Never starts a process. `script` is called with every message that the front end sends."""
+    """An engine client without a process; `script` is called with every message to the engine."""
 
     def __init__(self, metrics: Metrics, script: Callable[[ScriptedEngine, ToEngine], None]) -> None:
         super().__init__("model", {}, metrics.record_step, metrics.record_restart)
@@ -50,7 +50,7 @@ class ScriptedEngine(EngineClient):
         self._script(self, self.heard[-1])
 
     def say(self, update: Update, after: float = 0.0) -> None:
-        """From any thread."""
+        """Deliver an update; callable from any thread."""
         self.loop.call_soon_threadsafe(self.loop.call_later, after, self._deliver, update)
 
 
@@ -62,7 +62,7 @@ def answer_ok(engine: ScriptedEngine, message: ToEngine) -> None:
 
 
 def stay_silent(engine: ScriptedEngine, message: ToEngine) -> None:
-    """Takes all requests and answers none."""
+    """Accepts all requests and answers none."""
 
 
 class FrontEnd:
@@ -96,7 +96,7 @@ def front_end(
     servers: list[uvicorn.Server] = []
 
     async def run() -> None:
-        engine = ScriptedEngine(metrics, script)  # has sockets of this thread's event loop
+        engine = ScriptedEngine(metrics, script)  # its sockets belong to this thread's event loop
         text = tokenizer or Tokenizer(byte_level_tokenizer(), chat_template=CHATML)
         service = Service(ServedModel.create(NAME, text), engine, metrics, limits, **(service_options or {}))
         made.append(FrontEnd(service, engine, listener.getsockname()[1]))

@@ -10,7 +10,7 @@ TOOL_TEMPLATE = (
     "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Short enough for a model without any sense to come to an end.
+# Short enough for a random model to finish.
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {

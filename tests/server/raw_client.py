@@ -1,4 +1,4 @@
-"""Many clients at once on bare sockets: they can stop reading, vanish or read a byte at a time."""
+"""Clients on bare sockets, which can stop reading, disconnect or read a byte at a time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Answer:
-    """What a client has got so far."""
+    """The part of a response that has arrived."""
 
     status: int = 0
     texts: dict[int, str] = field(default_factory=dict)  # by choice
     reasons: dict[int, str | None] = field(default_factory=dict)
     error: dict[str, Any] | None = None
-    complete: bool = False  # the stream said that it was
+    complete: bool = False  # whether the stream ended with [DONE]
 
     @property
     def text(self) -> str:
@@ -27,7 +27,7 @@ class Answer:
 
 
 class RawClient:
-    """HTTP/1.0, so that a reply is what comes until the server hangs up."""
+    """Uses HTTP/1.0, so that the server closes the connection after the response."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -35,7 +35,7 @@ class RawClient:
 
     @classmethod
     async def post(cls, url: str, body: dict[str, Any], *, buffer: int | None = None) -> RawClient:
-        """`buffer` is how many bytes the system may keep unread."""
+        """`buffer` is the size of the receive buffer in bytes."""
         where = urlsplit(url)
         connection = socket.socket()
         if buffer is not None:
@@ -49,7 +49,7 @@ class RawClient:
         return cls(reader, writer)
 
     async def answer(self) -> Answer:
-        """All of it."""
+        """The whole response."""
         answer = Answer(status=int((await self.reader.readline()).split()[1]))
         while await self.reader.readline() != b"\r\n":
             pass
@@ -65,7 +65,7 @@ class RawClient:
         self.writer.close()
 
     def vanish(self) -> None:
-        """Without a word: the other side gets a reset."""
+        """Reset the connection."""
         linger = struct.pack("ii", 1, 0)
         self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         self.writer.transport.abort()

@@ -22,7 +22,7 @@ def sse(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
         assert response.status_code == 200, response.read()
         assert response.headers["content-type"].startswith("text/event-stream")
         for block in "".join(response.iter_text()).strip().split("\n\n"):
-            if block.startswith(":"):  # a sign of life
+            if block.startswith(":"):  # a ping
                 continue
             name, data = block.split("\n")
             event = json.loads(data.removeprefix("data: "))
@@ -34,6 +34,6 @@ def sse(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def in_order(events: list[dict[str, Any]]) -> list[str]:
-    """The types, with the deltas of a row told once."""
+    """The types of the events, with consecutive equal ones merged."""
     kinds = [event["type"] for event in events]
     return [kind for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]

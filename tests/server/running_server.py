@@ -18,7 +18,7 @@ import openai
 
 NAME = "tiny"
 START_SECONDS, STOP_SECONDS = 120.0, 60.0
-# One for all: each would read the list of certificates anew. It keeps no connection, so that tests can count them.
+# Shared, because each client reads the list of certificates. It keeps no connections, so that tests can count them.
 HTTP = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 
 
@@ -35,7 +35,7 @@ class RunningServer:
         return HTTP.get(self.url + path)
 
     def post(self, path: str, body: object) -> httpx.Response:
-        # Escaped, so that even half a character can be sent.
+        # ASCII with escapes, so that lone surrogates can be sent.
         headers = {"Content-Type": "application/json"}
         return HTTP.post(self.url + path, content=json.dumps(body), headers=headers)
 
@@ -44,13 +44,13 @@ class RunningServer:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
     def metric_of(self, name: str, **labels: str) -> float:
-        """The value under exactly these labels."""
+        """The value with exactly these labels."""
         key = name + "{" + ",".join(f'{label}="{value}"' for label, value in labels.items()) + "}"
         lines = [line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines()]
         return sum(float(value) for found, value in lines if found == key)
 
     def address(self) -> str:
-        """Where it says that it listens; empty while it does not."""
+        """The address in its log; empty until it listens."""
         found = re.search(r" at (http://[\d.]+:\d+)\. Try:", self.log.read_text())
         return found[1] if found else ""
 
@@ -65,14 +65,14 @@ class RunningServer:
         wait_for(lambda: _status(self.url + path) == status, seconds, f"{path} to answer {status}\n{self.tail()}")
 
     def wait_idle(self) -> None:
-        """Every block is back and nothing is waiting."""
+        """Wait until all blocks are free."""
         wait_for(lambda: self.metric("chairlift_kv_blocks_used") == 0, 30, "the KV blocks to be freed")
 
     def tail(self) -> str:
         return self.log.read_text()[-2000:]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Its exit status. Should it not end, it is killed, and its engine too: a test leaves nothing running."""
+        """Stop the server and return its exit status; if it does not exit, kill it and its engine."""
         self.process.send_signal(number)
         try:
             return self.process.wait(STOP_SECONDS)
@@ -87,7 +87,7 @@ class RunningServer:
 def wait_for(condition: object, seconds: float, what: str) -> None:
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, f"waited {seconds} s in vain for {what}"
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
         time.sleep(0.05)
 
 
@@ -100,7 +100,7 @@ def _status(url: str) -> int | None:
 
 def start_server(folder: Path, log: Path, *options: str, **environment: str) -> RunningServer:
     command = [sys.executable, "-m", "chairlift", "serve", str(folder), "--served-model-name", NAME, "--port", "0"]
-    threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # nothing for threads to gain
+    threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # the model is too small for more
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*command, "--kv-memory", "2MiB", *options], stdout=out, stderr=out, env=os.environ | threads | environment
@@ -108,7 +108,7 @@ def start_server(folder: Path, log: Path, *options: str, **environment: str) -> 
     server = RunningServer(process, "", log)
     try:
         wait_for(lambda: process.poll() is not None or server.address(), START_SECONDS, "the server to start")
-    except BaseException:  # also Ctrl-C: nobody else knows of it yet
+    except BaseException:  # also Ctrl-C: no fixture would stop it yet
         server.stop()
         print(server.tail())
         raise

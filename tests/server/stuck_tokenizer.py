@@ -19,7 +19,7 @@ LONG_TEXT = "word " * 5000
 
 @contextmanager
 def stuck_on_long_texts(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> Iterator[tuple[FrontEnd, threading.Event]]:
-    """A front end whose tokenizer takes for ever with long texts, until the event is set."""
+    """A front end whose tokenizer blocks on long texts until the event is set."""
     go_on = threading.Event()
     with front_end(limits=limits) as front:
         encode = front.service.model.tokenizer.encode

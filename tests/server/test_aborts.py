@@ -1,5 +1,7 @@
-"""Clients that go away in every phase of their request. The engine is stopped and let go on in between, so that nothing
-depends on how fast this machine is."""
+"""Clients that disconnect in every phase of a request.
+
+The engine is suspended and resumed in between, so that nothing depends on the speed of the machine.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,17 @@ from tests.server.running_server import NAME, RunningServer, start_server, wait_
 from tests.tiny import write_tiny_checkpoint
 
 PATH = "/v1/completions"
-# So long that even on a busy machine a moment is not enough to get to their ends.
+# Long enough not to finish in a moment even on a busy machine.
 ENDLESS = {"model": NAME, "max_tokens": 3000, "ignore_eos": True}
 SHORT, LONG = [7, 8, 9], [11] * 1000
-# Of the 125 steps that the long prompt takes, and thousands of its answer. What the engine does with a cancellation
-# that it has heard is exact (test_engine_process.py); how soon a busy machine lets its sockets' thread hear it is not.
+# The long prompt takes 125 steps, its output thousands. The engine's reaction to a cancellation is exact (see
+# test_engine_process.py), but a busy machine may deliver the message late.
 SOON = 60
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Four seats, four places in the queue, and prompts that take many steps."""
+    """A server with four slots, a queue of four, and prompts that take many steps."""
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("small") / "tiny", positions=4096)
     options = ["--max-batch-requests=4", "--max-waiting=4", "--max-batch-tokens=8", "--kv-memory=8MiB"]
     server = start_server(folder, folder.parent / "log", *options, "--heartbeat-timeout=300", "--drain-timeout=300")
@@ -39,7 +41,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 class Pause:
-    """The engine, standing still. `until` lets it go on for moments."""
+    """Suspends the engine; `until` resumes it for moments."""
 
     def __init__(self, server: RunningServer) -> None:
         self.server = server
@@ -63,7 +65,7 @@ class Pause:
             self.settled_steps()
 
     def settled_steps(self) -> float:
-        """Steps so far; what it said before it stood still has been heard."""
+        """The number of steps, once all reports from before the suspension have arrived."""
         steps = -1.0
         while steps != (steps := self.server.metric("chairlift_steps_total")):
             time.sleep(0.03)
@@ -113,7 +115,7 @@ def test_no_more_is_computed_for_a_client_that_disconnects(small: RunningServer,
     small.wait_idle()
     cancelled = small.metric_of("chairlift_requests_total", reason="cancelled")
 
-    more = ENDLESS | {"stream": streamed, "cache_salt": f"{phase} {streamed}"}  # no prompt is known already
+    more = ENDLESS | {"stream": streamed, "cache_salt": f"{phase} {streamed}"}  # no prefix is cached
 
     async def clients() -> list[RawClient]:
         return [await RawClient.post(small.url + PATH, more | body) for body in bodies]
@@ -161,7 +163,7 @@ def test_a_full_queue_sets_retry_after_and_requests_that_never_fit_are_refused(s
 
 
 def test_a_second_signal_exits_at_once(small: RunningServer) -> None:
-    """The last of this file: it ends the server."""
+    """Must be the last test of this file, because it ends the server."""
     answers = []
     with Pause(small) as engine:  # so that nothing can finish
         open_ = threading.Thread(target=lambda: answers.append(small.post(PATH, ENDLESS | {"prompt": SHORT})))
@@ -174,4 +176,4 @@ def test_a_second_signal_exits_at_once(small: RunningServer) -> None:
         open_.join(30)
         assert answers[0].status_code == 503
         wait_for(lambda: not Path(f"/proc/{engine.pid}").exists(), 30, "the engine process to be gone")
-        engine.pid = os.getpid()  # nothing is left to go on
+        engine.pid = os.getpid()  # the engine is gone

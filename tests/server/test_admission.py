@@ -1,4 +1,4 @@
-"""Who is let in, who is told to come back, and what the clock on a request counts."""
+"""Admission, refusals, timeouts and limits on bodies."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_timeout_counts_from_the_arrival_of_the_request(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("search", [{"beam_width": 6}, {"best_of": 6, "n": 2}, {"n": 6}], ids=str)
 def test_every_sequence_of_a_search_counts_against_the_queue_limit(search: dict[str, int]) -> None:
-    with front_end(stay_silent, limits=Limits(max_waiting=2)) as front:  # 8 seats and 2 to wait in
+    with front_end(stay_silent, limits=Limits(max_waiting=2)) as front:  # 8 slots and a queue of 2
         asking = threading.Thread(target=post, args=(front, PATH), kwargs={"model": NAME, "prompt": "a", **search})
         asking.start()
         wait_for(lambda: front.engine.heard, 30, "the search to reach the engine")
@@ -107,7 +107,7 @@ def test_refusals_for_the_size_of_all_bodies_are_counted() -> None:
 
 
 def test_a_body_with_too_many_values_is_refused_without_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading 8 MiB of small values takes seconds, and the server could do nothing else meanwhile."""
+    """Parsing 8 MiB of small values would block the server for seconds."""
     read = list[int]()
     loads = json.loads
 
@@ -124,7 +124,7 @@ def test_a_body_with_too_many_values_is_refused_without_parsing(monkeypatch: pyt
             assert answer.status_code == 400
             assert loads(answer.text)["error"]["code"] == "too_many_values"
             assert not read
-        commas = post(front, "/tokenize", prompt="," * 300_000)  # text is one value, whatever is in it
+        commas = post(front, "/tokenize", prompt="," * 300_000)  # a string is one value
         assert (commas.status_code, commas.json()["count"]) == (200, 300_000)
 
 
@@ -162,7 +162,7 @@ json_values = st.recursive(
 
 
 def expected_count(value: Any) -> int:
-    """All values but the outermost follow a comma or a bracket, and an empty list has a bracket too."""
+    """The number of values without the outermost one; an empty list counts as one."""
     if isinstance(value, dict):
         value = list(value.values())
     return sum(1 + expected_count(one) for one in value) or 1 if isinstance(value, list) else 0

@@ -1,4 +1,4 @@
-"""Bodies with more mistakes in them than anybody wants to read about."""
+"""Bodies with thousands of errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model", "body"), BODIES, ids=lambda value: str(value)[-60:])
 def test_only_a_few_errors_are_reported(model: type[BaseModel], body: dict[str, Any]) -> None:
-    """All of them are made on the event loop; of a body of 8 MiB, that would take half a minute and gigabytes."""
+    """Formatting all errors of an 8 MiB body would take half a minute and gigabytes."""
     with pytest.raises(ValidationError) as raised:
         model.model_validate(body)
     assert raised.value.error_count() < 10

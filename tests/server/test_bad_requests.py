@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets a clear answer, and the server goes on."""
+"""Invalid requests get clear errors, and the server stays healthy."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ JSON = {"Content-Type": "application/json"}
 GOOD = json.dumps({"model": NAME, "prompt": "hello"}).encode()
 BIG = b'{"prompt": "' + b"x" * (9 * 2**20) + b'"}'
 
-# What is wrong with the message before its parameters are looked at: method, path, headers, body, status.
+# Errors that are found before the parameters are validated: method, path, headers, body, status.
 BAD_MESSAGES: dict[str, tuple[str, str, dict[str, str], bytes, int]] = {
     "no body": ("POST", TEXT, JSON, b"", 400),
     "half an object": ("POST", TEXT, JSON, b"{", 400),

@@ -1,4 +1,4 @@
-"""What /v1/responses refuses, and the name it gives to what is wrong."""
+"""Invalid requests to /v1/responses, and the parameters that their errors name."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text.format"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "fish"}}}}, "text.format"),
     ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
-    # Told back with the answer, which cannot say half a character.
+    # Repeated in the response, which cannot carry lone surrogates.
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {}, "description": "\ud800"}}}, "text.format"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"metadata": {"a": 1}}, "metadata"),

@@ -1,4 +1,4 @@
-"""Reading large bodies: for clients who are let in and still there, and beside long texts."""
+"""Parsing large bodies: only for admitted clients that are still connected, and beside long texts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def post(front: FrontEnd, path: str, **body: Any) -> httpx.Response:
 
 
 class Readers:
-    """They take for ever with every body, until `go_on` is set."""
+    """Block on every body until `go_on` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
@@ -54,7 +54,7 @@ def stuck_readers(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> Iterator[t
 
 @contextmanager
 def asking(front: FrontEnd, count: int, path: str = PATH, **body: Any) -> Iterator[list[int]]:
-    """So many clients at once; their statuses, once all have an answer."""
+    """Send `count` requests at once; yields their statuses, complete at exit."""
     statuses: list[int] = []
     threads = [
         threading.Thread(target=lambda: statuses.append(post(front, path, **body).status_code)) for _ in range(count)
@@ -67,7 +67,7 @@ def asking(front: FrontEnd, count: int, path: str = PATH, **body: Any) -> Iterat
 
 
 def test_only_bodies_of_admitted_requests_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = Limits(max_waiting=0, max_text_jobs=1)  # and 8 seats
+    limits = Limits(max_waiting=0, max_text_jobs=1)  # and 8 slots
     with stuck_readers(monkeypatch, limits) as (front, readers):
         with asking(front, 8, **LARGE) as statuses, asking(front, 1, "/tokenize", prompt=LONG_TEXT) as texts:
             wait_for(lambda: preparing(front) == 8, 30, "the places to be taken")
@@ -97,8 +97,8 @@ def test_bodies_of_disconnected_clients_are_not_parsed(monkeypatch: pytest.Monke
             connection.close()
         wait_for(lambda: preparing(front) == 0, 30, "their places to be free again")
         readers.go_on.set()
-        assert post(front, PATH, **LARGE).status_code == 400  # after whatever was left of theirs
-        assert len(readers.begun) == 3  # the two that were being read, and this one
+        assert post(front, PATH, **LARGE).status_code == 400  # after the abandoned bodies
+        assert len(readers.begun) == 3  # the two that were being parsed, and this one
         assert not front.engine.heard
 
 

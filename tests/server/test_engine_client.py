@@ -20,7 +20,7 @@ from chairlift.server.process.stream import UpdateStream
 
 
 class FakeEngine:
-    """Takes down what it is told, and says what the test wants."""
+    """Records the messages it gets, and sends those of the test."""
 
     def __init__(self, client: EngineClient) -> None:
         self.heard: list[bytes] = []
@@ -90,7 +90,7 @@ def test_a_message_that_cannot_be_encoded_leaves_no_state() -> None:
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """Where sockets fit: their paths may have some hundred characters, which pytest's own folders come close to."""
+    """A folder with a short path: socket paths are limited to about 100 characters."""
     with tempfile.TemporaryDirectory(prefix="lift") as folder:
         yield Path(folder)
 

@@ -1,4 +1,4 @@
-"""The loop of the engine's process, turned by hand."""
+"""The loop of the engine process, driven by the test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT, LONG = [7, 8, 9], [11] * 100
 
 
 class ByHand:
-    """Speaks to an engine and lets it make one turn at a time."""
+    """Sends messages to an engine process and runs one iteration of its loop at a time."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.context = zmq.Context()
@@ -33,11 +33,11 @@ class ByHand:
             socket.bind(settings[name])
         self.process = EngineProcess(settings)
         self.process._load()
-        self.reports.recv()  # that it is loaded
+        self.reports.recv()  # the Loaded message
 
     def say(self, message: ToEngine) -> None:
         self.commands.send(encode(message))
-        assert self.process.inbox.poll(10_000)  # it has arrived: nothing depends on how soon
+        assert self.process.inbox.poll(10_000)  # wait for the message, so that timing does not matter
 
     def turn(self) -> StepReport:
         self.process._turn()
@@ -54,7 +54,7 @@ class ByHand:
 
 @pytest.fixture(scope="module")
 def engine(tiny_folder: Path) -> Iterator[ByHand]:
-    with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets want
+    with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets need
         by_hand = ByHand(tiny_folder, Path(folder))
         yield by_hand
         by_hand.close()
@@ -62,7 +62,7 @@ def engine(tiny_folder: Path) -> Iterator[ByHand]:
 
 def endless(request_id: str, prompt: list[int], n: int = 1) -> Submit:
     params = SamplingParams(n=n, max_tokens=60, ignore_eos=True, temperature=1.0, seed=1)
-    return Submit(request_id, prompt, params, None, request_id)  # a salt of its own: no prompt is known already
+    return Submit(request_id, prompt, params, None, request_id)  # its own salt: no prefix is cached
 
 
 def computing_prompts(report: StepReport) -> bool:

@@ -1,4 +1,4 @@
-"""Engines that die or stand still under load, an orderly end under load, keys, and starts that fail."""
+"""Engines that die or hang under load, draining under load, API keys, and failing starts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ def song(index: int) -> dict[str, Any]:
 
 
 async def crowd(server: RunningServer) -> list[asyncio.Task[Answer]]:
-    """Many clients whose streams are under way, none of them finished. The engine stands still when this returns: the
-    machine may be too busy to look in time at one that runs."""
+    """Many clients with unfinished streams. The engine is suspended when this returns, so none can finish."""
     told, engine = server.metric("chairlift_output_tokens_total"), server.engine_pid()
-    os.kill(engine, signal.SIGSTOP)  # until all are there
+    os.kill(engine, signal.SIGSTOP)  # until all requests have arrived
     clients = [await RawClient.post(server.url + PATH, song(index)) for index in range(CROWD)]
     answers = [asyncio.create_task(client.answer()) for client in clients]
     while server.metric("chairlift_requests_open") < CROWD:
@@ -82,7 +81,7 @@ def test_an_engine_that_dies_under_load_ends_all_streams_and_is_restarted(
     assert mortal.metric("chairlift_engine_restarts_total") >= 1
     whole = asyncio.run(all_songs(mortal))
     for answer, full in zip(cut_off, whole, strict=True):
-        assert answer.status in (200, 503)  # the latter if it had got no word yet
+        assert answer.status in (200, 503)  # 503 if it had no output yet
         assert answer.error is not None
         assert answer.error["type"] == "service_unavailable"
         assert full.text.startswith(answer.text), "it got the words of another"
@@ -97,7 +96,7 @@ async def all_songs(server: RunningServer) -> list[Answer]:
 
 
 def test_sigterm_under_load_drains_and_leaves_no_child(mortal: RunningServer) -> None:
-    """The last with this server: it ends it."""
+    """Must be the last test with this server, because it ends it."""
     expected = asyncio.run(all_songs(mortal))
     children = descendants(mortal.process.pid)
     assert children
@@ -210,7 +209,7 @@ def test_a_timeout_is_answered_with_408(server: RunningServer) -> None:
     response = server.post("/v1/completions", {**ENDLESS, "timeout": 0.001})
     assert response.status_code == 408
     assert response.json()["error"]["code"] == "timeout"
-    # As long as nothing was sent, a stream has a status of its own too.
+    # Before its first event, a stream can still have an error status.
     assert server.post("/v1/completions", {**ENDLESS, "timeout": 1e-9, "stream": True}).status_code == 408
 
 

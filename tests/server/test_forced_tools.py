@@ -1,4 +1,4 @@
-"""Calls that the caller forces: even a model without any sense makes valid ones, of the right tools."""
+"""Forced tool calls: even a random model makes valid calls of the right tools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(function: Any) -> None:
 
 
 def assembled(chunks: Iterable[Any], n: int = 1) -> list[dict[str, Any]]:
-    """The choices of a stream put together, with the rules of streaming checked on the way."""
+    """The choices of a stream, assembled from chunks whose form is checked."""
     choices: list[dict[str, Any]] = [{"content": "", "calls": [], "reason": None} for _ in range(n)]
     for chunk in chunks:
         for told in chunk.choices:
@@ -47,7 +47,7 @@ def assembled(chunks: Iterable[Any], n: int = 1) -> list[dict[str, Any]]:
 
 
 def towards(server: RunningServer, token: str) -> dict[str, float]:
-    """A bias that makes a token likely wherever the grammar allows it."""
+    """A logit bias that makes a token probable wherever the grammar allows it."""
     (wanted,) = server.post("/tokenize", {"prompt": token, "add_special_tokens": False}).json()["tokens"]
     return {str(wanted): 9.0}
 
@@ -118,7 +118,7 @@ def test_a_truncated_call_has_finish_reason_length(tool_server: RunningServer) -
 
 
 def test_a_call_its_result_and_a_text_answer(tool_server: RunningServer) -> None:
-    """A call, its result, an answer in words: with the message of the first answer sent back as it came."""
+    """The message of the first response is sent back unchanged."""
     client = tool_server.client()
     first = client.chat.completions.create(**ASKED, tool_choice=NAMED, seed=1).choices[0].message
     (call,) = first.tool_calls or []
@@ -148,7 +148,7 @@ def test_calls_have_logprobs(tool_server: RunningServer) -> None:
 
 
 def test_stream_helpers_of_the_official_client(tool_server: RunningServer) -> None:
-    """`chat.completions.stream` puts calls together itself, and parses arguments of strict tools."""
+    """`chat.completions.stream` assembles calls, and parses the arguments of strict tools."""
 
     async def run() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{tool_server.url}/v1", api_key="none", timeout=60) as client:

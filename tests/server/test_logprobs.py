@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that are no whole text."""
+"""Log-probabilities of tokens that are parts of characters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_token_bytes_add_up_to_the_text_and_offsets_point_into_it(tokenizer: Tok
     ends = [*told["text_offset"][1:], len(text)]
     for token, begin, end in zip(told["tokens"], told["text_offset"], ends, strict=True):
         if begin == 0 and tokenizer is not BYTES:
-            token = token.removeprefix(" ")  # which a text does not begin with
+            token = token.removeprefix(" ")  # the text does not begin with it
         assert text[begin:end] == token or token.startswith("bytes:\\x")
 
 

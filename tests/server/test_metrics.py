@@ -1,4 +1,4 @@
-"""What the numbers say."""
+"""Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_restart_is_counted_and_resets_the_gauges() -> None:
 def test_prediction_errors_and_the_budget_are_recorded() -> None:
     metrics = Metrics()
     empty = StepReport(updates=[], waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
-    metrics.record_step(msgspec.structs.replace(empty, requests=3, seconds=0.2))  # nothing was predicted yet
+    metrics.record_step(msgspec.structs.replace(empty, requests=3, seconds=0.2))  # without a prediction
     metrics.record_step(msgspec.structs.replace(empty, requests=3, seconds=0.2, predicted_seconds=0.15))
     metrics.record_step(msgspec.structs.replace(empty, prefill_limit=48, limit_reason="tpot"))
     shown = metrics.render().decode().splitlines()
@@ -85,7 +85,7 @@ def test_the_numbers_of_a_real_engine_add_up(server: RunningServer) -> None:
     assert grown('requests_total{reason="length"}') == 3
     assert grown('prefix_lookups_total{result="never_seen"}') >= 1
     assert grown('prefix_lookups_total{result="all_found"}') >= 1
-    # The first token of each comes with the prompt, and the second of two completions computes one token of its own.
+    # The first token of each completion comes with the prefill; the second of two completions computes one more token.
     assert grown('step_tokens_total{kind="decode"}') == 3 * 8
     assert grown('step_tokens_total{kind="prefill"}') == prompts - cached + 1
     assert grown("steps_total") == grown("step_requests_count")

@@ -1,4 +1,4 @@
-"""The clients that JavaScript programs use: the official one and the AI SDK, on Node.
+"""JavaScript clients on Node: the official one and the AI SDK.
 
 Their packages are installed once, as node/package-lock.json has them, into a cache folder outside the tree.
 """
@@ -25,7 +25,7 @@ NO_NETWORK = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT
 
 
 def installed() -> Path:
-    """A folder with the packages; its name has the lock file's hash, so that another lock file gets another folder."""
+    """A folder with the installed packages, named by the hash of the lock file."""
     require_tool("node")
     npm = require_tool("npm")
     lock = (HERE / "package-lock.json").read_bytes()
@@ -41,7 +41,7 @@ def installed() -> Path:
             if done.returncode and any(sign in done.stderr for sign in NO_NETWORK):
                 missing("the packages cannot be fetched: no network")
             assert done.returncode == 0, done.stderr[-2000:]
-            if not folder.exists():  # another run may have been faster
+            if not folder.exists():  # another run may have created it
                 os.rename(fresh, folder)
                 Path(fresh).mkdir()
     return folder
@@ -49,9 +49,9 @@ def installed() -> Path:
 
 @pytest.fixture(scope="module")
 def found(tool_server: RunningServer) -> dict[str, Any]:
-    """What every scenario of clients.mjs came to."""
+    """The results of all scenarios of clients.mjs."""
     folder = installed()
-    # Beside the packages, because that is where Node looks for them; under a name of its own, for runs at once.
+    # Beside the packages, where Node finds them; with a unique name, for concurrent runs.
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".mjs") as script:
         script.write((HERE / "clients.mjs").read_bytes())
         script.flush()

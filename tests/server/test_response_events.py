@@ -59,7 +59,7 @@ def streamed(script: list[AssistantPart], finish_reason: str) -> list[dict[str, 
 
 
 def items_by_replay(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a client that only adds up deltas ends with."""
+    """The items of a client that only adds up deltas."""
     items: list[dict[str, Any]] = []
     for event in events:
         match event["type"].removeprefix("response."):

@@ -28,7 +28,7 @@ CALL_EVENTS = [
 
 
 def flat(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool of the chat API as this one writes it."""
+    """A chat API tool in the form of the responses API."""
     return {"type": "function", **tool["function"]}
 
 

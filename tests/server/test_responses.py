@@ -1,4 +1,4 @@
-"""/v1/responses with the real OpenAI client, and what goes over the wire."""
+"""/v1/responses with the real OpenAI client, and its wire format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MESSAGE_EVENTS = [
 
 
 class Lift(BaseModel):
-    """Short enough for a model without any sense to come to an end."""
+    """Short enough for a random model to finish."""
 
     side: Literal["north", "south"]
     open: bool
@@ -41,7 +41,7 @@ def test_a_whole_response(server: RunningServer) -> None:
     answer = server.client().responses.create(
         input=QUESTION, max_output_tokens=12, metadata={"trip": "7"}, instructions="be brief", **GREEDY
     )
-    Response.model_validate(answer.to_dict())  # the official type, with all that it requires
+    Response.model_validate(answer.to_dict())  # the official type
     assert answer.id.startswith("resp_")
     assert (answer.object, answer.model, answer.metadata) == ("response", NAME, {"trip": "7"})
     assert answer.instructions == "be brief"
@@ -163,7 +163,7 @@ def test_parsed_responses(server: RunningServer) -> None:
         done = [event.parsed for event in stream if event.type == "response.output_text.done"]
         assert stream.get_final_response().output_parsed == answer.output_parsed
     assert done == [answer.output_parsed]
-    # What the client made of an answer goes back with it, and the model sees the text.
+    # The client sends back the parsed object with the item; the model sees the text.
     again = client.responses.create(input=[*answer.output, {"role": "user", "content": "?"}], model=NAME, top_p=0.5)
     assert again.usage.input_tokens > answer.usage.output_tokens
 
@@ -173,7 +173,7 @@ def test_structured_output_is_the_same_as_in_a_chat(server: RunningServer, kind:
     named = {"name": "lift", "schema": Lift.model_json_schema(), "strict": True, "description": "a lift"}
     there, here = ({"json_schema": named}, named) if kind == "json_schema" else ({}, {})
     asked: dict[str, Any] = {"model": NAME, "temperature": 0}
-    most = 16 if kind == "json_object" else None  # anything may be in an object; this model would go on and on
+    most = 16 if kind == "json_object" else None  # this model would never end the object
     talk = [{"role": "user", "content": QUESTION}]
     structured = {"messages": talk, "max_tokens": most, "response_format": {"type": kind, **there}}
     chat = server.post("/v1/chat/completions", asked | structured).json()

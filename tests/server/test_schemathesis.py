@@ -1,4 +1,4 @@
-"""What the served OpenAPI document allows, and what it forbids, sent to a real server: never a 5xx."""
+"""Requests that the OpenAPI document allows or forbids never cause a 5xx."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.server.running_server import NAME, RunningServer
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 POSTS = (*GENERATING, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics", "/version")
-# Nothing that can stand in a path is forbidden there, so only bodies have a negative side.
+# Any path is valid, so only bodies have negative cases.
 CASES = [(path, "POST", mode) for path in POSTS for mode in GenerationMode]
 CASES += [(path, "GET", GenerationMode.POSITIVE) for path in GETS]
 
-# What gets a request past the first checks; without it, hardly any would get further than the name of the model.
+# Values that pass the first checks; otherwise few requests would get past the model's name.
 GROUNDS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
@@ -30,14 +30,14 @@ GROUNDS: dict[str, dict[str, Any]] = {
 
 
 def grounded(body: Any, path: str, *, how_much: int) -> Any:
-    """A generated body, made more and more likely to reach the engine."""
+    """A generated body with more and more valid values, so that it may reach the engine."""
     if not isinstance(body, dict) or how_much == 0:
         return body
     body = {**body, "model": NAME}
     if how_much == 1 or path not in GROUNDS:
         return body
     body |= GROUNDS[path]
-    if how_much == 3:  # of what is left, one thing at most: two wrong ones hide each other
+    if how_much == 3:  # at most one other parameter: two invalid ones hide each other
         kept = sorted(body.keys() - GROUNDS[path].keys() - {"model"})[:1]
         body = {name: body[name] for name in ("model", *GROUNDS[path], *kept)}
     return body
@@ -70,7 +70,7 @@ def fuzz(server: RunningServer, path: str, method: str, mode: GenerationMode, ex
 
     send()
     session.close()
-    if method == "POST" and path != "/tokenize":  # which wants exactly one of two things that each may be absent
+    if method == "POST" and path != "/tokenize":  # needs exactly one of two optional parameters
         assert mode is GenerationMode.NEGATIVE or statuses[200], f"none was good enough: {statuses}"
         assert statuses[400], f"none was bad: {statuses}"
     assert server.get("/health").status_code == 200

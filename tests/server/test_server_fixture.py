@@ -1,4 +1,4 @@
-"""Servers that a test has started end with it, also if they do not start or do not listen."""
+"""Servers that a test starts end with it, even if they do not start or stop properly."""
 
 from __future__ import annotations
 

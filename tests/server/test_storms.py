@@ -1,4 +1,4 @@
-"""Crowds of clients, patient and impatient, on one server. Afterwards nothing is left of them."""
+"""Hundreds of clients, some slow or disconnecting, on one server, which holds nothing afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def storm(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(storm: RunningServer) -> Iterator[None]:
-    """Blocks, open completions and file descriptors of both processes are what they were."""
+    """Blocks, open completions and file descriptors of both processes are as before."""
     storm.post(PATH, {"model": NAME, "prompt": "warm", "max_tokens": 2})
     engine = storm.engine_pid()
     wait_for(lambda: connections(storm) == 0, 30, "old connections to be closed")
@@ -46,7 +46,7 @@ def open_files(pid: int) -> int:
 
 
 def connections(server: RunningServer) -> int:
-    """Of clients, to the server's port, as the system knows them."""
+    """The number of client connections to the server's port."""
     port = int(server.url.rsplit(":", 1)[1])
     lines = Path(f"/proc/{server.process.pid}/net/tcp").read_text().splitlines()[1:]
     return sum(fields[1].endswith(f":{port:04X}") and fields[3] == "01" for fields in map(str.split, lines))
@@ -61,8 +61,8 @@ def greedy(prompt: str | list[int], **more: Any) -> dict[str, Any]:
 
 
 def test_500_streams_get_their_own_responses(storm: RunningServer, tiny_folder: Path) -> None:
-    """Half of them must repeat a token of their own a number of times of their own; the other half must get what
-    their prompt gets alone."""
+    """One half must repeat an individual token an individual number of times; the other half must get the same output
+    as when their prompt runs alone."""
     tokenizer = Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
     marked = [(100 + index % 125, 6 + index // 125) for index in range(250)]
     prompts = [f"canary number {index}" for index in range(50)]
@@ -96,7 +96,7 @@ def test_300_clients_disconnect_mid_stream(storm: RunningServer) -> None:
     async def one(index: int) -> None:
         body = greedy(f"client {index}", max_tokens=200, n=1 + index % 3, stream=index % 4 != 0)
         client = await RawClient.post(storm.url + PATH, body)
-        patience = chance.choice([0, 1, 300, 3_000, 20_000])  # bytes, from none to about half of a stream
+        patience = chance.choice([0, 1, 300, 3_000, 20_000])  # bytes: none to about half of a stream
         try:
             async with asyncio.timeout(chance.uniform(0.01, 2.0)):
                 if patience:
@@ -135,7 +135,7 @@ def test_slow_readers_do_not_slow_down_others(storm: RunningServer) -> None:
         slow = [await RawClient.post(url, chatty, buffer=2048) for _ in range(20)]
         creeping = [asyncio.create_task(creep(client)) for client in slow]
         quick = [await ask(url, greedy("quickly", max_tokens=32)) for _ in range(5)]
-        # The engine has long finished with the slow ones; their answers wait in buffers.
+        # The engine has finished the slow ones; their output waits in buffers.
         while storm.metric("chairlift_requests_open"):
             await asyncio.sleep(0.05)
         quick += [await ask(url, greedy("quickly", max_tokens=32)) for _ in range(5)]
@@ -149,4 +149,4 @@ def test_slow_readers_do_not_slow_down_others(storm: RunningServer) -> None:
     alone, quick, grown = asyncio.run(check())
     assert {answer.text for answer in quick} == {alone.text}
     assert all(answer.complete for answer in quick)
-    assert grown < 50 * 2**20  # 20 answers of about 200 KB each, and what it takes to word them
+    assert grown < 50 * 2**20  # 20 responses of about 200 KB each, and their encoding

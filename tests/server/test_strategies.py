@@ -1,4 +1,4 @@
-"""Orders and policies through the server: who may ask for what, and whose share a request uses."""
+"""Orderings, policies and tenants through the server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def batching(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def test_a_server_with_dynamic_batches_answers_a_single_request(
     batching: RunningServer, more: dict[str, object]
 ) -> None:
-    """It waits for company for 30 ms, and then goes without."""
+    """It waits 30 ms for more requests, then runs the batch."""
     status, body = ask(batching, **more)
     assert status == 200, body
     assert all(choice["finish_reason"] for choice in body["choices"])  # type: ignore[attr-defined]

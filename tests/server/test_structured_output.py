@@ -1,4 +1,4 @@
-"""Structured output through the server: what the real client gets, and what it is told when that cannot be."""
+"""Structured output through the server with the real client, and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.server.running_server import NAME, RunningServer, wait_for
 
 TALK: list[Any] = [{"role": "user", "content": "when does the lift stop?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SLOW = "(a|b*)" * 20_000  # more than anybody waits for
+SLOW = "(a|b*)" * 20_000  # takes too long to compile
 
 
 class Colour(StrEnum):
@@ -43,7 +43,7 @@ def body(**more: Any) -> dict[str, Any]:
     return {"model": NAME, "max_tokens": 200, "temperature": 1.5} | more
 
 
-# ---- what it writes ------------------------------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -148,7 +148,7 @@ def test_structured_and_plain_requests_run_together(server: RunningServer) -> No
             assert text in (f"canary {index}", f"bird {index}") or not index % 2
 
 
-# ---- what it refuses -----------------------------------------------------------------------------------------------
+# ---- errors -----------------------------------------------------------------------------------------------
 
 
 def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
@@ -215,7 +215,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "param"), BAD, ids=lambda value: ascii(value)[:70])
 def test_invalid_structures_name_their_parameter(server: RunningServer, change: dict[str, Any], param: str) -> None:
-    """Also for a stream: nothing has been sent yet when a grammar turns out to be bad."""
+    """Also for a stream: its status is sent only after the grammar has compiled."""
     for stream in (False, True):
         for path, prompt in ((CHAT, {"messages": TALK}), (TEXT, {"prompt": "lift"}))[
             : 1 if len(str(change)) > 99 else 2
@@ -230,7 +230,7 @@ def test_invalid_structures_name_their_parameter(server: RunningServer, change: 
     assert server.get("/health").status_code == 200
 
 
-# All forty rules may be at any depth of themselves: after some fifty characters that is too much to keep in mind.
+# All forty rules are recursive: after some fifty characters the parser has too many states.
 OUTGROWING = f"start: {' | '.join(f'r{i}' for i in range(40))}\n" + "\n".join(
     f'r{i}: "!" r{i} | "!"' for i in range(40)
 )
@@ -261,7 +261,7 @@ def test_responses_uses_its_own_parameter_names(server: RunningServer) -> None:
 
 
 def test_a_client_that_disconnects_while_its_grammar_compiles(server: RunningServer) -> None:
-    other = "(a|c*)" * 20_000  # not yet known to be too much
+    other = "(a|c*)" * 20_000  # not cached as too slow
     with pytest.raises(httpx.TimeoutException):
         httpx.post(server.url + TEXT, json=body(prompt="lift", guided_regex=other), timeout=0.5)
     late = server.post(TEXT, body(prompt="lift", guided_regex="(a|d*)" * 20_000, timeout=0.2))

@@ -1,4 +1,4 @@
-"""How a sick engine is noticed and treated, with a stand-in for the engine process."""
+"""Detection and restart of hung engines, with a stand-in for the engine process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_long_steps_and_a_suspended_front_end_are_not_faults(
         await client.start()
         assert await settled(client) is EngineState.READY
         await asyncio.sleep(2 * CARE.step_timeout)
-        time.sleep(1.5 * CARE.heartbeat_timeout)  # the event loop stands still, and hears no heartbeat
+        time.sleep(1.5 * CARE.heartbeat_timeout)  # blocks the event loop, which receives no heartbeat
         await asyncio.sleep(0.5)
         assert client.state is EngineState.READY
         await client.stop()

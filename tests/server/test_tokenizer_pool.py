@@ -1,4 +1,4 @@
-"""Tokenising: admitted first, in lanes, and dropped with the client."""
+"""Tokenization: after admission, in two pools, cancelled with the client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_long_texts_do_not_delay_short_ones_and_count_against_the_queue(monkeypa
         last = threading.Thread(target=lambda: statuses.append(ask(front, LONG_TEXT)))
         last.start()
         wait_for(lambda: preparing(front) == 8, 30, "the last seat to be taken")
-        assert ask(front, "short") == 429  # before any work is done for it
+        assert ask(front, "short") == 429  # before it is tokenized
         go_on.set()
         for thread in (*threads, last):
             thread.join(60)

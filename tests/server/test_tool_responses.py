@@ -94,7 +94,7 @@ def test_a_stream_that_begins_with_a_call() -> None:
     chunks = streamed(make_builder(), updates([TEXT[5:]]))
     assert chunks[0]["delta"] == {"role": "assistant", "content": None} | chunks[0]["delta"]
     assert chunks[0]["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": ""}
-    # The role is told with the first token even if its text is held back.
+    # The role comes with the first token even if its text is held back.
     chunks = streamed(make_builder(), updates(list(TEXT[5:])))
     assert chunks[0]["delta"] == {"role": "assistant", "content": None}
 

@@ -1,4 +1,4 @@
-"""Clients that speak HTTP badly, slowly or not at all, against the real front end."""
+"""Clients that send slow or malformed HTTP to the real front end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def expect_error(connection: socket.socket, status: int, code: str | None = None
 
 
 def everything(connection: socket.socket) -> bytes:
-    """All that comes until the server hangs up."""
+    """All data until the server closes the connection."""
     found = b""
     try:
         while data := connection.recv(65536):
@@ -80,7 +80,7 @@ def test_endless_headers_are_dropped_and_block_no_others(hasty: FrontEnd) -> Non
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
     expect_well(hasty)
     for connection in slow:
-        connection.sendall(b"x-more: 1\r\n")  # a byte now and then does not help
+        connection.sendall(b"x-more: 1\r\n")  # further data does not extend the limit
         expect_error(connection, 408, "timeout")
         assert everything(connection) == b""
         connection.close()
@@ -155,7 +155,7 @@ def test_pipelined_requests_on_one_connection(front: FrontEnd) -> None:
         for _ in range(3):
             connection.sendall(post())
             assert json.loads(reply(connection).read())["choices"][0]["text"] == "ok"
-        # Without waiting for the answers.
+        # Without waiting for the responses.
         connection.sendall(post() + post(b"{") + post(more="connection: close\r\n"))
         assert statuses(everything(connection)) == [200, 400, 200]
 
@@ -187,7 +187,7 @@ def test_head_and_wrong_methods(front: FrontEnd) -> None:
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "nonsense"])
 def test_only_json_bodies_are_accepted(front: FrontEnd, kind: str | None) -> None:
-    """Not only for clarity: a browser asks before it sends JSON to another origin, and sends forms without asking."""
+    """Browsers send forms to other origins without a preflight request, but not JSON."""
     for path in (TEXT, "/v1/chat/completions", "/tokenize"):
         refused = HTTP.post(front.url + path, content=BODY, headers={"Content-Type": kind} if kind else {})
         assert refused.status_code == 415
@@ -201,7 +201,7 @@ def test_cors_origins() -> None:
     with front_end() as front:
         assert "access-control-allow-origin" not in HTTP.get(front.url + "/health", headers=asks).headers
     with front_end(cors_origins=["https://a.example"], api_keys=["secret"]) as front:
-        asked = HTTP.options(front.url + TEXT, headers=asks)  # browsers send no key with this question
+        asked = HTTP.options(front.url + TEXT, headers=asks)  # a preflight request has no key
         assert asked.status_code == 200
         assert asked.headers["access-control-allow-origin"] == "https://a.example"
         assert asked.headers["x-request-id"]

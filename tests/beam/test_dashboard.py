@@ -40,4 +40,4 @@ def test_frames_tell_of_every_beam(num_blocks: int, monkeypatch: pytest.MonkeyPa
         for handle, start, blocks in frame.get("tables", ()):
             tables[handle] = tables.get(handle, [])[:start] + blocks
         assert {names[handle]: tuple(table) for handle, table in tables.items() if table} == true_tables
-    assert run.recorder._seen == {}
+    assert run.recorder._known == {}

@@ -15,7 +15,8 @@ from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Ending, FinishReason, Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.server.dashboard.recorder import FrameData, StepRecorder
+from chairlift.core.snapshot import SchedulerObserver
+from chairlift.server.dashboard.recorder import SHOWN_WAITING, FrameData, StepRecorder
 from tests.core.driving import make_request, make_scheduler, run_plan
 
 
@@ -33,7 +34,7 @@ class RecordedRun:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.recorder = StepRecorder(self.scheduler)
+        self.recorder = StepRecorder(SchedulerObserver(self.scheduler, SHOWN_WAITING))
         self.frames.append(self.recorder.keyframe(self.now, 1000.0))
         self._note_memory()
 

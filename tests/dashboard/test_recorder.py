@@ -88,7 +88,7 @@ def test_nothing_is_tracked_once_stopped() -> None:
 
 def test_finished_requests_are_forgotten() -> None:
     run = random_run(3)
-    assert run.recorder._seen == {}
+    assert run.recorder._known == {}
     assert len(run.recorder._runs) <= run.scheduler.max_batch_requests  # those of the last step
 
 

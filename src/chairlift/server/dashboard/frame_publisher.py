@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from chairlift.core.events import Event
-from chairlift.server.dashboard.recorder import FrameData, StepRecorder
+from chairlift.core.snapshot import SchedulerObserver
+from chairlift.server.dashboard.recorder import SHOWN_WAITING, FrameData, StepRecorder
 from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class FramePublisher:
         self._keyframe_wanted = False
         begun = time.thread_time()
         if self._recorder is None:
-            self._recorder = StepRecorder(self._engine.scheduler)
+            self._recorder = StepRecorder(SchedulerObserver(self._engine.scheduler, SHOWN_WAITING))
         else:  # pages that are in sync need the events until now
             self._publish(self._recorder, self._recorder.frame(self._engine.now()))
         self._publish(self._recorder, self._recorder.keyframe(self._engine.now(), time.time()), is_key=True)

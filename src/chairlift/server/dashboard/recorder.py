@@ -8,10 +8,11 @@ docs/dashboard.md describes the frames.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chairlift.core.events import (
+    BudgetDecided,
     DraftsVerified,
     Event,
     RequestAdmitted,
@@ -24,7 +25,8 @@ from chairlift.core.events import (
 )
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request, Status
-from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.snapshot import BlockState, SchedulerObserver, SchedulerSnapshot
+from chairlift.core.step_limits import StepLimits
 from chairlift.server.dashboard.tenant_numbers import TenantNumbers
 
 FrameData = dict[str, Any]
@@ -61,9 +63,9 @@ class _Run:
 class StepRecorder:
     """Records one engine from the first keyframe on. `frame` and `keyframe` clear what they return."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._kv = scheduler.kv
+    def __init__(self, observer: SchedulerObserver) -> None:
+        self._observer = observer
+        self._limits: StepLimits | None = None  # of the last step
         self._known: dict[str, _Known] = {}
         self._num_handles = 0
         self._cancelled: dict[str, int] = {}  # handles of requests that were queued and cancelled before a step
@@ -80,7 +82,7 @@ class StepRecorder:
         self._num_steps = 0
 
     def stop(self) -> None:
-        self._kv.pool.changed = self._kv.rewritten = None
+        self._observer.stop()
 
     # ---- recording -----------------------------------------------------------------------------------------------
 
@@ -92,6 +94,8 @@ class StepRecorder:
         accepted: dict[str, int] = {}
         for event in [each for each in events if type(each) not in _FREQUENT]:
             match event:
+                case BudgetDecided():
+                    self._limits = event.limits
                 case DraftsVerified():
                     accepted[event.request_id] = event.accepted
                 case RequestQueued(time, request_id, num_prompt):
@@ -129,7 +133,7 @@ class StepRecorder:
         """The request, announced to the page if it is new; None if the scheduler no longer has it."""
         known = self._known.get(request_id)
         if known is None:
-            request = self._scheduler.get(request_id) or self._find_in_step(request_id)
+            request = self._observer.find(request_id) or self._find_in_step(request_id)
             if request is None:
                 return None
             known = self._known[request_id] = _Known(self._num_handles, request)
@@ -152,12 +156,12 @@ class StepRecorder:
         known = self._known.get(request_id)
         if known is not None:
             known.finished = True
-            keeps_slot = int(self._scheduler.policy.keeps_slots)  # until its batch ends, if it was running
+            keeps_slot = int(self._observer.keeps_slots)  # until its batch ends, if it was running
             num_output = known.request.num_output
             self._list("end").append([known.handle, self._num_steps, time, reason, num_output, keeps_slot])
 
     def _record_step(self, done: StepDone, plan: StepPlan, accepted: Mapping[str, int]) -> None:
-        limits, timing, index = self._scheduler.limits, done.timing, self._num_steps
+        limits, timing, index = self._limits, done.timing, self._num_steps
         self._list("steps").append(
             [
                 done.step,
@@ -225,73 +229,66 @@ class StepRecorder:
     def frame(self, now: float) -> FrameData:
         """Everything since the last frame, and the present state of the queue."""
         self._cut_runs()
-        self._record_tables()
-        frame = {"t": "batch", "now": _seconds(now), **self._queue_state(), **self._lists}
-        changed = self._kv.pool.changed
-        if changed:
-            frame["blocks"] = self._block_states(sorted(changed))
-            changed.clear()
+        snapshot = self._observer.snapshot(known.request for known in self._known.values())
+        self._record_tables(snapshot)
+        frame = {"t": "batch", "now": _seconds(now), **self._queue_state(snapshot), **self._lists}
+        if snapshot.blocks:
+            frame["blocks"] = _flat(snapshot.blocks)
         self._clear()
         return frame
 
     def keyframe(self, now: float, wall: float) -> FrameData:
         """The complete state, for a page that has none. `frame` must have been called for earlier events."""
-        scheduler, pool = self._scheduler, self._kv.pool
-        for request_id in scheduler.open_requests():
-            self._get_known(request_id)
-        for request in scheduler.idle:
+        setup = self._observer.start()
+        self._limits = setup.limits
+        for request in setup.requests:
             self._get_known(request.id)
         self._lists.pop("new", None)  # the keyframe has them all
         self._policy = ""  # to include it again
-        pool.changed, self._kv.rewritten = set(), set()
+        snapshot = self._observer.snapshot(known.request for known in self._known.values())
         return {
             "t": "key",
             "format": FORMAT,
             "now": _seconds(now),
             "wall": round(wall, 3),
-            "seats": scheduler.max_batch_requests,
-            "num_blocks": pool.num_blocks,
-            "block_size": self._kv.block_size,
-            "prefix_caching": self._kv.prefix_caching,
-            "order": scheduler.ordering.name,
-            **self._queue_state(),
-            "requests": [self._full_description(known) for known in self._known.values()],
-            "blocks": self._block_states(block for block in range(pool.num_blocks) if self._is_in_use(block)),
+            "seats": setup.max_batch_requests,
+            "num_blocks": setup.num_blocks,
+            "block_size": setup.block_size,
+            "prefix_caching": setup.prefix_caching,
+            "order": setup.ordering,
+            **self._queue_state(snapshot),
+            "requests": [self._full_description(known, snapshot) for known in self._known.values()],
+            "blocks": _flat(setup.blocks),
         }
 
     def take_tenant_names(self, *, all_of_them: bool = False) -> dict[int, str]:
         """The names of tenant numbers that were not sent yet, or of all."""
         return self._tenants.take_all() if all_of_them else self._tenants.take_unsent()
 
-    def _full_description(self, known: _Known) -> list[Any]:
-        request, table = known.request, list(self._kv.table(known.request))
+    def _full_description(self, known: _Known, snapshot: SchedulerSnapshot) -> list[Any]:
+        request, table = known.request, list(snapshot.tables[known.request.id])
         known.num_sent = len(table)
         state = {Status.WAITING: "waiting", Status.RUNNING: "running"}.get(request.status, "idle")
         return [*self._description(known), state, request.num_computed, request.num_output, table]
 
-    def _queue_state(self) -> FrameData:
-        waiting = self._scheduler.waiting
-        counts = waiting.reasons()
-        shown = [
-            [self._known[request.id].handle, waiting.last_reason(request).name.lower()]
-            for request in waiting[:SHOWN_WAITING]
-            if request.id in self._known
-        ]
+    def _queue_state(self, snapshot: SchedulerSnapshot) -> FrameData:
         state: FrameData = {
-            "waiting": shown,
-            "reasons": {reason.name.lower(): count for reason, count in counts.items()},
-            "evictions": self._kv.pool.num_evictions,
+            "waiting": [
+                [self._known[request_id].handle, reason.name.lower()]
+                for request_id, reason in snapshot.waiting
+                if request_id in self._known
+            ],
+            "reasons": {reason.name.lower(): count for reason, count in snapshot.wait_reasons.items()},
+            "evictions": snapshot.evictions,
         }
-        if self._scheduler.policy.name != self._policy:
-            self._policy = self._scheduler.policy.name
-            state["policy"] = self._policy
+        if snapshot.policy != self._policy:
+            self._policy = state["policy"] = snapshot.policy
         return state
 
-    def _record_tables(self) -> None:
-        rewritten, self._kv.rewritten = self._kv.rewritten or set(), set()
+    def _record_tables(self, snapshot: SchedulerSnapshot) -> None:
         for known in list(self._known.values()):
-            table = self._kv.table(known.request)
-            if known.request.id in rewritten:
+            table = snapshot.tables[known.request.id]
+            if known.request.id in snapshot.rewritten:
                 known.num_sent = UNKNOWN
             if len(table) != known.num_sent:
                 start = known.num_sent if 0 <= known.num_sent < len(table) else 0
@@ -300,13 +297,10 @@ class StepRecorder:
             if known.finished and not table:
                 del self._known[known.request.id]
 
-    def _is_in_use(self, block: int) -> bool:
-        return self._kv.pool.references(block) > 0 or self._kv.pool.is_cached(block)
 
-    def _block_states(self, blocks: Iterable[int]) -> list[int]:
-        """block, references, cached; block, references, cached; …"""
-        pool = self._kv.pool
-        return [number for block in blocks for number in (block, pool.references(block), int(pool.is_cached(block)))]
+def _flat(blocks: Sequence[BlockState]) -> list[int]:
+    """block, references, cached; block, references, cached; …"""
+    return [number for state in blocks for number in (state.block, state.references, int(state.cached))]
 
 
 def _seconds(value: float) -> float:

@@ -20,8 +20,9 @@ from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.snapshot import SchedulerObserver
 from chairlift.errors import InvalidParameter
-from chairlift.server.dashboard.recorder import FrameData, StepRecorder
+from chairlift.server.dashboard.recorder import SHOWN_WAITING, FrameData, StepRecorder
 from chairlift.server.dashboard.recording import write_run
 
 STEP_SECONDS = 0.02
@@ -97,7 +98,7 @@ def full_batches(steps: int, slots: int) -> Iterator[FrameData]:
     """The frames of a run whose batches are always full, with requests of all lengths."""
     source = random.Random(0)
     scheduler = Scheduler(KVCache(slots * 40), FixedBudget.of(4 * slots), make_policy("continuous"), slots)
-    recorder = StepRecorder(scheduler)
+    recorder = StepRecorder(SchedulerObserver(scheduler, SHOWN_WAITING))
     yield {"t": "hello", "model": "none", "policy_switch": False}
     yield recorder.keyframe(0.0, 0.0)
     num_requests = 0

@@ -1,0 +1,101 @@
+"""Snapshots of a scheduler, so that observers such as the dashboard need not read its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chairlift.core.request import Request
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.core.scheduler.waiting_queue import WaitReason
+from chairlift.core.step_limits import StepLimits
+
+
+class BlockState(NamedTuple):
+    block: int
+    references: int
+    cached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSnapshot:
+    """The changing state of a scheduler. The tables are views, valid until the next step."""
+
+    policy: str
+    waiting: Sequence[tuple[str, WaitReason]]  # the front of the queue
+    wait_reasons: Mapping[WaitReason, int]  # of the whole queue
+    evictions: int  # since the start
+    tables: Mapping[str, Sequence[int]]  # the block table of each observed request
+    rewritten: frozenset[str]  # observed requests whose table changed other than by growing since the last snapshot
+    blocks: Sequence[BlockState]  # those that may have changed since the last snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSetup:
+    """The state that an observer starts with: the sizes of a scheduler, its requests and its blocks in use."""
+
+    max_batch_requests: int
+    num_blocks: int
+    block_size: int
+    prefix_caching: bool
+    ordering: str
+    limits: StepLimits | None  # of the last step
+    requests: Sequence[Request]  # open ones, and finished ones that still hold a slot
+    blocks: Sequence[BlockState]
+
+
+class SchedulerObserver:
+    """Takes snapshots of a scheduler. Changes are tracked from `start` to `stop`, because tracking costs time."""
+
+    def __init__(self, scheduler: Scheduler, max_waiting: int) -> None:
+        self._scheduler = scheduler
+        self._max_waiting = max_waiting  # requests of the queue in a snapshot
+
+    def start(self) -> SchedulerSetup:
+        """Begin to track changes; may be called again to get the whole state again."""
+        scheduler, kv = self._scheduler, self._scheduler.kv
+        kv.pool.changed, kv.rewritten = set(), set()
+        blocks = (self._block_state(block) for block in range(kv.num_blocks))
+        return SchedulerSetup(
+            max_batch_requests=scheduler.max_batch_requests,
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+            prefix_caching=kv.prefix_caching,
+            ordering=scheduler.ordering.name,
+            limits=scheduler.limits,
+            requests=[*scheduler.running, *scheduler.waiting, *scheduler.idle],
+            blocks=[state for state in blocks if state.references or state.cached],
+        )
+
+    def snapshot(self, requests: Iterable[Request]) -> SchedulerSnapshot:
+        """The present state, with the tables of `requests`."""
+        scheduler, kv = self._scheduler, self._scheduler.kv
+        changed, kv.pool.changed = kv.pool.changed or set(), set()
+        rewritten, kv.rewritten = kv.rewritten or set(), set()
+        waiting = scheduler.waiting
+        return SchedulerSnapshot(
+            policy=scheduler.policy.name,
+            waiting=[(request.id, waiting.last_reason(request)) for request in waiting[: self._max_waiting]],
+            wait_reasons=waiting.reasons(),
+            evictions=kv.pool.num_evictions,
+            tables={request.id: kv.table(request) for request in requests},
+            rewritten=frozenset(rewritten),
+            blocks=[self._block_state(block) for block in sorted(changed)],
+        )
+
+    def stop(self) -> None:
+        self._scheduler.kv.pool.changed = self._scheduler.kv.rewritten = None
+
+    def find(self, request_id: str) -> Request | None:
+        """A request that is open or still holds blocks."""
+        return self._scheduler.get(request_id)
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether finished requests keep their slots until their batch ends."""
+        return self._scheduler.policy.keeps_slots
+
+    def _block_state(self, block: int) -> BlockState:
+        pool = self._scheduler.kv.pool
+        return BlockState(block, pool.references(block), pool.is_cached(block))

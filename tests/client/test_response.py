@@ -1,4 +1,4 @@
-"""Responses, however the network cuts them into pieces."""
+"""Parsing responses from pieces of any size, and addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real browser on a real server."""
+"""Fixtures: a real browser and a real server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def lift_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Six seats, so that a burst has to wait."""
+    """A server with six slots, so that a burst has to wait."""
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("lift") / "tiny", positions=1024)
     seats = ("--max-batch-requests", "6", "--max-batch-tokens", "64")
     running = start_server(folder, tmp_path_factory.mktemp("lift_server") / "log", *seats)

@@ -22,20 +22,20 @@ def frame(number: int, *, is_key: bool = False, tenants: dict[int, str] | None =
 
 
 def send_frames(engine: ScriptedEngine, message: ToEngine) -> None:
-    """A keyframe for every page that wants one, and answers."""
+    """Answers requests, and sends a keyframe when one is requested."""
     answer_ok(engine, message)
     if isinstance(message, RecordSteps) and message.keyframe:
-        tell(engine, frame(0, is_key=True, tenants={0: "alice", 1: "bob"}))
+        deliver(engine, frame(0, is_key=True, tenants={0: "alice", 1: "bob"}))
 
 
-def tell(engine: ScriptedEngine, *frames: DashboardFrame) -> None:
+def deliver(engine: ScriptedEngine, *frames: DashboardFrame) -> None:
     for one in frames:
         engine.loop.call_soon_threadsafe(engine.on_frame, one)
 
 
 @contextmanager
-def watching(front: FrontEnd, key: str | None = None) -> Iterator[Iterator[dict[str, Any]]]:
-    """The frames that a page gets."""
+def open_page(front: FrontEnd, key: str | None = None) -> Iterator[Iterator[dict[str, Any]]]:
+    """Open a page's stream and yield its frames."""
     with (
         httpx.Client(timeout=20) as client,
         client.stream("GET", f"{front.url}/dashboard/stream", headers=headers(key)) as response,
@@ -45,5 +45,5 @@ def watching(front: FrontEnd, key: str | None = None) -> Iterator[Iterator[dict[
         yield (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: "))
 
 
-def until(frames: Iterator[dict[str, Any]], kind: str) -> dict[str, Any]:
+def next_frame(frames: Iterator[dict[str, Any]], kind: str) -> dict[str, Any]:
     return next(one for one in frames if one["t"] == kind)

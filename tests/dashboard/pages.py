@@ -1,4 +1,4 @@
-"""What the browser tests do with a page."""
+"""The page in a browser, as tests use it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class Page:
         self.driver = driver
 
     def open(self, url: str) -> None:
-        self.problems()  # those of the page before are not this one's
+        self.problems()  # discard those of the page before
         self.driver.get(url)
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
 
     def wait_for(self, script: str, *arguments: Any, seconds: float = 30) -> Any:
-        """Until the script returns something that is true."""
+        """Wait until the script returns a true value, and return that."""
         end = time.monotonic() + seconds
         while not (found := self.run(script, *arguments)):
-            assert time.monotonic() < end, f"waited {seconds} s in vain for {script}; the page says {self.problems()}"
+            assert time.monotonic() < end, f"waited {seconds} s for {script}; the page says {self.problems()}"
             time.sleep(0.05)
         return found
 
@@ -35,11 +35,11 @@ class Page:
         return str(self.find(css).text)
 
     def problems(self) -> list[str]:
-        """What the browser's console has complained of since it was last asked."""
+        """Warnings and errors on the browser's console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
     def burst(self, kind: str) -> None:
-        """Send a crowd and wait until it is answered and gone."""
+        """Send a burst of requests and wait until all are answered."""
         self.click(f"[data-burst={kind}]")
         self.wait_for("return /^(\\d+) of \\1 answered/.test(document.getElementById('burst-said').textContent)")
         self.wait_for("return chairlift.model.seatsTaken === 0 && !chairlift.model.waiting.length")
@@ -49,7 +49,7 @@ class Page:
         self.wait_for("return chairlift.model.policy === arguments[0]", name)
 
     def colours_of(self, canvas: str) -> int:
-        """How many colours a canvas shows: one that was never drawn has one."""
+        """The number of colours on a canvas; one that was never drawn has one."""
         script = """
             const canvas = document.getElementById(arguments[0]);
             const image = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);

@@ -1,4 +1,4 @@
-"""Scheduler runs that a recorder watches, beside what really happened in them."""
+"""Scheduler runs with a recorder, and the true state to compare its frames with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RecordedRun:
     frames: list[FrameData] = field(default_factory=list)
     shapes: list[list[tuple[str, int, int]]] = field(default_factory=list)  # of each step: id, start, count
     idle: list[int] = field(default_factory=list)
-    outputs: dict[str, int] = field(default_factory=dict)  # of those that ended
+    outputs: dict[str, int] = field(default_factory=dict)  # of finished requests
     tables: list[dict[str, tuple[int, ...]]] = field(default_factory=list)  # at each frame
     pools: list[list[tuple[int, bool]]] = field(default_factory=list)  # at each frame: references, cached
     requests: dict[str, Request] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class RecordedRun:
 
 
 def random_run(seed: int, **options: Any) -> RecordedRun:
-    """Some thirty requests: alone and with siblings, alike and not, more than fit, some of them cancelled."""
+    """Thirty requests with and without siblings and shared prefixes, more than fit, some of them cancelled."""
     chance = random.Random(seed)
     settings = {
         "num_blocks": chance.choice([12, 30]),
@@ -123,7 +123,7 @@ def random_run(seed: int, **options: Any) -> RecordedRun:
 
 
 def read_back(frames: list[FrameData]) -> tuple[list[list[tuple[str, int, int]]], Counter[str]]:
-    """The shape of every step, as the frames tell it; and how each request ended."""
+    """The shape of every step and the ending of every request, from the frames."""
     names: dict[int, str] = {}
     steps: list[list[tuple[str, int, int]]] = []
     endings: Counter[str] = Counter()

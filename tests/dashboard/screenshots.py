@@ -1,4 +1,4 @@
-"""The pictures in docs/images, from a real server: `python -m tests.dashboard.screenshots FOLDER [MODEL]`."""
+"""Takes the pictures in docs/images from a real server: `python -m tests.dashboard.screenshots FOLDER [MODEL]`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def take(page: Page, path: Path, theme: str, width: int, height: int) -> None:
     page.run(
         "if (document.documentElement.dataset.theme !== arguments[0]) document.getElementById('theme').click()", theme
     )
-    time.sleep(0.5)  # for the panels to be drawn again
+    time.sleep(0.5)  # until the panels are redrawn
     page.driver.save_screenshot(str(path))
 
 

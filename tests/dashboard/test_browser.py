@@ -15,7 +15,7 @@ from chairlift.cli.main import app
 from tests.dashboard.pages import Page
 from tests.server.running_server import NAME, RunningServer, start_server
 
-pytestmark = pytest.mark.slow  # a browser, a server, and the time that people take
+pytestmark = pytest.mark.slow  # a browser, a server and pauses for animations
 
 DONE = "return chairlift.model.requests.get(arguments[0])?.state === 'done'"
 WAITED_FOR_SEATS = """
@@ -27,7 +27,7 @@ BUBBLES = "return chairlift.model.seats.flat().filter((stay) => stay.idleFrom < 
 
 def test_a_burst_fills_all_slots_and_frees_them(page: Page, lift_server: RunningServer) -> None:
     page.burst("mixed")
-    assert page.run("return chairlift.model.seats.length") == 6  # all were taken, and never more than there are
+    assert page.run("return chairlift.model.seats.length") == 6  # all were used, and never more
     assert page.run("return chairlift.model.finished.length") == 24
     page.wait_for("return document.getElementById('tile-seats').textContent === '0 / 6'")
     assert page.run(WAITED_FOR_SEATS) > 0
@@ -55,8 +55,8 @@ def test_the_page_shows_the_numbers_of_the_api(page: Page, lift_server: RunningS
     assert page.text("#story-cached").split()[0] == str(cached)
     assert page.run("return document.getElementById('story-output').textContent") == answer["choices"][0]["text"]
     assert page.text("#story-state") == "length"
-    told = page.text("#story-events")
-    assert all(event in told for event in ("queued", "boards", "first token", "ends: length, 9 tokens"))
+    outcome = page.text("#story-events")
+    assert all(event in outcome for event in ("queued", "boards", "first token", "ends: length, 9 tokens"))
     for name, metric in {"prompt": "prompt_tokens_total", "output": "output_tokens_total", "steps": "steps_total",
                          "cached": "prompt_tokens_cached_total"}.items():  # fmt: skip
         value = lift_server.metric(f"chairlift_{metric}")
@@ -100,7 +100,7 @@ def test_the_page_works_with_the_keyboard(page: Page) -> None:
     canvas.send_keys("\ue012" * 3)  # arrow left
     assert page.run("return chairlift.cursor") is not None
     page.wait_for("return document.getElementById('step-which').textContent.indexOf('last') < 0")
-    for _ in range(60):  # to a step with someone on the first seat
+    for _ in range(60):  # to a step with a request in the first slot
         if page.run("return chairlift.lift.requestAt(0, chairlift.cursor) !== null"):
             break
         canvas.send_keys("\ue012")
@@ -141,7 +141,7 @@ def test_themes_and_small_screens(page: Page) -> None:
         small = "button:not([hidden]):not(.link), #chat-input"
         sizes = page.run(f"return [...document.querySelectorAll('{small}')].filter((each) => each.offsetParent)"
                          ".map((each) => each.offsetHeight)")  # fmt: skip
-        assert min(sizes) >= 36  # for a thumb
+        assert min(sizes) >= 36  # large enough for touch
         assert page.colours_of("lift-canvas") > 3
     finally:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -1,4 +1,4 @@
-"""The engine's side of the dashboard: what goes wrong in it, and how often it says everything."""
+"""The engine's side of the dashboard: faults, leases and the rate of keyframes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.core.driving import make_request, make_scheduler, run_plan
 
 
 class Clock:
-    """Time as the watch sees it: it passes only where a test says so."""
+    """A clock that advances only when a test says so."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Watched:
-    """A scheduler that works, and somebody who watches it."""
+    """A running scheduler with a frame publisher."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -44,7 +44,7 @@ class Watched:
         self.publisher = FramePublisher(engine, self.sent.append)
 
     def turn(self) -> None:
-        """What the engine's loop does."""
+        """One iteration of the engine's loop."""
         plan = self.scheduler.schedule(self.clock.now)
         events: list[Event] = []
         if plan:
@@ -98,8 +98,8 @@ def test_faults_are_contained_and_switch_the_recorder_off(
             watched.turn()
     kinds = watched.kinds()
     assert [kind for kind in kinds if kind.startswith("fault")] == ["fault False"] * (MAX_FAULTS - 1) + ["fault True"]
-    assert kinds[-1] == "fault True"  # and then nothing
-    assert request.num_output == 20  # a token in every step, whatever happened beside it
+    assert kinds[-1] == "fault True"  # nothing follows
+    assert request.num_output == 20  # a token in every step, despite the faults
 
 
 def fail(*_: Any, **__: Any) -> None:
@@ -115,7 +115,7 @@ def test_rare_faults_do_not_switch_it_off(watched: Watched, monkeypatch: pytest.
         watched.turn()
         assert watched.kinds() == ["fault False", "key"]
         watched.clock.now += 60.0
-        watched.turn()  # nobody watches any more
+        watched.turn()  # the lease has ended
 
 
 def test_recording_stops_when_the_lease_ends(watched: Watched) -> None:
@@ -144,9 +144,9 @@ def test_keyframes_take_a_small_share_of_the_engines_time(
     seconds = 100.0
     end = watched.clock.now + seconds
     while watched.clock.now < end:
-        watched.publisher.extend_lease(RecordSteps(10.0, keyframe=True))  # pages that reconnect all the time
+        watched.publisher.extend_lease(RecordSteps(10.0, keyframe=True))  # as if pages reconnected all the time
         watched.turn()
     keys = watched.kinds().count("key")
     assert most / 2 <= keys <= most
-    # Each has a frame before it, but for the first one; and the time that the last one costs comes after it.
+    # Each but the first has a frame before it, and the time of the last one is spent after it.
     assert (2 * (keys - 1) - 1) * work <= MAX_KEYFRAME_SHARE * seconds

@@ -1,4 +1,4 @@
-"""The page's own model of a run, on Node: it must come to the same picture as the scheduler had."""
+"""The page's model of a run, on Node: it must agree with the scheduler."""
 
 from __future__ import annotations
 
@@ -136,17 +136,17 @@ def test_the_page_knows_every_tenant_that_the_engine_remembers(tmp_path: Path) -
         tell(numbers.take_all(), {"t": "key", "now": now, "wall": now} | sizes | standing, [])
 
     old = [f"t{number}" for number in range(1000)]
-    for name in [*old, *reversed(old)]:  # those with the smallest numbers are the last ones that it saw
+    for name in [*old, *reversed(old)]:  # the smallest numbers are the most recent ones
         numbers.number_of(name)
     key()
     for first in range(0, 990, 90):
         ask([f"n{number}" for number in range(first, first + 90)])
-    ask(old[:5])  # they come back just in time
+    ask(old[:5])  # just before they are forgotten
     key()
     for wave in range(4):
         ask([f"w{wave}-{number}" for number in range(999)])
         ask([old[0]])
-    ask([f"m{number}" for number in range(2500)])  # more at once than anybody remembers
+    ask([f"m{number}" for number in range(2500)])  # more than either side remembers
     shown, kept = on_node(TENANTS, frames, tmp_path)
     assert shown == expected
     assert kept == 2000

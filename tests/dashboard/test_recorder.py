@@ -1,4 +1,4 @@
-"""What the page is told is what happened: every token, every table, every block."""
+"""Frames contain every token, every table and every block."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_frames_contain_every_token_and_every_ending(seed: int) -> None:
     steps, endings = read_back(run.frames)
     assert [sorted(step) for step in steps] == [sorted(shape) for shape in run.shapes]
     assert endings == dict.fromkeys(run.outputs, 1)
-    told = {frame_end[0]: frame_end[4] for frame in run.frames for frame_end in frame.get("end", ())}
-    assert sorted(told.values()) == sorted(run.outputs.values())
+    result = {frame_end[0]: frame_end[4] for frame in run.frames for frame_end in frame.get("end", ())}
+    assert sorted(result.values()) == sorted(run.outputs.values())
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -65,7 +65,7 @@ def test_a_later_keyframe_contains_the_complete_state() -> None:
 
 
 def test_a_long_decode_takes_little_space() -> None:
-    """What is sent grows with requests and frames, not with tokens."""
+    """The size grows with requests and frames, not with tokens."""
     run = RecordedRun(make_scheduler(num_blocks=400, max_batch_requests=8), steps_per_frame=50)
     for number in range(8):
         run.submit(f"r{number}", 3, 99)
@@ -103,9 +103,9 @@ def test_the_number_of_tenants_is_bounded_and_open_ones_have_names() -> None:
     assert [names[number] for number in range(50)] == [f"t{number}" for number in range(50)]
     run.frame()
     key = run.recorder.keyframe(run.now, 0.0)
-    told = run.recorder.take_tenant_names(all_of_them=True)
-    assert len(told) == 10
-    assert {given[1]: told[given[5]] for given in key["requests"]}.items() >= {
+    result = run.recorder.take_tenant_names(all_of_them=True)
+    assert len(result) == 10
+    assert {given[1]: result[given[5]] for given in key["requests"]}.items() >= {
         "r0": "t0",
         "r1": "t1",
         "r2": "t2",

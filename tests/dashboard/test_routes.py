@@ -1,4 +1,4 @@
-"""The dashboard's side of the server, with an engine that says what the test wants."""
+"""The dashboard's routes and subscribers, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from chairlift.server.dashboard.recent_frames import MAX_FRAMES, MAX_UNREAD, RecentFrames
 from chairlift.server.dashboard.subscribers import MAX_SUBSCRIBERS, MAX_UNREAD_BYTES, Subscriber
 from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps, SwitchPolicy, Update
-from tests.dashboard.frames import frame, headers, send_frames, tell, until, watching
+from tests.dashboard.frames import deliver, frame, headers, next_frame, open_page, send_frames
 from tests.server.front_end import LOADED, front_end
 
 KEYS = {"api_keys": ["alice one", "bob two"]}
@@ -39,22 +39,22 @@ def test_no_dashboard_removes_the_routes() -> None:
 
 
 def test_a_page_gets_a_greeting_a_keyframe_and_later_frames() -> None:
-    with front_end(send_frames) as front, watching(front) as frames:
+    with front_end(send_frames) as front, open_page(front) as frames:
         hello = next(frames)
         assert (hello["t"], hello["model"], hello["has_chat"]) == ("hello", "scripted", True)
-        assert until(frames, "tenants")["names"] == {"0": "alice", "1": "bob"}
+        assert next_frame(frames, "tenants")["names"] == {"0": "alice", "1": "bob"}
         assert next(frames)["t"] == "key"
-        tell(front.engine, frame(1), frame(2))
-        assert [until(frames, "batch")["n"] for _ in range(2)] == [1, 2]
+        deliver(front.engine, frame(1), frame(2))
+        assert [next_frame(frames, "batch")["n"] for _ in range(2)] == [1, 2]
 
 
 def test_the_service_frame_has_the_same_numbers_as_metrics() -> None:
-    with front_end(send_frames) as front, watching(front) as frames:
+    with front_end(send_frames) as front, open_page(front) as frames:
         answer = httpx.post(
             f"{front.url}/v1/completions", json={"model": "scripted", "prompt": "the lift", "max_tokens": 2}
         )
         used = answer.json()["usage"]
-        while (service := until(frames, "service")["metrics"]).get("output_tokens_total") != 2:
+        while (service := next_frame(frames, "service")["metrics"]).get("output_tokens_total") != 2:
             pass
         assert service["prompt_tokens_total"] == used["prompt_tokens"]
         assert service["requests_total length"] == front.metric("requests_total", reason="length") == 1
@@ -63,10 +63,10 @@ def test_the_service_frame_has_the_same_numbers_as_metrics() -> None:
 def test_nothing_is_recorded_without_an_open_page() -> None:
     with front_end(send_frames) as front:
         httpx.post(f"{front.url}/v1/completions", json={"model": "scripted", "prompt": "the lift", "max_tokens": 2})
-        assert not any(isinstance(message, RecordSteps) for message in front.engine.heard)
-        with watching(front) as frames:
-            until(frames, "key")
-        watches = [message for message in front.engine.heard if isinstance(message, RecordSteps)]
+        assert not any(isinstance(message, RecordSteps) for message in front.engine.received)
+        with open_page(front) as frames:
+            next_frame(frames, "key")
+        watches = [message for message in front.engine.received if isinstance(message, RecordSteps)]
         assert watches[0].keyframe
         deadline = time.monotonic() + 10
         while front.service.subscribers.watching and time.monotonic() < deadline:
@@ -76,8 +76,8 @@ def test_nothing_is_recorded_without_an_open_page() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"isolate_keys": True}])
 def test_a_text_is_shown_to_the_key_it_was_sent_with_and_to_no_other(options: dict[str, Any]) -> None:
-    with front_end(send_frames, service_options=options, **KEYS) as front, watching(front, "one") as frames:
-        until(frames, "key")
+    with front_end(send_frames, service_options=options, **KEYS) as front, open_page(front, "one") as frames:
+        next_frame(frames, "key")
         body = {"model": "scripted", "prompt": "the lift", "max_tokens": 2}
         answer = httpx.post(f"{front.url}/v1/completions", json=body, headers=headers("one"))
         address = f"{front.url}/dashboard/requests/{answer.json()['id']}-0"
@@ -88,10 +88,10 @@ def test_a_text_is_shown_to_the_key_it_was_sent_with_and_to_no_other(options: di
 
 def test_isolated_keys_do_not_see_each_others_names() -> None:
     with front_end(send_frames, service_options={"isolate_keys": True}, **KEYS) as front:
-        with watching(front, "one") as frames:
-            assert until(frames, "tenants")["names"] == {"0": "alice", "1": "key 2"}
-        with watching(front, "two") as frames:
-            assert until(frames, "tenants")["names"] == {"0": "key 1", "1": "bob"}
+        with open_page(front, "one") as frames:
+            assert next_frame(frames, "tenants")["names"] == {"0": "alice", "1": "key 2"}
+        with open_page(front, "two") as frames:
+            assert next_frame(frames, "tenants")["names"] == {"0": "key 1", "1": "bob"}
 
 
 def test_the_policy_switch_needs_permission_and_a_valid_policy() -> None:
@@ -108,7 +108,7 @@ def test_the_policy_switch_needs_permission_and_a_valid_policy() -> None:
             assert httpx.post(f"{front.url}/dashboard/policy", json=body).status_code == 400
         answer = httpx.post(f"{front.url}/dashboard/policy", json={"policy": "static", "max_delay_ms": 5})
         assert answer.json() == {"policy": "static"}
-        assert [message for message in front.engine.heard if isinstance(message, SwitchPolicy)] == [
+        assert [message for message in front.engine.received if isinstance(message, SwitchPolicy)] == [
             SwitchPolicy("static", 5.0)
         ]
 
@@ -121,14 +121,14 @@ def test_the_number_of_pages_is_limited() -> None:
         assert refused.status_code == 429
         assert "close one" in refused.json()["error"]["message"]
         subscribers.unsubscribe(admitted[0])
-        with watching(front) as frames:
-            until(frames, "key")
+        with open_page(front) as frames:
+            next_frame(frames, "key")
 
 
 def test_a_slow_page_loses_frames_and_continues_from_a_keyframe() -> None:
     async def scenario() -> None:
         subscriber = Subscriber(None, None)
-        subscriber.offer(frame(0), {})  # before its keyframe, it has nothing to lose
+        subscriber.offer(frame(0), {})  # frames before its first keyframe do not count as lost
         assert (subscriber.take_unread(), subscriber.num_lost) == ([], 0)
         subscriber.offer(frame(1, is_key=True), {})
         for number in range(MAX_UNREAD + 20):
@@ -138,9 +138,9 @@ def test_a_slow_page_loses_frames_and_continues_from_a_keyframe() -> None:
         assert subscriber.num_lost == MAX_UNREAD + 21
         subscriber.offer(frame(2, is_key=True), {})
         subscriber.offer(frame(3), {})
-        told = [json.loads(data) for data in subscriber.take_unread()]
-        assert [one["t"] for one in told] == ["lost", "key", "batch"]
-        assert told[0]["frames"] == MAX_UNREAD + 21
+        result = [json.loads(data) for data in subscriber.take_unread()]
+        assert [one["t"] for one in result] == ["lost", "key", "batch"]
+        assert result[0]["frames"] == MAX_UNREAD + 21
 
     asyncio.run(scenario())
 
@@ -155,7 +155,7 @@ def test_repeated_frames_never_exceed_the_unread_limit() -> None:
     async def scenario() -> None:
         subscriber = Subscriber(None, None)
         subscriber.catch_up((one, one.tenants) for one in recent.all())
-        for number in range(MAX_FRAMES):  # that come before it has read any of it
+        for number in range(MAX_FRAMES):  # before it reads any of them
             subscriber.offer(frame(number, tenants={number: "carol"}), {number: "carol"})
         assert (subscriber.synced, subscriber.num_lost) == (True, 0)
         assert len(subscriber.take_unread()) == 4 * MAX_FRAMES
@@ -180,65 +180,65 @@ def test_texts_are_bounded_and_dropped_with_the_last_page() -> None:
 
 
 def test_shutdown_ends_the_pages() -> None:
-    with front_end(send_frames) as front, watching(front) as frames:
-        until(frames, "key")
+    with front_end(send_frames) as front, open_page(front) as frames:
+        next_frame(frames, "key")
         front.engine.loop.call_soon_threadsafe(front.service.subscribers.close)
-        assert all(one["t"] in ("service", "lost") for one in frames)  # it ends
+        assert all(one["t"] in ("service", "lost") for one in frames)  # the stream ends
 
 
 def test_a_recorder_that_is_off_is_shown_and_not_used_until_the_engine_restarts() -> None:
     with front_end(send_frames) as front:
         subscribers, engine = front.service.subscribers, front.engine
         engine.loop.call_soon_threadsafe(subscribers.receive, RecorderFault(is_off=True))
-        with watching(front) as frames:
-            service = until(frames, "service")
+        with open_page(front) as frames:
+            service = next_frame(frames, "service")
             assert service["recorder_off"]
             assert service["metrics"]["dashboard_faults_total"] == 1
-            until(frames, "service")
-        assert not any(isinstance(message, RecordSteps) and message.keyframe for message in engine.heard)
+            next_frame(frames, "service")
+        assert not any(isinstance(message, RecordSteps) and message.keyframe for message in engine.received)
         engine.loaded = msgspec.structs.replace(LOADED)
-        with watching(front) as frames:
-            until(frames, "key")
+        with open_page(front) as frames:
+            next_frame(frames, "key")
 
 
 def test_a_frame_that_cannot_be_delivered_affects_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("cannot")
 
-    with front_end(send_frames) as front, watching(front) as frames:
-        until(frames, "key")
+    with front_end(send_frames) as front, open_page(front) as frames:
+        next_frame(frames, "key")
         with monkeypatch.context() as patch:
             patch.setattr(Subscriber, "offer", fail)
-            tell(front.engine, frame(1))
+            deliver(front.engine, frame(1))
             body = {"model": "scripted", "prompt": "the lift", "max_tokens": 2}
             assert httpx.post(f"{front.url}/v1/completions", json=body).status_code == 200
-        assert until(frames, "key")["n"] == 0  # it goes on from the next one
+        assert next_frame(frames, "key")["n"] == 0  # continues from the next keyframe
 
 
 def test_reopened_pages_need_no_new_keyframes() -> None:
-    with front_end(send_frames) as front, watching(front) as frames:
-        until(frames, "key")
-        tell(front.engine, frame(1), frame(2))
-        until(frames, "batch")
+    with front_end(send_frames) as front, open_page(front) as frames:
+        next_frame(frames, "key")
+        deliver(front.engine, frame(1), frame(2))
+        next_frame(frames, "batch")
         for _ in range(5):
-            with watching(front) as others:
-                assert until(others, "key")["n"] == 0
-                assert [until(others, "batch")["n"] for _ in range(2)] == [1, 2]
-        keys = [message for message in front.engine.heard if isinstance(message, RecordSteps) and message.keyframe]
+            with open_page(front) as others:
+                assert next_frame(others, "key")["n"] == 0
+                assert [next_frame(others, "batch")["n"] for _ in range(2)] == [1, 2]
+        keys = [message for message in front.engine.received if isinstance(message, RecordSteps) and message.keyframe]
         assert len(keys) == 1
-        tell(front.engine, *(frame(number) for number in range(MAX_FRAMES)))
-        with watching(front) as others:  # too much has happened since to be told again
-            until(others, "key")
-        keys = [message for message in front.engine.heard if isinstance(message, RecordSteps) and message.keyframe]
+        deliver(front.engine, *(frame(number) for number in range(MAX_FRAMES)))
+        with open_page(front) as others:  # too many frames to repeat
+            next_frame(others, "key")
+        keys = [message for message in front.engine.received if isinstance(message, RecordSteps) and message.keyframe]
         assert len(keys) == 2
 
 
 def test_frames_of_a_dead_engine_are_not_repeated() -> None:
     with front_end(send_frames) as front:
-        with watching(front) as frames:
-            until(frames, "key")
+        with open_page(front) as frames:
+            next_frame(frames, "key")
         front.engine.loaded = msgspec.structs.replace(LOADED)
-        with watching(front) as frames:
-            until(frames, "key")
-        keys = [message for message in front.engine.heard if isinstance(message, RecordSteps) and message.keyframe]
+        with open_page(front) as frames:
+            next_frame(frames, "key")
+        keys = [message for message in front.engine.received if isinstance(message, RecordSteps) and message.keyframe]
         assert len(keys) == 2

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.offered import TOOL_TEMPLATE
 from tests.server.running_server import RunningServer, start_server
+from tests.server.sample_tools import TOOL_TEMPLATE
 from tests.tiny import write_tiny_checkpoint
 
 

@@ -13,8 +13,8 @@ from chairlift.core.request_limits import RequestLimits
 from chairlift.server.process.messages import FailedToLoad, FromEngine, Heartbeat, Loaded, encode
 
 settings = json.loads(sys.argv[-1])
-illness, notes = settings["model"].split("@")
-life = len(Path(notes).read_text().splitlines())  # 0 for the first process
+fault, notes = settings["model"].split("@")
+num_starts = len(Path(notes).read_text().splitlines())  # 0 for the first process
 with Path(notes).open("a") as file:
     file.write("born\n")
 
@@ -22,23 +22,23 @@ socket = zmq.Context().socket(zmq.PUSH)
 socket.connect(settings["reports"])
 
 
-def say(message: FromEngine) -> None:
+def send(message: FromEngine) -> None:
     socket.send(encode(message))
 
 
-if illness == "cannot load again" and life > 0:
-    say(FailedToLoad("out of memory"))
+if fault == "cannot load again" and num_starts > 0:
+    send(FailedToLoad("out of memory"))
     time.sleep(0.2)
     sys.exit(0)
-say(Loaded(RequestLimits(vocab_size=320, max_model_len=256), max_batch_requests=8))
+send(Loaded(RequestLimits(vocab_size=320, max_model_len=256), max_batch_requests=8))
 born = time.monotonic()
 while True:
     time.sleep(0.05)
     age = time.monotonic() - born
-    if illness == "silent" and life == 0:
+    if fault == "silent" and num_starts == 0:
         continue
-    if illness == "babbles" and life == 0:
+    if fault == "babbles" and num_starts == 0:
         socket.send(b"\xff not a message")
-    hangs = illness == "hangs" and life == 0
+    hangs = fault == "hangs" and num_starts == 0
     # The long steps of a healthy engine end at some point.
-    say(Heartbeat(age if hangs else age % 0.4))
+    send(Heartbeat(age if hangs else age % 0.4))

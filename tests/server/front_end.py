@@ -32,7 +32,7 @@ class ScriptedEngine(EngineClient):
 
     def __init__(self, metrics: Metrics, script: Callable[[ScriptedEngine, ToEngine], None]) -> None:
         super().__init__("model", {}, metrics.record_step, metrics.record_restart)
-        self.heard: list[ToEngine] = []
+        self.received: list[ToEngine] = []
         self._script = script
 
     async def start(self) -> None:
@@ -46,10 +46,10 @@ class ScriptedEngine(EngineClient):
         self._context.destroy(linger=0)
 
     def _send(self, message: bytes) -> None:
-        self.heard.append(decode_to_engine(message))
-        self._script(self, self.heard[-1])
+        self.received.append(decode_to_engine(message))
+        self._script(self, self.received[-1])
 
-    def say(self, update: Update, after: float = 0.0) -> None:
+    def publish(self, update: Update, after: float = 0.0) -> None:
         """Deliver an update; callable from any thread."""
         self.loop.call_soon_threadsafe(self.loop.call_later, after, self._deliver, update)
 
@@ -57,8 +57,8 @@ class ScriptedEngine(EngineClient):
 def answer_ok(engine: ScriptedEngine, message: ToEngine) -> None:
     """Answers each completion with two tokens."""
     if isinstance(message, Submit):
-        engine.say(Update(message.request_id, text="o", tokens=[5], cached_tokens=0))
-        engine.say(Update(message.request_id, text="k", tokens=[6], finish_reason="length"))
+        engine.publish(Update(message.request_id, text="o", tokens=[5], cached_tokens=0))
+        engine.publish(Update(message.request_id, text="k", tokens=[6], finish_reason="length"))
 
 
 def stay_silent(engine: ScriptedEngine, message: ToEngine) -> None:

@@ -64,7 +64,7 @@ class RawClient:
     def close(self) -> None:
         self.writer.close()
 
-    def vanish(self) -> None:
+    def reset(self) -> None:
         """Reset the connection."""
         linger = struct.pack("ii", 1, 0)
         self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)

@@ -72,23 +72,23 @@ class Pause:
         return steps
 
 
-def tokens_told(server: RunningServer) -> float:
+def tokens_generated(server: RunningServer) -> float:
     return server.metric("chairlift_output_tokens_total")
 
 
 def decoding(server: RunningServer) -> Callable[[], bool]:
-    before = tokens_told(server)
-    return lambda: tokens_told(server) >= before + 2
+    before = tokens_generated(server)
+    return lambda: tokens_generated(server) >= before + 2
 
 
 def computing_prompts(server: RunningServer) -> Callable[[], bool]:
     def prefilled() -> float:
         return server.metric_of("chairlift_step_tokens_total", kind="prefill")
 
-    before, told = prefilled(), tokens_told(server)
+    before, generated = prefilled(), tokens_generated(server)
 
     def arrived() -> bool:
-        assert tokens_told(server) == told, "it went past the prompt"
+        assert tokens_generated(server) == generated, "it went past the prompt"
         return prefilled() > before
 
     return arrived
@@ -131,7 +131,7 @@ def test_no_more_is_computed_for_a_client_that_disconnects(small: RunningServer,
             assert small.metric("chairlift_requests_open") == expected
             steps = engine.settled_steps()
             for client in asking:
-                client.vanish()
+                client.reset()
             await asyncio.sleep(0)
             wait_for(lambda: small.metric("chairlift_requests_open") == 0, 30, "the front end to notice")
         small.wait_idle()

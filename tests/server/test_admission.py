@@ -67,15 +67,15 @@ def test_a_timeout_counts_from_the_arrival_of_the_request(monkeypatch: pytest.Mo
         monkeypatch.setattr(front.service.model.tokenizer, "encode", slow)
         late = post(front, PATH, model=NAME, prompt="a", timeout=0.1)
         assert (late.status_code, late.json()["error"]["code"]) == (408, "timeout")
-        assert not front.engine.heard
+        assert not front.engine.received
         asking = threading.Thread(target=lambda: post(front, PATH, model=NAME, prompt="b", timeout=600), daemon=True)
         asking.start()
-        wait_for(lambda: front.engine.heard, 30, "the request to reach the engine")
-        submitted = front.engine.heard[0]
+        wait_for(lambda: front.engine.received, 30, "the request to reach the engine")
+        submitted = front.engine.received[0]
         assert isinstance(submitted, Submit)
         assert submitted.timeout is not None
         assert 0 < submitted.timeout <= 599.5
-        front.engine.say(Update(submitted.request_id, finish_reason="length"))
+        front.engine.publish(Update(submitted.request_id, finish_reason="length"))
         asking.join(30)
         for bad in (0, -1.0):
             refused = post(front, PATH, model=NAME, prompt="a", timeout=bad)
@@ -87,14 +87,14 @@ def test_every_sequence_of_a_search_counts_against_the_queue_limit(search: dict[
     with front_end(stay_silent, limits=Limits(max_waiting=2)) as front:  # 8 slots and a queue of 2
         asking = threading.Thread(target=post, args=(front, PATH), kwargs={"model": NAME, "prompt": "a", **search})
         asking.start()
-        wait_for(lambda: front.engine.heard, 30, "the search to reach the engine")
+        wait_for(lambda: front.engine.received, 30, "the search to reach the engine")
         assert front.engine.num_open == 6
         refused = post(front, PATH, model=NAME, prompt="a", **search)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
-        submitted = front.engine.heard[0]
+        submitted = front.engine.received[0]
         assert isinstance(submitted, Submit)
         for one_id in completion_ids(submitted.request_id, submitted.params.n):
-            front.engine.say(Update(one_id, finish_reason="length"))
+            front.engine.publish(Update(one_id, finish_reason="length"))
         asking.join(30)
         assert front.engine.num_open == 0
 

@@ -26,30 +26,30 @@ def post(front: FrontEnd, path: str, **body: Any) -> httpx.Response:
     return HTTP.post(front.url + path, json=body)
 
 
-class Readers:
+class StuckParsers:
     """Block on every body until `go_on` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
         self.begun: list[int] = []
-        read = bodies._read
+        parse = bodies._parse
 
         def slow(model: Any, body: bytes) -> Any:
             self.begun.append(len(body))
             assert self.go_on.wait(60)
-            return read(model, body)
+            return parse(model, body)
 
-        monkeypatch.setattr(bodies, "_read", slow)
+        monkeypatch.setattr(bodies, "_parse", slow)
 
 
 @contextmanager
-def stuck_readers(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> Iterator[tuple[FrontEnd, Readers]]:
-    readers = Readers(monkeypatch)
+def stuck_parsers(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> Iterator[tuple[FrontEnd, StuckParsers]]:
+    parsers = StuckParsers(monkeypatch)
     with front_end(limits=limits) as front:
         try:
-            yield front, readers
+            yield front, parsers
         finally:
-            readers.go_on.set()
+            parsers.go_on.set()
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def asking(front: FrontEnd, count: int, path: str = PATH, **body: Any) -> Iterat
 
 def test_only_bodies_of_admitted_requests_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(max_waiting=0, max_text_jobs=1)  # and 8 slots
-    with stuck_readers(monkeypatch, limits) as (front, readers):
+    with stuck_parsers(monkeypatch, limits) as (front, parsers):
         with asking(front, 8, **LARGE) as statuses, asking(front, 1, "/tokenize", prompt=LONG_TEXT) as texts:
             wait_for(lambda: preparing(front) == 8, 30, "the places to be taken")
             wait_for(lambda: front.service.admission._text_jobs == 1, 30, "the text to be taken in")
@@ -79,14 +79,14 @@ def test_only_bodies_of_admitted_requests_are_parsed(monkeypatch: pytest.MonkeyP
             front.service.admission.draining = True
             assert post(front, "/tokenize", prompt=LONG_TEXT).status_code == 503
             front.engine.state, front.service.admission.draining = EngineState.READY, False
-            readers.go_on.set()
+            parsers.go_on.set()
         assert (statuses, texts) == ([400] * 8, [200])  # too long for this model
-        assert len(readers.begun) == 9
+        assert len(parsers.begun) == 9
         assert preparing(front) == front.service.admission._text_jobs == 0
 
 
 def test_bodies_of_disconnected_clients_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stuck_readers(monkeypatch, Limits()) as (front, readers):
+    with stuck_parsers(monkeypatch, Limits()) as (front, parsers):
         body = json.dumps(LARGE).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connections = [front.connect() for _ in range(5)]
@@ -96,10 +96,10 @@ def test_bodies_of_disconnected_clients_are_not_parsed(monkeypatch: pytest.Monke
         for connection in connections:
             connection.close()
         wait_for(lambda: preparing(front) == 0, 30, "their places to be free again")
-        readers.go_on.set()
+        parsers.go_on.set()
         assert post(front, PATH, **LARGE).status_code == 400  # after the abandoned bodies
-        assert len(readers.begun) == 3  # the two that were being parsed, and this one
-        assert not front.engine.heard
+        assert len(parsers.begun) == 3  # the two that were being parsed, and this one
+        assert not front.engine.received
 
 
 def test_refusals_do_not_wait_for_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,16 +23,16 @@ class FakeEngine:
     """Records the messages it gets, and sends those of the test."""
 
     def __init__(self, client: EngineClient) -> None:
-        self.heard: list[bytes] = []
-        self._says: asyncio.Queue[bytes] = asyncio.Queue()
-        self.commands = SimpleNamespace(send=self.heard.append)
-        self.reports = SimpleNamespace(recv=self._says.get)
-        life: Any = self
-        client.state, client._handle = EngineState.READY, life
-        self._listener = asyncio.create_task(client._receive(life))
+        self.received: list[bytes] = []
+        self._reports: asyncio.Queue[bytes] = asyncio.Queue()
+        self.commands = SimpleNamespace(send=self.received.append)
+        self.reports = SimpleNamespace(recv=self._reports.get)
+        handle: Any = self
+        client.state, client._handle = EngineState.READY, handle
+        self._listener = asyncio.create_task(client._receive(handle))
 
-    def say(self, message: FromEngine) -> None:
-        self._says.put_nowait(encode(message))
+    def report(self, message: FromEngine) -> None:
+        self._reports.put_nowait(encode(message))
 
 
 def idle_client(**options: Any) -> EngineClient:
@@ -64,11 +64,11 @@ def test_a_refused_prompt_cancels_the_others_of_its_request() -> None:
         client = idle_client()
         engine = FakeEngine(client)
         stream = client.submit([prompt("good", 1), prompt("bad", 2)])
-        engine.say(Refused("bad", "prompt", "is bad"))
+        engine.report(Refused("bad", "prompt", "is bad"))
         with pytest.raises(InvalidParameter):
             async for _ in stream:
                 pass
-        last = decode_to_engine(engine.heard[-1])
+        last = decode_to_engine(engine.received[-1])
         assert isinstance(last, Cancel)
         assert {"good", "good#1"} <= set(last.request_ids)
         assert client.num_open == 0
@@ -83,7 +83,7 @@ def test_a_message_that_cannot_be_encoded_leaves_no_state() -> None:
         with pytest.raises(OverflowError):
             client.submit([prompt("good", 1), prompt("bad", 2**70)])
         assert client.num_open == 0
-        assert engine.heard == []
+        assert engine.received == []
 
     asyncio.run(check())
 
@@ -98,11 +98,11 @@ def short_folder() -> Iterator[Path]:
 def test_stop_does_not_wait_for_an_engine_that_never_connected(
     tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deaf = tmp_path / "deaf"
-    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
-    deaf.chmod(0o755)
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeper.chmod(0o755)
     folder = short_folder
-    monkeypatch.setattr(sys, "executable", str(deaf))
+    monkeypatch.setattr(sys, "executable", str(sleeper))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
     async def check() -> None:

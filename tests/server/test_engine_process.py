@@ -17,7 +17,7 @@ from chairlift.server.process.messages import Cancel, StepReport, Submit, ToEngi
 SHORT, LONG = [7, 8, 9], [11] * 100
 
 
-class ByHand:
+class EngineDriver:
     """Sends messages to an engine process and runs one iteration of its loop at a time."""
 
     def __init__(self, model: Path, folder: Path) -> None:
@@ -35,7 +35,7 @@ class ByHand:
         self.process._load()
         self.reports.recv()  # the Loaded message
 
-    def say(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine) -> None:
         self.commands.send(encode(message))
         assert self.process.inbox.poll(10_000)  # wait for the message, so that timing does not matter
 
@@ -53,9 +53,9 @@ class ByHand:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_folder: Path) -> Iterator[ByHand]:
+def engine(tiny_folder: Path) -> Iterator[EngineDriver]:
     with tempfile.TemporaryDirectory() as folder:  # a short path, as sockets need
-        by_hand = ByHand(tiny_folder, Path(folder))
+        by_hand = EngineDriver(tiny_folder, Path(folder))
         yield by_hand
         by_hand.close()
 
@@ -87,16 +87,16 @@ PHASES: dict[str, tuple[list[Submit], Callable[[StepReport], bool]]] = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_nothing_is_computed_for_cancelled_requests(engine: ByHand, phase: str) -> None:
+def test_nothing_is_computed_for_cancelled_requests(engine: EngineDriver, phase: str) -> None:
     requests, reached = PHASES[phase]
     for request in requests:
-        engine.say(request)
+        engine.send(request)
     while not reached(engine.turn()):
         pass
     names = [
         request.request_id + (f"#{child}" if child else "") for request in requests for child in range(request.params.n)
     ]
-    engine.say(Cancel(names))
+    engine.send(Cancel(names))
     last = engine.turn()
     assert last.requests == last.prefill_tokens == last.decode_tokens == 0
     assert last.used_blocks == last.waiting == 0
@@ -104,14 +104,14 @@ def test_nothing_is_computed_for_cancelled_requests(engine: ByHand, phase: str) 
     assert not engine.process.engine.has_work
 
 
-def test_other_requests_continue_in_the_same_step(engine: ByHand) -> None:
-    engine.say(endless("gone", SHORT))
-    engine.say(endless("stays", SHORT))
+def test_other_requests_continue_in_the_same_step(engine: EngineDriver) -> None:
+    engine.send(endless("gone", SHORT))
+    engine.send(endless("stays", SHORT))
     while engine.turn().decode_tokens < 2:
         pass
-    engine.say(Cancel(["gone"]))
+    engine.send(Cancel(["gone"]))
     following = engine.turn()
     assert following.requests == following.decode_tokens == 1
-    engine.say(Cancel(["stays"]))
+    engine.send(Cancel(["stays"]))
     engine.turn()
     assert not engine.process.engine.has_work

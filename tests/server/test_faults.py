@@ -18,35 +18,35 @@ from tests.server.running_server import HTTP, NAME, RunningServer, start_server,
 
 PATH = "/v1/completions"
 ENDLESS = {"model": NAME, "prompt": "a chairlift never stops", "max_tokens": 200, "ignore_eos": True}
-CROWD = 40
+NUM_CLIENTS = 40
 
 
 @pytest.fixture(scope="module")
-def mortal(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def restartable(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     options = ("--drain-timeout", "300", "--heartbeat-timeout", "10")
-    server = start_server(tiny_folder, tmp_path_factory.mktemp("mortal") / "log", *options)
+    server = start_server(tiny_folder, tmp_path_factory.mktemp("restartable") / "log", *options)
     yield server
     if server.process.poll() is None:
         assert server.stop() == 0, server.tail()
 
 
-def song(index: int) -> dict[str, Any]:
+def long_request(index: int) -> dict[str, Any]:
     return {**ENDLESS, "prompt": f"song number {index}", "temperature": 0, "stream": True}
 
 
-async def crowd(server: RunningServer) -> list[asyncio.Task[Answer]]:
+async def start_streams(server: RunningServer) -> list[asyncio.Task[Answer]]:
     """Many clients with unfinished streams. The engine is suspended when this returns, so none can finish."""
-    told, engine = server.metric("chairlift_output_tokens_total"), server.engine_pid()
+    before, engine = server.metric("chairlift_output_tokens_total"), server.engine_pid()
     os.kill(engine, signal.SIGSTOP)  # until all requests have arrived
-    clients = [await RawClient.post(server.url + PATH, song(index)) for index in range(CROWD)]
+    clients = [await RawClient.post(server.url + PATH, long_request(index)) for index in range(NUM_CLIENTS)]
     answers = [asyncio.create_task(client.answer()) for client in clients]
-    while server.metric("chairlift_requests_open") < CROWD:
+    while server.metric("chairlift_requests_open") < NUM_CLIENTS:
         await asyncio.sleep(0.01)
-    while server.metric("chairlift_output_tokens_total") < told + CROWD:
+    while server.metric("chairlift_output_tokens_total") < before + NUM_CLIENTS:
         os.kill(engine, signal.SIGCONT)
         await asyncio.sleep(0.01)
         os.kill(engine, signal.SIGSTOP)
-    assert server.metric("chairlift_requests_open") == CROWD
+    assert server.metric("chairlift_requests_open") == NUM_CLIENTS
     return answers
 
 
@@ -65,57 +65,57 @@ def open_files(pid: int) -> int:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_dies_under_load_ends_all_streams_and_is_restarted(
-    mortal: RunningServer, how: signal.Signals
+    restartable: RunningServer, how: signal.Signals
 ) -> None:
-    engine, files = mortal.engine_pid(), open_files(mortal.process.pid)
+    engine, files = restartable.engine_pid(), open_files(restartable.process.pid)
 
     async def check() -> list[Answer]:
-        answers = await crowd(mortal)
+        answers = await start_streams(restartable)
         os.kill(engine, how)
         async with asyncio.timeout(120):
             return await asyncio.gather(*answers)
 
     cut_off = asyncio.run(check())
-    mortal.wait_until("/health", 200)
-    assert mortal.engine_pid() != engine
-    assert mortal.metric("chairlift_engine_restarts_total") >= 1
-    whole = asyncio.run(all_songs(mortal))
+    restartable.wait_until("/health", 200)
+    assert restartable.engine_pid() != engine
+    assert restartable.metric("chairlift_engine_restarts_total") >= 1
+    whole = asyncio.run(all_responses(restartable))
     for answer, full in zip(cut_off, whole, strict=True):
         assert answer.status in (200, 503)  # 503 if it had no output yet
         assert answer.error is not None
         assert answer.error["type"] == "service_unavailable"
         assert full.text.startswith(answer.text), "it got the words of another"
         assert full.complete
-    mortal.wait_idle()
-    assert mortal.metric("chairlift_requests_open") == 0
-    wait_for(lambda: open_files(mortal.process.pid) <= files, 30, "the front end's files to be closed")
+    restartable.wait_idle()
+    assert restartable.metric("chairlift_requests_open") == 0
+    wait_for(lambda: open_files(restartable.process.pid) <= files, 30, "the front end's files to be closed")
 
 
-async def all_songs(server: RunningServer) -> list[Answer]:
-    return await asyncio.gather(*(ask(server.url + PATH, song(index)) for index in range(CROWD)))
+async def all_responses(server: RunningServer) -> list[Answer]:
+    return await asyncio.gather(*(ask(server.url + PATH, long_request(index)) for index in range(NUM_CLIENTS)))
 
 
-def test_sigterm_under_load_drains_and_leaves_no_child(mortal: RunningServer) -> None:
+def test_sigterm_under_load_drains_and_leaves_no_child(restartable: RunningServer) -> None:
     """Must be the last test with this server, because it ends it."""
-    expected = asyncio.run(all_songs(mortal))
-    children = descendants(mortal.process.pid)
+    expected = asyncio.run(all_responses(restartable))
+    children = descendants(restartable.process.pid)
     assert children
 
     async def check() -> list[Answer]:
-        answers = await crowd(mortal)
-        mortal.process.send_signal(signal.SIGTERM)
-        while mortal.get("/ready").status_code != 503:
+        answers = await start_streams(restartable)
+        restartable.process.send_signal(signal.SIGTERM)
+        while restartable.get("/ready").status_code != 503:
             await asyncio.sleep(0.01)
-        refused = mortal.post(PATH, ENDLESS)
+        refused = restartable.post(PATH, ENDLESS)
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
-        assert mortal.get("/health").status_code == 200
-        os.kill(mortal.engine_pid(), signal.SIGCONT)
+        assert restartable.get("/health").status_code == 200
+        os.kill(restartable.engine_pid(), signal.SIGCONT)
         async with asyncio.timeout(240):
             return await asyncio.gather(*answers)
 
     finished = asyncio.run(check())
-    assert mortal.process.wait(60) == 0, mortal.tail()
+    assert restartable.process.wait(60) == 0, restartable.tail()
     assert [answer.text for answer in finished] == [answer.text for answer in expected]
     assert all(answer.complete for answer in finished)
     for child in children:

@@ -11,8 +11,8 @@ import jsonschema_rs
 import openai
 import pytest
 
-from tests.server.offered import ASK, CLOCK, WEATHER
 from tests.server.running_server import NAME, RunningServer
+from tests.server.sample_tools import ASK, CLOCK, WEATHER
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 ASKED: dict[str, Any] = {"model": NAME, "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 300}
@@ -30,12 +30,12 @@ def assembled(chunks: Iterable[Any], n: int = 1) -> list[dict[str, Any]]:
     """The choices of a stream, assembled from chunks whose form is checked."""
     choices: list[dict[str, Any]] = [{"content": "", "calls": [], "reason": None} for _ in range(n)]
     for chunk in chunks:
-        for told in chunk.choices:
-            choice = choices[told.index]
+        for outcome in chunk.choices:
+            choice = choices[outcome.index]
             assert choice["reason"] is None, "nothing follows a finish reason"
-            choice["content"] += told.delta.content or ""
-            choice["reason"] = told.finish_reason
-            for call in told.delta.tool_calls or []:
+            choice["content"] += outcome.delta.content or ""
+            choice["reason"] = outcome.finish_reason
+            for call in outcome.delta.tool_calls or []:
                 if call.id is not None:
                     assert call.index == len(choice["calls"])
                     assert (call.type, call.function.arguments) == ("function", "")
@@ -56,9 +56,9 @@ def towards(server: RunningServer, token: str) -> dict[str, float]:
 def test_forced_calls_in_whole_responses(tool_server: RunningServer, choice: Any) -> None:
     bias = towards(tool_server, "<|im_end|>")
     answer = tool_server.client().chat.completions.create(**ASKED, tool_choice=choice, seed=1, n=4, logit_bias=bias)
-    for told in answer.choices:
-        assert told.message.content is None
-        calls = told.message.tool_calls
+    for outcome in answer.choices:
+        assert outcome.message.content is None
+        calls = outcome.message.tool_calls
         assert calls
         for call in calls:
             assert call.type == "function"
@@ -66,7 +66,7 @@ def test_forced_calls_in_whole_responses(tool_server: RunningServer, choice: Any
             check(call.function)
         if choice == NAMED:
             assert [call.function.name for call in calls] == ["get_weather"]
-        assert told.finish_reason == ("stop" if choice == NAMED else "tool_calls")
+        assert outcome.finish_reason == ("stop" if choice == NAMED else "tool_calls")
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
@@ -75,16 +75,16 @@ def test_streams_add_up_to_whole_responses(tool_server: RunningServer, choice: A
     asked = ASKED | {"tool_choice": choice, "seed": 7, "n": 2, "logit_bias": towards(tool_server, "<|im_end|>")}
     whole = client.chat.completions.create(**asked)
     streamed = assembled(client.chat.completions.create(**asked, stream=True), n=2)
-    for told, choice_told in zip(whole.choices, streamed, strict=True):
-        assert choice_told["content"] == ""
-        assert choice_told["reason"] == told.finish_reason
-        assert [(call["name"], "".join(call["pieces"])) for call in choice_told["calls"]] == [
-            (call.function.name, call.function.arguments) for call in told.message.tool_calls or []
+    for outcome, streamed_choice in zip(whole.choices, streamed, strict=True):
+        assert streamed_choice["content"] == ""
+        assert streamed_choice["reason"] == outcome.finish_reason
+        assert [(call["name"], "".join(call["pieces"])) for call in streamed_choice["calls"]] == [
+            (call.function.name, call.function.arguments) for call in outcome.message.tool_calls or []
         ]
-        for call in told.message.tool_calls or []:
+        for call in outcome.message.tool_calls or []:
             check(call.function)
             if call.function.name == "get_weather":
-                pieces = choice_told["calls"][told.message.tool_calls.index(call)]["pieces"]  # type: ignore[union-attr]
+                pieces = streamed_choice["calls"][outcome.message.tool_calls.index(call)]["pieces"]  # type: ignore[union-attr]
                 assert len(pieces) > 3, "the arguments come while they are written"
 
 
@@ -92,24 +92,24 @@ def test_parallel_tool_calls_allows_several_calls_or_one(tool_server: RunningSer
     client = tool_server.client()
     asked = ASKED | {"tool_choice": "required", "seed": 1, "n": 4}
     many = client.chat.completions.create(**(asked | {"max_tokens": 120}))
-    assert max(len(told.message.tool_calls or []) for told in many.choices) > 1
-    for told in many.choices:
-        calls = told.message.tool_calls or []
+    assert max(len(outcome.message.tool_calls or []) for outcome in many.choices) > 1
+    for outcome in many.choices:
+        calls = outcome.message.tool_calls or []
         assert len({call.id for call in calls}) == len(calls)
         for call in calls[:-1]:  # the last may have been cut off by max_tokens
             check(call.function)
-    for told in client.chat.completions.create(**asked, parallel_tool_calls=False).choices:
-        (call,) = told.message.tool_calls or []
+    for outcome in client.chat.completions.create(**asked, parallel_tool_calls=False).choices:
+        (call,) = outcome.message.tool_calls or []
         check(call.function)
-        assert told.finish_reason == "tool_calls"
+        assert outcome.finish_reason == "tool_calls"
 
 
 def test_a_truncated_call_has_finish_reason_length(tool_server: RunningServer) -> None:
     for stream in (False, True):
         asked = ASKED | {"tool_choice": NAMED, "max_tokens": 45, "seed": 1}
         if stream:
-            (told,) = assembled(tool_server.client().chat.completions.create(**asked, stream=True))
-            arguments, reason = "".join(told["calls"][0]["pieces"]), told["reason"]
+            (outcome,) = assembled(tool_server.client().chat.completions.create(**asked, stream=True))
+            arguments, reason = "".join(outcome["calls"][0]["pieces"]), outcome["reason"]
         else:
             whole = tool_server.client().chat.completions.create(**asked).choices[0]
             arguments, reason = (whole.message.tool_calls or [])[0].function.arguments, whole.finish_reason
@@ -143,8 +143,10 @@ def test_calls_have_logprobs(tool_server: RunningServer) -> None:
     content = whole.choices[0].logprobs.content  # type: ignore[union-attr]
     assert len(content or []) == whole.usage.completion_tokens  # type: ignore[union-attr]
     chunks = client.chat.completions.create(**asked, stream=True)
-    told = [entry.token for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
-    assert told == [entry.token for entry in content or []]
+    outcome = [
+        entry.token for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
+    ]
+    assert outcome == [entry.token for entry in content or []]
 
 
 def test_stream_helpers_of_the_official_client(tool_server: RunningServer) -> None:
@@ -200,10 +202,10 @@ def test_schemas_that_cannot_be_enforced_are_refused(
 
 def test_tools_work_with_a_template_without_tools(described_server: RunningServer) -> None:
     client = described_server.client()
-    told = client.chat.completions.create(**ASKED, tool_choice=NAMED, seed=1).choices[0]
-    (call,) = told.message.tool_calls or []
+    outcome = client.chat.completions.create(**ASKED, tool_choice=NAMED, seed=1).choices[0]
+    (call,) = outcome.message.tool_calls or []
     check(call.function)
-    answered = [*ASK, told.message, {"role": "tool", "tool_call_id": call.id, "content": "snow"}]
+    answered = [*ASK, outcome.message, {"role": "tool", "tool_call_id": call.id, "content": "snow"}]
     extra = {"messages": answered, "max_tokens": 8, "seed": 1, "extra_body": {"ignore_eos": True}}
     assert client.chat.completions.create(**(ASKED | extra)).choices[0].message.content
 

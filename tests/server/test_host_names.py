@@ -53,7 +53,7 @@ def test_other_host_names_only_reach_the_health_routes() -> None:
             assert "--allowed-host" in refused["message"]
         for path, body in (("/v1/completions", ASKED), ("/dashboard/policy", {"policy": "static"})):
             assert client.post(front.url + path, json=body, headers={"Host": "evil.example"}).status_code == 403
-        assert not front.engine.heard
+        assert not front.engine.received
         assert [get(path, "evil.example").status_code for path in ("/health", "/ready")] == [200, 200]
         for own in (f"localhost:{front.port}", "192.168.1.7", socket.gethostname()):
             assert [get(path, own).status_code for path in ("/dashboard", "/v1/models")] == [200, 200]

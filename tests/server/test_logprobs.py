@@ -37,10 +37,10 @@ def test_token_bytes_add_up_to_the_text_and_offsets_point_into_it(tokenizer: Tok
     assert joined.decode().removeprefix("" if tokenizer is BYTES else " ") == text
     assert not any("\ufffd" in entry["token"] for entry in entries)
     assert any(entry["token"].startswith("\\x") for entry in entries)  # a part of the euro sign
-    told = CompletionLogprobs().add(scored(ids), tokenizer)
-    assert len(set(told["tokens"])) >= 4
-    ends = [*told["text_offset"][1:], len(text)]
-    for token, begin, end in zip(told["tokens"], told["text_offset"], ends, strict=True):
+    result = CompletionLogprobs().add(scored(ids), tokenizer)
+    assert len(set(result["tokens"])) >= 4
+    ends = [*result["text_offset"][1:], len(text)]
+    for token, begin, end in zip(result["tokens"], result["text_offset"], ends, strict=True):
         if begin == 0 and tokenizer is not BYTES:
             token = token.removeprefix(" ")  # the text does not begin with it
         assert text[begin:end] == token or token.startswith("bytes:\\x")
@@ -59,5 +59,5 @@ def test_of_tokens_with_the_same_text_the_most_probable_is_kept() -> None:
     assert a is not None
     assert byte_a is not None
     euro = tuple(tokenizer.token_id(f"<0x{byte:02X}>") or 0 for byte in "€".encode())
-    told = CompletionLogprobs().add(scored([a], (a, byte_a, *euro)), tokenizer)
-    assert told["top_logprobs"] == [{"a": -0.5, "bytes:\\xe2": -2.5, "bytes:\\x82": -3.5, "bytes:\\xac": -4.5}]
+    result = CompletionLogprobs().add(scored([a], (a, byte_a, *euro)), tokenizer)
+    assert result["top_logprobs"] == [{"a": -0.5, "bytes:\\xe2": -2.5, "bytes:\\x82": -3.5, "bytes:\\xac": -4.5}]

@@ -113,9 +113,9 @@ def test_latency_does_not_depend_on_when_the_client_reads() -> None:
 
 def refuse_to_end(engine: ScriptedEngine, message: ToEngine) -> None:
     if isinstance(message, Submit):
-        engine.say(Update(message.request_id, text="o", tokens=[5]))
+        engine.publish(Update(message.request_id, text="o", tokens=[5]))
     elif isinstance(message, Cancel):
-        engine.say(Update(message.request_ids[0], text="late", tokens=[6], finish_reason="length"))
+        engine.publish(Update(message.request_ids[0], text="late", tokens=[6], finish_reason="length"))
 
 
 def test_completions_of_disconnected_clients_are_counted_once() -> None:

@@ -120,16 +120,16 @@ def test_tools_of_the_official_client(found: dict[str, Any]) -> None:
     "scenario", ["compatibleTools", "compatibleToolsStream", "responsesTools", "responsesToolsStream"]
 )
 def test_tools_of_the_ai_sdk(found: dict[str, Any], scenario: str) -> None:
-    told = found[scenario]
-    assert len(told.get("calls", [])) == 2, told
-    for calls, results, reason in zip(told["calls"], told["results"], told["finishReasons"], strict=True):
+    result = found[scenario]
+    assert len(result.get("calls", [])) == 2, result
+    for calls, results, reason in zip(result["calls"], result["results"], result["finishReasons"], strict=True):
         assert calls
         assert all(map(is_lift, calls))
         assert results == [{"heard": call["open"]} for call in calls]
         assert reason == "tool-calls"
-    first, second = told["inputTokens"]
+    first, second = result["inputTokens"]
     assert second > first
-    assert told.get("inputDeltas", 2) > 1
+    assert result.get("inputDeltas", 2) > 1
 
 
 def test_errors_name_their_parameter(found: dict[str, Any]) -> None:

@@ -88,12 +88,12 @@ def test_stop_strings_and_logprobs(server: RunningServer) -> None:
     assert all(len(entry.top_logprobs) == 3 for entry in content)
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)
     text = client.completions.create(prompt="the engine", max_tokens=4, logprobs=2, **GREEDY)
-    told = text.choices[0].logprobs
-    assert len(told.token_logprobs) == 4
-    assert told.text_offset == [0, *accumulate(map(len, told.tokens[:-1]))]
+    result = text.choices[0].logprobs
+    assert len(result.token_logprobs) == 4
+    assert result.text_offset == [0, *accumulate(map(len, result.tokens[:-1]))]
     stream = client.completions.create(prompt="the engine", max_tokens=4, logprobs=2, stream=True, **GREEDY)
     chunks = [chunk.choices[0].logprobs for chunk in stream]
-    assert [offset for chunk in chunks for offset in chunk.text_offset] == told.text_offset
+    assert [offset for chunk in chunks for offset in chunk.text_offset] == result.text_offset
 
 
 def test_concurrent_requests_get_their_own_responses(server: RunningServer) -> None:

@@ -147,9 +147,9 @@ def test_a_failure_ends_the_stream_with_two_events(begun: bool) -> None:
     builder = make_builder(PlainParser())
     events = builder.events(Update("resp_1-0", text="half an ")) if begun else []
     error = APIError(408, "too late", type_="timeout_error", code="timeout")
-    *before, told, failed = decoded([*events, *builder.error_events(error)])
+    *before, result, failed = decoded([*events, *builder.error_events(error)])
     assert [event["type"] for event in before[:2]] == ["response.created", "response.in_progress"]
-    assert (told["type"], told["code"], told["message"]) == ("error", "timeout", "too late")
+    assert (result["type"], result["code"], result["message"]) == ("error", "timeout", "too late")
     assert failed["type"] == "response.failed"
     assert failed["response"]["status"] == "failed"
     assert failed["response"]["error"]["message"] == "too late"

@@ -9,9 +9,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.server.offered import ASK, CLOCK, WEATHER
 from tests.server.response_events import in_order, sse
 from tests.server.running_server import NAME, RunningServer
+from tests.server.sample_tools import ASK, CLOCK, WEATHER
 
 PATH = "/v1/responses"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}

@@ -148,8 +148,8 @@ def test_logprobs(server: RunningServer, ask: dict[str, Any]) -> None:
     assert len(scores) == 6
     assert all(len(entry.top_logprobs) == ask.get("top_logprobs", 0) for entry in scores)
     stream = client.responses.create(input=QUESTION, max_output_tokens=6, stream=True, **ask, **GREEDY)
-    told = [entry for event in stream if event.type == "response.output_text.delta" for entry in event.logprobs]
-    assert [entry.logprob for entry in told] == [entry.logprob for entry in scores]
+    result = [entry for event in stream if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert [entry.logprob for entry in result] == [entry.logprob for entry in scores]
     plain = client.responses.create(input=QUESTION, max_output_tokens=6, **GREEDY)
     assert plain.output[0].content[0].logprobs == []
 

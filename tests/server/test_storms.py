@@ -103,7 +103,7 @@ def test_300_clients_disconnect_mid_stream(storm: RunningServer) -> None:
                     await client.reader.readexactly(patience)
         except (TimeoutError, asyncio.IncompleteReadError):
             pass
-        client.vanish() if index % 2 else client.close()
+        client.reset() if index % 2 else client.close()
 
     async def crowd() -> None:
         for start in range(0, 300, 100):
@@ -143,7 +143,7 @@ def test_slow_readers_do_not_slow_down_others(storm: RunningServer) -> None:
         assert not any(task.done() for task in creeping), "a slow reader was cut off"
         for task, client in zip(creeping, slow, strict=True):
             task.cancel()
-            client.vanish()
+            client.reset()
         return alone, quick, grown
 
     alone, quick, grown = asyncio.run(check())

@@ -15,7 +15,7 @@ from chairlift.errors import EngineDead
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
 from chairlift.server.process.messages import Submit
 
-CARE = Supervision(heartbeat_timeout=3.0, step_timeout=1.0, max_restarts=2, first_backoff=0.01)
+SUPERVISION = Supervision(heartbeat_timeout=3.0, step_timeout=1.0, max_restarts=2, first_backoff=0.01)
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def make_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
     script.chmod(0o755)
     (tmp_path / "notes").touch()
 
-    def make(illness: str) -> EngineClient:
+    def make(fault: str) -> EngineClient:
         monkeypatch.setattr(sys, "executable", str(script))
-        return EngineClient(f"{illness}@{tmp_path / 'notes'}", {}, lambda report: None, lambda: None, CARE)
+        return EngineClient(f"{fault}@{tmp_path / 'notes'}", {}, lambda report: None, lambda: None, SUPERVISION)
 
     return make
 
 
-def lives(tmp_path: Path) -> int:
+def num_starts(tmp_path: Path) -> int:
     return len((tmp_path / "notes").read_text().splitlines())
 
 
@@ -40,12 +40,12 @@ async def settled(client: EngineClient) -> EngineState:
     return await asyncio.wait_for(client.wait_until_settled(), 120)
 
 
-@pytest.mark.parametrize("illness", ["hangs", "silent", "babbles"])
+@pytest.mark.parametrize("fault", ["hangs", "silent", "babbles"])
 def test_a_hung_engine_is_replaced_and_its_requests_end(
-    make_client: Callable[[str], EngineClient], tmp_path: Path, illness: str
+    make_client: Callable[[str], EngineClient], tmp_path: Path, fault: str
 ) -> None:
     async def check() -> None:
-        client = make_client(illness)
+        client = make_client(fault)
         await client.start()
         assert await settled(client) is EngineState.READY
         stream = client.submit([Submit("a", [1], SamplingParams(), None, "")])
@@ -57,7 +57,7 @@ def test_a_hung_engine_is_replaced_and_its_requests_end(
         await client.stop()
 
     asyncio.run(check())
-    assert lives(tmp_path) == 2
+    assert num_starts(tmp_path) == 2
 
 
 def test_long_steps_and_a_suspended_front_end_are_not_faults(
@@ -67,14 +67,14 @@ def test_long_steps_and_a_suspended_front_end_are_not_faults(
         client = make_client("well")
         await client.start()
         assert await settled(client) is EngineState.READY
-        await asyncio.sleep(2 * CARE.step_timeout)
-        time.sleep(1.5 * CARE.heartbeat_timeout)  # blocks the event loop, which receives no heartbeat
+        await asyncio.sleep(2 * SUPERVISION.step_timeout)
+        time.sleep(1.5 * SUPERVISION.heartbeat_timeout)  # blocks the event loop, which receives no heartbeat
         await asyncio.sleep(0.5)
         assert client.state is EngineState.READY
         await client.stop()
 
     asyncio.run(check())
-    assert lives(tmp_path) == 1
+    assert num_starts(tmp_path) == 1
 
 
 def test_an_engine_that_was_healthy_and_fails_to_reload_is_retried(
@@ -93,4 +93,4 @@ def test_an_engine_that_was_healthy_and_fails_to_reload_is_retried(
         await client.stop()
 
     asyncio.run(check())
-    assert lives(tmp_path) == 1 + CARE.max_restarts
+    assert num_starts(tmp_path) == 1 + SUPERVISION.max_restarts

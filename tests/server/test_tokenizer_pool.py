@@ -48,7 +48,7 @@ def test_a_client_that_disconnects_while_its_text_is_tokenized(monkeypatch: pyte
         wait_for(lambda: preparing(front) == 0, 30, "its place to be free again")
         go_on.set()
         assert ask(front, "short") == 200
-        assert [message.prompt for message in front.engine.heard if isinstance(message, Submit)] != [[7]]
+        assert [message.prompt for message in front.engine.received if isinstance(message, Submit)] != [[7]]
 
 
 def test_an_engine_that_dies_during_tokenization_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

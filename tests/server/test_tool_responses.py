@@ -120,12 +120,12 @@ def test_every_token_has_its_logprob_once() -> None:
     ]
     given.append(Update("r", tokens=[2], logprobs=[TokenLogprobs(2, -0.1, 1, ())], finish_reason="stop"))
     chunks = streamed(make_builder(logprobs=True), given)
-    told = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
+    result = [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]]
     whole = make_builder(logprobs=True)
     for update in given:
         whole.add(update)
-    assert told == whole.body()["choices"][0]["logprobs"]["content"]
-    assert len(told) == len(PIECES) + 1
+    assert result == whole.body()["choices"][0]["logprobs"]["content"]
+    assert len(result) == len(PIECES) + 1
 
 
 def test_finish_reasons_and_single_calls() -> None:

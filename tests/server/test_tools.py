@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.offered import ASK, CLOCK, WEATHER
 from tests.server.running_server import NAME, RunningServer
+from tests.server.sample_tools import ASK, CLOCK, WEATHER
 
 CHAT = "/v1/chat/completions"
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
@@ -104,7 +104,7 @@ def test_tools_are_described_to_a_template_without_tools(server: RunningServer) 
     counted: list[dict[str, Any]] = [
         server.post("/tokenize", {"messages": ASK, "tools": tools}).json() for tools in ([], [CLOCK])
     ]
-    told = server.post("/detokenize", {"tokens": counted[1]["tokens"]}).json()["prompt"]
-    assert "get_time" in told
-    assert '<tool_call>\n{"name": "function_name"' in told
+    result = server.post("/detokenize", {"tokens": counted[1]["tokens"]}).json()["prompt"]
+    assert "get_time" in result
+    assert '<tool_call>\n{"name": "function_name"' in result
     assert counted[1]["count"] > counted[0]["count"] + 100

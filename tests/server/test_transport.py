@@ -166,7 +166,7 @@ def test_a_disconnect_behind_a_pipelined_request_is_detected() -> None:
         connection.sendall(post() + post())
         wait_for(lambda: front.engine.num_open == 1, 20, "the request to reach the engine")
         connection.close()
-        wait_for(lambda: any(isinstance(said, Cancel) for said in front.engine.heard), 20, "it to be cancelled")
+        wait_for(lambda: any(isinstance(said, Cancel) for said in front.engine.received), 20, "it to be cancelled")
         assert front.metric("requests_total", reason="cancelled") == 1
 
 
@@ -215,13 +215,13 @@ def test_cors_origins() -> None:
 def write_a_lot(engine: ScriptedEngine, message: ToEngine) -> None:
     if isinstance(message, Submit):
         for _ in range(64):
-            engine.say(Update(message.request_id, text="x" * 2**18, tokens=[5]))
+            engine.publish(Update(message.request_id, text="x" * 2**18, tokens=[5]))
 
 
 def test_a_client_that_reads_nothing_is_disconnected() -> None:
     with front_end(write_a_lot, limits=HASTY) as front, front.connect() as connection:
         connection.sendall(post(json.dumps({"model": NAME, "prompt": "hello", "stream": True}).encode()))
-        wait_for(lambda: any(isinstance(said, Cancel) for said in front.engine.heard), 30, "it to be dropped")
+        wait_for(lambda: any(isinstance(said, Cancel) for said in front.engine.received), 30, "it to be dropped")
         assert front.engine.num_open == 0
         assert statuses(everything(connection)) == [200]
 
@@ -262,9 +262,9 @@ def test_a_stream_without_output_sends_pings() -> None:
         with HTTP.stream("POST", front.url + TEXT, json=body, timeout=30) as answer:
             lines = answer.iter_lines()
             assert next(lines) == ": waiting"
-            (submitted,) = front.engine.heard
+            (submitted,) = front.engine.received
             assert isinstance(submitted, Submit)
-            front.engine.say(Update(submitted.request_id, text="ok", tokens=[5], finish_reason="stop"))
+            front.engine.publish(Update(submitted.request_id, text="ok", tokens=[5], finish_reason="stop"))
             said = [line for line in lines if line.startswith("data: ")]
         assert json.loads(said[0][6:])["choices"][0]["text"] == "ok"
         assert said[-1] == "data: [DONE]"

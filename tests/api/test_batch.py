@@ -299,7 +299,7 @@ def test_requests_are_answered_as_by_the_server(tiny: str, tmp_path: Path) -> No
     again = start(tiny, source, target, "--quiet")
     _, notes = again.communicate(timeout=60)
     assert again.returncode == 0
-    assert b"9 of 9 requests have been answered before" in notes
+    assert b"9 of 9 requests were answered before" in notes
     assert target.read_bytes() == before
 
 
@@ -324,7 +324,7 @@ def test_a_run_that_is_killed_is_taken_up_again(tiny: str, tmp_path: Path) -> No
     process = start(tiny, source, target, "--concurrency", "8")
     _, notes = process.communicate(timeout=180)
     assert process.returncode == 0, notes
-    assert f"{done} of 150 requests have been answered before".encode() in notes
+    assert f"{done} of 150 requests were answered before".encode() in notes
     found = answers(target)
     ids = [line["custom_id"] for line in found]
     assert sorted(map(str, ids)) == sorted([f"request {index}" for index in range(150) if index != 40] + ["None"])

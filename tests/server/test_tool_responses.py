@@ -14,7 +14,7 @@ from chairlift.server.openai.types import ChatRequest
 from chairlift.server.process.messages import Update
 from chairlift.server.served_model import ServedModel
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_formats import FORMATS
+from chairlift.text.tool_formats.hermes import HermesFormat
 from chairlift.text.tools.tool_use import ToolUse
 from tests.tiny import byte_level_tokenizer
 
@@ -29,7 +29,7 @@ BODY = ChatRequest(model="tiny", messages=[{"role": "user", "content": "hello"}]
 
 
 def make_builder(n: int = 1, logprobs: bool = False, **request: Any) -> CompletionResponseBuilder:
-    tools = ToolUse.of(FORMATS["hermes"](""), TOOLS, request.get("tool_choice"), request.get("parallel_tool_calls"))
+    tools = ToolUse.of(HermesFormat(""), TOOLS, request.get("tool_choice"), request.get("parallel_tool_calls"))
     ids = ["r", *(f"r#{index}" for index in range(1, n))]
     choices = ToolCallChoiceFormat(logprobs, tools)
     return CompletionResponseBuilder(choices, MODEL, BODY, "chatcmpl-1", ids, Usage())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class SchedulerSnapshot:
     wait_reasons: Mapping[WaitReason, int]  # of the whole queue
     evictions: int  # since the start
     tables: Mapping[str, Sequence[int]]  # the block table of each observed request
-    rewritten: frozenset[str]  # observed requests whose table changed other than by growing since the last snapshot
+    rewritten: Set[str]  # observed requests whose table changed other than by growing since the last snapshot
     blocks: Sequence[BlockState]  # those that may have changed since the last snapshot
 
 
@@ -55,7 +55,7 @@ class SchedulerObserver:
     def start(self) -> SchedulerSetup:
         """Begin to track changes; may be called again to get the whole state again."""
         scheduler, kv = self._scheduler, self._scheduler.kv
-        kv.pool.changed, kv.rewritten = set(), set()
+        kv.track_changes(True)
         blocks = (self._block_state(block) for block in range(kv.num_blocks))
         return SchedulerSetup(
             max_batch_requests=scheduler.max_batch_requests,
@@ -71,21 +71,19 @@ class SchedulerObserver:
     def snapshot(self, requests: Iterable[Request]) -> SchedulerSnapshot:
         """The present state, with the tables of `requests`."""
         scheduler, kv = self._scheduler, self._scheduler.kv
-        changed, kv.pool.changed = kv.pool.changed or set(), set()
-        rewritten, kv.rewritten = kv.rewritten or set(), set()
-        waiting = scheduler.waiting
+        changes, waiting = kv.take_changes(), scheduler.waiting
         return SchedulerSnapshot(
             policy=scheduler.policy.name,
             waiting=[(request.id, waiting.last_reason(request)) for request in waiting[: self._max_waiting]],
             wait_reasons=waiting.reasons(),
             evictions=kv.pool.num_evictions,
             tables={request.id: kv.table(request) for request in requests},
-            rewritten=frozenset(rewritten),
-            blocks=[self._block_state(block) for block in sorted(changed)],
+            rewritten=changes.rewritten,
+            blocks=[self._block_state(block) for block in changes.blocks],
         )
 
     def stop(self) -> None:
-        self._scheduler.kv.pool.changed = self._scheduler.kv.rewritten = None
+        self._scheduler.kv.track_changes(False)
 
     def find(self, request_id: str) -> Request | None:
         """A request that is open or still holds blocks."""

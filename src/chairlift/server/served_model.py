@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from chairlift.server.http.errors import APIError
 from chairlift.text.tokenizer import Tokenizer
-from chairlift.text.tool_formats import ToolFormat, choose_format
+from chairlift.text.tool_formats.base import ToolFormat, choose_format
 
 
 @dataclass(frozen=True, slots=True)

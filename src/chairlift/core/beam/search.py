@@ -1,7 +1,7 @@
 """Beam search for one prompt as transformers' `generate(num_beams=…)` defines it; independent of memory and scheduler.
 
-Every step, each beam names its likeliest next tokens. Of all continuations, the best by the sum of their
-log-probabilities are looked at: those that end (a stop token, or the last token allowed) become hypotheses if they
+In every step, each beam reports its likeliest next tokens. Of all continuations, the best by the sum of their
+log-probabilities are considered: those that end (a stop token, or the last token allowed) become hypotheses if they
 are among the `beam_width` best, and the `beam_width` best of the others are the beams of the next step.
 """
 
@@ -28,16 +28,16 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A token and the beam that it continues: beams with a common beginning share it."""
+    """A token and the beam that it continues; beams with a common prefix share it."""
 
     parent: Beam | None  # None for the root, which is the prompt itself
     token: int
-    total: float  # the sum of the log-probabilities of all its tokens
+    total: float  # sum of the log-probabilities of all its tokens
     length: int
-    scored: TokenLogprobs | None = None  # if the caller asked for them
+    scored: TokenLogprobs | None = None  # if the request wants logprobs
 
     def path(self) -> list[Beam]:
-        """One for each generated token, the first one first."""
+        """The beams from the first generated token to this one."""
         return list(self._upwards())[::-1]
 
     def _upwards(self) -> Iterator[Beam]:
@@ -49,7 +49,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A beam that has come to its end."""
+    """A beam that has ended."""
 
     beam: Beam
     score: float  # total / length ** length_penalty
@@ -57,48 +57,50 @@ class Hypothesis:
 
 
 class BeamSearch:
+    """The beams of one prompt and the hypotheses found so far."""
+
     def __init__(self, params: SamplingParams, eos_ids: frozenset[int], max_new_tokens: int) -> None:
         assert params.beam_width is not None
         self.width = params.beam_width
-        self.beams = [Beam(parent=None, token=-1, total=0.0, length=0)]  # those that go on, best first
+        self.beams = [Beam(parent=None, token=-1, total=0.0, length=0)]  # that continue, best first
         self.finished: list[Hypothesis] = []  # best first, never more than `width`
         self.over = False
         self._params = params
         self._max_new_tokens = max_new_tokens
         self._end_ids = end_ids(params, eos_ids)
-        # So many that `width` of them go on even if all beams could end with any of the stop tokens.
+        # Enough that `width` of them continue even if every beam could end with each of the stop tokens.
         self._num_compared = max(2, 1 + len(self._end_ids)) * self.width
 
     @property
     def num_candidates(self) -> int:
-        """How many next tokens each beam must name."""
-        # Those that may not come yet are left out.
+        """How many candidates each beam must report."""
+        # Stop tokens that are not allowed yet are left out.
         return max(self._num_compared + (len(self._end_ids) if self._too_short else 0), self._params.logprobs or 0)
 
     @property
     def _too_short(self) -> bool:
-        """Whether a text that ended with the next token would be shorter than it may be."""
+        """Whether a text that ends with the next token would be shorter than `min_tokens`."""
         return self.beams[0].length < self._params.min_tokens
 
     def advance(self, found: Sequence[Candidates]) -> list[int]:
-        """One step of all beams, given what each of them found. Returns which beam each of the new ones continues."""
+        """Advance all beams by one token, given their candidates. Returns which beam each of the new ones continues."""
         compared = nlargest(self._num_compared, self._continuations(found), key=lambda entry: entry[0])
-        going_on: list[tuple[int, Beam]] = []
+        continuing: list[tuple[int, Beam]] = []
         for place, (total, index, at) in enumerate(compared):
             parent, token = self.beams[index], found[index].ids[at]
             ending = self._ending(token, parent.length + 1)
-            if ending is None and len(going_on) < self.width:
-                going_on.append((index, self._grow(parent, found[index], at, total)))
+            if ending is None and len(continuing) < self.width:
+                continuing.append((index, self._grow(parent, found[index], at, total)))
             elif ending is not None and place < self.width:
                 beam = self._grow(parent, found[index], at, total)
                 self.finished.append(Hypothesis(beam, self._score(total, beam.length), ending))
         self.finished = sorted(self.finished, key=lambda hypothesis: -hypothesis.score)[: self.width]
-        self.beams = [beam for _, beam in going_on]
-        self.over = not self.beams or not self._worth_going_on()
-        return [index for index, _ in going_on]
+        self.beams = [beam for _, beam in continuing]
+        self.over = not self.beams or not self._worth_continuing()
+        return [index for index, _ in continuing]
 
     def _continuations(self, found: Sequence[Candidates]) -> Iterator[tuple[float, int, int]]:
-        """(total, beam, place among the beam's candidates) of every continuation there may be."""
+        """(total, beam, index of the candidate) of every allowed continuation."""
         banned = self._end_ids if self._too_short else frozenset[int]()
         for index, (beam, candidates) in enumerate(zip(self.beams, found, strict=True)):
             for at, (token, logprob) in enumerate(zip(candidates.ids, candidates.logprobs, strict=True)):
@@ -122,15 +124,15 @@ class BeamSearch:
     def _score(self, total: float, length: int) -> float:
         return total / math.pow(length, self._params.length_penalty)
 
-    def _worth_going_on(self) -> bool:
-        """Whether a beam might yet become better than a hypothesis, by the rule that `early_stopping` chooses."""
+    def _worth_continuing(self) -> bool:
+        """Whether a beam may still become better than the worst hypothesis, by the rule of `early_stopping`."""
         if len(self.finished) < self.width:
             return True
         early, best = self._params.early_stopping, self.beams[0]
         if early is True:
             return False
-        at_its_longest = early == "never" and self._params.length_penalty > 0.0
-        length = self._max_new_tokens if at_its_longest else best.length
+        at_most_length = early == "never" and self._params.length_penalty > 0.0
+        length = self._max_new_tokens if at_most_length else best.length
         return self._score(best.total, length) > self.finished[-1].score
 
 

@@ -1,4 +1,4 @@
-"""Requests that must end by some time, and those of them that can no longer make it."""
+"""Requests with deadlines, and which of them can no longer keep theirs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Protocol
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.request import Request, Status
 
-FORECAST_EVERY = 0.1  # seconds: looking at everybody in every step would cost more than it saves
+FORECAST_EVERY = 0.1  # seconds: checking every request in every step would cost more than it saves
 
 
 class Forecast(Protocol):
     def least_seconds(self, prompt_tokens: int, new_tokens: int) -> float:
-        """The least time in which so many tokens can be computed and then so many generated, with the batch empty."""
+        """The least time to compute `prompt_tokens` and then generate `new_tokens` with an empty batch."""
         ...
 
 
 class Deadlines:
+    """All deadlines, the nearest first."""
+
     def __init__(self, find: Callable[[str], Request | None]) -> None:
         self._find = find
-        self._heap: list[tuple[float, int, str]] = []  # ids only: finished requests need not live on in here
+        self._heap: list[tuple[float, int, str]] = []  # ids only, so that finished requests are not kept alive
         self._last_forecast = -math.inf
 
     def add(self, request: Request) -> None:
@@ -35,7 +37,7 @@ class Deadlines:
         return self._heap[0][0] if self._heap else None
 
     def passed(self, now: float) -> list[Request]:
-        """Those whose time is over."""
+        """Requests whose deadline has passed."""
         found = []
         while (deadline := self.next()) is not None and deadline <= now:
             request = self._request(heapq.heappop(self._heap))
@@ -44,9 +46,9 @@ class Deadlines:
         return found
 
     def hopeless(self, now: float, forecast: Forecast, kv: KVCache) -> list[Request]:
-        """Those who would be too late even if nobody else were there: what is spent on them is lost to others.
+        """Requests that would be too late even on an idle machine: computing them would be wasted.
 
-        What cannot be known counts in their favour: that the text may end with its next token, for one.
+        What is not certain counts in their favour, such as that the text may end with its next token.
         """
         if now - self._last_forecast < FORECAST_EVERY:
             return []
@@ -56,7 +58,7 @@ class Deadlines:
 
     def _request(self, entry: tuple[float, int, str]) -> Request | None:
         request = self._find(entry[2])
-        # Else it is over, and the id perhaps used again.
+        # Otherwise it has ended, and the id may be in use again.
         return request if request is not None and request.order == entry[1] and request.ending is None else None
 
 
@@ -67,6 +69,6 @@ def _too_late(request: Request, now: float, forecast: Forecast, kv: KVCache) -> 
         return False
     if request.status is not Status.WAITING:
         return True
-    cached = len(kv.match(request).blocks) * kv.block_size  # looked up only now: a hit may save it
+    cached = len(kv.match(request).blocks) * kv.block_size  # looked up only if needed: a hit may save it
     prompt_tokens = min(request.num_behind, request.num_known - cached)
     return forecast.least_seconds(prompt_tokens, request.least_new_tokens) > time_left

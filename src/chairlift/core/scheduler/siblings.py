@@ -1,4 +1,4 @@
-"""Completions of one prompt (n > 1): the first to board computes the prompt, and the others share its blocks."""
+"""Completions of one prompt (n > 1): the first one admitted computes the prompt, the others share its blocks."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from chairlift.core.request import Request, Status
 
 
 def sibling_to_fork(request: Request, running: Sequence[Request]) -> Request | None:
-    """One whose blocks of the whole prompt are there to share, the partly filled last one included."""
-    siblings = _siblings_on_board(request, running)
+    """A running sibling whose prompt is computed, so that all its prompt blocks can be shared."""
+    siblings = _running_siblings(request, running)
     return next((other for other in siblings if other.num_computed >= other.num_prompt), None)
 
 
 def waits_for_sibling(request: Request, running: Sequence[Request]) -> bool:
-    """A sibling boards once another has computed the prompt, so that they hold the prompt's blocks once."""
+    """Whether `request` must wait until a sibling has computed the prompt, so that its blocks are held once."""
     leader = request.leader
     if leader is None or request.num_output or sibling_to_fork(request, running) is not None:
         return False
-    return leader.status is Status.WAITING or bool(_siblings_on_board(request, running))
+    return leader.status is Status.WAITING or bool(_running_siblings(request, running))
 
 
-def _siblings_on_board(request: Request, running: Sequence[Request]) -> list[Request]:
-    """Other completions of the same prompt, as long as `request` has nothing but that prompt itself."""
+def _running_siblings(request: Request, running: Sequence[Request]) -> list[Request]:
+    """Other completions of the same prompt, as long as `request` has no output itself."""
     leader = request.leader
     if leader is None or request.num_output:
         return []

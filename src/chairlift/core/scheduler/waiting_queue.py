@@ -1,4 +1,4 @@
-"""Those without a seat: in which order they board, how often they may be overtaken, and what each waits for."""
+"""The waiting requests: their order, how often each may be passed over, and what each waits for."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ MAX_OVERTAKES = 16
 
 
 class WaitReason(StrEnum):
-    NEXT_STEP = "it has not been offered a seat yet"
-    SEATS = "all seats are taken (max_batch_requests)"
-    TARGET = "with one more on board, the others' tokens would come later than target_tpot_ms"
+    NEXT_STEP = "it has not been considered yet"
+    SEATS = "all slots are taken (max_batch_requests)"
+    TARGET = "with one more running, the others' tokens would come later than target_tpot_ms"
     BUDGET = "the step's token budget is used up (max_batch_tokens, max_prefill_tokens)"
     MEMORY = "not enough free KV blocks for its tokens"
-    PREEMPTION = "memory ran out in this step; nobody boards until those on board fit"
-    COURTESY = "its tenant is a crowd, and steps are kept short for others who come now and then (order fair)"
-    TURN = "a request that was overtaken too often is next, and does not fit yet"
+    PREEMPTION = "memory ran out in this step; no request is admitted until the running ones fit"
+    COURTESY = "its tenant has many requests, and steps are kept short for tenants with few (order fair)"
+    TURN = "a request that was passed over too often is next, and does not fit yet"
     BATCH_FILLING = "the policy waits for more requests to fill a batch (max_delay_ms)"
-    BATCH_RUNNING = "the policy lets nobody board while a batch is on board"
+    BATCH_RUNNING = "the policy admits no request while a batch is running"
     SIBLING = "its sibling (n > 1) is still computing the prompt they share"
     GRAMMAR = "the grammar of its structured output is being compiled"
-    PREFIX = "a request on board is computing the prefix they share"
+    PREFIX = "a running request is computing the prefix they share"
 
 
 class WaitingQueue(Sequence[Request]):
-    """The queue. Iterates in order of submission; boards in the order of `ordering`.
+    """The queue. Iterates in order of submission; requests are admitted in the order of `ordering`.
 
-    Those ahead may be overtaken: by a request with a better claim, or by a smaller one when memory or budget is
-    short. But not for ever: each boarding is counted against the longest-waiting request and against everyone who
-    was passed over in that step. After `max_overtakes` of them a request is *starved*: it goes before all that are not,
-    and as long as it does not fit, nobody boards.
+    A request may be passed over: by one with a better claim, or by a smaller one when memory or budget is short. But
+    not forever: each admission is counted against the longest-waiting request and against every request that was passed
+    over in that step. After `max_overtakes` of them a request is *starved*: it comes before all that are not, and as
+    long as it does not fit, no other is admitted.
     """
 
     def __init__(self, ordering: Ordering, max_overtakes: int = MAX_OVERTAKES) -> None:
@@ -46,9 +46,9 @@ class WaitingQueue(Sequence[Request]):
         self._starved: list[Request] = []
         self._reasons: dict[str, WaitReason] = {}
         self._reason_of_the_rest = WaitReason.NEXT_STEP
-        self._num_seen = 0  # the number after that of the last request submitted; those below it ...
-        self._num_asked = 0  # ... and this one were there when boarding was last tried
-        self._num_complete = 0  # ... and this one wait for no others to fill a batch
+        self._num_seen = 0  # requests submitted so far: `order` of the next one
+        self._num_tried = 0  # the same when admission was last tried
+        self._num_complete = 0  # requests with a lower `order` wait for no others to fill a batch
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -84,7 +84,7 @@ class WaitingQueue(Sequence[Request]):
 
     @property
     def may_grow(self) -> bool:
-        """Whether others may yet come to fill a batch with those that are here."""
+        """Whether more requests may arrive to fill a batch with the waiting ones."""
         return self.oldest.order >= self._num_complete
 
     @property
@@ -92,7 +92,7 @@ class WaitingQueue(Sequence[Request]):
         return len(self._starved)
 
     def in_admission_order(self) -> Iterator[Request]:
-        """Those who are ready. Requests may leave the line while it is gone through."""
+        """The requests that are ready. They may leave the queue during the iteration."""
         yield from [request for request in self._starved if request.ready]
         if self.ordering.has_claims:
             rest = [request for request in self._requests if request.ready and not request.starved]
@@ -101,40 +101,40 @@ class WaitingQueue(Sequence[Request]):
             yield from self._by_submission()
 
     def _by_submission(self) -> Iterator[Request]:
-        """Those who are ready and not starved. Looks no further than asked: the line may be long."""
+        """The requests that are ready and not starved, read only as far as needed: the queue may be long."""
         place = 0
         while place < len(self._requests):
             request = self._requests[place]
             if request.ready and not request.starved:
                 yield request
-            if place < len(self._requests) and self._requests[place] is request:  # else it left the line
+            if place < len(self._requests) and self._requests[place] is request:  # else it left the queue
                 place += 1
 
     def best_claim(self) -> tuple[bool, float] | None:
-        """The claim of whoever is next, as in `Ordering.rank`; None if nobody is."""
+        """The claim of the next request, as in `Ordering.rank`; None without one."""
         if not self.ordering.has_claims and not self._starved:
             return (True, 0.0) if self._requests else None
         first = next(self.in_admission_order(), None)
         return None if first is None else self.ordering.rank(first)[:2]
 
-    def count_passing(self, boarded: Request, passed_over: list[Request]) -> bool:
-        """`boarded` has left the line for a seat, ahead of those in `passed_over` and of whoever is older. True if one
-        of them may not be overtaken any more."""
-        overtaken = {request.id: request for request in passed_over}
-        if self._requests and self.oldest.order < boarded.order:
-            overtaken[self.oldest.id] = self.oldest
+    def count_passing(self, admitted: Request, passed_over: list[Request]) -> bool:
+        """Count that `admitted` was admitted before `passed_over` and before the oldest request. True if one of them
+        became starved."""
+        passed = {request.id: request for request in passed_over}
+        if self._requests and self.oldest.order < admitted.order:
+            passed[self.oldest.id] = self.oldest
         newly_starved = False
-        for request in overtaken.values():
+        for request in passed.values():
             request.times_passed_over += 1
             if request.times_passed_over >= self.max_overtakes and not request.starved:
                 request.starved = newly_starved = True
                 insort(self._starved, request, key=_order)
         return newly_starved
 
-    # ---- why each of them waits ---------------------------------------------------------------------------------
+    # ---- why each request waits ---------------------------------------------------------------------------------
 
     def begin_admission(self) -> None:
-        self._num_asked = self._num_seen
+        self._num_tried = self._num_seen
         self._reasons.clear()
         self._reason_of_the_rest = WaitReason.NEXT_STEP
 
@@ -142,28 +142,28 @@ class WaitingQueue(Sequence[Request]):
         self._reasons[request.id] = reason
 
     def note_rest(self, reason: WaitReason) -> None:
-        """The reason of all that were not asked one by one."""
+        """Note the reason of all requests that were not tried one by one."""
         self._reason_of_the_rest = reason
 
     def reason(self, request: Request) -> WaitReason:
         found = self.last_reason(request)
-        # Another request was awaited then, but perhaps is no longer.
+        # It waited for another request then, but may not any longer.
         return WaitReason.NEXT_STEP if found in (WaitReason.SIBLING, WaitReason.PREFIX) else found
 
     def reasons(self) -> Counter[WaitReason]:
-        """How many wait for what, as boarding last found them. Asked in every step, however long the line is: so those
-        who were not asked one by one are not looked at one by one."""
-        asked = bisect_left(self._requests, self._num_asked, key=_order)
-        others = [request for request in self._requests[:asked] if not request.ready] + self._requests[asked:]
+        """How many requests wait for which reason, as of the last admission. Called in every step, however long the
+        queue is: so requests that were not tried one by one are not counted one by one."""
+        tried = bisect_left(self._requests, self._num_tried, key=_order)
+        others = [request for request in self._requests[:tried] if not request.ready] + self._requests[tried:]
         counts = Counter([*self._reasons.values(), *map(self.last_reason, others)])
         counts[self._reason_of_the_rest] += len(self._requests) - counts.total()
         return +counts  # without those that are zero
 
     def last_reason(self, request: Request) -> WaitReason:
-        """What kept it from boarding in the last step."""
+        """Why it was not admitted in the last step."""
         if not request.ready:
             return WaitReason.GRAMMAR
-        if request.order >= self._num_asked:
+        if request.order >= self._num_tried:
             return WaitReason.NEXT_STEP
         return self._reasons.get(request.id, self._reason_of_the_rest)
 

@@ -1,4 +1,4 @@
-"""What whole pieces of work take, from what steps cost."""
+"""Predicts the time of whole pieces of work from the cost of steps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from chairlift.core.cost_model import CostModel, StepShape, chunk_kv
 
-_IN_FAVOUR = 0.8  # of what is predicted counts where a request would be given up: predictions are not promises
-_ENOUGH_STEPS = 50  # observed before anybody is given up
+_IN_FAVOUR = 0.8  # share of the prediction that counts where a request would be given up: it may be too high
+_ENOUGH_STEPS = 50  # observed before any request is given up
 
 
 class WorkForecast:
-    """Prompts are thought to be computed in chunks of `chunk` tokens."""
+    """Assumes that prompts are computed in chunks of `chunk` tokens."""
 
     def __init__(self, cost: CostModel, chunk: int, most_per_step: int = 1) -> None:
         """`most_per_step`: new tokens that a request may get in one step, more than one with drafts."""
@@ -21,8 +21,8 @@ class WorkForecast:
         self._most_per_step = most_per_step
 
     def recompute_seconds(self, tokens: int, start: int = 0, beside: StepShape | None = None) -> float:
-        """What it adds to steps that run anyway to compute `tokens` tokens of one request, the first at position
-        `start`. `beside`: what else those steps carry. This is the price of a preemption by recomputing."""
+        """The time added to steps that run anyway by computing `tokens` tokens of one request, the first at position
+        `start`; `beside`: what else those steps carry. This is the price of a preemption by recomputing."""
         base = beside or StepShape()
         whole, rest = divmod(tokens, self._chunk)
         alone = self._cost.predict(base)
@@ -32,8 +32,8 @@ class WorkForecast:
         return seconds + self._kv_seconds(chunk_kv(start, tokens))
 
     def least_seconds(self, prompt_tokens: int, new_tokens: int) -> float:
-        """The least time in which so many tokens can be computed and then so many generated, with nobody else there;
-        0 while too little is known to give anybody up."""
+        """The least time to compute `prompt_tokens` and then generate `new_tokens` on an idle machine; 0 while too
+        little is measured to give a request up."""
         if self._cost.num_observed < _ENOUGH_STEPS:
             return 0.0
         nothing = StepShape()

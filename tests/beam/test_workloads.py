@@ -1,5 +1,5 @@
-"""Beam searches among other requests on a small lift: whatever happens to them, blocks are conserved, nobody writes
-what another holds, and every search that is not cancelled finds what it would have found alone."""
+"""Beam searches among other requests in a small batch: blocks are conserved, shared blocks are never written, and every
+search that is not cancelled finds what it would have found alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Driver:
         self.scheduler = scheduler
         self.memory = MemoryModel(scheduler.kv.block_size)
         self.depth = depth
-        self.under_way: deque[StepPlan] = deque()
+        self.in_flight: deque[StepPlan] = deque()
         self.now = 0.0
 
     def step(self) -> None:
@@ -54,9 +54,9 @@ class Driver:
         check_accounting(self.scheduler)
         if plan:
             check_plan(self.scheduler, plan)
-            self.under_way.append(plan)
-        if self.under_way and (len(self.under_way) > self.depth or not plan):
-            done = self.under_way.popleft()
+            self.in_flight.append(plan)
+        if self.in_flight and (len(self.in_flight) > self.depth or not plan):
+            done = self.in_flight.popleft()
             if not self.depth:
                 self.memory.run(done)
             self.scheduler.apply(run_plan(done), self.now)
@@ -64,9 +64,9 @@ class Driver:
 
     def interrupt(self) -> None:
         plan = self.scheduler.schedule(self.now)
-        for lost in (*self.under_way, plan):
+        for lost in (*self.in_flight, plan):
             self.scheduler.abandon(lost, self.now)
-        self.under_way.clear()
+        self.in_flight.clear()
         self.check()
 
     def check(self) -> None:
@@ -75,7 +75,7 @@ class Driver:
 
     def run_to_end(self) -> None:
         for _ in range(5000):
-            if not self.scheduler.has_work and not self.under_way:
+            if not self.scheduler.has_work and not self.in_flight:
                 return
             self.step()
         raise AssertionError("the workload does not come to an end")
@@ -172,7 +172,7 @@ def test_all_beams_are_in_one_batch_with_others_and_share_the_prompt() -> None:
     assert len(plan.copies) == 2  # of the prompt's last block, partly filled, for all but one of the other three
 
 
-def test_pruned_beams_give_back_their_blocks_in_the_same_step() -> None:
+def test_pruned_beams_release_their_blocks_in_the_same_step() -> None:
     scheduler = make_scheduler(num_blocks=200, block_size=1, max_batch_requests=8, prefix_caching=False)
     driver = Driver(scheduler)
     members = submit_beams(scheduler, "search", range(5), 4, 12)
@@ -200,7 +200,7 @@ def test_cancelling_one_completion_ends_the_search_at_once(member: int) -> None:
     check_quiescent(scheduler)
 
 
-def test_a_wide_search_waits_for_its_seats_and_is_not_overtaken_for_ever() -> None:
+def test_a_wide_search_waits_for_its_slots_and_is_not_passed_over_forever() -> None:
     scheduler = make_scheduler(num_blocks=400, max_batch_requests=4, max_overtakes=3)
     driver = Driver(scheduler)
     for number in range(3):
@@ -217,9 +217,9 @@ def test_a_wide_search_waits_for_its_seats_and_is_not_overtaken_for_ever() -> No
 
 def test_what_cannot_fit_is_refused() -> None:
     scheduler = make_scheduler(num_blocks=10, block_size=4, max_batch_requests=4)
-    with pytest.raises(InvalidParameter, match="5 beams need a seat each, but there are 4") as seats:
+    with pytest.raises(InvalidParameter, match="5 beams need a slot each, but there are 4") as slots:
         submit_beams(scheduler, "wide", range(4), 5, 2)
-    assert seats.value.parameter == "beam_width"
+    assert slots.value.parameter == "beam_width"
     with pytest.raises(InvalidParameter, match="4 beams of up to 20 new tokens exceed the KV cache") as memory:
         submit_beams(scheduler, "long", range(8), 4, 20)
     assert memory.value.parameter == "beam_width"

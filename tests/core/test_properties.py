@@ -77,6 +77,7 @@ class Workload(RuleBasedStateMachine):
         self.capacity = num_blocks * block_size
         self.now = 0.0
         self.requests: list[Request] = []
+        self.cancelled: set[str] = set()
         self.in_flight: StepPlan | None = None
         self.expected: dict[str, list[int]] = {}
 
@@ -159,6 +160,7 @@ class Workload(RuleBasedStateMachine):
     def cancel(self, choice: int) -> None:
         victim = self.requests[choice % len(self.requests)]
         self.scheduler.finish(victim.id, Ending(FinishReason.CANCELLED), self.now)
+        self.cancelled.add(victim.id)
 
     @invariant()
     def books_balance(self) -> None:
@@ -196,6 +198,9 @@ class Workload(RuleBasedStateMachine):
         assert request.ending is not None
         if request.ending.reason is FinishReason.LENGTH:
             assert request.num_output == request.max_new_tokens
+        else:
+            late = request.ending.reason is FinishReason.DEADLINE and request.deadline is not None
+            assert late or request.id in self.cancelled, f"{request} was not disturbed, but ended: {request.ending}"
 
 
 TestWorkload = Workload.TestCase

@@ -33,19 +33,19 @@ FrameData = dict[str, Any]
 
 FORMAT = 1
 SHOWN_WAITING = 60  # requests at the front of the queue; all are counted
-UNKNOWN = -1  # number of blocks that the page knows of a table that changed in the middle
+UNKNOWN = -1  # `num_sent` of a table that changed other than by growing
 _FREQUENT = frozenset({TokenProduced, TextProduced})  # hundreds of them in every step
 
 
 class _Known:
-    """A request that the page knows."""
+    """A request that was announced to the page."""
 
     __slots__ = ("finished", "handle", "num_sent", "request")
 
     def __init__(self, handle: int, request: Request) -> None:
         self.handle = handle  # the small number that stands for it in all frames
         self.request = request
-        self.num_sent = 0  # number of blocks of its table that the page knows
+        self.num_sent = 0  # number of blocks of its table that were sent
         self.finished = request.status is Status.FINISHED
 
 

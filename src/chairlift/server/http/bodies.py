@@ -87,7 +87,7 @@ def _parse(body_type: type[BaseModel], body: bytes) -> BaseModel:
 def invalid_value(first: Any) -> APIError:
     """The first of pydantic's errors about a body, with the name of the parameter."""
     location = [str(part) for part in first["loc"] if part != "body"]
-    # Further parts of the location name alternatives of a union, which clients do not know.
+    # Further parts of the location name alternatives of a union, which are internal.
     param = location[0] if location else None
     problem = "unknown parameter" if first["type"] == "extra_forbidden" else str(first["msg"])
     return APIError(400, f"{param or 'body'}: {problem}", param=param, code="invalid_value")

@@ -90,7 +90,7 @@ class InputMessages:
     def _add_item(self, location: str, given: dict[str, Any]) -> None:
         match _parse_item(location, given):
             case _Message(role=role, content=content):
-                # Chat templates only know the role "system".
+                # Chat templates have no role "developer".
                 role = "system" if role == "developer" else role
                 self._add(location, {"role": role, "content": _text(f"{location}.content", content)})
             case _FunctionCall() as call:

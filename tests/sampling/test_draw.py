@@ -155,6 +155,7 @@ def test_each_completion_has_its_own_seed_and_the_first_keeps_the_requests() -> 
     seeds = {child_seed(seed, index) for seed in range(50) for index in range(128)}
     assert len(seeds) == 50 * 128
     assert child_seed(123, 0) == 123
+    assert child_seed(7, 1) == 3711672312747532216  # pinned like `uniform`
     assert all(0 <= seed <= MAX_SEED for seed in seeds)
 
 

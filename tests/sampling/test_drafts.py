@@ -30,7 +30,7 @@ PROMPT, OUTPUT, DRAFTS = [4, 5], [6], [7, 8, 7]
 def test_rows_after_drafts_are_sampled_as_if_the_drafts_were_output(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     rows = reference.small_logits(1 + len(DRAFTS), VOCAB, 7)
-    rows[:, EOS] += 8.0
+    rows[:, [EOS] if params.min_tokens else [7, 8]] = rows.max() + 0.5  # likely, unless the drafts count
     expected = []
     for index, row in enumerate(rows):
         output = [*OUTPUT, *DRAFTS[:index]]

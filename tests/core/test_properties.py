@@ -236,8 +236,8 @@ def test_replaying_a_workload_gives_the_same_schedule() -> None:
 def test_no_request_waits_longer_than_the_bound(
     order: str, seats: int, max_overtakes: int, crowd: int | None, work: list[tuple[int, int, int, str]]
 ) -> None:
-    """A request is admitted after at most (max_overtakes + 1) * (q + 1) admissions, q being the older requests that wait
-    when it is submitted or return to the queue later (fair sharing preempts)."""
+    """A request is admitted after at most (max_overtakes + 1) * (q + 1) admissions, q being the older requests that
+    wait when it is submitted or return to the queue later (fair sharing preempts)."""
     scheduler = make_scheduler(
         2000, max_batch_requests=seats, order=order, max_overtakes=max_overtakes, prefix_caching=False, crowd=crowd
     )

@@ -58,19 +58,27 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = RequestLimits(vocab_size, max_model_len)
         self.eos_ids = eos_ids
-        self.cost_model = cost_model or CostModel()  # learns from every step
         self.fatal: Exception | None = None  # the error that stopped the engine for good
         self._clock = clock
         self._structured = structured
         can = executor.capabilities
         self._validator = RequestValidator(self.limits, scheduler, structured, eos_ids, beam_search=can.beam_search)
-        self._pipeline = Pipeline(scheduler, self.cost_model, can.steps_ahead)
+        self._pipeline = Pipeline(scheduler, cost_model or CostModel(), can.steps_ahead)
         self._text = OutputText(tokenizer)
         self._selection = CompletionSelection()
         self._seeds = random.Random(seed)
         self._num_submitted = 0
         self._unreported: set[str] = set()  # ids whose ending has not been published yet
         self._listeners: list[Callable[[Sequence[Event]], None]] = []
+
+    @property
+    def cost_model(self) -> CostModel:
+        """Learns from every step."""
+        return self._pipeline.cost_model
+
+    @cost_model.setter
+    def cost_model(self, model: CostModel) -> None:
+        self._pipeline.cost_model = model
 
     @property
     def vocab_size(self) -> int:

@@ -36,7 +36,7 @@ class Pipeline:
 
     def __init__(self, scheduler: Scheduler, cost_model: CostModel, steps_ahead: int) -> None:
         self._scheduler = scheduler
-        self._cost_model = cost_model
+        self.cost_model = cost_model
         self._steps_ahead = steps_ahead
         self._steps: deque[StepInFlight] = deque()
         self._begun = 0.0  # when this turn of the engine's loop began
@@ -74,13 +74,13 @@ class Pipeline:
         seconds = ended - max(step.begun, self._last_ended)
         self._last_ended = ended
         shape = StepShape.of(step.plan)
-        predicted = self._cost_model.predict(shape) or None
+        predicted = self.cost_model.predict(shape) or None
         # Launching a later step took time out of this one's.
         typical = all(one.pending.typical for one in (step, *self._steps))
         speculation = self._scheduler.speculation
         running = seconds if speculation is None else speculation.observe(result, seconds, step.waited, typical)
         if typical:
-            self._cost_model.observe(shape, running)
+            self.cost_model.observe(shape, running)
         return StepDone(
             time=read,
             step=step.plan.step,

@@ -1,4 +1,4 @@
-"""The live page is told of every beam: its tokens, its table, its end."""
+"""The live page shows every beam: its tokens, its table, its end."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_frames_tell_of_every_beam(num_blocks: int, monkeypatch: pytest.MonkeyPa
     steps, endings = read_back(run.frames)
     assert [sorted(step) for step in steps] == [sorted(shape) for shape in run.shapes]
     assert endings == dict.fromkeys(run.requests, 1)
-    told = [given[4] for frame in run.frames for given in frame.get("end", ())]
-    assert sorted(told) == sorted(request.num_output for request in run.requests.values())
+    shown = [given[4] for frame in run.frames for given in frame.get("end", ())]
+    assert sorted(shown) == sorted(request.num_output for request in run.requests.values())
     assert bool(preemptions) == (num_blocks == 25)
     tables: dict[int, list[int]] = {}
     names: dict[int, str] = {}

@@ -15,7 +15,7 @@ def row(machine: Machine, prompt: int) -> str:
 
 def main() -> None:
     for machine in (GPU_LIKE, CPU_LIKE):
-        costs = f"{1000 * machine.step:g} ms a step and {1000 * machine.token:g} ms a token, {machine.seats} seats"
+        costs = f"{1000 * machine.step:g} ms a step and {1000 * machine.token:g} ms a token, {machine.slots} slots"
         print(f"{costs}; the crowd without guests: {crowd_alone(machine):,.0f} tokens/s")
         for prompt in PROMPTS:
             print(row(machine, prompt), flush=True)

@@ -1,4 +1,4 @@
-"""A tenant who floods the lift, on a virtual clock, and guests who come now and then."""
+"""A tenant that floods the engine, on a virtual clock, and guests with occasional requests."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Machine:
 
     step: float
     token: float
-    seats: int
-    every: float  # seconds between two guests, who come at times that fall anywhere within a step
+    slots: int
+    every: float  # seconds between two guests, which arrive anywhere within a step
     flood: float  # requests of the crowd in a second
 
     def seconds(self, plan: StepPlan) -> float:
@@ -39,7 +39,7 @@ class Machine:
 
     @property
     def longest_step(self) -> float:
-        return self.step + self.token * (STEP_PROMPTS + self.seats)
+        return self.step + self.token * (STEP_PROMPTS + self.slots)
 
 
 GPU_LIKE = Machine(0.008, 0.00005, 16, every=0.2979, flood=10.0)
@@ -82,9 +82,9 @@ def serve(
     ordering, cost = make_ordering(order), CostModel()
     scheduler = Scheduler(
         KVCache(blocks, 16, prefix_caching=False),
-        FixedBudget.of(STEP_PROMPTS + machine.seats, STEP_PROMPTS),
+        FixedBudget.of(STEP_PROMPTS + machine.slots, STEP_PROMPTS),
         make_policy("continuous"),
-        machine.seats,
+        machine.slots,
         ordering=ordering,
         tenant_isolation=make_tenant_isolation(ordering, cost, STEP_PROMPTS),
     )

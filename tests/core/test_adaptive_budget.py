@@ -1,4 +1,4 @@
-"""Budgets that adapt: targets kept under noise, the most throughput that they leave, nobody starved."""
+"""Budgets that adapt: targets kept under noise, the most throughput that they leave, no request starved."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from chairlift.errors import InvalidParameter
 from tests.core.driving import make_request
 from tests.core.timed import (
     Noise,
-    Ride,
+    TimedRun,
     Truth,
     cpu_like,
     gpu_like,
     jitter,
     long_prompts_among_decodes,
-    ride,
+    run_timed,
     steady,
     timed_scheduler,
 )
@@ -50,8 +50,8 @@ def latency_budget(cost: CostModel, target_tpot: float | None, target_ttft: floa
     return LatencyBudget(MOST, cost, tpot, ttft)
 
 
-def on_board(name: str, prompt: int, computed: int | None = None, arrival: float = 0.0) -> Request:
-    """Without `computed`, one that decodes."""
+def running_request(name: str, prompt: int, computed: int | None = None, arrival: float = 0.0) -> Request:
+    """A running request; without `computed`, one that decodes."""
     request = make_request(name, prompt)
     request.arrival = arrival
     request.status = Status.RUNNING
@@ -62,19 +62,19 @@ def on_board(name: str, prompt: int, computed: int | None = None, arrival: float
 
 
 def load(decodes: int = 8, context: int = 300, computed: int = 600, now: float = 0.0) -> BatchLoad:
-    running = [on_board(f"d{i}", context) for i in range(decodes)]
-    return BatchLoad([*running, on_board("long", 1500, computed)], [], now)
+    running = [running_request(f"d{i}", context) for i in range(decodes)]
+    return BatchLoad([*running, running_request("long", 1500, computed)], [], now)
 
 
 def percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
-def serve(noise: Noise = steady, truth: Truth = cpu_like, prompts: int = 10, **options: float | str | None) -> Ride:
+def serve(noise: Noise = steady, truth: Truth = cpu_like, prompts: int = 10, **options: float | str | None) -> TimedRun:
     cost = CostModel()
     scheduler = timed_scheduler(cost, **options)  # type: ignore[arg-type]
     start, every = (2.0, 2.0) if truth is cpu_like else (0.1, 0.05)
-    return ride(scheduler, cost, long_prompts_among_decodes(prompts, start, every), truth, noise)
+    return run_timed(scheduler, cost, long_prompts_among_decodes(prompts, start, every), truth, noise)
 
 
 # ---- the time per output token --------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_when_decodes_alone_take_too_long_prompts_still_move_and_the_reason_says
     assert limits.slots >= 1
 
 
-def test_nobody_starves_under_a_target_that_cannot_be_kept() -> None:
+def test_no_request_starves_under_a_target_that_cannot_be_kept() -> None:
     done = serve(target_tpot_ms=1.0)
     assert len(done.times) == 18
     assert all(len(times) in (2, 600) for times in done.times.values())
@@ -170,7 +170,7 @@ def test_nothing_is_known_at_first_so_chunks_start_small_and_double() -> None:
     assert limits.reason is LimitReason.FIXED
 
 
-def test_without_decodes_nobody_waits_for_the_step() -> None:
+def test_without_decodes_no_request_waits_for_the_step() -> None:
     limits = latency_budget(knowing(), 0.1, None).limits(load(decodes=0))
     assert (limits.prefill_tokens, limits.reason) == (512, LimitReason.ALONE)
 
@@ -178,27 +178,27 @@ def test_without_decodes_nobody_waits_for_the_step() -> None:
 def test_without_prompts_nothing_is_decided() -> None:
     budget = latency_budget(knowing(), 0.1, None)
     before = budget.limits(load())
-    decodes_only = BatchLoad([on_board("d", 900)], [], 0.0)
+    decodes_only = BatchLoad([running_request("d", 900)], [], 0.0)
     assert budget.limits(decodes_only) is before
 
 
 # ---- the batch size -------------------------------------------------------------------------------------------------
 
 
-def test_seats_are_as_many_as_keep_the_target() -> None:
-    seen = BatchLoad([on_board(f"d{i}", 299) for i in range(8)], [on_board("next", 300, 0)], 0.0)
-    seats = latency_budget(knowing(), 0.2, None).limits(seen).slots
-    assert cpu_like(StepShape(seats, 16, seats * 300, 0, seats + 1)) <= 0.2
-    assert cpu_like(StepShape(seats + 1, 16, (seats + 1) * 300, 0, seats + 2)) > 0.2
+def test_slots_are_as_many_as_keep_the_target() -> None:
+    seen = BatchLoad([running_request(f"d{i}", 299) for i in range(8)], [running_request("next", 300, 0)], 0.0)
+    slots = latency_budget(knowing(), 0.2, None).limits(seen).slots
+    assert cpu_like(StepShape(slots, 16, slots * 300, 0, slots + 1)) <= 0.2
+    assert cpu_like(StepShape(slots + 1, 16, (slots + 1) * 300, 0, slots + 2)) > 0.2
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_flood_of_requests_does_not_board_beyond_the_target(seed: int) -> None:
-    def flood(**options: float | None) -> Ride:
+def test_a_flood_of_requests_is_not_admitted_beyond_the_target(seed: int) -> None:
+    def flood(**options: float | None) -> TimedRun:
         cost = CostModel()
-        scheduler = timed_scheduler(cost, seats=64, **options)  # type: ignore[arg-type]
+        scheduler = timed_scheduler(cost, slots=64, **options)  # type: ignore[arg-type]
         arrivals = [(0.05 * i, make_request(f"run{i}", 30, new=40)) for i in range(120)]
-        return ride(scheduler, cost, arrivals, cpu_like, jitter(seed, pauses=0))
+        return run_timed(scheduler, cost, arrivals, cpu_like, jitter(seed, pauses=0))
 
     free, bound = flood(), flood(target_tpot_ms=120)
     assert max(shape.decode_tokens for shape, _ in free.steps) == 64
@@ -208,7 +208,7 @@ def test_a_flood_of_requests_does_not_board_beyond_the_target(seed: int) -> None
     assert len(bound.times) == 120
 
 
-def test_without_a_target_for_running_requests_memory_alone_limits_seats() -> None:
+def test_without_a_target_for_running_requests_memory_alone_limits_slots() -> None:
     assert latency_budget(knowing(), None, 1.0).limits(load()).slots == NO_LIMIT
     assert KneeBudget(MOST, knowing()).limits(load()).slots == NO_LIMIT
 
@@ -217,11 +217,11 @@ def test_without_a_target_for_running_requests_memory_alone_limits_seats() -> No
 
 
 def test_the_rate_that_first_tokens_need() -> None:
-    first, second, third = (on_board(name, 100, 0, arrival) for name, arrival in (("a", 0), ("b", 1), ("c", 8)))
+    first, second, third = (running_request(name, 100, 0, arrival) for name, arrival in (("a", 0), ("b", 1), ("c", 8)))
     assert tokens_per_second_needed([first, second], now=2, target_ttft=10) == 200 / 9
     assert tokens_per_second_needed([first, second, third], now=2, target_ttft=4) == 200 / 3
     assert tokens_per_second_needed([first], now=10, target_ttft=10) == float("inf")
-    again = on_board("d", 100, 0)  # preempted after its first token: that one is over
+    again = running_request("d", 100, 0)  # preempted after its first token: that one is over
     again.append(1)
     assert tokens_per_second_needed([again], now=10, target_ttft=10) == 0
 
@@ -247,7 +247,7 @@ def test_a_first_token_target_is_made_and_running_requests_are_spared_what_it_do
     cost = CostModel()
     scheduler = timed_scheduler(cost, target_ttft_ms=8000)
     arrivals = long_prompts_among_decodes(5, 3.0, 9.0)
-    kept = ride(scheduler, cost, arrivals, cpu_like, jitter(0, pauses=0))
+    kept = run_timed(scheduler, cost, arrivals, cpu_like, jitter(0, pauses=0))
     waits = [kept.first_token(f"long{i}") - (3.0 + 9.0 * i) for i in range(5)]
     assert max(waits) <= 1.05 * 8.0
     hasty = serve(jitter(0, pauses=0), budget="fixed", cap=512, prompts=5)

@@ -1,4 +1,4 @@
-"""Budgets: what a step may carry, and who learns of it."""
+"""Budgets: what a step may carry, and the event of a changed decision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.core.driving import events_of, make_request, make_scheduler, shape, s
 
 
 class Scripted:
-    """Says what it is told to, and remembers what it was shown."""
+    """Returns given limits, and records the load of each call."""
 
     def __init__(self, *limits: StepLimits) -> None:
         self.script = list(limits)
@@ -24,7 +24,7 @@ class Scripted:
         return self.script.pop(0) if len(self.script) > 1 else self.script[0]
 
 
-def test_a_budget_may_keep_seats_free_and_the_queue_says_so() -> None:
+def test_a_budget_may_keep_slots_free_and_the_queue_has_the_reason() -> None:
     scheduler = make_scheduler()
     scheduler.budget = Scripted(StepLimits(64, 64, slots=1), StepLimits(64, 64, slots=2))
     for name in ("a", "b", "c"):
@@ -35,7 +35,7 @@ def test_a_budget_may_keep_seats_free_and_the_queue_says_so() -> None:
     assert scheduler.why_waiting("c") is WaitReason.TARGET
 
 
-def test_those_on_board_stay_when_seats_become_fewer() -> None:
+def test_running_requests_stay_when_slots_become_fewer() -> None:
     scheduler = make_scheduler()
     scheduler.budget = Scripted(StepLimits(64, 64), StepLimits(64, 64, slots=1))
     for name in ("a", "b"):
@@ -44,16 +44,16 @@ def test_those_on_board_stay_when_seats_become_fewer() -> None:
     assert shape(step(scheduler)) == [("a", 3, 1), ("b", 3, 1)]
 
 
-def test_a_decision_is_told_when_it_changes() -> None:
+def test_a_decision_is_published_when_it_changes() -> None:
     scheduler = make_scheduler()
     first, second = StepLimits(64, 8), StepLimits(64, 16, predicted_seconds=0.5)
     scheduler.budget = Scripted(first, StepLimits(64, 8, predicted_seconds=0.1), second)
     scheduler.submit(make_request("a", 30), 0)
-    told = []
+    published = []
     for now in range(4):
         step(scheduler, now)
-        told += events_of(scheduler, BudgetDecided)
-    assert told == [BudgetDecided(0, first), BudgetDecided(2, second)]
+        published += events_of(scheduler, BudgetDecided)
+    assert published == [BudgetDecided(0, first), BudgetDecided(2, second)]
 
 
 def test_a_budget_sees_who_decodes_and_who_is_behind() -> None:

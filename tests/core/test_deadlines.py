@@ -18,7 +18,7 @@ class OneSecondEach:
         return prompt_tokens + new_tokens - 1.0
 
 
-def test_whoever_cannot_make_it_is_dropped_before_a_token_is_spent_on_him() -> None:
+def test_a_request_that_cannot_be_in_time_is_dropped_before_a_token_is_computed() -> None:
     scheduler = make_scheduler(max_batch_tokens=4, forecast=OneSecondEach())
     late = make_request("late", 20, deadline=19.0)
     in_time = make_request("in time", 20, deadline=21.0)
@@ -34,7 +34,7 @@ def test_whoever_cannot_make_it_is_dropped_before_a_token_is_spent_on_him() -> N
     assert in_time.ending.reason is FinishReason.LENGTH
 
 
-def test_one_on_board_is_dropped_too_and_gives_back_its_memory() -> None:
+def test_a_running_one_is_dropped_too_and_releases_its_memory() -> None:
     scheduler = make_scheduler(max_batch_tokens=4, forecast=OneSecondEach())
     scheduler.submit(make_request("a", 20, deadline=25.0), 0.0)
     step(scheduler, 0.0)

@@ -1,4 +1,4 @@
-"""A tenant who floods the lift, on a virtual clock: what the others feel of it."""
+"""A tenant that floods the engine, on a virtual clock: what it costs the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_flood_does_not_double_the_time_to_first_token_of_others(machine: Mach
     idle, flooded = serve(machine, prompt, flooded=False), serve(machine, prompt)
     assert len(idle.first_tokens) == len(flooded.first_tokens) == GUESTS
     assert flooded.p95 <= MOST * idle.p95
-    assert flooded.worst <= WORST * idle.p95, "the first one, whom nobody expects"
+    assert flooded.worst <= WORST * idle.p95, "the first one, which is not expected"
     assert flooded.crowd_rate >= CROWD_KEEPS * crowd_alone(machine)
 
 
@@ -49,7 +49,7 @@ def test_the_first_guest_of_a_full_lift_waits_for_one_step_at_most(machine: Mach
 
 
 def test_nor_when_it_has_filled_the_memory() -> None:
-    """320 blocks: ten of its sixteen seats' worth of tokens."""
+    """320 blocks: ten of its sixteen slots' worth of tokens."""
     idle = serve(GPU_LIKE, 600, flooded=False, guests=20, blocks=320)
     assert serve(GPU_LIKE, 600, guests=20, blocks=320).worst <= MOST * idle.p95
 
@@ -72,11 +72,11 @@ def courteous_scheduler() -> Scheduler:
 
 
 @pytest.mark.parametrize(
-    ("guest_came", "tokens", "on_board", "reason"),
+    ("guest_came", "tokens", "running", "reason"),
     [(990.0, 16, 12, WaitReason.COURTESY), (900.0, 128, 30, None)],
 )
 def test_a_crowd_is_held_back_only_while_there_are_guests(
-    guest_came: float, tokens: int, on_board: int, reason: WaitReason | None
+    guest_came: float, tokens: int, running: int, reason: WaitReason | None
 ) -> None:
     """A guest's 16 tokens take 39.2 ms alone: as long as 16 tokens of a crowd, or 12 decodes and the least prompt."""
     scheduler = courteous_scheduler()
@@ -87,7 +87,7 @@ def test_a_crowd_is_held_back_only_while_there_are_guests(
     assert step(scheduler, 1000.0).num_tokens == tokens
     for _ in range(60):
         step(scheduler, 1000.0)
-    assert len(scheduler.running) == on_board
+    assert len(scheduler.running) == running
     assert scheduler.why_waiting("29") is reason
 
 
@@ -104,7 +104,7 @@ def decoding_crowd(size: int) -> tuple[Scheduler, float]:
 def test_a_crowd_sits_out_the_step_of_a_guest_but_never_two_in_a_row() -> None:
     scheduler, now = decoding_crowd(12)
     tenants = []
-    for index in range(5):  # one guest after the other, so that each step computes someone's first token
+    for index in range(5):  # one guest after the other, so that each step computes a first token
         scheduler.submit(make_request(f"guest {index}", 8, 1, tenant=f"guest {index}", arrival=now), now)
         plan = step(scheduler, now)
         now += 0.02 + 0.0012 * plan.num_tokens
@@ -151,16 +151,16 @@ def test_a_first_token_that_is_computed_but_not_read_is_no_reason_to_sit_out() -
 
 
 def test_who_comes_back_from_the_host_in_the_step_of_a_guest_stays_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, were the step interrupted, nobody would know that its blocks were perhaps not copied."""
+    """Otherwise, were the step interrupted, it would not be noted that its blocks were perhaps not copied."""
     scheduler, now = decoding_crowd(12)
     returning, tenant_isolation = scheduler.get("0"), scheduler.tenant_isolation
     assert returning is not None
     assert tenant_isolation is not None
     give_way = tenant_isolation.give_way
 
-    def with_a_return(lift: SchedulerState, draft: PlanBuilder, now: float) -> None:
-        draft.swap_ins.append(BlockSwap(returning, block=0, slot=0))
-        give_way(lift, draft, now)
+    def with_a_return(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
+        builder.swap_ins.append(BlockSwap(returning, block=0, slot=0))
+        give_way(state, builder, now)
 
     monkeypatch.setattr(tenant_isolation, "give_way", with_a_return)
     scheduler.submit(make_request("guest", 16, 5, tenant="guest", arrival=now), now)

@@ -90,7 +90,7 @@ def test_the_tail_is_evicted_before_the_head() -> None:
 def test_the_same_tokens_computed_twice_are_indexed_once() -> None:
     kv = KVCache(10, block_size=4)
     first, second = make_request("a", range(8)), make_request("b", range(8))
-    for request in (first, second):  # both board before either has computed anything
+    for request in (first, second):  # both are admitted before either has computed anything
         kv.attach(request, kv.match(request))
     compute(kv, first)
     compute(kv, second)
@@ -98,7 +98,7 @@ def test_the_same_tokens_computed_twice_are_indexed_once() -> None:
     assert not set(kv.table(first)) & set(kv.table(second))
 
 
-def test_a_fork_shares_the_partly_filled_block_until_someone_writes() -> None:
+def test_a_fork_shares_the_partly_filled_block_until_one_writes() -> None:
     kv = KVCache(10, block_size=4)
     parent, child = make_request("p", range(6)), make_request("c", range(6))
     compute(kv, parent)

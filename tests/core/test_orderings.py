@@ -1,4 +1,4 @@
-"""Who boards first, who gives way, and how often one may be overtaken."""
+"""Which request is admitted first, which is preempted, and how often one may be passed over."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def submit(scheduler: Scheduler, name: str, prompt: int = 3, new: int = 2, **opt
     scheduler.submit(make_request(name, prompt, new, **options), 0.0)
 
 
-def boarding_order(scheduler: Scheduler) -> list[str]:
+def admission_order(scheduler: Scheduler) -> list[str]:
     run_to_end(scheduler)
     check_quiescent(scheduler)
     return [event.request_id for event in events_of(scheduler, RequestAdmitted)]
 
 
-def on_board(scheduler: Scheduler) -> list[str]:
+def running_ids(scheduler: Scheduler) -> list[str]:
     return [request.id for request in scheduler.running]
 
 
@@ -35,25 +35,25 @@ def test_first_come_first_served() -> None:
     scheduler = make_scheduler(max_batch_requests=1)
     for name, priority in (("a", 9), ("b", -1), ("c", 0)):
         submit(scheduler, name, priority=priority)
-    assert boarding_order(scheduler) == ["a", "b", "c"]
+    assert admission_order(scheduler) == ["a", "b", "c"]
 
 
-def test_a_lower_priority_boards_sooner_and_equals_in_turn() -> None:
+def test_a_lower_priority_is_admitted_sooner_and_equals_in_turn() -> None:
     scheduler = make_scheduler(max_batch_requests=1, order="priority")
     for name, priority in (("a", 1), ("b", 0), ("c", -3), ("d", 0)):
         submit(scheduler, name, priority=priority)
-    assert boarding_order(scheduler) == ["c", "b", "d", "a"]
+    assert admission_order(scheduler) == ["c", "b", "d", "a"]
 
 
-def test_the_shortest_work_boards_first_prompt_and_output_together() -> None:
+def test_the_shortest_work_is_admitted_first_prompt_and_output_together() -> None:
     scheduler = make_scheduler(max_batch_requests=1, order="shortest")
     for name, prompt, new in (("a", 10, 10), ("b", 17, 2), ("c", 2, 17), ("d", 5, 5)):
         submit(scheduler, name, prompt, new)
-    assert boarding_order(scheduler) == ["d", "b", "c", "a"]
+    assert admission_order(scheduler) == ["d", "b", "c", "a"]
 
 
 @pytest.mark.parametrize(("order", "victim"), [("fcfs", "c"), ("priority", "b"), ("shortest", "a"), ("fair", "b")])
-def test_whoever_comes_last_by_the_order_gives_way(order: str, victim: str) -> None:
+def test_the_last_request_by_the_order_is_preempted(order: str, victim: str) -> None:
     scheduler = make_scheduler(num_blocks=6, block_size=4, order=order, prefix_caching=False)
     # b's tenant is served as many tokens as the two others together... and more: a's is charged least.
     submit(scheduler, "a", prompt=4, new=19, priority=0, tenant="x")
@@ -68,21 +68,21 @@ def test_whoever_comes_last_by_the_order_gives_way(order: str, victim: str) -> N
     check_quiescent(scheduler)
 
 
-# ---- overtaking -----------------------------------------------------------------------------------------------------
+# ---- passing over ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["priority", "shortest"])
-def test_nobody_is_overtaken_more_often_than_allowed(order: str) -> None:
-    """A stream of requests with better claims, one at a time, would keep it waiting for ever."""
+def test_no_request_is_passed_over_more_often_than_allowed(order: str) -> None:
+    """A stream of requests with better claims, one at a time, would keep it waiting forever."""
     scheduler = make_scheduler(max_batch_requests=1, order=order, max_overtakes=5)
     submit(scheduler, "first", new=1, priority=9)
     submit(scheduler, "patient", prompt=20, new=9, priority=9)
     for index in range(40):
         submit(scheduler, f"pushy{index}", prompt=2, new=1, priority=-1)
-    # Each of the two was overtaken five times while it was the oldest.
-    order_of_boarding = boarding_order(scheduler)
-    assert order_of_boarding.index("first") == 5
-    assert order_of_boarding.index("patient") == 11
+    # Each of the two was passed over five times while it was the oldest.
+    order = admission_order(scheduler)
+    assert order.index("first") == 5
+    assert order.index("patient") == 11
 
 
 def test_under_fair_sharing_many_tenants_cannot_keep_one_waiting() -> None:
@@ -93,7 +93,7 @@ def test_under_fair_sharing_many_tenants_cannot_keep_one_waiting() -> None:
     for index in range(40):
         submit(scheduler, f"new{index}", prompt=2, new=1, tenant=f"tenant {index}")
     # Each newcomer has been served less than the old tenant: without the bound, all 40 would go first.
-    assert boarding_order(scheduler).index("patient") <= 7
+    assert admission_order(scheduler).index("patient") <= 7
 
 
 def test_an_aged_request_is_no_victim_of_younger_ones_with_better_claims() -> None:
@@ -107,7 +107,7 @@ def test_an_aged_request_is_no_victim_of_younger_ones_with_better_claims() -> No
     assert {event.request_id for event in events_of(scheduler, RequestPreempted)} == {"urgent"}
 
 
-def test_whoever_lacks_memory_is_passed_but_not_for_ever() -> None:
+def test_a_request_that_lacks_memory_is_passed_over_but_not_forever() -> None:
     scheduler = make_scheduler(num_blocks=12, block_size=4, max_overtakes=3, prefix_caching=False)
     submit(scheduler, "holder", prompt=16, new=12)
     step(scheduler)
@@ -115,11 +115,11 @@ def test_whoever_lacks_memory_is_passed_but_not_for_ever() -> None:
     for index in range(6):
         submit(scheduler, f"small{index}", prompt=3, new=1)
     assert [name for name, _, _ in shape(step(scheduler))] == ["holder", "small0", "small1", "small2"]
-    # Three have passed. From now on nobody does until it fits.
+    # Three have passed. From now on none does until it fits.
     assert scheduler.why_waiting("large") is WaitReason.MEMORY
     assert scheduler.why_waiting("small3") is WaitReason.TURN
     assert shape(step(scheduler)) == [("holder", 17, 1)]
-    assert boarding_order(scheduler)[-4:] == ["large", "small3", "small4", "small5"]
+    assert admission_order(scheduler)[-4:] == ["large", "small3", "small4", "small5"]
 
 
 def test_with_first_come_first_served_a_smaller_request_still_passes_one_that_lacks_memory() -> None:
@@ -216,7 +216,7 @@ def test_tenants_take_turns() -> None:
         submit(scheduler, f"a{index}", tenant="a")
     for index in range(2):
         submit(scheduler, f"b{index}", tenant="b")
-    assert boarding_order(scheduler) == ["b0", "a0", "b1", "a1", "a2", "a3"]
+    assert admission_order(scheduler) == ["b0", "a0", "b1", "a1", "a2", "a3"]
 
 
 def test_a_tenant_of_twice_the_weight_gets_twice_the_turns() -> None:
@@ -224,37 +224,37 @@ def test_a_tenant_of_twice_the_weight_gets_twice_the_turns() -> None:
     for tenant in "ab":
         for index in range(6):
             submit(scheduler, f"{tenant}{index}", tenant=tenant)
-    order = boarding_order(scheduler)
+    order = admission_order(scheduler)
     assert sum(name.startswith("a") for name in order[:9]) == 6
 
 
-def test_one_tenant_does_not_take_all_free_seats_of_a_step() -> None:
+def test_one_tenant_does_not_take_all_free_slots_of_a_step() -> None:
     scheduler = make_scheduler(max_batch_requests=4, order="fair")
     for index in range(4):
         submit(scheduler, f"a{index}", tenant="a")
     for index in range(4):
         submit(scheduler, f"b{index}", tenant="b")
     step(scheduler)
-    assert sorted(on_board(scheduler)) == ["a0", "a1", "b0", "b1"]
+    assert sorted(running_ids(scheduler)) == ["a0", "a1", "b0", "b1"]
 
 
-def test_a_tenant_without_a_seat_takes_one_from_the_crowd() -> None:
+def test_a_tenant_without_a_slot_takes_one_from_the_crowd() -> None:
     scheduler = make_scheduler(max_batch_requests=4, order="fair")
     for index in range(6):
         submit(scheduler, f"a{index}", new=30, tenant="a")
     step(scheduler)
-    assert on_board(scheduler) == ["a0", "a1", "a2", "a3"]
+    assert running_ids(scheduler) == ["a0", "a1", "a2", "a3"]
     submit(scheduler, "b0", new=30, tenant="b")
     step(scheduler)
-    assert on_board(scheduler) == ["a0", "a1", "a2", "b0"]
+    assert running_ids(scheduler) == ["a0", "a1", "a2", "b0"]
     for index in range(1, 4):
         submit(scheduler, f"b{index}", new=30, tenant="b")
-    while on_board(scheduler) == ["a0", "a1", "a2", "b0"]:
+    while running_ids(scheduler) == ["a0", "a1", "a2", "b0"]:
         step(scheduler)  # until b has been served less than a again
-    assert on_board(scheduler) == ["a0", "a1", "b0", "b1"]  # two each: nobody has a claim to more
+    assert running_ids(scheduler) == ["a0", "a1", "b0", "b1"]  # two each: no tenant has a claim to more
     for _ in range(5):
         step(scheduler)
-    assert on_board(scheduler) == ["a0", "a1", "b0", "b1"]
+    assert running_ids(scheduler) == ["a0", "a1", "b0", "b1"]
     run_to_end(scheduler)
     check_quiescent(scheduler)
 
@@ -264,14 +264,14 @@ def test_memory_is_taken_from_the_crowd_only_if_that_is_enough() -> None:
     for index in range(3):
         submit(scheduler, f"a{index}", prompt=8, new=20, tenant="a")
     step(scheduler)
-    assert len(on_board(scheduler)) == 3
+    assert len(running_ids(scheduler)) == 3
     submit(scheduler, "too large yet", prompt=40, new=2, tenant="b")
     step(scheduler)
-    # Taking two of three seats would not make room for it: nobody is thrown out in vain.
-    assert on_board(scheduler) == ["a0", "a1", "a2"]
+    # Taking two of three slots would not make room for it: no request is preempted in vain.
+    assert running_ids(scheduler) == ["a0", "a1", "a2"]
     submit(scheduler, "fits", prompt=12, new=2, tenant="c")
     step(scheduler)
-    assert "fits" in on_board(scheduler)
+    assert "fits" in running_ids(scheduler)
     run_to_end(scheduler)
     check_quiescent(scheduler)
 
@@ -287,7 +287,7 @@ def test_time_away_earns_a_limited_credit(monkeypatch: pytest.MonkeyPatch, burst
     events_of(scheduler, RequestAdmitted)
     for index in range(10):
         submit(scheduler, f"b{index}", prompt=20, tenant="b")
-    tenants = "".join(name[0] for name in boarding_order(scheduler))
+    tenants = "".join(name[0] for name in admission_order(scheduler))
     assert tenants.startswith("b" * in_a_row + "ab"), "22 tokens each, so long as the credit lasts"
 
 

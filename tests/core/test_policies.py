@@ -1,4 +1,4 @@
-"""Static and dynamic batches: when they start, what finished rows keep, and that nothing waits for ever."""
+"""Static and dynamic batches: when they start, what finished rows keep, and that nothing waits forever."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def submit(scheduler: Scheduler, name: str, prompt: int = 3, new: int = 4, now: 
     scheduler.submit(make_request(name, prompt, new, arrival=now, **options), now)
 
 
-def on_board(scheduler: Scheduler) -> list[str]:
+def running_ids(scheduler: Scheduler) -> list[str]:
     return [request.id for request in scheduler.running]
 
 
 @pytest.mark.parametrize("policy", BATCHING)
-def test_a_full_batch_starts_at_once_and_nobody_joins_it(policy: str) -> None:
+def test_a_full_batch_starts_at_once_and_no_request_joins_it(policy: str) -> None:
     scheduler = make_scheduler(max_batch_requests=2, policy=policy)
     submit(scheduler, "a", new=2)
     submit(scheduler, "b", new=4)
@@ -41,7 +41,7 @@ def test_a_full_batch_starts_at_once_and_nobody_joins_it(policy: str) -> None:
     assert plan.idle_rows == 0
 
 
-def test_continuous_takes_the_seat_again_in_the_next_step() -> None:
+def test_continuous_takes_the_slot_again_in_the_next_step() -> None:
     scheduler = make_scheduler(max_batch_requests=2)
     for name, new in (("a", 2), ("b", 4), ("c", 4)):
         submit(scheduler, name, new=new)
@@ -107,7 +107,7 @@ def test_finished_rows_hold_their_blocks_until_the_batch_is_over(policy: str) ->
     submit(scheduler, "a", prompt=8, new=1)
     submit(scheduler, "b", prompt=8, new=3)
     step(scheduler)
-    assert on_board(scheduler) == ["b"]
+    assert running_ids(scheduler) == ["b"]
     assert scheduler.kv.pool.num_used == 4
     step(scheduler)
     assert scheduler.kv.pool.num_used == 5
@@ -126,7 +126,7 @@ def test_memory_is_taken_from_finished_rows_before_anyone_gives_way(policy: str)
 
 
 @pytest.mark.parametrize("policy", BATCHING)
-def test_the_budget_may_spread_the_boarding_of_a_batch_over_steps(policy: str) -> None:
+def test_the_budget_may_spread_the_admission_of_a_batch_over_steps(policy: str) -> None:
     scheduler = make_scheduler(max_batch_requests=3, max_batch_tokens=4, policy=policy)
     for name in "abcd":
         submit(scheduler, name, prompt=4, new=1)
@@ -135,7 +135,7 @@ def test_the_budget_may_spread_the_boarding_of_a_batch_over_steps(policy: str) -
 
 
 @pytest.mark.parametrize("policy", BATCHING)
-def test_siblings_of_someone_outside_the_batch_do_not_lock_it(policy: str) -> None:
+def test_siblings_of_a_request_outside_the_batch_do_not_lock_it(policy: str) -> None:
     """The leader is sent back by memory, or not in the batch at all: the others must not wait for it inside."""
     scheduler = make_scheduler(num_blocks=6, block_size=4, max_batch_requests=4, policy=policy, order="shortest")
     leader = make_request("a", range(16), new=5)

@@ -1,12 +1,12 @@
-"""As long as someone is on board, every step computes something."""
+"""While a request is running, every step computes something."""
 
 from __future__ import annotations
 
 from tests.core.driving import make_request, make_scheduler, step
 
 
-def test_a_batch_goes_on_though_someone_with_a_better_claim_waits_and_memory_is_short() -> None:
-    """`b` needs the blocks that the finished `a` still holds; `c` comes before it, but nobody boards a batch."""
+def test_a_batch_continues_while_a_request_with_a_better_claim_waits_and_memory_is_short() -> None:
+    """`b` needs the blocks that the finished `a` still holds; `c` comes before it, but no request joins a batch."""
     scheduler = make_scheduler(
         num_blocks=12,
         block_size=1,

@@ -132,11 +132,11 @@ class Workload(RuleBasedStateMachine):
             assert waits == (self.scheduler.why_waiting(request.id) is not None)
 
     def check_turns(self, starved: list[Request]) -> None:
-        """Nobody boards ahead of those who were overtaken often enough, unless they wait for another request."""
-        boarded = {event.request_id for event in self.scheduler.drain_events() if isinstance(event, RequestAdmitted)}
-        others_boarded = any(request.id in boarded and not request.starved for request in self.scheduler.running)
+        """No request is admitted before starved ones, unless they wait for another request."""
+        admitted = {event.request_id for event in self.scheduler.drain_events() if isinstance(event, RequestAdmitted)}
+        others_admitted = any(request.id in admitted and not request.starved for request in self.scheduler.running)
         for request in starved:
-            if others_boarded:
+            if others_admitted:
                 reason = self.scheduler.why_waiting(request.id)
                 assert reason not in (WaitReason.SEATS, WaitReason.BUDGET, WaitReason.MEMORY)
 

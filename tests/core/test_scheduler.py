@@ -47,7 +47,7 @@ def test_the_prefill_share_is_capped_apart_from_decodes() -> None:
     ]
 
 
-def test_a_finished_request_frees_its_seat_for_the_very_next_step() -> None:
+def test_a_finished_request_frees_its_slot_for_the_very_next_step() -> None:
     scheduler = make_scheduler(max_batch_requests=1)
     scheduler.submit(make_request("a", 3, new=2), 0)
     scheduler.submit(make_request("b", 3, new=1), 0)
@@ -111,7 +111,7 @@ def test_cancelled_while_waiting_running_and_mid_step() -> None:
     plan = scheduler.schedule(2)
     blocks = list(plan.chunks[0].table)
     assert scheduler.finish("b", cancelled, 2)
-    # The step under way may still write b's blocks: they must not be handed out before it is done.
+    # The step in flight may still write b's blocks: they must not be handed out before it is done.
     assert not any(scheduler.kv.pool.is_free(block) for block in blocks)
     assert not scheduler.finish("b", cancelled, 2)
     scheduler.apply(run_plan(plan), 2)
@@ -168,7 +168,7 @@ def test_preemption_takes_the_youngest_and_loses_no_token() -> None:
     assert not events_of(roomy, RequestPreempted)
 
 
-def test_nobody_boards_a_step_in_which_memory_ran_out() -> None:
+def test_no_request_is_admitted_in_a_step_in_which_memory_ran_out() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=4, prefix_caching=False)
     scheduler.submit(make_request("a", 4, new=16), 0)
     scheduler.submit(make_request("b", 4, new=16), 0)
@@ -178,7 +178,7 @@ def test_nobody_boards_a_step_in_which_memory_ran_out() -> None:
     assert scheduler.why_waiting("b") is WaitReason.PREEMPTION
 
 
-def test_boarding_leaves_room_for_the_whole_prompt_of_those_on_board() -> None:
+def test_admission_leaves_room_for_the_whole_prompts_of_running_requests() -> None:
     scheduler = make_scheduler(num_blocks=10, block_size=4, max_batch_tokens=8)
     scheduler.submit(make_request("a", 32), 0)
     scheduler.submit(make_request("b", 12), 0)
@@ -208,7 +208,7 @@ def test_siblings_share_the_prompt_and_copy_on_write() -> None:
     check_quiescent(scheduler)
 
 
-def test_a_sibling_boards_alone_when_its_leader_is_gone() -> None:
+def test_a_sibling_is_admitted_alone_when_its_leader_is_gone() -> None:
     scheduler = make_scheduler()
     leader = make_request("a", range(10))
     sibling = make_request("a1", range(10), leader=leader)
@@ -246,8 +246,8 @@ def test_a_prefix_being_computed_is_awaited_not_computed_twice() -> None:
     assert shape(step(scheduler)) == [("a", 8, 5), ("other", 0, 3)]
     assert scheduler.why_waiting("b") is not None
     assert shape(step(scheduler)) == [("a", 13, 1), ("other", 3, 1), ("b", 12, 2), ("c", 12, 1)]
-    boarded = {e.request_id: e.cached_tokens for e in events_of(scheduler, RequestAdmitted)}
-    assert boarded == {"a": 0, "other": 0, "b": 12, "c": 12}
+    admitted = {e.request_id: e.cached_tokens for e in events_of(scheduler, RequestAdmitted)}
+    assert admitted == {"a": 0, "other": 0, "b": 12, "c": 12}
 
 
 def test_three_requests_hold_a_shared_prefix_of_a_thousand_tokens_once() -> None:
@@ -264,7 +264,7 @@ def test_three_requests_hold_a_shared_prefix_of_a_thousand_tokens_once() -> None
     check_quiescent(scheduler)
 
 
-def test_whoever_waits_for_a_prefix_goes_ahead_if_its_maker_is_cancelled() -> None:
+def test_a_request_that_waits_for_a_prefix_is_admitted_if_its_maker_is_cancelled() -> None:
     scheduler = make_scheduler(block_size=4, max_batch_tokens=4)
     scheduler.submit(make_request("a", range(20)), 0)
     scheduler.submit(make_request("b", range(20)), 0)

@@ -58,7 +58,7 @@ def test_the_name_makes_no_difference_and_survives_the_wire() -> None:
         msgspec.msgpack.decode(refused, type=SamplingParams)
 
 
-def test_a_request_waits_for_its_grammar_without_a_seat_and_lets_others_pass() -> None:
+def test_a_request_waits_for_its_grammar_without_a_slot_and_lets_others_pass() -> None:
     scheduler = make_scheduler(max_batch_requests=1)
     scheduler.submit(make_request("structured", 3, params=STRUCTURED), 0)
     scheduler.submit(make_request("plain", 3, new=2), 0)
@@ -81,7 +81,7 @@ def test_while_it_waits_it_can_be_cancelled_or_run_out_of_time() -> None:
     endings = {event.request_id: event.ending.reason for event in events_of(scheduler, RequestFinished)}  # type: ignore[union-attr]
     assert endings == {"cancelled": FinishReason.CANCELLED, "late": FinishReason.DEADLINE}
     check_quiescent(scheduler)
-    scheduler.make_ready("late")  # compiled after all: nobody is there any more
+    scheduler.make_ready("late")  # compiled too late: the request is gone
 
 
 @pytest.mark.parametrize("depth", [1, 3])

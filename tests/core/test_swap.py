@@ -66,8 +66,8 @@ def test_a_victim_keeps_what_it_computed_and_goes_on_where_it_was() -> None:
     (back,) = [plan for plan in plans if plan.swap_ins]
     assert [swap.slot for swap in back.swap_ins] == [swap.slot for swap in plan.swap_outs]
     assert shape(back) == [("b", 12, 1)]  # not one token is computed twice
-    (boarded,) = events_of(scheduler, RequestAdmitted)
-    assert (boarded.cached_tokens, boarded.swapped_tokens) == (0, 12)
+    (admitted,) = events_of(scheduler, RequestAdmitted)
+    assert (admitted.cached_tokens, admitted.swapped_tokens) == (0, 12)
     assert a.num_output == b.num_output == 10
 
 
@@ -80,15 +80,15 @@ def test_without_room_on_the_host_it_recomputes() -> None:
 
 
 def test_blocks_still_in_the_prefix_cache_are_not_copied_back() -> None:
-    """A swapped block that was indexed stays in the index until someone takes it: if it is there, it is shared."""
+    """A swapped block that was indexed stays in the index until it is taken: if it is there, it is shared."""
     scheduler, _, memory = tight(prefix_caching=True)
     plan = until_swapped(scheduler, memory)
-    assert len(plan.swap_outs) == 3  # all of them: who knows what will be evicted
+    assert len(plan.swap_outs) == 3  # all of them: it is not known what will be evicted
     plans = run_to_end(scheduler, memory)
     (back,) = [plan for plan in plans if plan.swap_ins or [name for name, _, _ in shape(plan)] == ["b"]][:1]
     assert len(back.swap_ins) < 3
-    (boarded,) = events_of(scheduler, RequestAdmitted)[-1:]
-    assert boarded.cached_tokens + boarded.swapped_tokens >= 12
+    (admitted,) = events_of(scheduler, RequestAdmitted)[-1:]
+    assert admitted.cached_tokens + admitted.swapped_tokens >= 12
 
 
 def test_others_may_find_a_block_that_came_back_from_the_host() -> None:
@@ -100,8 +100,8 @@ def test_others_may_find_a_block_that_came_back_from_the_host() -> None:
     run_to_end(scheduler, memory)
     scheduler.submit(make_request("c", range(9), new=1), 0.0)
     run_to_end(scheduler, memory)
-    boarded = {event.request_id: event.cached_tokens for event in events_of(scheduler, RequestAdmitted)}
-    assert boarded["c"] == 4
+    admitted = {event.request_id: event.cached_tokens for event in events_of(scheduler, RequestAdmitted)}
+    assert admitted["c"] == 4
 
 
 def test_one_cancelled_while_swapped_gives_its_slots_back() -> None:

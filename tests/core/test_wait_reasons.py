@@ -6,7 +6,7 @@ from chairlift.core.scheduler.waiting_queue import WaitReason
 from tests.core.driving import make_request, make_scheduler, step
 
 
-def test_those_without_a_seat_and_those_who_wait_for_others_are_told_apart() -> None:
+def test_waiting_for_a_slot_and_waiting_for_another_request_are_different_reasons() -> None:
     scheduler = make_scheduler(block_size=4, max_batch_tokens=4, max_batch_requests=3)
     scheduler.submit(make_request("a", range(20)), 0)
     scheduler.submit(make_request("same", range(20)), 0)
@@ -37,7 +37,7 @@ def test_a_prefix_and_a_sibling_that_are_being_computed() -> None:
     assert scheduler.why_waiting("same") is WaitReason.NEXT_STEP  # by now it is computed
 
 
-def test_seats() -> None:
+def test_slots() -> None:
     scheduler = make_scheduler(max_batch_requests=1)
     for name in "abc":
         scheduler.submit(make_request(name, 3), 0)

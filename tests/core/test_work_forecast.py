@@ -13,7 +13,7 @@ from chairlift.core.request import Ending, FinishReason
 from chairlift.core.scheduler.scheduler import HOPELESS
 from chairlift.core.scheduler.work_forecast import WorkForecast
 from tests.core.driving import make_request
-from tests.core.timed import cpu_like, jitter, ride, timed_scheduler
+from tests.core.timed import cpu_like, jitter, run_timed, timed_scheduler
 
 FORMULA = dict(zip(FEATURES, (0.002, 0.001, 0.0005, 1e-6, 9e-6, 0.0005, 0.03), strict=True))
 
@@ -48,7 +48,7 @@ def test_more_tokens_further_on_cost_more() -> None:
     assert forecast.recompute_seconds(100) < forecast.recompute_seconds(200) < forecast.recompute_seconds(200, 500)
 
 
-def test_nobody_is_given_up_before_steps_are_known() -> None:
+def test_no_request_is_given_up_before_steps_are_measured() -> None:
     assert WorkForecast(CostModel(FORMULA), 128).least_seconds(10**6, 10**6) == 0
 
 
@@ -57,8 +57,8 @@ def test_the_least_time_is_close_to_what_an_empty_lift_takes_and_never_above(pro
     cost = CostModel()
     source = random.Random(0)
     warm_up = [(0.2 * i, make_request(f"w{i}", source.randint(5, 900), new=source.randint(1, 120))) for i in range(30)]
-    ride(timed_scheduler(cost, cap=256), cost, warm_up, cpu_like, jitter(0))
-    done = ride(timed_scheduler(cost, cap=256), cost, [(0.0, make_request("a", prompt, new=new))])
+    run_timed(timed_scheduler(cost, cap=256), cost, warm_up, cpu_like, jitter(0))
+    done = run_timed(timed_scheduler(cost, cap=256), cost, [(0.0, make_request("a", prompt, new=new))])
     least = WorkForecast(cost, 256).least_seconds(prompt, new)
     assert 0.6 * done.seconds < least < done.seconds
 
@@ -67,7 +67,7 @@ def test_one_who_can_no_longer_make_it_is_given_up_before_he_costs_anything() ->
     cost = CostModel()
     scheduler = timed_scheduler(cost, cap=256)
     scheduler.forecast = WorkForecast(cost, 256)
-    ride(scheduler, cost, [(0.3 * i, make_request(f"w{i}", 300 + 20 * i, new=60)) for i in range(10)])
+    run_timed(scheduler, cost, [(0.3 * i, make_request(f"w{i}", 300 + 20 * i, new=60)) for i in range(10)])
     hopeless = make_request("hopeless", 2000, new=9, deadline=52.0)  # its prompt alone takes five seconds
     in_time = make_request("in time", 2000, new=9, deadline=60.0)
     scheduler.submit(hopeless, 50.0)

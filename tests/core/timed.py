@@ -49,7 +49,7 @@ def jitter(seed: int, sigma: float = 0.04, pauses: float = 0.003) -> Noise:
 
 
 @dataclass
-class Ride:
+class TimedRun:
     """What came of a run."""
 
     times: dict[str, list[float]] = field(default_factory=dict)  # of the tokens of each request
@@ -78,21 +78,21 @@ class Ride:
 
 
 def timed_scheduler(
-    cost: CostModel, budget: str | None = None, seats: int = 64, cap: int = 512, **options: float | None
+    cost: CostModel, budget: str | None = None, slots: int = 64, cap: int = 512, **options: float | None
 ) -> Scheduler:
-    made = make_budget(budget, cost, max_batch_tokens=cap + seats, max_prefill_tokens=cap, **options)  # type: ignore[arg-type]
-    return Scheduler(KVCache(20_000, 16, prefix_caching=False), made, ContinuousPolicy(), seats)
+    made = make_budget(budget, cost, max_batch_tokens=cap + slots, max_prefill_tokens=cap, **options)  # type: ignore[arg-type]
+    return Scheduler(KVCache(20_000, 16, prefix_caching=False), made, ContinuousPolicy(), slots)
 
 
-def ride(
+def run_timed(
     scheduler: Scheduler,
     cost: CostModel,
     arrivals: Sequence[tuple[float, Request]],
     truth: Truth = cpu_like,
     noise: Noise = steady,
-) -> Ride:
+) -> TimedRun:
     """Serve requests that come at the times given (in order), the cost model learning from every step."""
-    result, now, coming = Ride(), 0.0, list(arrivals)
+    result, now, coming = TimedRun(), 0.0, list(arrivals)
     while coming or scheduler.has_work:
         if not scheduler.has_work:
             now = max(now, coming[0][0])

@@ -23,24 +23,24 @@ from chairlift.lab.simulator.run import simulate
 COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", 2)[0], device_named("h200"))
 PROMPTS = (16, 512)
 BEGINNINGS = 8  # system prompts that others share ...
-COMMON = 256  # ... of so many tokens
+COMMON = 256  # ... of this many tokens
 REPEATS = 3  # of which the fastest counts: others may use the machine too
 
 
-def traffic(on_board: int, output: int, count: int, *, times: float = 1.0, shared: bool = False) -> list[Arrival]:
-    """So many on board at a time, more or less: in every step a part of one comes, and generates `output` tokens.
+def traffic(running: int, output: int, count: int, *, times: float = 1.0, shared: bool = False) -> list[Arrival]:
+    """Traffic that keeps about `running` requests in the batch, each generating `output` tokens.
     `times`: as many as that come (to several replicas, or to one that cannot take them all). `shared`: each prompt
     has one of a few others in front of it."""
-    prompt = round(sum(PROMPTS) / 2 * on_board / output)  # tokens in a step
-    context = on_board * (sum(PROMPTS) // 2 + output // 2)
-    step = COST.predict(StepShape(on_board, prompt, context, prompt * PROMPTS[1] // 2, on_board))
+    prompt = round(sum(PROMPTS) / 2 * running / output)  # tokens in a step
+    context = running * (sum(PROMPTS) // 2 + output // 2)
+    step = COST.predict(StepShape(running, prompt, context, prompt * PROMPTS[1] // 2, running))
     rng, at, found = random.Random(0), 0.0, []
     for index in range(count):
         prompt, n_out = [index] * rng.randint(*PROMPTS), rng.randint(output // 2, output * 3 // 2)
         if shared:
             prompt = [2**31 + index % BEGINNINGS] * COMMON + prompt
         found.append(Arrival(at, prompt, n_out))
-        at += rng.expovariate(times * on_board / (step * output))
+        at += rng.expovariate(times * running / (step * output))
     return found
 
 
@@ -58,23 +58,21 @@ def report(name: str, coming: Sequence[Arrival], *, replicas: int = 1, **setting
 
 
 def main() -> None:
-    for on_board, output in ((1, 256), (10, 256), (32, 256), (32, 1024), (128, 1024), (128, 256), (256, 256)):
-        report(f"{on_board} on board, {output} tokens", traffic(on_board, output, 5000))
-    report("64 replicas, 32 on board each", traffic(32, 256, 10_000, times=64), replicas=64)
-    report("twice what 256 seats can take", traffic(256, 256, 5000, times=2), seats=256)
-    report("128 on board, memory for 90", traffic(128, 256, 2000), num_blocks=3000)
+    for running, output in ((1, 256), (10, 256), (32, 256), (32, 1024), (128, 1024), (128, 256), (256, 256)):
+        report(f"{running} running, {output} tokens", traffic(running, output, 5000))
+    report("64 replicas, 32 running each", traffic(32, 256, 10_000, times=64), replicas=64)
+    report("twice what 256 slots can take", traffic(256, 256, 5000, times=2), seats=256)
+    report("128 running, memory for 90", traffic(128, 256, 2000), num_blocks=3000)
     report("twice what memory can take", traffic(128, 256, 2000, times=2), num_blocks=4500)
-    report("128 on board, prompts in chunks of 256", traffic(128, 256, 2000), seats=256, max_prefill_tokens=256)
+    report("128 running, prompts in chunks of 256", traffic(128, 256, 2000), seats=256, max_prefill_tokens=256)
     for policy in ("static", "dynamic"):
-        report(f"{policy}, 64 seats", traffic(32, 256, 1000), policy=policy, seats=64)
+        report(f"{policy}, 64 slots", traffic(32, 256, 1000), policy=policy, seats=64)
     report("order shortest", traffic(32, 256, 500), order="shortest")
-    for on_board, output in ((10, 256), (32, 256), (128, 256)):
-        name = f"{on_board} on board, {output} tokens, prefix caching"
-        report(name, traffic(on_board, output, 2000), prefix_caching=True)
-        report(
-            f"{on_board} on board, shared prefixes", traffic(on_board, output, 2000, shared=True), prefix_caching=True
-        )
-    report("128 on board, the prefix cache full", traffic(128, 256, 2000), prefix_caching=True, num_blocks=10_000)
+    for running, output in ((10, 256), (32, 256), (128, 256)):
+        name = f"{running} running, {output} tokens, prefix caching"
+        report(name, traffic(running, output, 2000), prefix_caching=True)
+        report(f"{running} running, shared prefixes", traffic(running, output, 2000, shared=True), prefix_caching=True)
+    report("128 running, the prefix cache full", traffic(128, 256, 2000), prefix_caching=True, num_blocks=10_000)
     for path in sys.argv[1:]:
         entries = load_trace(Path(path))[:4000]
         caching = any(entry.blocks for entry in entries)

@@ -95,7 +95,7 @@ def test_a_profile_remembers_when_the_machine_was_slow() -> None:
     work=st.lists(st.floats(0, 0.3), max_size=12),
 )
 def test_a_cursor_moves_along_its_profile(pieces: list[tuple[int, int]], begin: float, work: list[float]) -> None:
-    """Nobody goes back in time, looking ahead changes nothing, and a whole lap takes what all its pieces took."""
+    """Time never goes back, looking ahead changes nothing, and a whole lap takes what all its pieces took."""
     pace = SpeedProfile.from_json(pieces)
     cursor = SpeedCursor(pace, begin)
     expected = cursor.look_ahead(work)

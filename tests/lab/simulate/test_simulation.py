@@ -194,7 +194,7 @@ def test_swaps_are_paid_for() -> None:
 
 @pytest.mark.parametrize("policy", ["static", "dynamic", "continuous"])
 @pytest.mark.parametrize("router", sorted(ROUTERS))
-def test_everyone_gets_an_answer(policy: str, router: str) -> None:
+def test_every_request_ends(policy: str, router: str) -> None:
     replicas = [make_replica(policy=policy) for _ in range(3)]
     outcome = simulate(arrivals(80), replicas, make_router(router))
     assert len(outcome.records) == 80

@@ -17,7 +17,7 @@ from chairlift.server.dashboard.subscribers import Subscribers
 from chairlift.server.generation.admission import AdmissionControl
 from chairlift.server.generation.deadline import Deadline
 from chairlift.server.generation.endpoint import GenerationRequest, TokenizedPrompts
-from chairlift.server.generation.request_metrics import RequestMetrics
+from chairlift.server.generation.stream_metrics import StreamMetrics
 from chairlift.server.generation.tokenizer_pool import TokenizerPool
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.disconnect import unless_disconnected
@@ -84,7 +84,7 @@ class GenerationHandler:
             response_id = f"{request.id_prefix}{uuid.uuid4().hex}"
             messages = self._messages(response_id, tokenized, request.body, deadline, http)
             texts = self._subscribers.texts if self._subscribers.watching else None
-            updates = self._engine.submit(messages, RequestMetrics(self._metrics, http.state.arrived, texts))
+            updates = self._engine.submit(messages, StreamMetrics(self._metrics, http.state.arrived, texts))
             for message in messages if texts is not None else ():
                 ids = completion_ids(message.request_id, message.params.n)
                 self._subscribers.texts.open(ids, message.prompt, http.state.key)

@@ -14,24 +14,10 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import zmq
 
-from chairlift.core.events import (
-    BudgetDecided,
-    DraftsVerified,
-    Event,
-    RequestAdmitted,
-    RequestFinished,
-    RequestPreempted,
-    StepDone,
-    TextProduced,
-    TokenProduced,
-)
 from chairlift.core.policies.base import make_policy
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.server.dashboard.frame_publisher import FramePublisher
@@ -45,16 +31,13 @@ from chairlift.server.process.messages import (
     RecordSteps,
     Refused,
     Shutdown,
-    StepReport,
     Submit,
     SwitchPolicy,
-    Update,
     decode_to_engine,
     encode,
 )
+from chairlift.server.process.reports import step_messages
 
-OUTPUT_EVENTS = (TokenProduced, TextProduced)  # by far the most frequent
-CLIENT_EVENTS = (*OUTPUT_EVENTS, RequestAdmitted, RequestFinished)  # those that become updates
 IDLE_POLL_MS = 200
 HEARTBEAT_SECONDS = 0.5
 
@@ -103,7 +86,8 @@ class EngineProcess:
         self._receive_messages(0 if prepared else min(1000 * self.engine.pause(), IDLE_POLL_MS))
         if self.engine.has_work:
             events = self.engine.step()
-            self._report(events)
+            for message in step_messages(events, self.engine.scheduler):
+                self._send(message)
             self.frames.record(events)
         self.frames.publish_if_due()
 
@@ -164,97 +148,8 @@ class EngineProcess:
         except InvalidParameter as error:
             self._send(Refused(request.request_id, error.parameter, error.problem))
 
-    def _report(self, events: Sequence[Event]) -> None:
-        rest = [event for event in events if not isinstance(event, OUTPUT_EVENTS)]
-        for event in rest:
-            if not isinstance(event, RequestFinished):
-                continue
-            ending = event.ending
-            if ending.parameter is not None or ending.temporary:
-                self._send(Refused(event.request_id, ending.parameter, str(ending.detail)))
-        scheduler = self.engine.scheduler
-        pool = scheduler.kv.pool
-        report = StepReport(
-            updates=collect_updates(events),
-            waiting=len(scheduler.waiting),
-            wait_reasons={reason.name.lower(): count for reason, count in scheduler.waiting.reasons().items()},
-            lookups=_lookups(rest),
-            used_blocks=pool.num_used,
-            total_blocks=pool.num_blocks,
-            preemptions=sum(isinstance(event, RequestPreempted) for event in rest),
-        )
-        for done in rest:
-            if isinstance(done, StepDone):
-                report = msgspec.structs.replace(
-                    report,
-                    decode_tokens=done.decode_tokens,
-                    prefill_tokens=done.prefill_tokens,
-                    requests=done.requests,
-                    seconds=done.seconds,
-                    part_seconds=_parts(done),
-                    predicted_seconds=done.predicted_seconds,
-                    speedup=done.speedup,
-                    **_drafts(rest),
-                )
-            elif isinstance(done, BudgetDecided):
-                limit, reason = done.limits.prefill_tokens, done.limits.reason.name.lower()
-                report = msgspec.structs.replace(report, prefill_limit=limit, limit_reason=reason)
-        self._send(report)
-
     def _send(self, message: FromEngine) -> None:
         self.outbox.send(encode(message))
-
-
-def _drafts(events: Sequence[Event]) -> dict[str, Any]:
-    verified = [event for event in events if isinstance(event, DraftsVerified)]
-    if not verified:
-        return {}
-    positions = range(max(event.proposed for event in verified))
-    return {
-        "verifications": len(verified),
-        "proposed_at": [sum(event.proposed > position for event in verified) for position in positions],
-        "accepted_at": [sum(event.accepted > position for event in verified) for position in positions],
-    }
-
-
-def _parts(done: StepDone) -> dict[str, float]:
-    timing = done.timing
-    return {
-        "schedule": done.schedule_seconds,
-        "build": timing.build,
-        "forward": timing.forward,
-        "sample": timing.sample,
-        "apply": done.apply_seconds,
-    }
-
-
-def _lookups(events: Sequence[Event]) -> dict[str, int]:
-    """Prefix cache lookups by result: "all_found", or why no longer prefix was found."""
-    admitted = [event for event in events if isinstance(event, RequestAdmitted)]
-    return dict(Counter(event.miss.name.lower() if event.miss else "all_found" for event in admitted))
-
-
-def collect_updates(events: Sequence[Event]) -> list[Update]:
-    """The events of one step, grouped by completion. The engine waits for this, so it must be fast."""
-    updates: dict[str, Update] = {}
-    for event in events:
-        if not isinstance(event, CLIENT_EVENTS):
-            continue
-        update = updates.get(event.request_id)
-        if update is None:
-            update = updates[event.request_id] = Update(event.request_id)
-        if isinstance(event, TokenProduced):
-            update.tokens.append(event.token)
-            if event.logprobs is not None:
-                update.logprobs.append(event.logprobs)
-        elif isinstance(event, TextProduced):
-            update.text += event.text
-        elif isinstance(event, RequestFinished):
-            update.finish_reason, update.stop_reason = event.ending.reason.value, event.ending.detail
-            update.score = event.score
-        elif update.cached_tokens is None:
-            update.cached_tokens = event.cached_tokens
-    return list(updates.values())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Metrics of one HTTP request, and its text for the dashboard."""
+"""Metrics of one HTTP request, from its update stream, and its text for the dashboard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chairlift.server.metrics import Metrics
 from chairlift.server.process.messages import Update
 
 
-class RequestMetrics:
+class StreamMetrics:
     """Observes an update stream as the front end receives it, so a client that reads slowly does not make the engine
     look slow. Times count from the request's arrival."""
 

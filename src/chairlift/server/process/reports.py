@@ -1,0 +1,124 @@
+"""Messages to the front end about the events of one step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from chairlift.core.events import (
+    BudgetDecided,
+    DraftsVerified,
+    Event,
+    RequestAdmitted,
+    RequestFinished,
+    RequestPreempted,
+    StepDone,
+    TextProduced,
+    TokenProduced,
+)
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.server.process.messages import Refused, StepReport, Update
+
+OUTPUT_EVENTS = (TokenProduced, TextProduced)  # by far the most frequent
+CLIENT_EVENTS = (*OUTPUT_EVENTS, RequestAdmitted, RequestFinished)  # those that become updates
+
+
+def step_messages(events: Sequence[Event], scheduler: Scheduler) -> list[Refused | StepReport]:
+    """The messages about one step, in the order in which they are sent."""
+    others = [event for event in events if not isinstance(event, OUTPUT_EVENTS)]
+    return [*_refusals(others), _step_report(events, others, scheduler)]
+
+
+def _refusals(events: Sequence[Event]) -> list[Refused]:
+    """Requests that ended because of a parameter, or that may be retried."""
+    endings = [(event.request_id, event.ending) for event in events if isinstance(event, RequestFinished)]
+    return [
+        Refused(request_id, ending.parameter, str(ending.detail))
+        for request_id, ending in endings
+        if ending.parameter is not None or ending.temporary
+    ]
+
+
+def _step_report(events: Sequence[Event], others: Sequence[Event], scheduler: Scheduler) -> StepReport:
+    """`others` are the events without tokens and text."""
+    report = StepReport(
+        updates=collect_updates(events),
+        waiting=len(scheduler.waiting),
+        wait_reasons={reason.name.lower(): count for reason, count in scheduler.waiting.reasons().items()},
+        lookups=_lookups(others),
+        used_blocks=scheduler.kv.pool.num_used,
+        total_blocks=scheduler.kv.pool.num_blocks,
+        preemptions=sum(isinstance(event, RequestPreempted) for event in others),
+    )
+    for event in others:
+        if isinstance(event, StepDone):
+            report = msgspec.structs.replace(
+                report,
+                decode_tokens=event.decode_tokens,
+                prefill_tokens=event.prefill_tokens,
+                requests=event.requests,
+                seconds=event.seconds,
+                part_seconds=_parts(event),
+                predicted_seconds=event.predicted_seconds,
+                speedup=event.speedup,
+                **_drafts(others),
+            )
+        elif isinstance(event, BudgetDecided):
+            limit, reason = event.limits.prefill_tokens, event.limits.reason.name.lower()
+            report = msgspec.structs.replace(report, prefill_limit=limit, limit_reason=reason)
+    return report
+
+
+def _drafts(events: Sequence[Event]) -> dict[str, Any]:
+    verified = [event for event in events if isinstance(event, DraftsVerified)]
+    if not verified:
+        return {}
+    positions = range(max(event.proposed for event in verified))
+    return {
+        "verifications": len(verified),
+        "proposed_at": [sum(event.proposed > position for event in verified) for position in positions],
+        "accepted_at": [sum(event.accepted > position for event in verified) for position in positions],
+    }
+
+
+def _parts(done: StepDone) -> dict[str, float]:
+    timing = done.timing
+    return {
+        "schedule": done.schedule_seconds,
+        "build": timing.build,
+        "forward": timing.forward,
+        "sample": timing.sample,
+        "apply": done.apply_seconds,
+    }
+
+
+def _lookups(events: Sequence[Event]) -> dict[str, int]:
+    """Prefix cache lookups by result: "all_found", or why no longer prefix was found."""
+    admitted = [event for event in events if isinstance(event, RequestAdmitted)]
+    return dict(Counter(event.miss.name.lower() if event.miss else "all_found" for event in admitted))
+
+
+def collect_updates(events: Sequence[Event]) -> list[Update]:
+    """The events of one step, grouped by completion. The engine waits for this, so it must be fast."""
+    updates: dict[str, Update] = {}
+    for event in events:
+        if not isinstance(event, CLIENT_EVENTS):
+            continue
+        update = updates.get(event.request_id)
+        if update is None:
+            update = updates[event.request_id] = Update(event.request_id)
+        if isinstance(event, TokenProduced):
+            update.tokens.append(event.token)
+            if event.logprobs is not None:
+                update.logprobs.append(event.logprobs)
+        elif isinstance(event, TextProduced):
+            update.text += event.text
+        elif isinstance(event, RequestFinished):
+            update.finish_reason, update.stop_reason = event.ending.reason.value, event.ending.detail
+            update.score = event.score
+        elif update.cached_tokens is None:
+            update.cached_tokens = event.cached_tokens
+    return list(updates.values())

@@ -69,7 +69,7 @@ def test_backend_equals_the_formula(name: str, case: tuple[AttentionLayer, list[
     needed = [-(-(start + count) // block_size) for start, count in chunks]
     order = torch.randperm(sum(needed) + 3, generator=generator)
     shape = (sum(needed) + 4, block_size, layer.num_kv_heads, layer.head_dim)
-    # Slots that no sequence owns are poisoned: reading one would spoil the result.
+    # Slots that no sequence owns hold NaN: reading one would spoil the result.
     storage = KVStorage([torch.full(shape, math.nan)], [torch.full(shape, math.nan)])
     tables = torch.zeros(len(chunks), max(needed), dtype=torch.int32)
     sequences, slots = [], []
@@ -95,8 +95,8 @@ def test_backend_equals_the_formula(name: str, case: tuple[AttentionLayer, list[
     layout = RaggedLayout([0, *(row.stop for row in rows)], starts, ends, tables, where)
     out = backend.plan(layout, storage)(layer, q, k, v)
     assert out.shape == q.shape
-    assert out.isfinite().all()  # padding too: in a model it goes on through the next layers
-    # The rounding of a score grows with its size, and softmax hands it on.
+    assert out.isfinite().all()  # padding too: in a model it goes through the next layers
+    # The rounding error of a score grows with its size, and softmax passes it on.
     allowed = 2e-5 * max(1.0, layer.scale * layer.head_dim**0.5)
     for i, (keys, values) in enumerate(sequences):
         own = slice(rows[i].start, rows[i].start + chunks[i][1])
@@ -105,7 +105,7 @@ def test_backend_equals_the_formula(name: str, case: tuple[AttentionLayer, list[
 
 
 def batch_rows(counts: list[int], rectangular: bool) -> list[slice]:
-    """The rows of each sequence, filled up to the longest one if the batch is to be a rectangle."""
+    """The rows of each sequence, padded to the longest one if the batch is a rectangle."""
     ends = list(accumulate([max(counts)] * len(counts) if rectangular else counts))
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
@@ -131,7 +131,7 @@ def test_unknown_and_unfit_backends_are_refused() -> None:
     assert choose_backend("auto", [layer], CPU, torch.bfloat16).name == "bursted"
 
 
-def test_the_kernel_compiles_where_nothing_can_be_kept() -> None:
+def test_the_kernel_compiles_where_no_cache_file_can_be_written() -> None:
     """A function without a file stands for a package folder that cannot be written to."""
     from chairlift.kernels.cpu.scalar_math import compiled_and_kept
 

@@ -20,6 +20,8 @@ PAGES = Path(__file__).parents[2] / "docs" / "extending"
 
 def load_toy(monkeypatch: pytest.MonkeyPatch, registry: Registry[Any], toy: str) -> ModuleType:
     """Import a toy file; what it adds to `registry` is gone after the test."""
+    for name in registry.names():
+        registry.get(name)  # a module registers its choice once, which must not be in the copy that is dropped
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     spec = spec_from_file_location(f"toy_{Path(toy).stem}", TOYS / toy)
     assert spec is not None

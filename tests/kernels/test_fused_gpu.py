@@ -1,4 +1,4 @@
-"""A decoder's layers in five kernels each compute what the layers compute one operation after the other."""
+"""The fused GPU stack computes what the plain stack computes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_model(changes: dict[str, Any], device: torch.device) -> Decoder:
 
 
 def logits(model: Decoder, storage: KVStorage, rows: list[tuple[int, int]]) -> torch.Tensor:
-    """One new token for each (position, table's first block), at once."""
+    """One new token for each (position, first block of the table), in one step."""
     from chairlift.attention.base import PagedBatch
 
     def ints(values: list[int]) -> torch.Tensor:
@@ -61,7 +61,7 @@ def logits(model: Decoder, storage: KVStorage, rows: list[tuple[int, int]]) -> t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fused_layers_are_the_layers(family: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_layers_equal_plain_layers(family: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cpu":
         pytest.skip("tests of whole models on the GPU compare with transformers")
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
@@ -80,12 +80,12 @@ def test_fused_layers_are_the_layers(family: str, device: torch.device, monkeypa
         model.stack = FusedGPUStack(model.stack.parts)
         model.stack.finalize()
         found = logits(model, storage, rows)
-    assert float((found - expected).norm() / expected.norm()) < 5e-3
+    assert float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max()) < 5e-3
     for side, before in zip((*storage.keys, *storage.values), written, strict=True):
         assert float((side.float() - before.float()).abs().max()) < 0.05
 
 
-def test_only_what_the_kernels_know_is_fused() -> None:
+def test_only_supported_layers_are_fused() -> None:
     config = make_model({}, torch.device("cpu")).config
     cuda = torch.device("cuda")
     assert can_fuse(config, torch.bfloat16, cuda)

@@ -32,19 +32,25 @@ SIZES: dict[str, Any] = {
 
 
 def make_reference(config: Any) -> Any:
-    """A transformers model with seeded weights in which no norm is one and no bias zero, so that bugs show."""
+    """A transformers model with seeded weights in which no norm is one and no bias zero, so that bugs show.
+
+    Biases and tied embeddings are small: large ones would make the model repeat one token whatever the layers compute.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config).eval()
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
+                parameter.add_(torch.randn_like(parameter) * (0.05 if name.endswith("bias") else 0.3))
             else:
                 parameter.normal_(std=1.2 * parameter.shape[-1] ** -0.5)
+        if tied:
+            model.get_input_embeddings().weight.mul_(0.25)
     return model
 
 

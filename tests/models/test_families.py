@@ -10,9 +10,21 @@ import pytest
 import torch
 
 from chairlift.layers.mlp import GatedMLP
-from chairlift.models import describe, supported_families
+from chairlift.models import build_model, describe, supported_families
 from chairlift.models.decoder import Decoder
-from tests.models.checkpoints import SIZES, VOCAB, assert_matches, load, make_reference, run_alone, save, stream
+from chairlift.models.families import FAMILIES
+from tests.models.checkpoints import (
+    SIZES,
+    VOCAB,
+    assert_matches,
+    load,
+    make_reference,
+    prompts,
+    reference_logits,
+    run_alone,
+    save,
+    stream,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -104,8 +116,6 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_every_family_is_tested() -> None:
-    from chairlift.models.families import FAMILIES
-
     tested = {make().model_type for make in CONFIGS.values()}
     assert tested == FAMILIES.keys()
     assert len(supported_families()) == len(FAMILIES)
@@ -132,8 +142,6 @@ def test_text_part_of_multimodal_gemma3(tmp_path: Path) -> None:
 
 
 def test_names_without_the_model_prefix(tmp_path: Path) -> None:
-    from chairlift.models import build_model
-
     reference = make_reference(CONFIGS["llama gqa"]())
     config = save(reference, tmp_path)
     bare = ((name.removeprefix("model."), tensor) for name, tensor in stream(tmp_path))
@@ -143,9 +151,7 @@ def test_names_without_the_model_prefix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama gqa", "gemma3", "mixtral", "olmo2"])
 def test_bfloat16_stays_close(name: str, tmp_path: Path) -> None:
-    """Rounding differs from transformers in places; the distribution must not."""
-    from tests.models.checkpoints import prompts, reference_logits, run_alone
-
+    """Rounding differs from transformers in places; the distributions must not."""
     reference = make_reference(CONFIGS[name]())
     save(reference, tmp_path)
     model = load(tmp_path, dtype=torch.bfloat16)
@@ -153,12 +159,13 @@ def test_bfloat16_stays_close(name: str, tmp_path: Path) -> None:
     exact = reference_logits(reference, tokens).log_softmax(-1)
     theirs = reference_logits(reference.to(torch.bfloat16), tokens).log_softmax(-1)
     ours = run_alone(model, tokens).float()
-    error, their_error = (ours.log_softmax(-1) - exact).abs().mean(), (theirs - exact).abs().mean()
-    assert error < 2 * their_error
+    errors, their_errors = ((found - exact).abs().mean(-1) for found in (ours.log_softmax(-1), theirs))
+    # Per row: a mean over all rows would hide one that is wrong.
+    assert (errors < 2 * their_errors.clamp(min=float(their_errors.median()))).all()
 
 
 @torch.inference_mode()
-def test_the_last_layer_ends_with_the_rows_that_are_read(tmp_path: Path) -> None:
+def test_the_last_layer_computes_only_the_requested_rows(tmp_path: Path) -> None:
     model = load(tmp_path, save(make_reference(CONFIGS["llama gqa"]()), tmp_path))
     assert isinstance(model, Decoder)
     seen: list[int] = []

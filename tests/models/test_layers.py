@@ -1,4 +1,4 @@
-"""The parts of the decoder by themselves."""
+"""The parts of the decoder on their own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_packed_linear_is_the_same_map(out_features: int, in_features: int, bias
     x = torch.randn(37, in_features)
     wanted = F.linear(x, weight, linear.bias)
     linear.finalize()
-    assert (linear.weight.plain is None) == can_pack(weight), "the plain copy must be let go"
+    assert (linear.weight.plain is None) == can_pack(weight), "the plain copy must be released"
     with torch.inference_mode():
         torch.testing.assert_close(linear(x), wanted, atol=1e-5, rtol=1e-5)
         # Rows of a view, and no rows at all.
@@ -43,8 +43,8 @@ def test_packed_linear_is_the_same_map(out_features: int, in_features: int, bias
         assert linear(x[:0]).shape == (0, out_features)
 
 
-def test_no_rows_reach_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of a long prompt alone samples nothing. A GPU's tensor descriptors refuse tensors without rows."""
+def test_zero_rows_never_reach_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of one long prompt may sample nothing, and tensor descriptors of a GPU refuse tensors without rows."""
     monkeypatch.delattr(PlainWeight, "multiply")
     linear = _linear(96, 64, False, torch.bfloat16)
     for linear.weight.batch_invariant in (False, True):
@@ -71,7 +71,7 @@ def test_packed_bfloat16_rounds_like_the_plain_map() -> None:
     torch.testing.assert_close(linear(x), F.linear(x, weight), atol=1e-2, rtol=1e-2)
 
 
-def test_sharing_keeps_the_plain_weight() -> None:
+def test_a_shared_weight_keeps_its_plain_tensor() -> None:
     table = torch.randn(40, 12)
     head = Linear(table, shared=True)
     head.finalize()

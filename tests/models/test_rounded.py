@@ -67,7 +67,7 @@ def run(model: Any, attention: str, dtype: torch.dtype = torch.float32) -> Tenso
 
 @pytest.mark.parametrize("name", [*FUSED, *NOT_FUSED])
 @torch.inference_mode()
-def test_rounded_models(name: str, tmp_path: Path) -> None:
+def test_int8_models_stay_close_to_full_precision(name: str, tmp_path: Path) -> None:
     config = save(make_reference(CONFIGS[name]()), tmp_path)
     exact, rounded = load(tmp_path, config), load(tmp_path, config, quantization="int8")
     assert rounded.num_weight_bytes() < exact.num_weight_bytes()
@@ -75,16 +75,22 @@ def test_rounded_models(name: str, tmp_path: Path) -> None:
     reference, fused, by_layers = run(exact, "ragged"), run(rounded, "ragged"), run(rounded, "bursted")
     spread = reference.std()
     assert (run(exact, "bursted") - reference).abs().max() < 1e-4 * spread
-    # The same integers, but a number may fall on the other side of a half where sums differ in their last bit.
-    assert (fused - by_layers).abs().mean() < 0.01 * spread
-    assert 0 < (fused - reference).abs().mean() < 0.05 * spread  # 8 bits, and no more than 8 bits
+
+    def errors(found: Tensor, expected: Tensor) -> Tensor:
+        """Per row: a mean over all rows would hide one that is wrong."""
+        return (found - expected).abs().mean(dim=1) / spread
+
+    # The same integers, but a number may round the other way where sums differ in their last bit.
+    assert errors(fused, by_layers).max() < 0.03
+    assert errors(fused, reference).min() > 0
+    assert errors(fused, reference).max() < 0.1
     halved = run(rounded, "ragged", torch.bfloat16)
-    assert 0 < (halved - fused).abs().mean() < 0.05 * spread
+    assert 0 < errors(halved, fused).max() < 0.1
 
 
 @torch.inference_mode()
-def test_some_rows_of_a_long_context(tmp_path: Path) -> None:
-    """So long that its attention comes in several pieces."""
+def test_requested_rows_of_a_long_context(tmp_path: Path) -> None:
+    """The context is so long that its attention is split into several pieces."""
     model = load(tmp_path, save(make_reference(CONFIGS[FUSED[0]]()), tmp_path), quantization="int8")
     backend = choose_backend("ragged", model.attention_layers, CPU, torch.float32)
     length = 600
@@ -108,7 +114,7 @@ def test_some_rows_of_a_long_context(tmp_path: Path) -> None:
             step(590, 600, rows)
 
 
-def test_what_cannot_be_rounded_says_why(tmp_path: Path) -> None:
+def test_int8_is_refused_with_the_reason(tmp_path: Path) -> None:
     config = save(make_reference(CONFIGS["mixtral"]()), tmp_path)
     with pytest.raises(InvalidParameter, match=r"quantization.*experts"):
         load(tmp_path, config, quantization="int8")
@@ -123,7 +129,7 @@ def test_what_cannot_be_rounded_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize("attention", BACKENDS.names())
 @pytest.mark.parametrize("kv_dtype", ["auto", "float32"])
 def test_tokens_do_not_depend_on_neighbours(attention: str, kv_dtype: str, tmp_path: Path) -> None:
-    """Bit for bit, since every row has a scale of its own."""
+    """Bit for bit, because every row has scales of its own."""
     try:
         choose_backend(attention, [], CPU, torch.float32)
     except InvalidParameter:

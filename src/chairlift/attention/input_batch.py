@@ -13,7 +13,7 @@ from chairlift.attention.base import RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import StepPlan
 
-PADDING_TOKEN = 0  # any token will do: nobody looks at what comes of it
+PADDING_TOKEN = 0  # any token will do: its results are not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,17 @@ class InputBatch:
     tokens      a0 a1 a2 a3  | b17       | c5        | d8 d9 d10
     positions    0  1  2  3  |  17       |  5        |  8  9  10
 
-    There is no padding, with two exceptions that exist to be measured. A static batch keeps the seats of finished
-    requests: each is a sequence of one padding token. And the padded attention wants a rectangle, in which every
-    sequence is filled up with padding to the longest chunk:
+    There is no padding, with two exceptions. A static batch keeps the slots of finished requests: each is a sequence of
+    one padding token. And padded attention needs a rectangle, in which every sequence is padded to the longest chunk:
 
     tokens      a0 a1 a2 a3  | b17 _ _ _ | c5 _ _ _  | d8 d9 d10 _
     """
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64: each token's place in its own sequence
-    sampled_rows: Tensor  # [scored tokens + idle seats] int64: rows of the batch whose logits are computed
+    sampled_rows: Tensor  # [scored tokens + idle rows] int64: rows of the batch whose logits are computed
     layout: RaggedLayout
-    num_padding: int  # how many of the T tokens are nobody's
+    num_padding: int  # how many of the T tokens are padding
 
 
 def build_batch(plan: StepPlan, storage: KVStorage, device: torch.device, *, rectangular: bool = False) -> InputBatch:

@@ -106,7 +106,7 @@ def supported_families() -> list[str]:
 
 
 def _is_decoder(config: Mapping[str, Any]) -> bool:
-    from chairlift.models.families import FAMILIES
+    from chairlift.models.families import find_family
     from chairlift.models.read_config import text_config
 
-    return str(text_config(config).get("model_type")) in FAMILIES
+    return find_family(text_config(config).get("model_type")) is not None

@@ -1,4 +1,4 @@
-"""What a decoder looks like: everything that differs between the model families, as plain values."""
+"""The shape of a decoder: everything that differs between the model families, as plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chairlift.layers.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Where a layer normalises, and what the checkpoint calls each norm; None: it does not."""
+    """The names of a layer's norms in the checkpoint; None where it has no norm."""
 
     before_attention: str | None
     after_attention: str | None
@@ -28,7 +28,7 @@ SANDWICH_NORMS = NormNames(
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What the checkpoint calls the parts of a mixture-of-experts block."""
+    """The names of the parts of a mixture-of-experts block in the checkpoint."""
 
     block: str
     gate: str
@@ -40,14 +40,14 @@ class ExpertNames:
 class ExpertsConfig:
     num_experts: int
     top_k: int
-    normalize: bool  # whether the weights of the chosen experts are scaled to sum to one
+    normalize: bool  # scale the weights of the chosen experts to sum to one
     names: ExpertNames
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     attention: AttentionLayer
-    rope: Rope | None  # None: this layer's attention does not know positions
+    rope: Rope | None  # None: this layer has no rotation
     intermediate_size: int  # of the feed-forward block, or of each of its experts
     experts: ExpertsConfig | None = None
 

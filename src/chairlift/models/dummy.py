@@ -1,4 +1,4 @@
-"""Random weights for a config: enough to measure speed, which depends on shapes and not on values."""
+"""Random weights for a config, to measure speed, which depends on shapes and not on values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DummyCheckpoint:
         path = Path(path).expanduser()
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
-            raise ModelNotFound(f"{path}: no config.json there; load_format='dummy' needs one, and nothing else")
+            raise ModelNotFound(f"{path}: there is no config.json, which is all that load_format='dummy' needs")
         self.path = file.parent
         self.config: dict[str, Any] = read_json_object(file)
         self.generation_config: dict[str, Any] = {}
@@ -42,7 +42,7 @@ class DummyCheckpoint:
 
 
 def dummy_tokenizer() -> Tokenizer:
-    """For models that come without one: prompts are token ids, and every answer is an empty text."""
+    """A tokenizer for models without one: prompts are token ids, and every output is an empty text."""
     return Tokenizer(Backend(WordLevel({"<unknown>": 0}, unk_token="<unknown>")))
 
 

@@ -1,12 +1,12 @@
 """Running any causal language model of transformers on the ragged batch.
 
-transformers lets an application register an attention and a mask function by name. The ones registered here do
-nothing by themselves: the attention calls the handler that was passed to the model's forward pass as a keyword
-argument, and the mask function returns a note of which mask the model asked for instead of building one.
+An application can register an attention and a mask function in transformers by name. The ones registered here only
+pass on: the attention calls the handler that was passed to the model's forward pass as a keyword argument, and the mask
+function returns which mask the model needs instead of building one.
 
-Nothing about an architecture is taken on trust. Before weights are loaded, the model runs once on the meta
-device to see what it asks of the attention; after loading, it must prove that no token sees another except
-through the attention. What cannot be run is refused with the reason.
+Nothing about an architecture is assumed. Before weights are loaded, the model runs once on the meta device to record
+the attention that it needs; after loading, a run checks that tokens influence each other only through the attention.
+What cannot run is refused with the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from chairlift.models.transformers_classes import (
 
 @dataclass(frozen=True, slots=True)
 class FallbackInfo:
-    """What the meta-device run found out about a model."""
+    """What the run on the meta device shows about a model."""
 
     family: str
     vocab_size: int
@@ -56,7 +56,7 @@ def describe_fallback(config: Mapping[str, Any], max_len: int | None = None) -> 
         layers = recorder.layers(text_config.num_hidden_layers)
     except CannotPlug as reason:
         raise refusal(hf_config.model_type, str(reason)) from None
-    except Exception as error:  # whatever a hundred architectures may raise
+    except Exception as error:  # anything that an architecture may raise
         raise refusal(hf_config.model_type, f"its forward pass failed without weights: {error!r}") from error
     return FallbackInfo(
         family=hf_config.model_type,
@@ -120,7 +120,7 @@ class TransformersModel:
 class _Head:
     """Everything after the final norm: the head, and whatever scaling or capping the model's class adds.
 
-    The class is run with its backbone replaced by one that hands back the hidden states it is given.
+    The class runs with its backbone replaced by one that returns the hidden states it is given.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -177,8 +177,8 @@ def _max_len(text_config: Any, requested: int | None) -> int:
     rope = getattr(text_config, "rope_parameters", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, Mapping)]
     for parameters in by_layer_type or [rope]:
-        # These two scalings change all rotations when one sequence of the batch passes the trained length. Up
-        # to that length they are what the model's authors meant; no sequence is let beyond.
+        # These two scalings change all rotations when one sequence of the batch passes the trained length, so no
+        # sequence may be longer.
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             limit = min(limit, parameters.get("original_max_position_embeddings", limit))
     if requested is not None and not 1 <= requested <= limit:
@@ -188,9 +188,9 @@ def _max_len(text_config: Any, requested: int | None) -> int:
 
 @torch.inference_mode()
 def _require_isolated_tokens(model: TransformersModel, info: FallbackInfo) -> None:
-    """With an attention that looks at nothing, a token's result must not depend on its neighbours or its row.
+    """Check that without attention a token's result does not depend on its neighbours or its row.
 
-    This finds convolutions, recurrences and positions counted from the row instead of taken from the input.
+    This finds convolutions, recurrences, and positions that are counted by row instead of read from the input.
     """
 
     def attend_to_itself(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def _require_isolated_tokens(model: TransformersModel, info: FallbackInfo) -> No
 
     forward = run([5, 6, 7, 8, 9], [0, 3, 1, 4, 2])[1:]
     backward = run([9, 8, 7, 6, 5], [2, 4, 1, 3, 1])[:-1].flip(0)
-    # The median, because rounding may send one token of a mixture of experts another way.
+    # The median, because rounding may route one token of a mixture of experts differently.
     error = ((forward - backward).norm(dim=1) / forward.norm(dim=1)).median()
     if not error < (0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-3):
         raise refusal(info.family, "its tokens influence each other outside the attention")

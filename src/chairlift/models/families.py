@@ -1,4 +1,4 @@
-"""The model families, each told apart from Llama."""
+"""The model families, each described by its differences from Llama."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 from chairlift.errors import CorruptCheckpoint
 from chairlift.models.config import POST_NORMS, PRE_NORMS, SANDWICH_NORMS, ExpertNames, NormNames
 from chairlift.models.fields import Fields
+from chairlift.registry import load_plugins
 
 
 def _every_layer(config: Fields, index: int) -> bool:
@@ -24,7 +25,7 @@ def _all_but_every_nth(config: Fields, index: int) -> bool:
 
 
 def has_rope(fields: Fields, index: int) -> bool:
-    """SmolLM3 leaves the rotation out in some layers: where `no_rope_layers` says 0, or every nth."""
+    """SmolLM3 has no rotation in some layers: where `no_rope_layers` is 0, or in every nth."""
     if "no_rope_layers" in fields:
         marks = fields.items("no_rope_layers", int)
         if len(marks) <= index:
@@ -40,20 +41,20 @@ def _layers_without_rope(config: Fields, index: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What sets a family apart. `defaults` are values that its config files may leave out."""
+    """How a family differs from Llama. `defaults` are values that its config files may leave out."""
 
     title: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
     norms: NormNames = PRE_NORMS
     norm_unit_offset: bool = False
     qk_norm: Literal["head", "full"] | None = None
-    qkv_bias_only: bool = False  # biases on queries, keys and values, whatever attention_bias says
+    qkv_bias_only: bool = False  # biases on queries, keys and values, whatever attention_bias is
     fused_names: bool = False
     scaled_embeddings: bool = False
     activation_key: str = "hidden_act"
-    # Which layers have the sliding window, where the config has one but no list of layer types.
+    # Which layers have the sliding window if the config has one but no list of layer types.
     windowed: Callable[[Fields, int], bool] = _every_layer
-    window_switch: bool = False  # the window counts only if use_sliding_window says so
+    window_switch: bool = False  # the window only counts if use_sliding_window is true
     expert_names: ExpertNames | None = None
 
 
@@ -76,6 +77,7 @@ _GEMMA_DEFAULTS = {
 _QWEN_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
+# By the model_type of config.json. A plugin adds its own: FAMILIES["name"] = Family(...).
 FAMILIES: dict[str, Family] = {
     "llama": Family(title="Llama 2, Llama 3, SmolLM2", defaults={"max_position_embeddings": 2048}),
     "mistral": Family(title="Mistral", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
@@ -154,3 +156,9 @@ FAMILIES: dict[str, Family] = {
         qk_norm="full",
     ),
 }
+
+
+def find_family(model_type: object) -> Family | None:
+    """The family of this name, also from plugins."""
+    load_plugins()
+    return FAMILIES.get(str(model_type))

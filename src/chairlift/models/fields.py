@@ -1,4 +1,4 @@
-"""Reading a checkpoint's config.json: every value is checked where it is read."""
+"""Reading values of a config.json, each checked where it is read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from chairlift.errors import CorruptCheckpoint
 
-MAX_SIZE = 2**31  # no dimension of a real model comes near; a hostile config must not make us allocate
-SMALLEST, LARGEST = 1e-30, 1e30  # a number beyond could only overflow what is computed with it
+MAX_SIZE = 2**31  # far above any dimension of a real model; a hostile config must not cause an allocation
+SMALLEST, LARGEST = 1e-30, 1e30  # numbers beyond would overflow what is computed with them
 
 
 class Fields:
-    """A mapping from a config file, with the values that its model family means when it leaves one out."""
+    """A mapping from a config file, with the defaults of its model family."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
         self._values = values
@@ -36,7 +36,7 @@ class Fields:
         return self.integer(name, low=low) if name in self else None
 
     def number(self, name: str) -> float:
-        """A finite number above zero: nothing a model config scales or divides by may be anything else."""
+        """A finite number above zero, as everything must be that a model scales or divides by."""
         value = self._required(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not SMALLEST <= value <= LARGEST:
             raise self._bad(name, f"a finite number between {SMALLEST:g} and {LARGEST:g}")

@@ -1,4 +1,4 @@
-"""Finding out what an unknown model asks of its attention, by running it on the meta device."""
+"""Finding out what attention an unknown model needs, by running it on the meta device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chairlift.attention.base import AttentionLayer
 
-# Arguments that change nothing: the mask already tells the window and the direction, and there is no cache.
+# Arguments without effect here: the mask has the window and the direction, and there is no cache.
 HARMLESS = {
     "dropout",
     "sliding_window",
@@ -27,11 +27,11 @@ HARMLESS = {
     "max_length_q",
     "max_length_k",
 }
-FULL = 2**16  # a mask without a stated window is looked at this far
+FULL = 2**16  # a mask without a stated window is checked this far
 
 
 class CannotPlug(Exception):
-    """Why our attention cannot take the place of the model's own."""
+    """Our attention cannot replace the model's own; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class AskedMask:
     window: int | None
 
     def checked_window(self) -> int | None:
-        """The window, once the predicate is known to be causal with exactly that window."""
+        """The window, after checking that the predicate is causal with exactly that window."""
         size = self.window or FULL
         zero = torch.zeros((), dtype=torch.int64)
         for query in (0, 1, size - 1, size, size + 1, 2 * size, 3 * size - 1):
@@ -58,7 +58,7 @@ class AskedMask:
 
 
 class AttentionRecorder:
-    """An attention handler that writes down each layer's needs and refuses those that cannot be met."""
+    """An attention handler that records the shape of each layer and refuses what is not supported."""
 
     def __init__(self) -> None:
         self._layers: dict[int, AttentionLayer] = {}

@@ -9,7 +9,7 @@ from chairlift.attention.base import AttentionLayer
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.layers.mlp import ACTIVATIONS
 from chairlift.models.config import DecoderConfig, ExpertsConfig, LayerConfig
-from chairlift.models.families import FAMILIES, Family, has_rope
+from chairlift.models.families import Family, find_family, has_rope
 from chairlift.models.fields import Fields
 from chairlift.models.rope_config import make_rope, rope_parameters, scaled_length
 
@@ -28,9 +28,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> DecoderConfig:
-    """Read a config.json of one of FAMILIES; `max_len` promises that no sequence will be longer."""
+    """Read the config.json of a known family; `max_len` promises that no sequence will be longer."""
     inner = text_config(config)
-    family = FAMILIES[inner["model_type"]]
+    family = find_family(inner["model_type"])
+    assert family is not None, "the caller checks it"
     fields = Fields(inner, _DEFAULTS | dict(family.defaults), "config.json")
     refuse_quantized(config)
     activation = fields.text(family.activation_key)
@@ -111,7 +112,7 @@ def _layers(family: Family, fields: Fields, max_len: int) -> tuple[LayerConfig, 
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
-    """Query heads, key/value heads, numbers per head."""
+    """Query heads, key/value heads, dimensions per head."""
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.optional_integer("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -168,5 +169,5 @@ def _has_experts(family: Family, fields: Fields, index: int) -> bool:
 
 
 def _num_experts(fields: Fields) -> int:
-    """The two names this number goes by."""
+    """The number of experts, under either of its two names."""
     return fields.integer("num_experts" if "num_experts" in fields else "num_local_experts", low=0, high=2**16)

@@ -1,7 +1,7 @@
-"""From the rope part of a config.json to the frequencies of the rotation.
+"""The frequencies of a rotation, from the rope settings of a config.json.
 
-All arithmetic is done on float32 tensors in the order that transformers uses: at position 100,000 one last
-bit of a frequency is already a visible angle.
+All arithmetic is done on float32 tensors in the order that transformers uses: at position 100,000 the last bit of a
+frequency is already a visible angle.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: in
     rotary_dim = int(head_dim * fields.number("partial_rotary_factor"))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise CorruptCheckpoint(
-            f"{_WHERE}: an even part of the head's {head_dim} numbers must be rotated, not {rotary_dim}"
+            f"{_WHERE}: an even number of the head's {head_dim} dimensions must be rotated, not {rotary_dim}"
         )
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     theta = fields.number("rope_theta")
@@ -72,8 +72,8 @@ def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: in
 def scaled_length(parameters: Mapping[str, Any], max_positions: int) -> int:
     """The longest context the model is meant for.
 
-    `max_position_embeddings` usually says it, scaling included. Yarn configs often keep the trained length
-    there and leave the rest to the factor.
+    `max_position_embeddings` usually includes the scaling. Yarn configs often have the trained length there, to be
+    multiplied by the factor.
     """
     fields = Fields(parameters, {}, _WHERE)
     if _kind(fields) != "yarn" or "factor" not in fields or "original_max_position_embeddings" not in fields:
@@ -100,8 +100,8 @@ def _default(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: i
 
 
 def _dynamic(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    """Unscaled up to `max_position_embeddings`, which is also the longest sequence offered: beyond it, this
-    scheme changes all speeds with every further token, and keys already in the cache would be wrong."""
+    """Unscaled up to `max_position_embeddings`, which is also the longest sequence allowed: beyond it this
+    scheme changes all frequencies with every token, and keys in the cache would be wrong."""
     return _default(fields, wavelengths, max_positions, max_len)
 
 
@@ -110,13 +110,13 @@ def _linear(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: in
 
 
 def _frequency_factors(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    """GGUF files carry the result of a scaling instead of its recipe: one divisor per pair."""
+    """GGUF files hold the result of a scaling: one divisor per pair."""
     factors = _factor_list(fields, "factors", len(wavelengths))
     return 1.0 / wavelengths / factors, fields.optional_number("attention_factor") or 1.0
 
 
 def _llama3(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    """Fast pairs keep their speed, slow ones are divided by the factor, those between are blended."""
+    """High frequencies stay, low ones are divided by the factor, those between are blended."""
     factor = fields.number("factor")
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
     original = _original(fields)

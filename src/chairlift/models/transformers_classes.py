@@ -60,7 +60,7 @@ def read_transformers_config(config: Mapping[str, Any]) -> Any:
 
 
 def build_without_weights(hf_config: Any) -> Any:
-    """The model without memory for its weights, refused if its kind is known not to fit."""
+    """The model without memory for its weights; raises if its kind is not supported."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     _register()
@@ -74,7 +74,7 @@ def build_without_weights(hf_config: Any) -> Any:
         raise refusal(model_type, "its attention in transformers cannot be replaced")
     if getattr(hf_config.get_text_config(), "num_hidden_layers", 0) > MAX_LAYERS:
         raise CorruptCheckpoint(f"config.json: more than {MAX_LAYERS} layers")
-    # On the meta device no expert can be told from another; this variant treats all of them alike.
+    # On the meta device routing has no values; this variant runs all experts alike.
     hf_config._experts_implementation = "batched_mm"
     try:
         with torch.device("meta"):
@@ -87,7 +87,7 @@ def build_without_weights(hf_config: Any) -> Any:
 
 
 def load_with_weights(hf_config: Any, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Any:
-    """Through transformers' own loading: it knows which names and layouts older checkpoints have."""
+    """Load through transformers, which handles the names and layouts of older checkpoints."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
 

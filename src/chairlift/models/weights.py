@@ -8,9 +8,9 @@ from torch import Tensor
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 
-# Written before the names of the text model's tensors, depending on which class saved the checkpoint.
+# Prefixes of the text model's tensor names, depending on the class that saved the checkpoint.
 PREFIXES = ("model.", "language_model.")
-# Tables that old checkpoints hold although they follow from the config.
+# Tables of old checkpoints that follow from the config.
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
 # The image half of a checkpoint whose text half is run.
 VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
@@ -19,7 +19,7 @@ HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 def canonical_name(name: str) -> str:
-    """The name without any prefix that says where the text model sits in a larger one."""
+    """The name without the prefixes that place the text model in a larger one."""
     stripped = name
     while True:
         for prefix in PREFIXES:
@@ -38,11 +38,11 @@ def fill(
     tied: bool,
     filled_one: Callable[[str], None] | None = None,
 ) -> None:
-    """Copy every tensor of the stream to its target; each target must be filled exactly once, and is then let go of
-    here, so that `filled_one`, which is told its name, may give back the memory.
+    """Copy every tensor of the stream to its target; each target must be filled exactly once.
 
-    With a `tied` head, the head's name is another name of the embedding table; a checkpoint may hold either,
-    or both if they are equal.
+    A filled target is removed from `targets`, and `filled_one` is called with its name, which may free the memory.
+    With a `tied` head, the head's name is another name of the embedding table; a checkpoint may hold either, or both if
+    they are equal.
     """
     filled: dict[str, str] = {}  # target -> the name it came under
     for full_name, tensor in tensors:

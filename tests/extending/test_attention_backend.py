@@ -1,0 +1,63 @@
+"""An attention backend from outside the package serves a model like any other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from chairlift import LLM, SamplingParams
+from chairlift.attention.backends import BACKENDS
+from chairlift.attention.base import AttentionLayer
+from chairlift.attention.choose import choose_backend
+from chairlift.config import EngineConfig
+from chairlift.errors import InvalidParameter
+from tests.extending.pages import load_toy, page_shows, run_with_plugin
+
+TOY = "dense_attention.py"
+PROMPTS = ["a chairlift never stops", "blocks", "many sequences are concatenated without padding into one batch"]
+PROGRAM = """
+import json, sys
+from chairlift import LLM, SamplingParams
+llm = LLM(sys.argv[1], attention="dense", device="cpu", kv_memory="4MiB", progress=False)
+params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+print(json.dumps([output.outputs[0].token_ids for output in llm.generate(json.loads(sys.argv[2]), params)]))
+"""
+
+
+def generate(model: Path, attention: str) -> list[list[int]]:
+    llm = LLM(str(model), attention=attention, device="cpu", kv_memory="4MiB", progress=False)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_a_toy_backend_gives_the_same_tokens(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidParameter, match="unknown 'dense'"):
+        EngineConfig(attention="dense")
+    expected = generate(checkpoint, "bursted")
+    assert len({token for tokens in expected for token in tokens}) > 10
+    load_toy(monkeypatch, BACKENDS, TOY)
+    assert "dense" in BACKENDS.names()
+    assert generate(checkpoint, "dense") == expected
+
+
+def test_a_plugin_backend_is_chosen_by_name(checkpoint: Path) -> None:
+    printed = run_with_plugin(TOY, PROGRAM, str(checkpoint), json.dumps(PROMPTS))
+    assert json.loads(printed.splitlines()[-1]) == generate(checkpoint, "bursted")
+
+
+def test_a_toy_backend_refuses_with_its_own_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_toy(monkeypatch, BACKENDS, TOY)
+    layer = AttentionLayer(0, num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0, softcap=30.0)
+    cpu = torch.device("cpu")
+    with pytest.raises(InvalidParameter, match="it has no soft-cap"):
+        choose_backend("dense", [layer], cpu, torch.float32)
+    with pytest.raises(InvalidParameter, match=r"batch_invariant.*depends on the batch"):
+        choose_backend("dense", [], cpu, torch.float32, invariant_for=64)
+    assert choose_backend("auto", [], cpu, torch.bfloat16).name == "bursted", "auto prefers a backend of the package"
+
+
+def test_the_page_shows_the_toy() -> None:
+    assert page_shows("attention-backend.md", TOY)

@@ -1,0 +1,82 @@
+"""A weight format from outside the package stores a model's weights like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from chairlift import LLM, SamplingParams
+from chairlift.config import EngineConfig
+from chairlift.engine.startup import load_model
+from chairlift.errors import InvalidParameter
+from chairlift.layers.formats import FORMATS
+from chairlift.layers.formats.none import PlainWeight
+from chairlift.layers.linear import Linear
+from chairlift.models.decoder import Decoder
+from tests.extending.pages import load_toy, page_shows, run_with_plugin
+
+TOY = "int4_weights.py"
+PROGRAM = """
+import sys
+from chairlift import LLM, SamplingParams
+llm = LLM(sys.argv[1], quantization="int4", device="cpu", kv_memory="4MiB", progress=False)
+print(*llm.generate("blocks", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids)
+"""
+
+
+def load(model: Path, quantization: str) -> Decoder:
+    config = EngineConfig(quantization=quantization, device="cpu", kv_memory="4MiB")
+    decoder = load_model(str(model), config, progress=False).model
+    assert isinstance(decoder, Decoder)
+    return decoder
+
+
+def test_a_toy_format_stores_the_layers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidParameter, match="unknown 'int4'"):
+        EngineConfig(quantization="int4")
+    load_toy(monkeypatch, FORMATS, TOY)
+    plain, rounded = load(checkpoint, "none"), load(checkpoint, "int4")
+    assert rounded.quantization == "int4"
+    assert isinstance(rounded.head.weight, PlainWeight), "the format leaves the head alone"
+    generator = torch.Generator().manual_seed(0)
+    for layer, exact in zip(rounded.layers, plain.layers, strict=True):
+        for ours, theirs in zip(layer.linears(), exact.linears(), strict=True):
+            assert ours.weight.plain is None
+            assert ours.num_bytes == ours.out_features * (-(-ours.in_features // 2) + 4)
+            x = torch.randn(5, ours.in_features, generator=generator)
+            expected = theirs(x)
+            errors = (ours(x) - expected).norm(dim=1) / expected.norm(dim=1)
+            assert errors.min() > 0.01
+            assert errors.max() < 0.2
+
+
+@pytest.mark.parametrize("in_features", [6, 7])
+def test_a_toy_format_rounds_to_the_nearest_of_15_levels(in_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_toy(monkeypatch, FORMATS, TOY)
+    weight = torch.randn(4, in_features, generator=torch.Generator().manual_seed(1))
+    linear = Linear(weight.clone(), format=FORMATS.get("int4"))
+    linear.finalize()
+    step = weight.abs().amax(dim=1) / 7
+    found = linear(torch.eye(in_features)).T
+    assert ((found - weight).abs().amax(dim=1) <= step / 2 + 1e-6).all()
+
+
+def test_a_plugin_format_is_chosen_by_name(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = run_with_plugin(TOY, PROGRAM, str(checkpoint)).splitlines()[-1]
+    load_toy(monkeypatch, FORMATS, TOY)
+    llm = LLM(str(checkpoint), quantization="int4", device="cpu", kv_memory="4MiB", progress=False)
+    output = llm.generate("blocks", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].outputs[0]
+    assert printed == " ".join(map(str, output.token_ids))
+    assert len(output.token_ids) == 8
+
+
+def test_a_toy_format_refuses_with_its_own_reasons(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_toy(monkeypatch, FORMATS, TOY)
+    with pytest.raises(InvalidParameter, match=r"quantization.*int4 is not possible.*float32 with it"):
+        load_model(str(checkpoint), EngineConfig(quantization="int4", dtype="bfloat16", device="cpu"), progress=False)
+
+
+def test_the_page_shows_the_toy() -> None:
+    assert page_shows("weight-format.md", TOY)

@@ -1,0 +1,41 @@
+"""An attention backend: gather each sequence from the cache and call torch's dense attention."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.attention.backends import BACKENDS
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.base import Attend, AttentionLayer, RaggedLayout, visible_mask
+from chairlift.attention.storage import KVStorage
+
+
+@BACKENDS.register("dense")
+class DenseAttention(AttentionBackend):
+    name = "dense"
+
+    @classmethod
+    def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
+        return ["it has no soft-cap"] if any(layer.softcap is not None for layer in layers) else []
+
+    def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
+        def attend(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            storage.write(layer.index, layout.slots, k, v)
+            out = torch.empty_like(q)
+            for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
+                rows = slice(layout.offsets[i], layout.offsets[i + 1])
+                keys, values = storage.read(layer.index, layout.tables[i], end, q.dtype)
+                attended = F.scaled_dot_product_attention(
+                    q[rows].transpose(0, 1)[None],
+                    keys.transpose(0, 1)[None],
+                    values.transpose(0, 1)[None],
+                    attn_mask=visible_mask(start, end, layer.window, q.device),
+                    scale=layer.scale,
+                    enable_gqa=True,
+                )
+                out[rows] = attended[0].transpose(0, 1)
+            return out
+
+        return attend

@@ -1,4 +1,4 @@
-"""Models that only transformers knows, run on the ragged batch; and those that must be refused."""
+"""Models that run on the code of transformers, in the ragged batch; and those that must be refused."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def describe_config(folder: Path) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unheard_of": ({}, "transformers knows no causal language model by that name"),
-    "vit": ({}, "transformers knows no causal language model by that name"),
+    "unheard_of": ({}, "transformers has no causal language model of that name"),
+    "vit": ({}, "transformers has no causal language model of that name"),
     "bart": ({}, "encoder-decoder"),
     "falcon": ({}, "attention in transformers cannot be replaced"),
     "mamba": ({}, "recurrent state|cannot be replaced"),

@@ -140,7 +140,7 @@ def test_weights_are_converted_to_the_wanted_type() -> None:
 
 
 def test_fill_copies_each_tensor_when_it_arrives() -> None:
-    """A tensor of the stream may be gone when the next one is asked for."""
+    """A tensor of the stream may be gone when the next one is read."""
     target = {"a": torch.empty(2), "b": torch.empty(2)}
     buffer = torch.empty(2)
 

@@ -269,6 +269,6 @@ def test_a_text_part_beside_an_image_part() -> None:
 
 
 def test_query_bias_in_a_config_made_from_gguf() -> None:
-    """Such a config says attention_bias for Qwen2, which has none on its output projection."""
+    """Such a config has attention_bias for Qwen2, which has none on its output projection."""
     config = PUBLISHED["qwen2.5"] | {"attention_bias": True}
     assert describe(config) == describe(PUBLISHED["qwen2.5"])

@@ -1,4 +1,4 @@
-"""Models: one decoder described by config, and a fallback for everything else that transformers knows."""
+"""Models: one decoder described by config, and a fallback for everything else in transformers."""
 
 from __future__ import annotations
 

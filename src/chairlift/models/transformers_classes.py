@@ -51,7 +51,7 @@ def read_transformers_config(config: Mapping[str, Any]) -> Any:
 
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise refusal(model_type, "transformers knows no causal language model by that name")
+        raise refusal(model_type, "transformers has no causal language model of that name")
     refuse_quantized(config)
     try:
         return CONFIG_MAPPING[model_type].from_dict(dict(config))

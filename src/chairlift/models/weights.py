@@ -65,7 +65,7 @@ def fill(
                 filled_one(destination)
         elif not bool((target == tensor.to(target)).all()):
             raise CorruptCheckpoint(
-                f"{HEAD} and {EMBEDDING} differ, but config.json says tie_word_embeddings: set it to false there"
+                f"{HEAD} and {EMBEDDING} differ, but config.json has tie_word_embeddings: set it to false there"
             )
     missing = sorted(targets.keys() - filled.keys())
     if missing:

@@ -1,4 +1,4 @@
-"""The layers one after the other, each operation by itself: runs every model with every attention."""
+"""The layers one after the other, one operation at a time: runs every model with every attention."""
 
 from __future__ import annotations
 

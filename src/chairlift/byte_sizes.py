@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Amounts of memory as text: 1GiB, 512M."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def parse_bytes(parameter: str, value: int | str) -> int:
 
 
 def format_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,14 +1,14 @@
-"""Every error a user of Chairlift can meet, as a type that says whose turn it is to act."""
+"""The errors that users of Chairlift can meet, by what can be done about them."""
 
 from __future__ import annotations
 
 
 class ChairliftError(Exception):
-    """The base of all errors raised on purpose."""
+    """Base class of the errors raised on purpose."""
 
 
 class InvalidParameter(ChairliftError, ValueError):
-    """A value the caller passed cannot work; `parameter` names it."""
+    """A value from the caller cannot be used; `parameter` is its name."""
 
     def __init__(self, parameter: str, problem: str) -> None:
         super().__init__(f"{parameter}: {problem}")
@@ -17,20 +17,20 @@ class InvalidParameter(ChairliftError, ValueError):
 
 
 class ModelNotFound(ChairliftError):
-    """No model goes by that name here, or it could not be fetched."""
+    """There is no model of that name, or it could not be fetched."""
 
 
 class UnsupportedModel(ChairliftError):
-    """The checkpoint was read but its architecture or a feature of it is not supported."""
+    """The architecture of the checkpoint, or a feature of it, is not supported."""
 
 
 class CorruptCheckpoint(ChairliftError):
-    """A file of the checkpoint is damaged, truncated or hostile."""
+    """A file of the checkpoint is damaged, truncated or malicious."""
 
 
 class TemporaryFailure(ChairliftError):
-    """Something beside the request went wrong; the same request may well succeed a moment later."""
+    """The failure has nothing to do with the request, which may succeed if repeated."""
 
 
 class EngineDead(ChairliftError):
-    """The engine met a fatal error earlier and takes no more work."""
+    """The engine failed earlier and accepts no more requests."""

@@ -1,4 +1,4 @@
-"""The offline API: prompts in, results in the same order out."""
+"""The offline API: a list of prompts in, results in the same order out."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
-_OPTIONS = ("cache_salt", "priority", "tenant")  # what a prompt may bring besides its text
+_PROMPT_OPTIONS = ("cache_salt", "priority", "tenant")  # keys of a prompt besides its text
 
 
 class LLM:
-    """A model, ready to generate.
+    """A model in this process, ready to generate.
 
     >>> llm = LLM("smollm2-135m")
     >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
 
-    Options are those of `EngineConfig` (max_model_len, max_batch_tokens, kv_memory, …). The names that other
-    engines use for the same things (max_num_seqs, enable_prefix_caching, …) are understood too.
+    Options are those of `EngineConfig` (max_model_len, max_batch_tokens, kv_memory, …; see docs/options.md). vLLM's
+    names for them (max_num_seqs, enable_prefix_caching, …) are accepted too.
     """
 
     def __init__(self, model: str = "smollm2-135m", *, progress: bool = True, **options: Any) -> None:
@@ -52,8 +52,8 @@ class LLM:
         self.engine = loaded.engine
         self.runner = loaded.runner
         self.memory = loaded.memory
-        self._batches: list[_Batch] = []  # of the calls under way; a stream may be open while generate() runs
-        self.engine.subscribe(partial(_take_in_all, self._batches))
+        self._batches: list[_Batch] = []  # one for each call in flight; a stream may be open while generate() runs
+        self.engine.subscribe(partial(_add_events_to_all, self._batches))
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
@@ -72,13 +72,13 @@ class LLM:
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and optionally
         "cache_salt", "priority" (lower is sooner) and "tenant". `use_tqdm` shows a progress bar. `timeout` (seconds)
-        ends what is not finished by then.
+        ends requests that are not finished by then.
         """
         from chairlift.progress import generation_progress
 
         inputs = self._parse_prompts(prompts)
         with (
-            self._submitted(inputs, _params_for(inputs, sampling_params), timeout) as batch,
+            self._submitted(inputs, _params_of(inputs, sampling_params), timeout) as batch,
             generation_progress(batch.num_open, enabled=use_tqdm) as advance,
         ):
             while batch.num_open:
@@ -97,7 +97,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or many: each a list of {"role": …, "content": …}."""
+        """Answer one conversation or several, each a list of {"role": …, "content": …}."""
         conversations: list[Any] = [messages] if _is_conversation(messages) else list(messages)
         options = dict(chat_template_kwargs or {}, add_generation_prompt=add_generation_prompt, tools=tools)
         prompts = [self._render(conversation, options) for conversation in conversations]
@@ -110,10 +110,13 @@ class LLM:
         *,
         timeout: float | None = None,
     ) -> Iterator[StreamedText]:
-        """Yield pieces of text as they are generated. Bad input raises at once; all is queued when the first piece is
-        asked for; closing the iterator cancels what is still running."""
+        """Yield pieces of text as they are generated.
+
+        Bad input raises at once. The requests are queued when the first piece is requested. Closing the iterator
+        cancels those that are still running.
+        """
         inputs = self._parse_prompts(prompts)
-        params = _params_for(inputs, sampling_params)
+        params = _params_of(inputs, sampling_params)
         for one in params:
             one.check_streamable()
         self._check(inputs, params, timeout)
@@ -141,23 +144,23 @@ class LLM:
         return [_Input.parse(prompt, self.get_tokenizer()) for prompt in many]
 
     def _check(self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None) -> None:
-        for item, one in zip(inputs, params, strict=True):
-            self.engine.check(item.token_ids, one, timeout, item.options.get("priority", 0))
+        for prompt, one in zip(inputs, params, strict=True):
+            self.engine.check(prompt.token_ids, one, timeout, prompt.options.get("priority", 0))
             if one.structure is not None:
-                self.engine.compile(one.structure)  # here, so that a bad one is known before anything is queued
+                self.engine.compile(one.structure)  # raises before anything is queued
 
     @contextmanager
     def _submitted(
         self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None
     ) -> Iterator[_Batch]:
-        """Queue all of them, or none if one is bad. What is unfinished when the caller leaves is cancelled."""
+        """Queue all prompts, or none if one is bad. On exit, requests that are not finished are cancelled."""
         self._check(inputs, params, timeout)
         batch = _Batch(self.get_tokenizer())
         self._batches.append(batch)
         try:
-            for item, one in zip(inputs, params, strict=True):
-                ids = self.engine.submit(item.token_ids, one, timeout=timeout, **item.options)
-                batch.add(ids, item, one, self.engine.now())
+            for prompt, one in zip(inputs, params, strict=True):
+                ids = self.engine.submit(prompt.token_ids, one, timeout=timeout, **prompt.options)
+                batch.add(ids, prompt, one, self.engine.now())
             self.engine.expect_no_more()
             yield batch
         finally:
@@ -169,26 +172,26 @@ class LLM:
         self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None
     ) -> Iterator[StreamedText]:
         with self._submitted(inputs, params, timeout) as batch:
-            while batch.num_open or batch.has_news:
-                if not batch.has_news:  # another call may have stepped meanwhile
+            while batch.num_open or batch.has_new_output:
+                if not batch.has_new_output:  # another call may have stepped meanwhile
                     self._step()
                 yield from batch.pieces()
 
     def _step(self) -> None:
         pause = self.engine.pause()
-        if pause > 0:  # even no sleep at all gives the core away
+        if pause > 0:  # sleep(0) would yield the core
             time.sleep(min(pause, 1.0))
-        self.engine.step()  # every open batch hears of it as a listener
+        self.engine.step()  # its events reach every open batch
         self.engine.check_alive()
 
 
 class _Input:
-    """A prompt in whatever form it was given, as token ids."""
+    """A prompt as token ids, with the options that came with it."""
 
     def __init__(self, text: str | None, token_ids: list[int], options: Mapping[str, Any]) -> None:
         self.text = text
         self.token_ids = token_ids
-        self.options = options  # of Engine.submit
+        self.options = options  # arguments of Engine.submit
 
     @classmethod
     def parse(cls, prompt: Any, tokenizer: Tokenizer) -> _Input:
@@ -198,9 +201,9 @@ class _Input:
         elif not isinstance(prompt, Mapping):
             fields["prompt_token_ids"] = prompt
         text, token_ids = fields.pop("prompt", None), fields.pop("prompt_token_ids", None)
-        options = {name: fields.pop(name) for name in _OPTIONS if fields.get(name) is not None}
+        options = {name: fields.pop(name) for name in _PROMPT_OPTIONS if fields.get(name) is not None}
         if fields:
-            known = ", ".join(("prompt", "prompt_token_ids", *_OPTIONS))
+            known = ", ".join(("prompt", "prompt_token_ids", *_PROMPT_OPTIONS))
             raise InvalidParameter("prompt", f"unknown keys {sorted(fields)}; use {known}")
         for name in ("cache_salt", "tenant"):
             if not isinstance(options.get(name, ""), str):
@@ -215,7 +218,7 @@ class _Input:
 
 
 class _Batch:
-    """The results of one call, filled from the engine's events."""
+    """The results of one call, collected from the engine's events."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.results: list[RequestOutput] = []
@@ -223,21 +226,21 @@ class _Batch:
         self._tokenizer = tokenizer
         self._places: dict[str, tuple[int, int]] = {}  # request id -> (prompt, completion)
         self._open: dict[str, None] = {}
-        self._news: dict[str, None] = {}  # what changed since pieces() was last asked
-        self._shown: dict[str, tuple[int, int]] = {}  # how many characters and tokens pieces() has given out
+        self._changed: dict[str, None] = {}  # requests with output since the last call of pieces()
+        self._returned: dict[str, tuple[int, int]] = {}  # characters and tokens that pieces() has returned
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._news)
+    def has_new_output(self) -> bool:
+        return bool(self._changed)
 
     def open_ids(self) -> list[str]:
         return list(self._open)
 
-    def add(self, ids: Sequence[str], item: _Input, params: SamplingParams, now: float) -> None:
+    def add(self, ids: Sequence[str], prompt: _Input, params: SamplingParams, now: float) -> None:
         with_logprobs = params.logprobs is not None
         completions = [
             CompletionOutput(
@@ -248,9 +251,11 @@ class _Batch:
         for index, request_id in enumerate(ids):
             self._places[request_id] = (len(self.results), index)
             self._open[request_id] = None
-        self.results.append(RequestOutput(ids[0], item.text, item.token_ids, completions, RequestMetrics(arrival=now)))
+        self.results.append(
+            RequestOutput(ids[0], prompt.text, prompt.token_ids, completions, RequestMetrics(arrival=now))
+        )
 
-    def take_in(self, events: Sequence[Event]) -> None:
+    def add_events(self, events: Sequence[Event]) -> None:
         for event in events:
             request_id = getattr(event, "request_id", "")
             if request_id in self._open:
@@ -258,19 +263,19 @@ class _Batch:
                 self._apply(event, self.results[prompt], self.results[prompt].outputs[index])
 
     def _apply(self, event: Event, result: RequestOutput, completion: CompletionOutput) -> None:
-        leads = completion.index == 0  # a request's metrics are those of its first completion
+        first = completion.index == 0  # a request's metrics are those of its first completion
         match event:
-            case RequestAdmitted() if leads and result.metrics.boarded is None:
+            case RequestAdmitted() if first and result.metrics.boarded is None:
                 result.metrics.boarded = event.time
                 result.cached_tokens = event.cached_tokens
             case RequestPreempted():
                 result.metrics.preemptions += 1
             case TokenProduced():
                 self.num_tokens += 1
-                self._news[event.request_id] = None
+                self._changed[event.request_id] = None
                 completion.token_ids.append(event.token)
-                self._note_logprobs(completion, event.logprobs)
-                if leads:
+                self._add_logprobs(completion, event.logprobs)
+                if first:
                     result.metrics.token_times.append(event.time)
             case TextProduced():
                 completion.text += event.text
@@ -281,12 +286,12 @@ class _Batch:
                 if event.logprob is not None:
                     completion.cumulative_logprob = event.logprob
                 result.metrics.finished = event.time
-                self._news[event.request_id] = None
+                self._changed[event.request_id] = None
                 del self._open[event.request_id]
             case _:
                 pass
 
-    def _note_logprobs(self, completion: CompletionOutput, found: TokenLogprobs | None) -> None:
+    def _add_logprobs(self, completion: CompletionOutput, found: TokenLogprobs | None) -> None:
         if found is None or completion.logprobs is None or completion.cumulative_logprob is None:
             return
         entries = {token: (value, rank) for rank, (token, value) in enumerate(found.top, start=1)}
@@ -300,15 +305,15 @@ class _Batch:
         )
 
     def pieces(self) -> list[StreamedText]:
-        """What was added since the last call, one piece for each completion that changed."""
-        news, self._news = self._news, {}
-        return [self._piece(request_id) for request_id in news]
+        """The output since the last call, one piece for each completion that has any."""
+        changed, self._changed = self._changed, {}
+        return [self._piece(request_id) for request_id in changed]
 
     def _piece(self, request_id: str) -> StreamedText:
         prompt, index = self._places[request_id]
         completion = self.results[prompt].outputs[index]
-        characters, tokens = self._shown.get(request_id, (0, 0))
-        self._shown[request_id] = len(completion.text), len(completion.token_ids)
+        characters, tokens = self._returned.get(request_id, (0, 0))
+        self._returned[request_id] = len(completion.text), len(completion.token_ids)
         text, token_ids = completion.text[characters:], completion.token_ids[tokens:]
         return StreamedText(prompt, index, text, token_ids, completion.finish_reason)
 
@@ -320,12 +325,12 @@ def _make_config(options: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**own)
 
 
-def _take_in_all(batches: Sequence[_Batch], events: Sequence[Event]) -> None:
+def _add_events_to_all(batches: Sequence[_Batch], events: Sequence[Event]) -> None:
     for batch in batches:
-        batch.take_in(events)
+        batch.add_events(events)
 
 
-def _params_for(
+def _params_of(
     inputs: Sequence[_Input], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:
     if params is None:

@@ -1,4 +1,4 @@
-"""What callers of the offline API get back."""
+"""Results of the offline API."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
+    """The log probability of one token, and its rank among all of them."""
+
     logprob: float
     rank: int | None
     decoded_token: str
@@ -14,10 +16,10 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds on the engine's clock."""
+    """Times of a request, in seconds on the engine's clock."""
 
     arrival: float
-    boarded: float | None = None  # first left the queue
+    boarded: float | None = None  # first admission
     token_times: list[float] = field(default_factory=list)
     finished: float | None = None
     preemptions: int = 0
@@ -33,7 +35,7 @@ class RequestMetrics:
 
     @property
     def inter_token(self) -> list[float]:
-        """The gaps between consecutive tokens."""
+        """Seconds between consecutive tokens."""
         return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
 
     @property
@@ -51,8 +53,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length, cancelled, deadline, error
-    stop_reason: int | str | None = None  # the stop token id or stop string; the message of an error
-    score: float | None = None  # by which beam search or best_of chose it
+    stop_reason: int | str | None = None  # the stop token id or stop string, or the message of an error
+    score: float | None = None  # of beam search and best_of
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
-    cached_tokens: int = 0  # prompt tokens that did not have to be computed
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
     @property
     def finished(self) -> bool:
@@ -73,7 +75,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamedText:
-    """A piece of one completion, as soon as it is known."""
+    """A piece of one completion, as it is generated."""
 
     prompt_index: int
     completion_index: int

@@ -1,4 +1,4 @@
-"""Progress bars for long work, on standard error and only where someone is looking."""
+"""A progress bar for generation, on standard error if that is a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def generation_progress(num_requests: int, *, enabled: bool) -> Iterator[Advance
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:  # not a reason to fail where only the engine's own needs are installed
+    except ImportError:  # rich is for the command line; without it there is no bar
         yield lambda num_open, num_tokens: None
         return
     columns = (

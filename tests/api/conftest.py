@@ -15,6 +15,13 @@ from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, load_model
 from chairlift.loading.store import DEFAULT_MODEL, resolve_model
+from tests.tiny import write_tiny_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny checkpoint."""
+    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +31,7 @@ def default_model() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def hf_default() -> Any:
-    """The same file, loaded by transformers."""
+    """The default model's file, loaded by transformers."""
     from transformers import AutoModelForCausalLM
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -44,7 +51,7 @@ class Run:
 
 
 def run_greedy(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> Run:
-    """All prompts at once through `engine`, with the books checked after every step."""
+    """Run all prompts at once, checking the block accounting after every step."""
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     ids = [engine.submit(prompt, params)[0] for prompt in prompts]
     outputs: dict[str, list[int]] = {request_id: [] for request_id in ids}

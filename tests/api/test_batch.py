@@ -1,4 +1,4 @@
-"""`chairlift batch`: every line answered exactly once, whatever happens in between."""
+"""`chairlift batch`: every line answered exactly once, despite failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from chairlift.server.batch.input import BatchLine, LineSet, read_lines, scan
 from chairlift.server.batch.output import BatchOutput
 from chairlift.server.batch.run import BatchResponse, BatchRun
 from chairlift.server.batch.send import remote_server
-from tests.tiny import write_tiny_checkpoint
 
 
 def request(custom_id: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
@@ -64,7 +63,7 @@ BAD_LINES = [
 ]
 
 
-def test_a_bad_line_says_what_is_wrong_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_line_is_answered_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_input, "MAX_LINE_BYTES", 200_000)
     content = [line for line, _, _ in BAD_LINES[:-1]]
     source = write(tmp_path / "in.jsonl", ["", *content, "x" * 300_000, request("good")])
@@ -77,7 +76,7 @@ def test_a_bad_line_says_what_is_wrong_with_it(tmp_path: Path, monkeypatch: pyte
     assert json.loads(lines[-1].body)["prompt"] == "a chairlift"
 
 
-def test_a_custom_id_that_comes_twice_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_duplicate_custom_id_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [request("a"), "", request("b"), request("a")])
     result = CliRunner().invoke(app, ["batch", str(source), str(tmp_path / "out.jsonl"), "--model", "nowhere"])
     assert result.exit_code == 2
@@ -136,7 +135,7 @@ def test_another_kind_of_file_is_not_overwritten(tmp_path: Path) -> None:
         assert path.read_text() == content
 
 
-def test_answers_to_other_requests_are_not_mixed_with_these(tmp_path: Path) -> None:
+def test_an_output_with_answers_to_other_requests_is_refused(tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [request("a")]), tmp_path / "out.jsonl"
     output = BatchOutput(target)
     output.write_response(BatchLine(1, "z"), 200, "r", b"{}")
@@ -200,15 +199,13 @@ def test_a_large_file_is_never_held_in_memory(tmp_path: Path) -> None:
     assert peak < source.stat().st_size / 2
 
 
-def test_busy_servers_are_waited_for_and_dead_engines_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_servers_and_dead_engines_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chairlift.server.batch.run.RETRY_SECONDS", 0.001)
     source = write(tmp_path / "in.jsonl", [request(str(index), user=str(index)) for index in range(20)])
     tries: dict[str, int] = {}
 
     async def send(path: str, body: bytes) -> BatchResponse:
-        """Line 13 kills the engine, and with it all that are under way."""
+        """Line 13 kills the engine, and with it all requests in flight."""
         user = json.loads(body)["user"]
         tries[user] = tries.get(user, 0) + 1
         await asyncio.sleep(0.001)
@@ -223,7 +220,7 @@ def test_busy_servers_are_waited_for_and_dead_engines_tried_again(
     assert [(line["custom_id"], line["error"]) for line in failed] == [("13", None)]
 
 
-def test_an_engine_that_fails_for_good_ends_the_run_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_permanent_engine_failure_ends_the_run_without_losing_answers(tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [request(str(index)) for index in range(9)]), tmp_path / "out.jsonl"
     left = 4
 
@@ -245,18 +242,13 @@ def test_an_engine_that_fails_for_good_ends_the_run_and_loses_nothing(tmp_path: 
 # ---- the command -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
-
-
 def start(tiny: str, source: Path, target: Path, *options: str) -> subprocess.Popen[bytes]:
     engine = ["--model", tiny, "--served-model-name", "tiny", "--device", "cpu", "--kv-memory", "2MiB"]
     command = [sys.executable, "-m", "chairlift", "batch", str(source), str(target), *engine, *options]
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
 
 
-def test_requests_are_answered_as_by_the_server(tiny: str, tmp_path: Path) -> None:
+def test_answers_equal_those_of_the_server(tiny: str, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hello"}]
     lines = [
         request("text", seed=1),
@@ -294,7 +286,7 @@ def test_requests_are_answered_as_by_the_server(tiny: str, tmp_path: Path) -> No
     assert body("too long")["status"] == 400
     assert found[None]["error"] == {"code": "invalid_json", "message": "line 4: is not valid JSON", "line": 4}  # type: ignore[index]
     assert found["embedding"]["error"]["code"] == "invalid_url"
-    # All is done: the same command has nothing to do, and says so without loading anything.
+    # Repeating a finished command reports that and loads nothing.
     before = target.read_bytes()
     again = start(tiny, source, target, "--quiet")
     _, notes = again.communicate(timeout=60)
@@ -303,8 +295,8 @@ def test_requests_are_answered_as_by_the_server(tiny: str, tmp_path: Path) -> No
     assert target.read_bytes() == before
 
 
-def test_a_run_that_is_killed_is_taken_up_again(tiny: str, tmp_path: Path) -> None:
-    """SIGKILL twice, somewhere in the middle, and a torn last line: each request is answered exactly once."""
+def test_a_killed_run_can_be_continued(tiny: str, tmp_path: Path) -> None:
+    """After two SIGKILLs and a torn last line, each request is answered exactly once."""
     lines: list[Any] = [request(f"request {index}", max_tokens=12, prompt=[10 + index % 300]) for index in range(150)]
     lines[40] = "bad"
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
@@ -351,7 +343,7 @@ def test_sigterm_stops_the_engine_too(tiny: str, tmp_path: Path) -> None:
     assert 0 < len(answers(target)) < 5000
 
 
-def test_a_batch_can_go_to_a_server(tiny: str, tmp_path: Path) -> None:
+def test_a_batch_can_be_sent_to_a_server(tiny: str, tmp_path: Path) -> None:
     lines = [request(str(index), model=MODEL_NAME) for index in range(5)] + [request("bad", model="other")]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     with local_server(tiny, {"device": "cpu", "kv_memory": "2MiB"}, max_waiting=10) as server:
@@ -375,7 +367,7 @@ def test_a_batch_can_go_to_a_server(tiny: str, tmp_path: Path) -> None:
         b"",
     ],
 )
-def test_whatever_a_remote_server_sends_is_one_line(tmp_path: Path, body: bytes) -> None:
+def test_any_response_of_a_remote_server_becomes_one_line(tmp_path: Path, body: bytes) -> None:
     class Strange:
         address = "localhost:1"
 

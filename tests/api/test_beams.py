@@ -21,11 +21,11 @@ Found = list[tuple[list[int], float]]
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """A few rows at a time: more threads mostly wait for each other."""
+    """Batches are small: more threads would mostly wait for each other."""
 
 
 def search(model: LoadedModel, prompts: list[list[int]], params: SamplingParams) -> list[Found]:
-    """All prompts at once, with the books checked after every step."""
+    """Search for all prompts at once, checking the block accounting after every step."""
     engine = start_engine(model, EngineConfig(device="cpu", dtype="float32", max_batch_requests=32)).engine
     ids = [engine.submit(prompt, params) for prompt in prompts]
     tokens: dict[str, list[int]] = {one: [] for some in ids for one in some}
@@ -72,12 +72,12 @@ def check(model: LoadedModel, hf: Any, texts: list[str], width: int, new: int) -
             assert score == pytest.approx(wanted_score, abs=2e-4)
 
 
-def test_one_prompt(default_model: LoadedModel, hf_default: Any) -> None:
+def test_beams_of_one_prompt_equal_transformers(default_model: LoadedModel, hf_default: Any) -> None:
     check(default_model, hf_default, SHORT[2:3], width=4, new=6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [2, 4, 8])
-def test_twenty_prompts(width: int, default_model: LoadedModel, hf_default: Any) -> None:
+def test_beams_of_twenty_prompts_equal_transformers(width: int, default_model: LoadedModel, hf_default: Any) -> None:
     assert len(SHORT) >= 20
     check(default_model, hf_default, SHORT, width, new=6)

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from chairlift.cli.main import app
 from chairlift.lab.load.local_server import LocalServer, local_server
-from tests.tiny import write_tiny_checkpoint
 
 
 def chat(*arguments: str, stdin: str = "hello\n") -> Any:
@@ -27,11 +26,6 @@ def chat(*arguments: str, stdin: str = "hello\n") -> Any:
 
 
 # ---- a real server -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +39,7 @@ def server(tiny: str) -> Iterator[LocalServer]:
 OPTIONS = ["--max-tokens", "4", "--ignore-eos", "--temperature", "0"]
 
 
-def test_a_server_answers_as_the_model_itself_would(server: LocalServer, tiny: str) -> None:
+def test_answers_of_a_server_equal_those_of_the_model(server: LocalServer, tiny: str) -> None:
     said = "a chairlift never stops\n/system be brief\nand neither does the engine\n"
     there = chat("--url", server.url, *OPTIONS, stdin=said)
     here = chat("--model", tiny, "--device", "cpu", "--kv-memory", "2MiB", *OPTIONS, stdin=said)
@@ -57,14 +51,14 @@ def test_a_server_answers_as_the_model_itself_would(server: LocalServer, tiny: s
     assert f"bench at {server.url}" in there.stderr
 
 
-def test_quietly_only_answers_are_printed(server: LocalServer) -> None:
+def test_quiet_prints_only_answers(server: LocalServer) -> None:
     result = chat("--url", f"{server.url}/v1", "--quiet", *OPTIONS)
     assert result.exit_code == 0
     assert result.stdout.strip()
     assert not result.stderr
 
 
-def test_what_the_server_refuses_ends_a_piped_chat(server: LocalServer) -> None:
+def test_a_refused_request_ends_a_piped_chat(server: LocalServer) -> None:
     result = chat("--url", server.url, "--quiet", *OPTIONS, stdin="word " * 300 + "\nhello\n")
     assert result.exit_code == 2
     assert "error: the server refuses (400): messages: " in result.stderr
@@ -72,7 +66,7 @@ def test_what_the_server_refuses_ends_a_piped_chat(server: LocalServer) -> None:
     assert "the server refuses (404): the model 'gpt-4o' does not exist" in result.stderr
 
 
-def test_ctrl_c_stops_the_answer_at_the_server_too(server: LocalServer) -> None:
+def test_ctrl_c_cancels_the_request_on_the_server(server: LocalServer) -> None:
     pipe = subprocess.PIPE
     command = [sys.executable, "-m", "chairlift", "chat", "--url", server.url, "--ignore-eos", "--max-tokens", "200"]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ) as process:
@@ -152,7 +146,7 @@ SAID = event({"choices": [{"delta": {"content": "well"}, "finish_reason": None}]
         (event({"error": "busy"}), "the server failed: busy"),
     ],
 )
-def test_a_server_that_fails_is_an_error(failing: str, answer: bytes, problem: str) -> None:
+def test_a_failing_server_is_an_error(failing: str, answer: bytes, problem: str) -> None:
     Failing.answer = answer
     result = chat("--url", failing, "--quiet")
     assert result.exit_code == 2
@@ -160,7 +154,7 @@ def test_a_server_that_fails_is_an_error(failing: str, answer: bytes, problem: s
     assert result.stdout == ("well\n" if SAID in answer else "")
 
 
-def test_only_what_was_asked_for_is_sent(failing: str) -> None:
+def test_only_standard_and_changed_parameters_are_sent(failing: str) -> None:
     Failing.answer = SAID + b"data: [DONE]\n\n"
     result = chat("--url", failing, "--api-key", "secret", "--seed", "3", "--top-k", "5")
     assert result.exit_code == 0, result.output
@@ -169,7 +163,7 @@ def test_only_what_was_asked_for_is_sent(failing: str) -> None:
     assert Failing.asked["model"] == "some-model"
     assert Failing.key == "Bearer secret"
     assert "1 token · first after" in result.stderr
-    assert "prompt of" not in result.stderr  # this server does not count
+    assert "prompt of" not in result.stderr  # this server reports no usage
 
 
 @pytest.mark.parametrize(
@@ -181,7 +175,7 @@ def test_only_what_was_asked_for_is_sent(failing: str) -> None:
         (["--url", "localhost:1", "--temperature", "-1"], "error: --temperature: "),
     ],
 )
-def test_an_address_that_cannot_work_is_one_line(options: list[str], problem: str) -> None:
+def test_a_bad_address_is_a_one_line_error(options: list[str], problem: str) -> None:
     result = chat(*options)
     assert result.exit_code == 2
     assert problem in result.stderr

@@ -1,37 +1,24 @@
-"""The command line, as its users meet it."""
+"""The command line: help, errors, models and benches."""
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import pty
-import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from chairlift import EngineConfig, SamplingParams, __version__
-from chairlift.cli.chat import _typed_lines
 from chairlift.cli.main import app
-from chairlift.core.events import RequestFinished
-from chairlift.core.request import Ending, FinishReason
-from chairlift.errors import ChairliftError
 from chairlift.lab.bench.base import BENCHES
 from chairlift.options.declaration import options_of
 from chairlift.server.options import ServerOptions
-from chairlift.terminal.answer_meter import AnswerMeter
-from chairlift.terminal.console import note, show_error, write_text
 from chairlift.terminal.options import EngineOptions, SamplingOptions
-from tests.tiny import write_tiny_checkpoint
+from tests.api.cli_runner import FAST, run
 
 COMMANDS = [
     [],
@@ -49,24 +36,6 @@ COMMANDS = [
     ["bench"],
     *(["bench", name] for name in BENCHES.names()),
 ]
-FAST = ["--device", "cpu", "--kv-memory", "4MiB"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-def run(*arguments: str, stdin: str = "", **variables: str) -> Any:
-    return CliRunner().invoke(app, arguments, input=stdin, env={"COLUMNS": "200", **variables})
-
-
-def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """In a process of its own, with one thread: there is little to compute and much to share the machine with."""
-    threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    program = "from chairlift.cli.main import main; main()"
-    return subprocess.Popen([sys.executable, "-c", program, *arguments], env=os.environ | threads, **options)
-
 
 # ---- help -------------------------------------------------------------------------------------------------------
 
@@ -110,7 +79,7 @@ def test_help_shows_options_in_groups() -> None:
     assert lines.index("KV cache:") < next(i for i, line in enumerate(lines) if line.startswith("  --kv-memory"))
 
 
-def test_the_commands_are_all_tested_here() -> None:
+def test_every_command_is_tested_here() -> None:
     command: Any = get_command(app)
     assert sorted(command.commands) == sorted({words[0] for words in COMMANDS if words})
 
@@ -124,7 +93,7 @@ def test_version() -> None:
     [["--help"], ["bench", "--help"], ["bench", "throughput", "--help"], ["bench", "serve", "--help"], ["--version"]],
     ids=" ".join,
 )
-def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
+def test_help_does_not_import_torch(arguments: list[str]) -> None:
     program = (
         "import sys, chairlift.cli.main\n"
         "try:\n    chairlift.cli.main.main()\nexcept SystemExit:\n    pass\n"
@@ -135,7 +104,7 @@ def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_options_mirror_the_engine_and_the_sampler() -> None:
+def test_option_groups_equal_the_config_and_the_sampling_params() -> None:
     def defaults(group: Any) -> dict[str, Any]:
         return {field.name: field.default for field in fields(group)}
 
@@ -225,7 +194,7 @@ def test_an_error_is_one_line_that_names_the_option(arguments: list[str], expect
         (["bench", "serve", "--trace", "nowhere.csv"], "--trace: cannot read"),
     ],
 )
-def test_an_error_found_with_the_model_at_hand_is_one_line_too(tiny: str, arguments: list[str], expected: str) -> None:
+def test_an_error_that_needs_the_model_is_one_line_too(tiny: str, arguments: list[str], expected: str) -> None:
     result = run(*arguments, "--model", tiny, "--device", "cpu", "--quiet")
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
@@ -244,215 +213,6 @@ def test_a_mistyped_command_shows_how_to_get_help(arguments: list[str]) -> None:
 def test_debugging_shows_the_traceback() -> None:
     result = run("generate", "hi", "--top-p", "3", CHAIRLIFT_DEBUG="1")
     assert type(result.exception).__name__ == "InvalidParameter"
-
-
-# ---- generate ---------------------------------------------------------------------------------------------------
-
-
-def generate_json(*arguments: str, stdin: str = "") -> list[dict[str, Any]]:
-    result = run("generate", *arguments, *FAST, "--json", "--quiet", stdin=stdin)
-    assert result.exit_code == 0, result.output
-    assert not result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
-
-
-def test_generate_json(tiny: str) -> None:
-    options = ["--model", tiny, "--max-tokens", "5", "--ignore-eos", "--temperature", "0", "--n", "2"]
-    lines = generate_json("a chairlift", "many sequences", *options)
-    assert [(line["prompt_index"], line["index"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [line["prompt"] for line in lines] == ["a chairlift"] * 2 + ["many sequences"] * 2
-    for line in lines:
-        assert line["finish_reason"] == "length"
-        assert line["num_tokens"] == 5
-        assert line["num_prompt_tokens"] > 0
-        assert line["metrics"]["time_to_first_token"] <= line["metrics"]["end_to_end"]
-    assert lines[0]["text"] == lines[1]["text"]
-
-
-def test_options_reach_the_sampler(tiny: str) -> None:
-    options = ["--model", tiny, "--max-tokens", "6", "--ignore-eos", "--temperature", "5"]
-    first, again, other = (generate_json("a chairlift", *options, "--seed", seed)[0] for seed in ("1", "1", "2"))
-    assert first["text"] == again["text"] != other["text"]
-    greedy = generate_json("a chairlift", *options, "--temperature", "0")[0]
-    stopped = generate_json("a chairlift", *options, "--temperature", "0", "--stop", greedy["text"][1:3])[0]
-    assert stopped["finish_reason"] == "stop"
-    assert stopped["text"] == greedy["text"][: greedy["text"].index(greedy["text"][1:3])]
-
-
-def test_prompts_come_from_arguments_files_and_standard_input(tiny: str, tmp_path: Path) -> None:
-    lines, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
-    lines.write_text("one\n\n{two}\n")
-    objects.write_text('{"prompt": "one"}\n{"prompt": "two\\nlines", "cache_salt": "x"}\n')
-    options = ["--model", tiny, "--max-tokens", "1", "--temperature", "0"]
-
-    def prompts(*arguments: str, stdin: str = "") -> list[str]:
-        return [line["prompt"] for line in generate_json(*arguments, *options, stdin=stdin)]
-
-    assert prompts(stdin="from a pipe\n") == ["from a pipe"]
-    assert prompts("one", "-", stdin="two") == ["one", "two"]
-    assert prompts("--file", str(lines)) == ["one", "{two}"]
-    assert prompts("--file", str(objects)) == ["one", "two\nlines"]
-
-
-@pytest.mark.parametrize("content", ["", "\n\n", "no json\n", "[1]\n", '{"text": "hi"}\n', '{"prompt": 3}\n'])
-def test_a_bad_prompt_file_is_refused_before_anything_is_loaded(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(content)
-    result = run("generate", "--file", str(file), "--model", "nowhere")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: --file: ")
-
-
-def test_texts_are_printed_under_their_prompts(tiny: str) -> None:
-    options = ["--model", tiny, "--max-tokens", "3", "--temperature", "0", *FAST]
-    alone = run("generate", "a chairlift", *options)
-    both = run("generate", "a chairlift", "b", *options)
-    assert f"── 1  a chairlift\n{alone.stdout}── 2  b\n" in both.stdout
-    assert "KV cache" in alone.stderr
-
-
-def test_a_single_prompt_on_a_terminal_is_streamed(tiny: str) -> None:
-    command = ["generate", "a chairlift", "--model", tiny, "--temperature", "0", "--max-tokens", "4", *FAST]
-    expected = run(*command).stdout
-    ours, theirs = pty.openpty()
-    process = start(*command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.PIPE)
-    os.close(theirs)
-    notes = process.communicate(timeout=120)[1].decode()
-    shown = os.read(ours, 10_000).decode()
-    os.close(ours)
-    assert process.returncode == 0
-    visible = "".join(character for character in expected if character.isprintable())
-    assert "".join(character for character in shown if character.isprintable()) == visible
-    assert re.search(r"4 tokens at .* tokens/s · first after .* · prompt of \d+ tokens, 0 of them cached", notes)
-
-
-def test_a_model_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal, pipe = Terminal(), io.StringIO()
-    for stream in (terminal, pipe):
-        monkeypatch.setattr(sys, "stdout", stream)
-        write_text("a\x1b[31m\tb\n\x07é\x9bc")
-    assert terminal.getvalue() == "a[31m\tb\néc"
-    assert pipe.getvalue() == "a\x1b[31m\tb\n\x07é\x9bc"
-
-
-@pytest.mark.parametrize("show", [note, show_error])
-def test_nor_can_an_error_that_quotes_its_files(show: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    show("unexpected tensor \x1b]0;pwned\x07")
-    shown = capsys.readouterr().err
-    assert "unexpected tensor ]0;pwned" in shown
-    assert not {"\x1b", "\x07"} & set(shown)
-
-
-def test_a_failed_answer_is_an_error() -> None:
-    meter = AnswerMeter()
-    meter([RequestFinished(1.0, "a", Ending(FinishReason.STOP))])
-    meter.check()
-    meter([RequestFinished(1.0, "a", Ending(FinishReason.ERROR, "no finite scores"))])
-    with pytest.raises(ChairliftError, match="no finite scores"):
-        meter.check()
-
-
-def test_a_terminal_without_utf8_still_gets_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    program = "from chairlift.cli import main; main.app = lambda **options: print('na\u00efve'); main.main()"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"na?ve\n"
-
-
-# ---- chat -------------------------------------------------------------------------------------------------------
-
-CHAT = ["--max-tokens", "4", "--ignore-eos", "--temperature", "0", *FAST]
-
-
-def cached_tokens(notes: str) -> list[tuple[int, int]]:
-    """For each answer, the tokens of its prompt and how many of them were cached."""
-    found = re.findall(r"prompt of (\d+) tokens, (\d+) of them cached", notes)
-    return [(int(prompt), int(cached)) for prompt, cached in found]
-
-
-def test_chat_remembers_and_reuses_the_conversation(tiny: str) -> None:
-    result = run("chat", "--model", tiny, *CHAT, stdin="a chairlift never stops\nand neither does the engine\n")
-    assert result.exit_code == 0, result.output
-    (first, nothing), (second, cached) = cached_tokens(result.stderr)
-    assert nothing == 0
-    assert second > first
-    assert cached == first // 16 * 16 > 0
-    assert result.stderr.count("cut off at --max-tokens") == 2
-
-
-def test_chat_commands(tiny: str) -> None:
-    said = ["hello", "/system be brief", "hello", "/reset", "hello", "/system", "hello", "/dance", "/help", "/quit"]
-    result = run("chat", "--model", tiny, *CHAT, stdin="\n".join([*said, "never read"]))
-    assert result.exit_code == 0, result.output
-    plain, system, anew, *rest = [prompt for prompt, _ in cached_tokens(result.stderr)]
-    assert plain < anew < system
-    assert len(rest) == 1
-    assert "There is no /dance" in result.stderr
-    assert "/system TEXT" in result.stderr
-
-
-def test_quiet_chat_prints_answers_only(tiny: str) -> None:
-    result = run("chat", "--model", tiny, *CHAT, "--quiet", stdin="hello\n")
-    assert result.exit_code == 0
-    assert result.stdout.strip()
-    assert not result.stderr
-
-
-def test_a_message_that_does_not_fit_ends_a_piped_chat(tiny: str) -> None:
-    result = run("chat", "--model", tiny, *CHAT, "--quiet", stdin="word " * 300 + "\nhello\n")
-    assert result.exit_code == 2
-    assert "error: prompt: has" in result.stderr
-
-
-def test_a_model_that_cannot_chat_says_so_at_once(tmp_path: Path) -> None:
-    folder = write_tiny_checkpoint(tmp_path)
-    (folder / "tokenizer_config.json").unlink()
-    result = run("chat", "--model", str(folder), *CHAT, "--quiet", stdin="")
-    assert result.exit_code == 2
-    assert "error: --model: it has no chat template" in result.stderr
-
-
-def test_chat_needs_no_readline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "readline", None)  # importing it fails
-    monkeypatch.setattr(sys, "stdin", io.StringIO(" hello \n"))
-    assert list(_typed_lines()) == ["hello"]
-
-
-@pytest.fixture
-def chatting(tiny: str) -> Iterator[subprocess.Popen[bytes]]:
-    pipe = subprocess.PIPE
-    options = ["--model", tiny, "--ignore-eos", "--max-tokens", "200", *FAST]
-    with start("chat", *options, stdin=pipe, stdout=pipe, stderr=pipe) as process:
-        yield process
-        process.kill()
-
-
-def test_ctrl_c_stops_the_answer_but_not_the_chat(chatting: subprocess.Popen[bytes]) -> None:
-    assert chatting.stdin is not None
-    assert chatting.stdout is not None
-    chatting.stdin.write(b"hello\n")
-    chatting.stdin.flush()
-    chatting.stdout.read(1)
-    chatting.send_signal(signal.SIGINT)
-    output, notes = chatting.communicate(b"/reset\nagain\n", timeout=120)
-    assert chatting.returncode == 0, notes
-    counts = [int(count) for count in re.findall(rb"(\d+) tokens at", notes)]
-    assert len(counts) == 2
-    assert counts[0] < 200 == counts[1]
-    assert " …\n".encode() in output
-
-
-def test_ctrl_c_between_answers_exits_with_130(chatting: subprocess.Popen[bytes]) -> None:
-    assert chatting.stderr is not None
-    while b"step " not in chatting.stderr.readline():  # the last line of the start-up log
-        pass
-    chatting.send_signal(signal.SIGINT)
-    _, notes = chatting.communicate(timeout=120)
-    assert chatting.returncode == 130
-    assert b"Traceback" not in notes
 
 
 # ---- models and bench -------------------------------------------------------------------------------------------

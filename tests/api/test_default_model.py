@@ -1,4 +1,4 @@
-"""The default model against transformers, token for token, whatever the engine does with its batches."""
+"""The default model against transformers, token for token, with every kind of batching."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.prompts import CHATS, SHORT, long_text
 pytestmark = pytest.mark.model
 
 NEW_TOKENS = 8
-SHORT_PROMPT = 100  # longer ones are left to `make test-all` where they would take much longer
+SHORT_PROMPT = 100  # longer ones are tested by `make test-all`
 
 
 @dataclass
 class Reference:
     prompts: list[list[int]]
     hf: Any
-    good: set[tuple[int, ...]] = field(default_factory=set)  # outputs already checked, after the number of their prompt
+    good: set[tuple[int, ...]] = field(default_factory=set)  # outputs that were checked, each after its prompt's number
 
     def check(self, outputs: list[list[int]], prompts: Sequence[int] | None = None) -> None:
-        """Hold the outputs of these prompts (all, by default) against transformers; print ties."""
+        """Compare the outputs of these prompts (by default all) with transformers; print ties."""
         chosen = range(len(self.prompts)) if prompts is None else prompts
         for i, actual in zip(chosen, outputs, strict=True):
             assert len(actual) == NEW_TOKENS
@@ -38,7 +38,7 @@ class Reference:
                 self.good.add((i, *actual))
 
     def short(self, longest: int) -> list[int]:
-        """The numbers of the prompts that are not longer."""
+        """The numbers of the prompts up to that length."""
         return [i for i, prompt in enumerate(self.prompts) if len(prompt) <= longest]
 
 
@@ -68,7 +68,7 @@ def run_and_check(engine: Any, reference: Reference, chosen: Sequence[int]) -> R
     return run
 
 
-def test_the_check_knows_what_transformers_generates(reference: Reference) -> None:
+def test_the_reference_equals_generate_of_transformers(reference: Reference) -> None:
     for i in (0, 1, 24):
         theirs = reference_tokens(reference.hf, reference.prompts[i], NEW_TOKENS)
         reference.check([theirs], [i])
@@ -77,13 +77,13 @@ def test_the_check_knows_what_transformers_generates(reference: Reference) -> No
                 reference.check([[*theirs[:place], theirs[place] ^ 1, *theirs[place + 1 :]]], [i])
 
 
-def test_alone(default_model: LoadedModel, reference: Reference) -> None:
+def test_one_request_alone(default_model: LoadedModel, reference: Reference) -> None:
     engine = engine_for(default_model, max_batch_requests=1)
     run_and_check(engine, reference, reference.short(SHORT_PROMPT))
 
 
 @pytest.mark.slow
-def test_alone_with_every_prompt(default_model: LoadedModel, reference: Reference) -> None:
+def test_every_request_alone(default_model: LoadedModel, reference: Reference) -> None:
     engine = engine_for(default_model, max_batch_requests=1)
     run_and_check(engine, reference, range(len(reference.prompts)))
 
@@ -117,18 +117,18 @@ def test_small_chunks_of_every_prompt(default_model: LoadedModel, reference: Ref
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_with_preemptions(default_model: LoadedModel, reference: Reference, prefix_caching: bool) -> None:
-    # Blocks of 2, so that every request needs new ones while it decodes, in a pool that just holds the longest.
+    # With blocks of 2 every request allocates while it decodes; the pool just holds the longest one.
     few = reference.short(160)
     assert len(few) >= 30
     options = {"kv_memory": (160 + NEW_TOKENS) * 46_080, "block_size": 2, "prefix_caching": prefix_caching}
-    options["max_batch_requests"] = 32  # by default there would be no more seats than this pool has room for
+    options["max_batch_requests"] = 32  # the default would be as many as fit into this pool
     run = run_and_check(engine_for(default_model, **options), reference, few)
     assert run.num_preemptions > 0
     print(f"{run.num_preemptions} preemptions")
 
 
 @pytest.mark.parametrize(("attention", "longest"), [("bursted", 100), ("padded", 32)])
-def test_other_attention_gives_the_same_tokens(
+def test_other_attention_backends_give_the_same_tokens(
     default_model: LoadedModel, reference: Reference, attention: str, longest: int
 ) -> None:
     engine = engine_for(default_model, attention=attention)

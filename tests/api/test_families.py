@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every family, and of some that only the fallback knows, through the whole engine."""
+"""Tiny checkpoints of every family, and of some that use the fallback, through the whole engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     assert len({token for tokens in expected for token in tokens}) > 12, "a model that repeats itself shows no bug"
     for setting, options in SETTINGS.items():
         engine = start_engine(loaded, engine_config(loaded, dict(options))).engine
-        for round_number in (1, 2):  # the second time with whatever the first left in the cache
+        for round_number in (1, 2):  # the second time with a warm cache
             run = run_greedy(engine, texts, NEW_TOKENS)
             for prompt, wanted, actual in zip(texts, expected, run.outputs, strict=True):
                 tie = compare(hf, prompt, wanted, actual)
@@ -72,7 +72,7 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def engine_config(loaded: LoadedModel, options: dict[str, Any]) -> EngineConfig:
-    """`num_blocks` in terms of `kv_memory`, which is what an engine is told."""
+    """An engine config with `num_blocks` expressed as `kv_memory`."""
     block_size = options.get("block_size", 16)
     per_token = sum(2 * layer.num_kv_heads * layer.head_dim * 4 for layer in loaded.model.attention_layers)
     num_blocks = options.pop("num_blocks", 100)

@@ -1,4 +1,4 @@
-"""The offline API on a tiny model: what users see."""
+"""The offline API on a tiny model."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def llm(folder: Path) -> LLM:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind(llm: LLM) -> Any:
+def check_quiescent_afterwards(llm: LLM) -> Any:
     yield
-    llm.engine.step()  # reports what a test cancelled
+    llm.engine.step()  # reports the requests that a test cancelled
     check_quiescent(llm.engine.scheduler)
 
 
@@ -78,7 +78,7 @@ def test_metrics_and_cached_tokens(llm: LLM) -> None:
     assert len(metrics.inter_token) == 7
 
 
-def test_a_cache_salt_keeps_tenants_apart(llm: LLM) -> None:
+def test_prefixes_with_different_cache_salts_are_not_shared(llm: LLM) -> None:
     ids = [7 + i % 40 for i in range(50)]
     llm.generate({"prompt_token_ids": ids, "cache_salt": "a"}, GREEDY, use_tqdm=False)
     (same,) = llm.generate({"prompt_token_ids": ids, "cache_salt": "a"}, GREEDY, use_tqdm=False)
@@ -86,7 +86,7 @@ def test_a_cache_salt_keeps_tenants_apart(llm: LLM) -> None:
     assert (same.cached_tokens, other.cached_tokens) == (48, 0)
 
 
-def test_a_shared_prefix_is_held_once(llm: LLM) -> None:
+def test_a_shared_prefix_is_stored_once(llm: LLM) -> None:
     """Three requests with 200 common tokens, submitted together with a cold cache."""
     engine = llm.engine
     prefix = [5 + (7 * i) % 200 for i in range(200)]
@@ -100,8 +100,8 @@ def test_a_shared_prefix_is_held_once(llm: LLM) -> None:
             shared_steps += 1
             assert tables[0][:12] == tables[1][:12] == tables[2][:12]
     assert shared_steps > 0
-    # 12 blocks of the prefix, held once; a block of its own for each request; and in the last step of the first
-    # one, when the others are a step behind, its second.
+    # 12 shared blocks of the prefix, one block for each request, and in the first request's last step, when the
+    # others are a step behind, its second.
     assert peak == 12 + 3 + 1
 
 
@@ -122,7 +122,7 @@ def test_n_completions_share_the_prompt(llm: LLM) -> None:
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in result.outputs]
 
 
-def test_a_seeded_request_does_not_depend_on_its_neighbours(llm: LLM) -> None:
+def test_a_seeded_request_does_not_depend_on_its_batch(llm: LLM) -> None:
     params = SamplingParams(temperature=0.8, seed=42, max_tokens=10, top_p=0.95, ignore_eos=True)
     (alone,) = llm.generate("a ragged batch", params, use_tqdm=False)
     crowd = [SamplingParams(temperature=1.2, seed=i, max_tokens=5 + i, ignore_eos=True) for i in range(9)]
@@ -203,7 +203,7 @@ def test_streams_of_several_prompts_add_up(llm: LLM) -> None:
         assert endings[i, j] == "length"
 
 
-def test_leaving_a_stream_cancels_it(llm: LLM) -> None:
+def test_closing_a_stream_cancels_it(llm: LLM) -> None:
     stream = llm.stream("a chairlift", GREEDY.clone(max_tokens=200, n=3))
     next(stream)
     assert llm.engine.scheduler.has_work
@@ -211,15 +211,15 @@ def test_leaving_a_stream_cancels_it(llm: LLM) -> None:
     assert not llm.engine.scheduler.has_work
 
 
-def test_a_stream_that_was_never_read_leaves_nothing_behind(llm: LLM) -> None:
+def test_a_stream_that_is_never_read_queues_nothing(llm: LLM) -> None:
     llm.stream("a chairlift", GREEDY).close()  # type: ignore[attr-defined]
     assert not llm.engine.has_work
     with pytest.raises(InvalidParameter):
-        llm.stream("", GREEDY)  # bad input shows at once all the same
+        llm.stream("", GREEDY)  # bad input still raises at once
 
 
 def test_generate_while_streams_are_open(llm: LLM) -> None:
-    """Whoever steps, every call gets all of its own."""
+    """Every call gets its own results, whichever call steps the engine."""
     prompts, params = ["a chairlift", "many sequences"], GREEDY.clone(max_tokens=12)
     whole = llm.generate(prompts, params, use_tqdm=False)
     stream = llm.stream(prompts, params)
@@ -234,7 +234,7 @@ def test_generate_while_streams_are_open(llm: LLM) -> None:
         assert [piece.finish_reason for piece in own if piece.finish_reason] == ["length"]
 
 
-def test_after_an_interrupted_generate_the_engine_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_works_after_an_interrupted_generate(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -248,7 +248,7 @@ def test_after_an_interrupted_generate_the_engine_goes_on(llm: LLM, monkeypatch:
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
-def test_a_timeout_ends_what_is_unfinished(llm: LLM) -> None:
+def test_a_timeout_ends_unfinished_requests(llm: LLM) -> None:
     (result,) = llm.generate("a", GREEDY.clone(max_tokens=200), use_tqdm=False, timeout=1e-9)
     assert result.outputs[0].finish_reason == "deadline"
 
@@ -325,7 +325,7 @@ def test_every_field_of_the_config_is_a_declared_option() -> None:
     assert [option.name for option in options_of(EngineConfig)] == names
 
 
-def test_familiar_names_mean_the_same(folder: Path) -> None:
+def test_names_of_vllm_are_accepted(folder: Path) -> None:
     llm = LLM(
         model=str(folder),
         max_num_seqs=3,
@@ -340,7 +340,7 @@ def test_familiar_names_mean_the_same(folder: Path) -> None:
     assert not llm.engine.scheduler.kv.prefix_caching
 
 
-def test_an_unknown_model_says_what_there_is() -> None:
+def test_an_unknown_model_error_lists_the_known_ones() -> None:
     with pytest.raises(ModelNotFound, match="smollm2-135m"):
         LLM("no-such-model")
 
@@ -356,12 +356,12 @@ def test_a_step_that_fails_ends_every_request_and_the_engine(folder: Path, monke
     llm = LLM(str(folder), kv_memory="1MiB")
 
     def explode(plan: object) -> None:
-        raise RuntimeError("the cable snapped")
+        raise RuntimeError("the device failed")
 
     monkeypatch.setattr(llm.runner, "run", explode)
     ids = [llm.engine.submit([1, 2, 3], GREEDY)[0] for _ in range(3)]
     finished = [event for event in llm.engine.step() if type(event).__name__ == "RequestFinished"]
     assert [event.request_id for event in finished] == ids
-    assert all("the cable snapped" in str(event.ending.detail) for event in finished)
-    with pytest.raises(EngineDead, match="the cable snapped"):
+    assert all("the device failed" in str(event.ending.detail) for event in finished)
+    with pytest.raises(EngineDead, match="the device failed"):
         llm.generate("more", GREEDY, use_tqdm=False)

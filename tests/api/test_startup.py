@@ -1,4 +1,4 @@
-"""Checkpoints whose files contradict each other, found before anything is allocated."""
+"""Checkpoints whose files contradict each other, refused before anything is allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def change(file: Path, changes: dict[str, Any]) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def test_more_weights_than_the_files_can_hold(tmp_path: Path) -> None:
+def test_a_config_with_more_weights_than_the_files_hold_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path)
     change(folder / "config.json", {"vocab_size": 2**30})
     with pytest.raises(CorruptCheckpoint, match=r"describes [\d,]+ weights, its files hold [\d,]+ bytes"):
@@ -25,7 +25,7 @@ def test_more_weights_than_the_files_can_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("eos", ["</s>", [[1]], [1, "x"], {}])
-def test_ends_that_are_no_token_ids(eos: Any, tmp_path: Path) -> None:
+def test_an_eos_token_that_is_no_token_id_is_refused(eos: Any, tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path)
     change(folder / "generation_config.json", {"eos_token_id": eos})
     with pytest.raises(CorruptCheckpoint, match="eos_token_id must be a token id or a list"):

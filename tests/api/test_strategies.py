@@ -1,4 +1,4 @@
-"""Every policy and every ordering on a real (tiny) model: other schedules, the same tokens."""
+"""Every policy and every ordering on a real (tiny) model: different schedules, the same tokens."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_only_batches_and_padded_attention_compute_padding(
 
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
 @pytest.mark.parametrize("caching", [True, False])
-def test_the_tokens_are_the_same_however_memory_is_made(folder: Path, mode: str, caching: bool) -> None:
+def test_preemption_modes_give_the_same_tokens(folder: Path, mode: str, caching: bool) -> None:
     """Prompts that fill 24 blocks of 4 and outputs that need twice as many."""
     prompts = [[3 + (17 * i + j) % 300 for j in range(9)] for i in range(6)]
     roomy = LLM(str(folder), kv_memory="1MiB", dtype="float32")
@@ -99,7 +99,7 @@ def test_the_tokens_are_the_same_however_memory_is_made(folder: Path, mode: str,
     )
     events: list[Event] = []
     tight.engine.subscribe(events.extend)
-    for _ in range(2):  # the second time, auto knows what steps cost
+    for _ in range(2):  # the second time, auto has measured the cost of steps
         assert [r.outputs[0].token_ids for r in tight.generate(prompts, LONG, use_tqdm=False)] == expected
     swapped = [event.swapped for event in events if isinstance(event, RequestPreempted)]
     assert swapped
@@ -109,19 +109,19 @@ def test_the_tokens_are_the_same_however_memory_is_made(folder: Path, mode: str,
 
 
 def test_a_list_of_prompts_does_not_wait_for_a_full_batch(folder: Path) -> None:
-    """With a clock that would have to pass an hour."""
+    """The batch may wait an hour, which the test's clock never reaches."""
     llm = LLM(str(folder), policy="static", max_delay_ms=3_600_000, max_batch_size=8, kv_memory="1MiB")
     results = llm.generate(["a chair", "a lift", "a batch"], GREEDY, use_tqdm=False)
     assert [len(result.outputs[0].token_ids) for result in results] == [8, 8, 8]
     assert len(list(llm.stream("a chair", GREEDY))) > 0
 
 
-def test_a_waiting_batch_tells_how_long_to_pause(folder: Path) -> None:
+def test_a_batch_that_waits_reports_the_pause(folder: Path) -> None:
     llm = LLM(str(folder), policy="dynamic", max_delay_ms=50, max_batch_size=8, kv_memory="1MiB")
     engine = llm.engine
     assert engine.pause() == float("inf")
     (request_id,) = engine.submit([5, 6, 7], GREEDY)
-    assert engine.pause() == 0.0  # there is an event to tell
+    assert engine.pause() == 0.0  # an event is ready
     engine.step()
     assert 0.0 <= engine.pause() <= 0.05
     while engine.scheduler.get(request_id) is not None:
@@ -130,12 +130,12 @@ def test_a_waiting_batch_tells_how_long_to_pause(folder: Path) -> None:
     assert engine.pause() == float("inf")
 
 
-def test_prompts_bring_their_priority_and_tenant(folder: Path) -> None:
+def test_prompts_carry_their_priority_and_tenant(folder: Path) -> None:
     llm = LLM(str(folder), order="priority", max_batch_size=1, kv_memory="1MiB")
     prompts = [{"prompt": "one", "priority": 2, "tenant": "x"}, {"prompt": "two", "priority": 1}, "three"]
     results = llm.generate(prompts, GREEDY, use_tqdm=False)
-    boarded = [result.metrics.boarded for result in results]
-    assert sorted(boarded, reverse=True) == boarded  # the last comes first
+    admitted = [result.metrics.admitted for result in results]
+    assert sorted(admitted, reverse=True) == admitted  # the last one is admitted first
     with pytest.raises(InvalidParameter, match="tenant: must be a string"):
         llm.generate({"prompt": "x", "tenant": 3}, GREEDY, use_tqdm=False)
     with pytest.raises(InvalidParameter, match="priority: must be an integer"):

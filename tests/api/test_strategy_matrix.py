@@ -1,4 +1,4 @@
-"""Policy x attention x budget x ordering x preemption x prefix caching: other schedules, the same greedy tokens.
+"""Policy x attention x budget x ordering x preemption x prefix caching: different schedules, the same greedy tokens.
 
 Any two values of different factors meet in some row (`tests/pairwise.py`): 20 runs instead of 1,080. Memory is short in
 all of them, so that requests are preempted, and requests come while others run.
@@ -57,7 +57,7 @@ def name_of(row: dict[str, Options]) -> str:
 
 
 def generate(loaded: LoadedModel, work: list[tuple[int, int]], options: Options) -> tuple[list[list[int]], int]:
-    """The tokens of each request, and how often someone was preempted."""
+    """The tokens of each request, and the number of preemptions."""
     model = loaded.model
     roomy = {"kv_memory": NUM_BLOCKS * BLOCK_SIZE * bytes_per_token(model.attention_layers, model.dtype)}
     config = EngineConfig(
@@ -82,7 +82,7 @@ def generate(loaded: LoadedModel, work: list[tuple[int, int]], options: Options)
     for index, (prompt_len, count) in enumerate(work):
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
         priority = index % 3 if options.get("order") == "priority" else 0
-        # Every third prompt begins as the one three before it, so that there is something to share.
+        # Every third prompt shares a prefix with the one three before it.
         prompt = [3 + (7 * (index % 3) + j) % 290 for j in range(prompt_len)]
         (request_id,) = engine.submit(prompt, params, priority=priority, tenant="abc"[index % 3])
         outputs[request_id] = []
@@ -115,7 +115,7 @@ def expected_of_default(default_model: LoadedModel) -> list[list[int]]:
     return generate(default_model, SMALL_WORK, ALONE)[0]
 
 
-def test_any_two_values_meet() -> None:
+def test_every_pair_of_values_occurs_in_a_row() -> None:
     assert len(ROWS) <= 24
     for one, other in combinations(FACTORS, 2):
         met = {(name_of({one: row[one]}), name_of({other: row[other]})) for row in ROWS}
@@ -123,7 +123,7 @@ def test_any_two_values_meet() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_the_tokens_are_the_same_on_a_tiny_model(
+def test_all_strategies_give_the_same_tokens_on_a_tiny_model(
     tiny: LoadedModel, expected_of_tiny: list[list[int]], row: dict[str, Options]
 ) -> None:
     assert generate(tiny, TINY_WORK, merged(row))[0] == expected_of_tiny
@@ -135,7 +135,7 @@ def test_memory_is_short_enough_for_preemptions(tiny: LoadedModel) -> None:
 
 
 def essential_rows() -> list[Any]:
-    """In the first few, every value occurs; the others are slow."""
+    """The first few rows contain every value; the others are slow."""
     unseen = {name_of({factor: options}) for factor, values in FACTORS.items() for options in values}
     params = []
     for row in ROWS:
@@ -148,7 +148,7 @@ def essential_rows() -> list[Any]:
 
 @pytest.mark.model
 @pytest.mark.parametrize("row", essential_rows())
-def test_the_tokens_are_the_same_on_the_default_model(
+def test_all_strategies_give_the_same_tokens_on_the_default_model(
     default_model: LoadedModel, expected_of_default: list[list[int]], row: dict[str, Options]
 ) -> None:
     assert generate(default_model, SMALL_WORK, merged(row))[0] == expected_of_default

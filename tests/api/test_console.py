@@ -1,0 +1,52 @@
+"""What the terminal shows."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from chairlift.core.events import RequestFinished
+from chairlift.core.request import Ending, FinishReason
+from chairlift.errors import ChairliftError
+from chairlift.terminal.answer_meter import AnswerMeter
+from chairlift.terminal.console import note, show_error, write_text
+
+
+def test_a_model_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        monkeypatch.setattr(sys, "stdout", stream)
+        write_text("a\x1b[31m\tb\n\x07é\x9bc")
+    assert terminal.getvalue() == "a[31m\tb\néc"
+    assert pipe.getvalue() == "a\x1b[31m\tb\n\x07é\x9bc"
+
+
+@pytest.mark.parametrize("show", [note, show_error])
+def test_an_error_message_cannot_control_the_terminal(show: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    show("unexpected tensor \x1b]0;pwned\x07")
+    shown = capsys.readouterr().err
+    assert "unexpected tensor ]0;pwned" in shown
+    assert not {"\x1b", "\x07"} & set(shown)
+
+
+def test_a_failed_answer_is_an_error() -> None:
+    meter = AnswerMeter()
+    meter([RequestFinished(1.0, "a", Ending(FinishReason.STOP))])
+    meter.check()
+    meter([RequestFinished(1.0, "a", Ending(FinishReason.ERROR, "no finite scores"))])
+    with pytest.raises(ChairliftError, match="no finite scores"):
+        meter.check()
+
+
+def test_a_terminal_without_utf8_still_gets_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    program = "from chairlift.cli import main; main.app = lambda **options: print('na\u00efve'); main.main()"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"na?ve\n"

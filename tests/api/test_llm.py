@@ -358,7 +358,7 @@ def test_a_step_that_fails_ends_every_request_and_the_engine(folder: Path, monke
     def explode(plan: object) -> None:
         raise RuntimeError("the device failed")
 
-    monkeypatch.setattr(llm.runner, "run", explode)
+    monkeypatch.setattr(llm.runner, "launch", explode)
     ids = [llm.engine.submit([1, 2, 3], GREEDY)[0] for _ in range(3)]
     finished = [event for event in llm.engine.step() if type(event).__name__ == "RequestFinished"]
     assert [event.request_id for event in finished] == ids

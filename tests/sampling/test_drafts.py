@@ -99,3 +99,15 @@ def test_min_tokens_of_a_structured_request_is_left_to_its_mask() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=4, structure=Structure.regex("a"))
     sampler.add("r", params, [0], seed=0, eos_ids=[EOS])
     assert sampler.sample(torch.eye(5)[[EOS]], ["r"], [1]).tokens == [EOS]
+
+
+def test_a_seeded_request_draws_the_same_tokens_with_and_without_drafts() -> None:
+    rows = reference.small_logits(6, VOCAB, 5) / 4
+    sampler = Sampler(VOCAB, CPU)
+    for name in ("plain", "drafted"):
+        sampler.add(name, SamplingParams(), PROMPT, seed=SEED, eos_ids=[EOS])
+    plain = [sampler.sample(row[None].clone(), ["plain"], [index]).tokens[0] for index, row in enumerate(rows)]
+    sampled = sampler.sample(rows.clone(), ["drafted"], [0], None, [plain[:-1]])
+    assert sampled.tokens == plain
+    assert sampled.accepted == [5]
+    assert len({*plain}) > 3

@@ -18,7 +18,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
 from chairlift.options.checks import above, at_least, strictly_between
 from chairlift.options.declaration import check_options, option
-from chairlift.speculation.control.option import Speculate, check_speculate
+from chairlift.speculation.control.option import check_speculate, proposer_factory
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "fp8")
@@ -38,7 +38,7 @@ def _check_weights(parameter: str, value: Mapping[str, float] | Sequence[str]) -
 
 
 def _check_speculate(parameter: str, value: str) -> None:
-    Speculate.parse(value)
+    proposer_factory(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.draft_length import FixedLength
-from tests.speculation.guessing import Guesser
-from tests.speculation.test_rollback import continue_deterministically
+from tests.speculation.drafting import RandomProposer, continue_deterministically, fixed_length
 
 
 def drafting(seed: int) -> SpeculationController:
-    return SpeculationController(Guesser(continue_deterministically, seed=seed), FixedLength(4))
+    return fixed_length(RandomProposer(continue_deterministically, seed=seed), 4)

@@ -23,7 +23,7 @@ from chairlift.kernels.cpu.int8 import PackedWeight, Rows, round_row
 from chairlift.kernels.cpu.scalar_math import exp, narrow, widen
 from chairlift.kernels.cpu.simd import AVX2, GROUP, PANEL, PLAIN, SPAN, VNNI_256, VNNI_512, InstructionSet, int8_tile
 from chairlift.kernels.cpu.threads import Team, barrier, claim, the_team
-from chairlift.speculation.control.option import MAX_DRAFTS
+from chairlift.speculation.proposers.ngram import NgramProposer
 
 torch = pytest.importorskip("torch")
 
@@ -276,7 +276,7 @@ def test_a_square_of_either_type_is_transposed(kind: Any) -> None:
 
 def test_a_token_and_its_drafts_equal_single_token_steps() -> None:
     """Otherwise a draft token would change the tokens after it."""
-    assert 1 + max(MAX_DRAFTS.values()) <= FEW
+    assert 1 + NgramProposer.max_length <= FEW
     random = np.random.default_rng(3)
     heads, kv_heads, head_dim, before = 6, 2, 16, 250  # some rows have two pieces, some one
     keys, values = random.normal(size=(2, 20, 16, kv_heads, head_dim)).astype(np.float32)

@@ -27,11 +27,11 @@ from chairlift.runner.gpu.graphs import CAPTURE_DECODES_AFTER, CAPTURE_MIXED_AFT
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
-from chairlift.speculation.draft_head import DraftHead
-from chairlift.speculation.head_network import MOST_STATES, Head
+from chairlift.speculation.draft_head import MAX_PENDING_STATES, HeadNetwork
+from chairlift.speculation.draft_proposer import DraftModelProposer
+from chairlift.speculation.head_layers import DraftHead
 from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
-from tests.speculation.running import knows_better, run
-from tests.speculation.test_same_output import same
+from tests.speculation.running import assert_same_output, often_right, run
 
 pytestmark = pytest.mark.usefixtures("paged_backend")
 
@@ -201,7 +201,7 @@ def test_the_largest_step_is_measured_before_the_cache_is_sized(
     work = work_of(GREEDY.clone(max_tokens=3))
     engine = start(tiny, max_batch_tokens=8, speculate="layers:1", draft_length=2)
     assert done == [0, (4, 2), *taken]
-    same(plain(tiny, work), run(engine, work))
+    assert_same_output(plain(tiny, work), run(engine, work))
 
     def exhausted(runner: GPURunner) -> int:
         raise torch.OutOfMemoryError
@@ -227,9 +227,10 @@ def test_memory_of_a_draft_head_is_part_of_the_largest_step(
         monkeypatch.setattr(DraftHead, "states", recorded)
         with_head = measure(runner)
         monkeypatch.setattr(DraftHead, "states", states)
-        assert runner.drafter is not None
-        assert isinstance(runner.drafter.network, Head)
-        assert not runner.drafter.network._ahead, "nothing is kept of padding"
+        assert isinstance(runner.drafter, DraftModelProposer)
+        network = runner.drafter.network
+        assert isinstance(network, HeadNetwork)
+        assert not network._pending, "nothing is kept of padding"
         tokens = runner.largest_shape.tokens
         assert observed == [tokens]
         runner.draft_observer = None
@@ -243,11 +244,11 @@ def test_memory_of_a_draft_head_is_part_of_the_largest_step(
     monkeypatch.setattr(GPURunner, "measure_largest_step", measured)
     engine = start(tiny, max_batch_tokens=8, speculate=speculate, draft_length=2)
     features = 2 * 64  # the last layer's and one in the middle's
-    kept = MOST_STATES * 4 * features * 4
+    kept = MAX_PENDING_STATES * 4 * features * 4
     assert counted[0] >= kept
     assert tiny.model.device.type == "cuda" or counted == [kept]
     work = work_of(GREEDY.clone(max_tokens=3))
-    same(plain(tiny, work), run(engine, work))
+    assert_same_output(plain(tiny, work), run(engine, work))
 
 
 def test_replayed_steps_compute_the_same(
@@ -272,9 +273,9 @@ def test_replayed_steps_compute_the_same(
         return steps[-1]
 
     monkeypatch.setattr(GPURunner, "launch", recorded)
-    engine = start(tiny, knows_better(expected, seed=2), length=3)
+    engine = start(tiny, often_right(expected, seed=2), length=3)
     found = run(engine, work)
-    same(expected, found)
+    assert_same_output(expected, found)
     assert found.accepted > 2
     shapes = [step.packed.shape for step in steps]
     assert [step.typical for step in steps] == [shape in shapes[:place] for place, shape in enumerate(shapes)]

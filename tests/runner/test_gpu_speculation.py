@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,14 +17,11 @@ from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.gpu.slots import Slots
-from chairlift.speculation.control.controller import SpeculationController, Wanted
-from chairlift.speculation.control.draft_length import FixedLength
-from chairlift.speculation.network_proposer import NetworkProposer
-from chairlift.speculation.networks import FirstLayers
+from chairlift.speculation.control.proposer import Draft, DraftTerms
+from chairlift.speculation.first_layers import FirstLayers
 from tests.runner.gpu_speculation import GREEDY, plain, start, work_of, write_random_head
-from tests.speculation.running import Run, Work, knows_better, run
-from tests.speculation.test_same_output import same
-from tests.speculation.test_sleeping import Dozing
+from tests.speculation.drafting import draft_by_pattern, fixed_length
+from tests.speculation.running import Run, Work, assert_same_output, drafter_of, often_right, proposer_with, run
 
 pytestmark = pytest.mark.usefixtures("paged_backend")
 
@@ -40,9 +36,9 @@ def test_tokens_are_the_same_whatever_the_drafts(tiny: LoadedModel) -> None:
         GREEDY.clone(max_tokens=9),
     )
     expected = plain(tiny, work)
-    engine = start(tiny, knows_better(expected, seed=1), length=4, max_prefill_tokens=7)
+    engine = start(tiny, often_right(expected, seed=1), length=4, max_prefill_tokens=7)
     found = run(engine, work)
-    same(expected, found)
+    assert_same_output(expected, found)
     assert found.accepted > 10
     assert found.proposed > found.accepted
     logprobs = [[one.logprobs for one in each.outcomes.values()][2] for each in (expected, found)]
@@ -71,28 +67,16 @@ def test_blocks_that_only_drafts_needed_are_sent_again() -> None:
 def test_preempted_requests_lose_no_token(tiny: LoadedModel) -> None:
     work = work_of(*[GREEDY.clone(max_tokens=12)] * 3)
     expected = plain(tiny, work)
-    engine = start(tiny, knows_better(expected, seed=3), length=6, kv_memory="22KiB", prefix_caching=False)
+    engine = start(tiny, often_right(expected, seed=3), length=6, kv_memory="22KiB", prefix_caching=False)
     found = run(engine, work)
-    same(expected, found)
+    assert_same_output(expected, found)
     assert found.preemptions > 0
     assert found.proposed > found.accepted > 5
 
 
-class Alternating(FixedLength):
-    """Two steps with drafts, then three without, in which the engine works ahead again."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self._turn = 0
-
-    def choose(self, candidates: Any, chunks: Any, proposer: Any) -> Sequence[int]:
-        self._turn += 1
-        return super().choose(candidates, chunks, proposer) if self._turn % 5 < 3 else [0] * len(candidates)
-
-
-def speculation_of(engine: Engine) -> SpeculationController:
-    assert engine.scheduler.speculation is not None
-    return engine.scheduler.speculation
+def alternate(step: int) -> bool:
+    """Drafts in three steps, then none in two, in which the engine works ahead again."""
+    return step % 5 < 3
 
 
 def test_all_drafts_of_the_model_itself_are_accepted(tiny: LoadedModel, folder: Path) -> None:
@@ -100,7 +84,7 @@ def test_all_drafts_of_the_model_itself_are_accepted(tiny: LoadedModel, folder: 
     work = work_of(GREEDY.clone(max_tokens=12), GREEDY, GREEDY.clone(temperature=1.0, top_k=30, max_tokens=9))
     expected = plain(tiny, work)
     engine = start(tiny, speculate=f"draft:{folder}", seed=None)
-    speculation_of(engine).length = Alternating()
+    draft_by_pattern(engine.scheduler.speculation, alternate)
     ahead = []
     engine.subscribe(lambda events: ahead.append(len(engine._pipeline)))
     found = run(engine, work)
@@ -116,13 +100,12 @@ def test_all_drafts_of_all_layers_are_accepted(tiny: LoadedModel) -> None:
     engine, model = start(tiny), tiny.model
     assert isinstance(model, Decoder)
     assert isinstance(engine.executor, GPURunner)
-    runner = engine.executor
-    proposer = NetworkProposer("test", FirstLayers(model, 2), runner.attention, runner.storage, model)
-    engine.scheduler.speculation = SpeculationController(proposer, FixedLength(3), most_drafts=4)
+    proposer = proposer_with(engine, FirstLayers(model, 2))
+    engine.scheduler.speculation = fixed_length(proposer, 3, max_drafts=4)
     rows = []
     engine.subscribe(lambda events: rows.extend(event.decode_tokens for event in events if isinstance(event, StepDone)))
     found = run(engine, work)
-    same(plain(tiny, work), found)
+    assert_same_output(plain(tiny, work), found)
     assert found.proposed == found.accepted > 5
     assert max(rows) == 2 + 4, "no more drafts than the device has rows for"
 
@@ -130,14 +113,12 @@ def test_all_drafts_of_all_layers_are_accepted(tiny: LoadedModel) -> None:
 def drafts_of(engine: Engine, work: Work) -> tuple[Run, dict[tuple[str, int], list[int]]]:
     """The run, and all its drafts by request and number of known tokens."""
     drafted: dict[tuple[str, int], list[int]] = {}
-    proposer = speculation_of(engine).proposer
+    proposer = drafter_of(engine)
     propose = proposer.propose
 
-    def recorded(wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
-        drafts = propose(wanted)
-        drafted.update(
-            {(one.request.id, one.request.num_known): list(some) for one, some in zip(wanted, drafts, strict=True)}
-        )
+    def recorded(requests: Sequence[Request], terms: DraftTerms) -> Sequence[Draft]:
+        drafts = propose(requests, terms)
+        drafted.update({(one.id, one.num_known): list(some.tokens) for one, some in zip(requests, drafts, strict=True)})
         return drafts
 
     proposer.propose = recorded  # type: ignore[method-assign]
@@ -153,12 +134,12 @@ def test_a_draft_head_drafts_the_same_as_on_the_cpu_runner(tiny: LoadedModel, tm
     work = work_of(GREEDY, GREEDY.clone(max_tokens=10))
     expected, here = drafts_of(start(tiny, attention="bursted", speculate=speculate, max_prefill_tokens=6), work)
     engine = start(tiny, speculate=speculate, max_prefill_tokens=6)
-    speculation_of(engine).length = Alternating()
+    draft_by_pattern(engine.scheduler.speculation, alternate)
     found, there = drafts_of(engine, work)
-    same(expected, found)
+    assert_same_output(expected, found)
     both = here.keys() & there.keys()
     assert len(both) > 3
-    assert [here[key][:2] for key in both] == [there[key] for key in both]
+    assert [here[key] for key in both] == [there[key] for key in both]
 
 
 @pytest.mark.slow
@@ -167,9 +148,9 @@ def test_a_draft_head_that_pauses_changes_no_token(tiny: LoadedModel, tmp_path: 
     assert isinstance(model, Decoder)
     work = work_of(GREEDY, GREEDY.clone(max_tokens=10))
     engine = start(tiny, speculate=f"draft:{write_random_head(tmp_path, model)}", max_prefill_tokens=6)
-    speculation_of(engine).length = Dozing()
+    draft_by_pattern(engine.scheduler.speculation, lambda step: step % 12 >= 6)
     found = run(engine, work)
-    same(plain(tiny, work), found)
+    assert_same_output(plain(tiny, work), found)
     assert found.proposed
 
 
@@ -179,6 +160,6 @@ def test_grammars_hold_for_every_draft(tiny: LoadedModel) -> None:
     shapes = Structure.regex("[0-9]{3}-[a-f]{2,5}"), Structure.choice(["red", "reddish"])
     work = work_of(*(SamplingParams(structure=one, max_tokens=10, temperature=0.0) for one in shapes))
     expected = plain(tiny, work)
-    found = run(start(tiny, knows_better(expected, seed=4)), work)
-    same(expected, found)
+    found = run(start(tiny, often_right(expected, seed=4)), work)
+    assert_same_output(expected, found)
     assert found.accepted > 1

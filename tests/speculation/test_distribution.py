@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,13 @@ from numpy.typing import NDArray
 from chairlift.core.randomness import uniform
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.startup import LoadedModel
-from chairlift.models.decoder import Decoder
-from chairlift.runner.base import ModelRunner
+from chairlift.lab.training.trainable_head import WholeTexts
 from chairlift.sampling.sampler import Sampler
 from chairlift.sampling.token_masks import TokenMasks
-from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.draft_length import FixedLength
-from chairlift.speculation.network_proposer import NetworkProposer
-from chairlift.speculation.networks import FirstLayers
+from chairlift.speculation.first_layers import FirstLayers
 from tests.sampling import reference
-from tests.speculation.running import run, start
+from tests.speculation.drafting import fixed_length
+from tests.speculation.running import decoder_of, proposer_with, run, runner_of, start
 
 VOCAB, RUNS, FIRST_SEED = 8, 3000, 10**6
 PROMPT, OUTPUT = [1, 2, 2], [3, 3]
@@ -39,8 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def p_value(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> float:
-    """That counts like these come from this distribution; tokens that should hardly come up are put together."""
-    assert not counts[expected == 0].any(), "a token that must not come up did"
+    """The p-value of a chi-square test of these counts; rare tokens are pooled."""
+    assert not counts[expected == 0].any(), "a token of probability zero was sampled"
     often = expected * counts.sum() >= 5
     observed = np.append(counts[often], counts[~often].sum()).astype(float)
     wanted = np.append(expected[often], expected[~often].sum()) * counts.sum()
@@ -58,83 +56,107 @@ def expected(logits: torch.Tensor, params: SamplingParams, output: list[int], ma
 
 
 def sample_all(
-    params: SamplingParams, logits: torch.Tensor, guesses: list[int], source: torch.Tensor | None, masked: bool
+    params: SamplingParams, logits: torch.Tensor, drafts: list[int], source: torch.Tensor | None, masked: bool
 ) -> list[list[int]]:
-    """What many requests, each with a seed and a guess of its own, get from one step: one or two tokens each."""
-    sampler, names = Sampler(VOCAB, torch.device("cpu")), [f"r{seed}" for seed in range(len(guesses))]
+    """The one or two tokens that each of many requests, with a seed and a draft of its own, gets from one step."""
+    sampler, names = Sampler(VOCAB, torch.device("cpu")), [f"r{seed}" for seed in range(len(drafts))]
     for seed, name in enumerate(names, FIRST_SEED):
         sampler.add(name, params, PROMPT, seed=seed, eos_ids=[], output=OUTPUT)
-    count = len(guesses)
+    count = len(drafts)
     bits = np.array([[sum(1 << token for token in ALLOWED)]] * (2 * count), np.uint32)
     sampled = sampler.sample(
         logits.repeat(count, 1),
         names,
         [len(OUTPUT)] * count,
         TokenMasks(list(range(2 * count)), bits) if masked else None,
-        [[guess] for guess in guesses],
+        [[draft] for draft in drafts],
         None if source is None else [source[None]] * count,
     )
     tokens = iter(sampled.tokens)
     return [[next(tokens) for _ in range(1 + accepted)] for accepted in sampled.accepted]
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["fixed guess", "drawn guess"])
+@pytest.mark.parametrize("sampled_draft", [False, True], ids=["fixed draft", "sampled draft"])
 @pytest.mark.parametrize("masked", [False, True], ids=["free", "grammar"])
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_distributed_as_without_drafts(case: str, masked: bool, drawn: bool) -> None:
+def test_tokens_are_distributed_as_without_drafts(case: str, masked: bool, sampled_draft: bool) -> None:
     params = SamplingParams(**CASES[case])
     logits = reference.small_logits(2, VOCAB, seed=5) / 2
-    source = (reference.small_logits(1, VOCAB, seed=9)[0] / 2).softmax(-1)  # quite another distribution
+    source = (reference.small_logits(1, VOCAB, seed=9)[0] / 2).softmax(-1)  # another distribution
     sums = source.double().cumsum(0).numpy()
     places = [uniform(FIRST_SEED + index, len(OUTPUT), stream=1) for index in range(RUNS)]
-    guesses = [min(int((sums <= place).sum()), VOCAB - 1) if drawn else 3 for place in places]
+    drafts = [min(int((sums <= place).sum()), VOCAB - 1) if sampled_draft else 3 for place in places]
     first = np.zeros(VOCAB, np.int64)
-    second = {guess: np.zeros(VOCAB, np.int64) for guess in range(VOCAB)}
-    for guess, tokens in zip(
-        guesses, sample_all(params, logits, guesses, source if drawn else None, masked), strict=True
+    second = {draft: np.zeros(VOCAB, np.int64) for draft in range(VOCAB)}
+    for draft, tokens in zip(
+        drafts, sample_all(params, logits, drafts, source if sampled_draft else None, masked), strict=True
     ):
         first[tokens[0]] += 1
-        assert len(tokens) == 1 + (tokens[0] == guess)
+        assert len(tokens) == 1 + (tokens[0] == draft)
         if len(tokens) == 2:
-            second[guess][tokens[1]] += 1
+            second[draft][tokens[1]] += 1
     goal = expected(logits[0], params, OUTPUT, masked)
     assert p_value(first, goal) > 0.01
-    for guess, counts in second.items():
+    for draft, counts in second.items():
         if counts.sum() > 100:
-            assert p_value(counts, expected(logits[1], params, [*OUTPUT, guess], masked)) > 0.01
+            assert p_value(counts, expected(logits[1], params, [*OUTPUT, draft], masked)) > 0.01
     kept = sum(int(counts.sum()) for counts in second.values()) / RUNS
-    most = float(np.minimum(goal, source.numpy()).sum()) if drawn else float(goal[3])
-    assert kept == pytest.approx(most, abs=0.04)  # as many as can be
+    most = float(np.minimum(goal, source.numpy()).sum()) if sampled_draft else float(goal[3])
+    assert kept == pytest.approx(most, abs=0.04)  # the most that any method can accept
 
 
-def test_a_wrong_chance_would_be_noticed() -> None:
+def test_the_chi_square_test_detects_a_wrong_probability() -> None:
     counts = np.random.default_rng(0).multinomial(RUNS, [0.30, 0.20, 0.50])
     assert p_value(counts, np.array([0.30, 0.20, 0.50])) > 0.01
     assert p_value(counts, np.array([0.34, 0.20, 0.46])) < 0.01
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_guesses_of_a_network_keep_the_distribution(tiny: LoadedModel, draws: bool) -> None:
-    """Through the whole engine: the second token of many requests, guessed by the first layer of the model."""
-    model = tiny.model
-    assert isinstance(model, Decoder)
-    words = dict.fromkeys((5, 60, 110, 170, 230), 100.0)
-    params = SamplingParams(max_tokens=3, temperature=2.0, logit_bias=words, ignore_eos=True, detokenize=False)
-    found = []
-    for proposing in (False, True):
-        engine = start(tiny, kv_memory="8MiB", seed=1 if proposing else 2)
-        runner = engine.executor
-        assert isinstance(runner, ModelRunner)
-        if proposing:
-            runner.drafter = NetworkProposer(
-                "test", FirstLayers(model, 1), runner.attention, runner.storage, model, draws=draws
-            )
-            engine.scheduler.speculation = SpeculationController(runner.drafter, FixedLength(2))
-        outcome = run(engine, [([7, 8, 9], params.clone(n=40)) for _ in range(4)])
-        pairs = [tuple(one.tokens[1:]) for one in outcome.outcomes.values()]
-        found.append(np.array([sum(pair[0] == token for pair in pairs) for token in words]))
-        assert not proposing or outcome.proposed > 0
-    share = (found[0] + found[1]) / (found[0] + found[1]).sum()
-    # Both are samples: the difference of two has twice the variance of one against the truth.
-    statistic = float((((found[0] - found[1]) ** 2) / np.maximum(2 * share * found[0].sum(), 1)).sum())
-    assert float(torch.special.gammaincc(torch.tensor(2.0), torch.tensor(statistic / 2))) > 0.01
+REQUESTS, SHIFT, SIGNIFICANCE, POWER = 1500, 0.05, 0.01, 0.8
+
+
+def probabilities_after(loaded: LoadedModel, contexts: list[list[int]], num_layers: int) -> torch.Tensor:
+    """What follows each context by the first `num_layers` layers of the model [contexts, vocab]."""
+    model = decoder_of(loaded).first_layers(num_layers)
+    rows = []
+    with torch.inference_mode():
+        for context in contexts:
+            tokens = torch.tensor(context)
+            hidden = model.hidden_states(tokens, torch.arange(len(tokens)), WholeTexts(len(tokens))).last
+            rows.append(model.logits(hidden[-1:])[0].float().softmax(-1).double())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["likeliest drafts", "sampled drafts"])
+def test_drafts_of_a_model_keep_the_distribution_of_the_engine(tiny: LoadedModel, sampled: bool) -> None:
+    """The second token of many requests, drafted by the model's first layer, against the model's own probabilities.
+
+    Tokens that the draft model overrates are counted: there would be more of them if too many drafts were accepted.
+    Over n requests, whose token is such a one with probability p_i, the count has the variance V = sum p_i (1 - p_i),
+    and a two-sided test of significance a detects a shift d of the probabilities with the power
+    Phi(d n / sqrt(V) - z(1 - a / 2)).
+    """
+    prompt = [7, 8, 9]
+    params = SamplingParams(max_tokens=3, temperature=1.0, ignore_eos=True, detokenize=False)
+    engine = start(tiny, kv_memory="16MiB", max_batch_requests=128, seed=1)
+    proposer = proposer_with(engine, FirstLayers(decoder_of(tiny), 1), repeatable=not sampled)
+    runner_of(engine).drafter = proposer
+    engine.scheduler.speculation = fixed_length(proposer, 1)
+    outcome = run(engine, [(prompt, params.clone(n=50)) for _ in range(REQUESTS // 50)])
+    rejected = outcome.proposed - outcome.accepted
+    assert outcome.proposed >= REQUESTS
+    assert min(outcome.accepted, rejected) > (100 if sampled else 5)
+    pairs = [one.tokens[:2] for one in outcome.outcomes.values()]
+    firsts = sorted({first for first, _ in pairs})
+    target, draft = (probabilities_after(tiny, [[*prompt, first] for first in firsts], layers) for layers in (2, 1))
+    overrated = draft > target
+    of_first = {first: index for index, first in enumerate(firsts)}
+    expected_share = [float(target[of_first[first]][overrated[of_first[first]]].sum()) for first, _ in pairs]
+    observed = sum(bool(overrated[of_first[first], second]) for first, second in pairs)
+    deviation = sum(share * (1 - share) for share in expected_share) ** 0.5
+    normal = NormalDist()
+    critical = normal.inv_cdf(1 - SIGNIFICANCE / 2)
+    assert normal.cdf(SHIFT * len(pairs) / deviation - critical) >= POWER
+    assert abs(observed - sum(expected_share)) < critical * deviation
+    if sampled:  # and a sampler that accepted every draft would be far outside
+        accepting_all = sum(float(draft[of_first[first]][overrated[of_first[first]]].sum()) for first, _ in pairs)
+        assert accepting_all - sum(expected_share) > 2 * critical * deviation

@@ -1,4 +1,4 @@
-"""A proposer that fails, or is interrupted: nothing hangs, and nothing is lost."""
+"""A proposer that fails or is interrupted: every request still ends, and no block is lost."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from chairlift.core.events import Event, RequestFinished
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.request import FinishReason, Request
 from chairlift.errors import EngineDead
-from chairlift.speculation.control.controller import SpeculationController, Wanted
-from chairlift.speculation.control.draft_length import FixedLength
+from chairlift.speculation.control.proposer import Draft, DraftTerms
 from tests.engine.fake_executor import PARAMS, make_engine, run_to_end, tokens_of
-from tests.speculation.guessing import Guesser
+from tests.speculation.drafting import FixedProposer, fixed_length
 
 
-class Failing(Guesser):
-    """From some call of a method on, every call of every method fails."""
+class FailingProposer(FixedProposer):
+    """From the third call of one method on, every call of every method fails."""
 
     def __init__(self, method: str, error: BaseException) -> None:
         super().__init__(lambda request, length: [7] * length)
@@ -31,27 +30,21 @@ class Failing(Guesser):
         if self.fails:
             raise self._error
 
-    def foresee(self, requests: Sequence[Request]) -> list[int | None]:
-        self._note("foresee")
-        return [0] * len(requests)
-
-    def propose(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+    def propose(self, requests: Sequence[Request], terms: DraftTerms) -> Sequence[Draft | None]:
         self._note("propose")
-        return super().propose(wanted)
+        return super().propose(requests, terms)
 
-    @property  # type: ignore[override]
-    def spent(self) -> float:
-        self._note("spent")
-        return 0.0
+    def observe(self, request: Request, proposed: int, accepted: int) -> None:
+        self._note("observe")
 
     def forget(self, request_id: str) -> None:
         self._note("forget")
 
 
-@pytest.mark.parametrize("method", ["foresee", "propose", "spent"])
+@pytest.mark.parametrize("method", ["propose", "observe"])
 def test_every_request_ends_once_and_the_engine_is_dead(method: str) -> None:
     engine, _ = make_engine()
-    engine.scheduler.speculation = SpeculationController(Failing(method, ValueError("cannot guess")), FixedLength(3))
+    engine.scheduler.speculation = fixed_length(FailingProposer(method, ValueError("cannot draft")), 3)
     ids = [one for length in (1, 20, 70) for one in engine.submit(list(range(10, 10 + length)), PARAMS.clone(n=3))]
     events = run_to_end(engine)
     endings = [(event.request_id, event.ending.reason) for event in events if isinstance(event, RequestFinished)]
@@ -62,14 +55,13 @@ def test_every_request_ends_once_and_the_engine_is_dead(method: str) -> None:
         engine.submit([10], PARAMS)
 
 
-@pytest.mark.parametrize("method", ["foresee", "propose"])
-def test_interrupted_while_it_guesses_the_step_is_planned_again(method: str) -> None:
-    """Blocks that completions of one prompt share are copied on the first write: the copy must not be forgotten."""
+def test_a_step_interrupted_while_drafting_is_planned_again() -> None:
+    """Blocks shared by completions of one prompt are copied on the first write: the copy must not be lost."""
     outputs = []
     for disturbed in (False, True):
         engine, _ = make_engine()
-        proposer = Failing(method if disturbed else "nothing", KeyboardInterrupt())
-        engine.scheduler.speculation = SpeculationController(proposer, FixedLength(3))
+        proposer = FailingProposer("propose" if disturbed else "nothing", KeyboardInterrupt())
+        engine.scheduler.speculation = fixed_length(proposer, 3)
         engine.submit(list(range(10, 20)), PARAMS.clone(n=3))
         events: list[Event] = []
         for _ in range(30):
@@ -78,7 +70,7 @@ def test_interrupted_while_it_guesses_the_step_is_planned_again(method: str) -> 
             except KeyboardInterrupt:
                 proposer.fails = False
                 check_accounting(engine.scheduler)
-                assert not engine.scheduler.running, "they compute their tokens again"
+                assert not engine.scheduler.running, "their tokens are computed again"
         outputs.append(tokens_of(events))
         assert proposer._calls >= 3 or not disturbed
         check_quiescent(engine.scheduler)

@@ -1,9 +1,8 @@
-"""Random workloads with random drafts: whatever is guessed, the tokens are the same, and no block is lost."""
+"""Random workloads with random drafts: whatever is drafted, the tokens are the same, and no block is lost."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,16 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from chairlift.core.cost_model import CostModel
 from chairlift.core.events import DraftsVerified, TokenProduced
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.request import Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.draft_length import AdaptiveLength, DraftLength, FixedLength
 from tests.core.driving import (
-    deterministic_token,
     make_request,
     make_scheduler,
     run_pipelined,
@@ -30,30 +26,14 @@ from tests.core.driving import (
 )
 from tests.core.memory_model import MemoryModel
 from tests.core.test_properties import SCHEDULERS, FlakyKVCache, Workload
-from tests.speculation.guessing import Guesser
-
-
-def continue_deterministically(request: Request, length: int) -> Sequence[int]:
-    further = Request(request.id, request.tokens, request.params, max_new_tokens=99, arrival=0.0)
-    for _ in range(length):
-        further.append(deterministic_token(further))
-    return further.tokens[request.num_known :]
-
-
-class Perfect(Guesser):
-    """Always has as much to say as wanted, and is always right."""
-
-    def foresee(self, requests: Sequence[Request]) -> list[int | None]:
-        return [0] * len(requests)
-
-    def _guess(self, one: Any) -> list[int]:
-        return list(self._right(one.request, one.length))
+from tests.speculation.drafting import FixedProposer, RandomProposer, continue_deterministically, fixed_length
 
 
 def speculation(
-    length: DraftLength | None = None, seed: int = 0, kind: type[Guesser] = Guesser
+    length: int | None = 5, seed: int = 0, kind: type[RandomProposer] = RandomProposer
 ) -> SpeculationController:
-    return SpeculationController(kind(continue_deterministically, seed=seed), length or FixedLength(5))
+    proposer = kind(continue_deterministically, seed=seed)
+    return SpeculationController(proposer, draft_length=length)
 
 
 class SpeculativeWorkload(Workload):
@@ -72,7 +52,7 @@ class SpeculativeWorkload(Workload):
             FlakyKVCache,
             **options["strategy"],
             swap=SwapSpace(options["slots"]),
-            speculation=speculation(FixedLength(length) if length else AdaptiveLength(CostModel()), seed),
+            speculation=speculation(length or None, seed),
         )
         self.kv = self.scheduler.kv
         assert isinstance(self.kv, FlakyKVCache)
@@ -81,6 +61,7 @@ class SpeculativeWorkload(Workload):
         self.capacity = options["num_blocks"] * options["block_size"]
         self.now = 0.0
         self.requests: list[Request] = []
+        self.cancelled: set[str] = set()
         self.in_flight = None
         self.expected: dict[str, list[int]] = {}
 
@@ -98,7 +79,7 @@ def outputs(scheduler: Scheduler) -> dict[str, list[int]]:
 
 
 def test_right_drafts_save_steps_and_change_nothing() -> None:
-    plain, fast = make_scheduler(), make_scheduler(speculation=speculation(kind=Perfect))
+    plain, fast = make_scheduler(), make_scheduler(speculation=speculation(kind=FixedProposer))
     for scheduler in (plain, fast):
         scheduler.submit(make_request("a", 10, 31), 0.0)
     many, few = run_to_end(plain), run_to_end(fast)
@@ -108,7 +89,7 @@ def test_right_drafts_save_steps_and_change_nothing() -> None:
 
 
 def test_blocks_of_wrong_drafts_are_free_after_the_step() -> None:
-    wrong = SpeculationController(Guesser(lambda request, length: [998] * length, seed=3), FixedLength(7))
+    wrong = fixed_length(FixedProposer(lambda request, length: [998] * length), 7)
     scheduler = make_scheduler(num_blocks=20, block_size=2, speculation=wrong)
     request = make_request("a", 5, 12)
     scheduler.submit(request, 0.0)
@@ -129,10 +110,10 @@ def test_the_prefix_index_never_holds_a_draft() -> None:
     while scheduler.has_work:
         plan = scheduler.schedule(0.0)
         indexed = len(scheduler.kv.index)
-        assert indexed <= plan.chunks[0].start // 2  # nothing that this step is still to compute
+        assert indexed <= plan.chunks[0].start // 2  # nothing that this step is yet to compute
         scheduler.apply(run_plan(plan), 0.0)
     again = make_request("b", list(range(*_prompt_of("a"))) + outputs(scheduler)["a"], 1)
-    assert len(scheduler.kv.match(again).blocks) == (again.num_known - 1) // 2  # all that was accepted is there
+    assert len(scheduler.kv.match(again).blocks) == (again.num_known - 1) // 2  # all accepted tokens are indexed
 
 
 def _prompt_of(name: str) -> tuple[int, int]:
@@ -141,15 +122,15 @@ def _prompt_of(name: str) -> tuple[int, int]:
 
 
 def test_drafts_use_only_what_prompts_leave_of_the_budget() -> None:
-    scheduler = make_scheduler(max_batch_tokens=8, speculation=speculation(kind=Perfect))
+    scheduler = make_scheduler(max_batch_tokens=8, speculation=speculation(kind=FixedProposer))
     scheduler.submit(make_request("a", 4, 20), 0.0)
     step(scheduler)
     scheduler.submit(make_request("b", 11, 20), 0.0)
     assert [step(scheduler).num_drafts for _ in range(3)] == [0, 8 - 1 - 4, 8 - 2]
 
 
-def test_nobody_is_preempted_for_a_draft() -> None:
-    scheduler = make_scheduler(num_blocks=6, block_size=2, speculation=speculation(kind=Perfect))
+def test_no_request_is_preempted_for_a_draft() -> None:
+    scheduler = make_scheduler(num_blocks=6, block_size=2, speculation=speculation(kind=FixedProposer))
     for name in "ab":
         scheduler.submit(make_request(name, 4, 3), 0.0)
     plans = run_to_end(scheduler)
@@ -158,7 +139,7 @@ def test_nobody_is_preempted_for_a_draft() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_request_with_drafts_under_way_is_not_planned_ahead(seed: int) -> None:
+def test_a_request_with_drafts_in_flight_is_not_planned_ahead(seed: int) -> None:
     plain = make_scheduler(num_blocks=30)
     ahead = make_scheduler(num_blocks=30, speculation=speculation(seed=seed))
     for scheduler in (plain, ahead):
@@ -169,10 +150,10 @@ def test_a_request_with_drafts_under_way_is_not_planned_ahead(seed: int) -> None
     assert outputs(plain) == outputs(ahead)
 
 
-def test_every_verification_is_told() -> None:
+def test_every_verification_is_reported() -> None:
     scheduler = make_scheduler(speculation=speculation(seed=1))
     scheduler.submit(make_request("a", 6, 60), 0.0)
     plans = run_to_end(scheduler)
-    told = [event for event in scheduler.drain_events() if isinstance(event, DraftsVerified)]
-    assert [event.proposed for event in told] == [plan.num_drafts for plan in plans if plan.num_drafts]
-    assert sum(event.accepted for event in told) == 60 - len(plans)
+    reported = [event for event in scheduler.drain_events() if isinstance(event, DraftsVerified)]
+    assert [event.proposed for event in reported] == [plan.num_drafts for plan in plans if plan.num_drafts]
+    assert sum(event.accepted for event in reported) == 60 - len(plans)

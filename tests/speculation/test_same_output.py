@@ -1,4 +1,4 @@
-"""Whatever is guessed, every request gets what it would have got without: on a real (tiny) model."""
+"""Whatever is drafted, every request gets the tokens that it gets without drafts, on a tiny model."""
 
 from __future__ import annotations
 
@@ -13,54 +13,37 @@ from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.structure import Structure
 from chairlift.engine.startup import LoadedModel
 from chairlift.errors import InvalidParameter
-from tests.speculation.running import Run, Work, knows_better, run, start
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "chunked": {"max_batch_tokens": 16, "max_prefill_tokens": 5},
-    "preempted": {"kv_memory": "40KiB", "max_batch_requests": 8},
-    "swapped": {"kv_memory": "40KiB", "max_batch_requests": 8, "preemption": "swap", "swap_memory": "1MiB"},
-    "static": {"policy": "static"},
-    "uncached": {"prefix_caching": False},
-    "bursted": {"attention": "bursted"},
-    "padded": {"attention": "padded"},
-}
-
-
-def uneven_work(count: int, params: SamplingParams = GREEDY) -> Work:
-    """Prompts of uneven lengths, some with a common start, that repeat themselves now and then."""
-    prompts = [[3 + (7 * (i % 3) + j % 11) % 300 for j in range(2 + 11 * i % 41)] for i in range(count)]
-    return [(prompt, params.clone(max_tokens=1 + (5 * i) % 24)) for i, prompt in enumerate(prompts)]
-
-
-def same(one: Run, other: Run) -> None:
-    assert {name: outcome.tokens for name, outcome in one.outcomes.items()} == {
-        name: outcome.tokens for name, outcome in other.outcomes.items()
-    }
-    for name, outcome in one.outcomes.items():
-        assert (outcome.text, outcome.ending) == (other.outcomes[name].text, other.outcomes[name].ending)
+from tests.speculation.running import (
+    GREEDY,
+    SETTINGS,
+    assert_same_output,
+    often_right,
+    run,
+    run_with_pauses,
+    start,
+    uneven_work,
+)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_greedy_tokens_are_the_same(tiny: LoadedModel, setting: str) -> None:
     options, work = SETTINGS[setting], uneven_work(12)
-    plain = run(start(tiny, **options), work, arrive=lambda index: index % 2 == 0)
-    fast = run(start(tiny, knows_better(plain), **options), work, arrive=lambda index: index % 2 == 0)
-    same(plain, fast)
+    plain = run(start(tiny, **options), work, arrive=run_with_pauses)
+    fast = run(start(tiny, often_right(plain), **options), work, arrive=run_with_pauses)
+    assert_same_output(plain, fast)
     assert fast.accepted > 10
     assert fast.proposed > fast.accepted
     assert (fast.preemptions > 0) == (setting in ("preempted", "swapped"))
 
 
 @pytest.mark.parametrize("count", [1, 5, 32])
-def test_ngram_at_every_batch_size(tiny: LoadedModel, count: int) -> None:
+def test_ngram_drafts_change_nothing_at_any_batch_size(tiny: LoadedModel, count: int) -> None:
     few_words = dict.fromkeys(range(5, 9), 100.0)
     work = [(prompt, GREEDY.clone(max_tokens=32, logit_bias=few_words)) for prompt, _ in uneven_work(count)]
     plain = run(start(tiny, kv_memory="8MiB"), work)
     fast = run(start(tiny, kv_memory="8MiB", speculate="ngram", draft_length=15 if count == 5 else 4), work)
-    same(plain, fast)
-    assert fast.accepted > count  # with so few words to say, it repeats itself
+    assert_same_output(plain, fast)
+    assert fast.accepted > count  # with four tokens to choose from, the text repeats itself
     assert fast.steps < plain.steps
 
 
@@ -82,23 +65,23 @@ SAMPLED = SamplingParams(temperature=0.8, max_tokens=30, seed=11, ignore_eos=Tru
     ids=lambda change: "+".join(change) or "temperature",
 )
 def test_sampled_tokens_are_the_same(tiny: LoadedModel, change: dict[str, Any]) -> None:
-    """The draws hang on the seed and the place of the token alone, so that even they do not change."""
+    """Draws depend on the seed and the position of the token alone, so they do not change either."""
     prompts = [prompt for prompt, _ in uneven_work(6)]
     seeds = [None if "seed" in change else i for i in range(6)]
     work = [(prompt, SAMPLED.clone(**change | {"seed": seed})) for prompt, seed in zip(prompts, seeds, strict=True)]
     plain = run(start(tiny), work)
-    fast = run(start(tiny, knows_better(plain)), work)
-    same(plain, fast)
+    fast = run(start(tiny, often_right(plain)), work)
+    assert_same_output(plain, fast)
     assert fast.accepted > 0
 
 
-def test_a_stop_inside_a_run_of_right_drafts_ends_the_request_there(tiny: LoadedModel) -> None:
+def test_a_stop_token_among_accepted_drafts_ends_the_request(tiny: LoadedModel) -> None:
     work = [([5, 6, 7, 8, 9], GREEDY)]
     plain = run(start(tiny), work)
     tokens = next(iter(plain.outcomes.values())).tokens
     stop = next(token for token in tokens[2:] if token not in tokens[:2])
     stopping = [(prompt, params.clone(stop_token_ids=[stop])) for prompt, params in work]
-    engine = start(tiny, knows_better(plain, seed=2), length=7)
+    engine = start(tiny, often_right(plain, seed=2), length=7)
     fast = run(engine, stopping)
     (outcome,) = fast.outcomes.values()
     assert outcome.tokens == tokens[: tokens.index(stop) + 1]
@@ -106,11 +89,11 @@ def test_a_stop_inside_a_run_of_right_drafts_ends_the_request_there(tiny: Loaded
     assert outcome.ending.detail == stop
 
 
-def test_logprobs_are_those_of_the_tokens_given(tiny: LoadedModel) -> None:
+def test_logprobs_are_those_of_the_sampled_tokens(tiny: LoadedModel) -> None:
     work = uneven_work(5, GREEDY.clone(logprobs=3))
     plain = run(start(tiny), work)
-    fast = run(start(tiny, knows_better(plain)), work)
-    same(plain, fast)
+    fast = run(start(tiny, often_right(plain)), work)
+    assert_same_output(plain, fast)
     for name, outcome in plain.outcomes.items():
         for one, other in zip(outcome.logprobs, fast.outcomes[name].logprobs, strict=True):
             assert one is not None
@@ -136,12 +119,12 @@ def test_structured_requests_are_verified_under_their_grammar(tiny: LoadedModel,
     params = [SamplingParams(structure=one, max_tokens=40, **change) for one in (*structures, None)]
     work = [([70, 71, 72 + i], one) for i, one in enumerate(params)]
     plain = run(start(tiny), work)
-    fast = run(start(tiny, knows_better(plain, seed=4)), work)
-    same(plain, fast)
+    fast = run(start(tiny, often_right(plain, seed=4)), work)
+    assert_same_output(plain, fast)
     assert fast.accepted > 5
 
 
-def test_the_offline_api_speculates(folder: Path) -> None:
+def test_the_offline_api_accepts_speculate(folder: Path) -> None:
     plain, fast = (
         LLM(str(folder), device="cpu", kv_memory="2MiB", progress=False, **options)
         for options in ({}, {"speculate": "ngram"})
@@ -167,7 +150,7 @@ def test_the_offline_api_speculates(folder: Path) -> None:
         ({"draft_length": 3}, "draft_length"),
     ],
 )
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], parameter: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], parameter: str) -> None:
     with pytest.raises(InvalidParameter) as refusal:
         EngineConfig(device="cpu", **options)
     assert refusal.value.parameter == parameter

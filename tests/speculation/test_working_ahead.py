@@ -1,4 +1,4 @@
-"""Guesses on a device that is given its next step before the last one is read, on a clock of its own."""
+"""Drafts on a device whose next step is launched before the last one is read, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
-from chairlift.speculation.control.controller import SpeculationController, Wanted
-from chairlift.speculation.control.draft_length import AdaptiveLength
+from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import DraftPayoff
+from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer
 from chairlift.text.tokenizer import Tokenizer
 from tests.text import backends
 
@@ -36,7 +36,7 @@ def right_token(place: int) -> int:
 
 @dataclass
 class Device(Executor):
-    """Computes one step after the other, while the host does something else."""
+    """Computes one step after the other, while the host goes on."""
 
     now: float = 0.0
     free_at: float = 0.0
@@ -56,7 +56,7 @@ class Device(Executor):
 
 @dataclass
 class Capturing(Device):
-    """The first step of a size is launched kernel by kernel; the second is captured, while nothing else is done."""
+    """The first step of a size is launched kernel by kernel; the second is captured, while the host waits."""
 
     met: Counter[int] = field(default_factory=Counter)
 
@@ -91,39 +91,28 @@ class Pending:
         return StepResult(self.plan, tokens, [None] * len(tokens), accepted=accepted)
 
 
-@dataclass
-class Proposer:
-    """`right` or not; and with `words` only now and then something to say at all."""
+class ScriptedProposer(Proposer):
+    """Drafts that are all `right` or all wrong, for a share of the positions."""
 
-    right: bool
-    words: float = 1.0
-    name: str = "test"
-    max_length: int = 7
-    judges: bool = False
-    sleeps: bool = False
-    asleep: bool = False
-    spent: float = 0.0
-    catching_up: float = 0.0
-    asked: list[int] = field(default_factory=list)
+    name = "scripted"
 
-    def foresee(self, requests: Sequence[Request]) -> list[int | None]:
-        return [0 if request.num_known % 100 < 100 * self.words else None for request in requests]
+    def __init__(self, right: bool, share: float = 1.0, max_length: int = 7) -> None:
+        self.right, self.share, self.max_length = right, share, max_length
+        self.proposed: list[int] = []
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[list[int]]:
-        self.asked += [one.length for one in wanted]
-        return [
-            [right_token(one.request.num_output + i) if self.right else 251 for i in range(one.length)]
-            for one in wanted
-        ]
+    def foresee(self, request: Request) -> int | None:
+        return LEVELS - 1 if request.num_known % 100 < 100 * self.share else None
 
-    def seconds(self, num_requests: int, length: int) -> float:
-        return 0.0
+    def propose(self, requests: Sequence[Request], terms: DraftTerms) -> list[Draft | None]:
+        return [self._draft(request, terms) for request in requests]
 
-    def learn(self, request: Request, proposed: int, accepted: int) -> None:
-        pass
-
-    def forget(self, request_id: str) -> None:
-        pass
+    def _draft(self, request: Request, terms: DraftTerms) -> Draft | None:
+        if self.foresee(request) is None:
+            return None
+        length = terms.length(request)
+        self.proposed.append(length)
+        tokens = [right_token(request.num_output + i) if self.right else 251 for i in range(length)]
+        return Draft(tokens, [LEVELS - 1] * length)
 
 
 def seconds_for(
@@ -134,9 +123,9 @@ def seconds_for(
     payoff: DraftPayoff | None = None,
 ) -> float:
     device, cost = device or Device(), CostModel()
-    speculation = None if proposer is None else SpeculationController(proposer, AdaptiveLength(cost))
+    speculation = None if proposer is None else SpeculationController(proposer, clock=device.clock)
     if speculation is not None and payoff is not None:
-        speculation.length.payoff = payoff
+        speculation.payoff = payoff
     scheduler = Scheduler(KVCache(4096, 16), FixedBudget.of(512), ContinuousPolicy(), batch, speculation=speculation)
     engine = Engine(
         scheduler,
@@ -159,58 +148,58 @@ def seconds_for(
 
 
 @pytest.mark.parametrize("batch", [1, 4, 32])
-@pytest.mark.parametrize("words", [1.0, 0.3, 0.05])
-def test_wrong_guesses_cost_little(batch: int, words: float) -> None:
-    proposer = Proposer(right=False, words=words)
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.05])
+def test_wrong_drafts_cost_little(batch: int, share: float) -> None:
+    proposer = ScriptedProposer(right=False, share=share)
     assert seconds_for(proposer, batch) < 1.03 * seconds_for(None, batch)
-    assert proposer.asked
+    assert proposer.proposed
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_right_guesses_are_worth_waiting_for(batch: int) -> None:
-    assert seconds_for(Proposer(right=True), batch) < 0.4 * seconds_for(None, batch)
-    assert seconds_for(Proposer(right=True, words=0.5), batch) < 0.8 * seconds_for(None, batch)
+def test_right_drafts_are_worth_waiting_for(batch: int) -> None:
+    assert seconds_for(ScriptedProposer(right=True), batch) < 0.4 * seconds_for(None, batch)
+    assert seconds_for(ScriptedProposer(right=True, share=0.5), batch) < 0.8 * seconds_for(None, batch)
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_steps_that_are_captured_say_nothing_about_guesses(right: bool) -> None:
-    """Neither against right ones, if the steps with them are captured, nor for wrong ones, if those without are."""
+def test_steps_that_capture_a_graph_are_not_compared(right: bool) -> None:
+    """Neither to the harm of right drafts, in steps with them, nor in favour of wrong ones, in steps without."""
     batch = 16
-    captured_before = batch if right else 2 * batch  # tokens: of steps without guesses, or with one of each request
-    asked = []
+    captured_before = batch if right else 2 * batch  # tokens: of steps without drafts, or with one of each request
+    counts = []
     for device in (Device(), Capturing(met=Counter({captured_before // 8: 2}))):
-        proposer = Proposer(right=right, max_length=1)
+        proposer = ScriptedProposer(right=right, max_length=1)
         seconds_for(proposer, batch, tokens=900, device=device)
-        asked.append(len(proposer.asked) // batch)
-    assert asked[1] == pytest.approx(asked[0], rel=0.1)
-    assert asked[0] > 300 if right else asked[0] < 10
+        counts.append(len(proposer.proposed) // batch)
+    assert counts[1] == pytest.approx(counts[0], rel=0.1)
+    assert counts[0] > 300 if right else counts[0] < 10
 
 
 @pytest.mark.parametrize("batch", [2, 48])
-def test_nor_do_they_say_what_a_token_costs(batch: int) -> None:
-    """With guesses for a third of the text: fewer steps to learn from."""
-    asked = []
+def test_steps_that_capture_a_graph_do_not_change_the_cost_of_a_token(batch: int) -> None:
+    """With drafts for a third of the text: fewer steps to learn from."""
+    counts = []
     for device in (Device(), Capturing()):
-        proposer = Proposer(right=True, words=0.3, max_length=3)
+        proposer = ScriptedProposer(right=True, share=0.3, max_length=3)
         seconds_for(proposer, batch, tokens=900, device=device)
-        asked.append(len(proposer.asked) // batch)
-    assert asked[1] > 0.6 * asked[0] > 10
+        counts.append(len(proposer.proposed) // batch)
+    assert counts[1] > 0.6 * counts[0] > 10
 
 
-class Watched(DraftPayoff):
+class RecordingPayoff(DraftPayoff):
     def __init__(self) -> None:
         super().__init__()
         self.seconds: list[float] = []
 
-    def observe(self, num_requests: int, guessed: bool, num_accepted: int, seconds: float, **more: Any) -> None:
+    def observe(self, num_requests: int, drafted: bool, num_accepted: int, seconds: float, **more: Any) -> None:
         self.seconds.append(seconds)
-        super().observe(num_requests, guessed, num_accepted, seconds, **more)
+        super().observe(num_requests, drafted, num_accepted, seconds, **more)
 
 
-def test_nor_do_those_that_were_under_way_meanwhile() -> None:
-    """They are read once the next one is launched."""
-    payoff = Watched()
-    proposer = Proposer(right=True, words=0.0)
+def test_steps_in_flight_during_a_capture_are_not_compared() -> None:
+    """They are read after the next one is launched."""
+    payoff = RecordingPayoff()
+    proposer = ScriptedProposer(right=True, share=0.0)
     device = Capturing(met=Counter({1: -20}))  # so the 21st and 22nd steps are slow
     seconds_for(proposer, 1, 40, device, payoff)
     assert 40 - 2 - 3 <= len(payoff.seconds) < 40

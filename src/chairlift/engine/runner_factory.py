@@ -20,9 +20,9 @@ from chairlift.runner.cpu import CPURunner
 from chairlift.runner.gpu.runner import GPURunner
 from chairlift.runner.host_blocks import HostBlocks
 from chairlift.runner.kv_storage import allocate_storage
-from chairlift.speculation.control.controller import Proposer
-from chairlift.speculation.draft_model import Draft
-from chairlift.speculation.network_proposer import NetworkProposer
+from chairlift.speculation.control.proposer import Proposer
+from chairlift.speculation.draft_network import ModelProposer
+from chairlift.speculation.proposers.base import LoadedProposer
 from chairlift.structured.output import StructuredOutput
 
 MAX_DRAFTS_ON_GPU = 256  # draft tokens per step: beyond some hundred rows, arithmetic takes what a draft is to save
@@ -45,7 +45,7 @@ class RunnerFactory:
     config: EngineConfig
     max_model_len: int
     structured: StructuredOutput
-    draft: Draft | None
+    draft: LoadedProposer | None
 
     def build(self) -> BuiltRunner:
         """Build the runner; return it with its memory plan and batch-size limit."""
@@ -124,7 +124,7 @@ class RunnerFactory:
     def _make_proposer(self, storage: KVStorage, *, repeatable: bool) -> Proposer | None:
         if self.draft is None:
             return None
-        return self.draft.make_proposer(self.attention, storage, self.model, repeatable=repeatable)
+        return self.draft.make(self.attention, storage, self.model, repeatable)
 
     def _gpu_runner(
         self,
@@ -151,9 +151,9 @@ class RunnerFactory:
         )
 
 
-def _drafter(proposer: Proposer | None) -> NetworkProposer | None:
+def _drafter(proposer: Proposer | None) -> ModelProposer | None:
     """The proposer, if it has a network that reads what the model computes."""
-    return proposer if isinstance(proposer, NetworkProposer) else None
+    return proposer if isinstance(proposer, ModelProposer) else None
 
 
 def _measures_steps(device: torch.device) -> bool:

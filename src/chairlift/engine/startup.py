@@ -37,9 +37,7 @@ from chairlift.models.base import CausalLM
 from chairlift.models.dummy import DummyCheckpoint, dummy_tokenizer
 from chairlift.runner.base import ModelRunner
 from chairlift.speculation.control.controller import SpeculationController
-from chairlift.speculation.control.option import drafts_per_request
-from chairlift.speculation.draft_model import load_draft
-from chairlift.speculation.setup import make_speculation
+from chairlift.speculation.control.option import drafts_per_request, proposer_factory
 from chairlift.structured.compiler import GrammarCompiler
 from chairlift.structured.output import StructuredOutput
 from chairlift.text.tokenizer import Tokenizer
@@ -128,7 +126,8 @@ def start_engine(
     """Size the KV cache and assemble the engine, which takes all times from `clock`."""
     model = loaded.model
     max_model_len = _max_model_len(config, model.max_len)
-    draft = load_draft(config.speculate, model, loaded.tokenizer, max_model_len) if config.speculate else None
+    factory = proposer_factory(config.speculate) if config.speculate else None
+    draft = factory.load(model, loaded.tokenizer, max_model_len) if factory else None
     layers = (*model.attention_layers, *(draft.layers if draft else ()))
     attention = _choose_attention(config, model, layers, max_model_len)
     compiler = GrammarCompiler(loaded.tokenizer, model.vocab_size, loaded.eos_ids)
@@ -138,8 +137,12 @@ def start_engine(
     cost_model = CostModel()
     speculation = None
     if built.proposer is not None:
-        max_drafts = runner.capabilities.max_drafts
-        speculation = make_speculation(built.proposer, config.draft_length, cost_model, structured, max_drafts)
+        speculation = SpeculationController(
+            built.proposer,
+            draft_length=config.draft_length,
+            max_drafts=runner.capabilities.max_drafts,
+            num_allowed=structured.num_allowed,
+        )
     runner.warm_up()
     engine = Engine(
         _make_scheduler(config, built, cost_model, speculation),

@@ -12,7 +12,7 @@ from chairlift.core.request import Request
 from chairlift.models.base import CausalLM
 from chairlift.runner.host_blocks import HostBlocks
 from chairlift.sampling.sampler import Sampler
-from chairlift.speculation.network_proposer import NetworkProposer
+from chairlift.speculation.draft_network import ModelProposer
 from chairlift.structured.output import StructuredOutput
 
 
@@ -30,7 +30,7 @@ class ModelRunner(Executor):
         storage: KVStorage,
         *,
         structured: StructuredOutput | None = None,
-        drafter: NetworkProposer | None = None,
+        drafter: ModelProposer | None = None,
         host_blocks: HostBlocks | None = None,
     ) -> None:
         """`drafter`: a proposer whose network reads what the model computes. `host_blocks`: where preempted requests

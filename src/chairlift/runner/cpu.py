@@ -20,7 +20,7 @@ from chairlift.runner.base import ModelRunner
 from chairlift.runner.host_blocks import make_copies
 from chairlift.sampling.beam_candidates import beam_candidates
 from chairlift.sampling.sampler import SampledBatch
-from chairlift.speculation.networks import ComputedBatch
+from chairlift.speculation.draft_network import ComputedBatch
 from chairlift.structured.output import MaskJob
 
 
@@ -79,7 +79,7 @@ class CPURunner(ModelRunner):
             [request.num_output for request in requests],
             masks.wait() if masks else None,
             drafts,
-            [self.drafter.drawn_from(request.id) for request in requests] if self.drafter and drafts else None,
+            [self.drafter.sampled_from(request.id) for request in requests] if self.drafter and drafts else None,
         )
 
     def _observe(
@@ -87,7 +87,7 @@ class CPURunner(ModelRunner):
     ) -> None:
         """Let the draft network read what the model computed."""
         if self.drafter is not None:
-            self.drafter.network.follow(ComputedBatch(plan, batch, attend, hidden, accepted, self.storage))
+            self.drafter.observe_step(ComputedBatch(plan, batch, attend, hidden, accepted, self.storage))
 
     def warm_up(self) -> None:
         """Run one token on block 0, which is still free, to compile what is compiled on first use."""

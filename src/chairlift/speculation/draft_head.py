@@ -1,196 +1,216 @@
-"""A draft head: one layer that continues the target's own hidden states.
-
-The target's layers know far more about what comes next than a small model could find out by itself. So the head reads,
-for each token, the token's embedding and the target's hidden states of the token before it (what the last layer puts
-out, and what some layers in the middle read, joined to the size of one), and makes a state of its own, which the
-target's own head turns into a guess. From the second guess on it reads its own states instead. Its keys and values live
-in the target's KV storage, as those of one more layer.
-
-    target      h0      h1      h2                       read once the target has computed them
-    tokens      x1      x2      x3      g4      g5
-    head        s1      s2      s3  ->  s4  ->  s5       each from its token and the state to its left
-    guesses                     g4      g5      g6       x3 was sampled from h2, and is certain
-"""
+"""Draft tokens from a draft head: which of the target's hidden states it keeps, and for how long."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import deque
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer, HostAttend
-from chairlift.attention.storage import KVStorage
-from chairlift.errors import CorruptCheckpoint, InvalidParameter
-from chairlift.layers.linear import Linear
-from chairlift.layers.norm import RMSNorm
-from chairlift.layers.parts import Part
-from chairlift.layers.rope import RotaryEmbedding
-from chairlift.models.base import HiddenStates
-from chairlift.models.config import DecoderConfig
-from chairlift.models.decoder import Decoder
-from chairlift.models.decoder_layer import DecoderLayer
-from chairlift.models.weights import fill
-from chairlift.speculation.head_config import EPS, HeadConfig
+from chairlift.attention.base import Attend, HostAttend
+from chairlift.attention.input_batch import InputBatch
+from chairlift.attention.storage import KVStorage, sent
+from chairlift.core.plan import Chunk
+from chairlift.core.request import Request, Status
+from chairlift.speculation.control.proposer import Draft
+from chairlift.speculation.draft_network import A_FEW, ComputedBatch
+from chairlift.speculation.draft_proposer import DraftTask
+from chairlift.speculation.head_config import MAX_LENGTH
+from chairlift.speculation.head_layers import DraftHead
 
-if TYPE_CHECKING:  # numba takes its time
-    from chairlift.models.stacks.fused_cpu import FusedCPULayers, LayerTiles
-    from chairlift.speculation.fused_head import Asked, FusedHead
+MAX_PENDING_STATES = 64  # of a request, kept until its next drafts are asked for
 
 
-class Guesses(NamedTuple):
-    tokens: list[int]
-    levels: list[int]  # how sure the head is of each
+class HeadNetwork:
+    """Computes prompts when the target does, because they stay in the prefix cache. The target's states of generated
+    tokens are kept until drafts are asked for.
+
+    Every block is cleared when its first token is written. So where the head has not computed a token it reads zeros,
+    or a wrong draft token, but never what another request left there. (Zeros give better drafts than masking.)"""
+
+    catches_up_in_parts = False  # it computes all tokens that it has states for, or none
+    max_length = MAX_LENGTH
+
+    def __init__(self, head: DraftHead) -> None:
+        self.token_ids: Tensor | None = head.token_ids
+        self.one_call = head.drafts_in_one_call  # whether it has `draft`
+        self._head = head
+        self._pending: dict[str, PendingStates] = {}  # by request id
+        self._last_state: dict[str, Tensor] = {}  # by request id: the head's own state of the last draft token
+
+    def first_position(self, request: Request) -> int:
+        pending = self._pending.get(request.id)
+        if pending is None or pending.end != request.num_known:
+            return request.num_known - 1  # it was preempted: the head sees its last token only
+        return min(pending.first, request.num_known - 1)
+
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+        head = self._head
+        size = head.hidden_size if chunks[0].drafts else head.feature_size  # either all chunks have drafts or none
+        previous = torch.zeros(len(batch.tokens), size, dtype=head.target.dtype, device=batch.tokens.device)
+        if chunks[0].drafts:
+            previous[last_rows] = torch.stack([self._last_state[chunk.request.id] for chunk in chunks])
+        else:
+            places = [*zip(batch.layout.offsets, chunks, strict=False)]
+            rows = [row for offset, chunk in places for row in range(offset, offset + chunk.count)]
+            # A pass that only catches up leaves out the last token, which comes with the first draft token.
+            known = [self._take(one.request, one.start, one.request.num_known)[: one.count] for one in chunks]
+            previous.index_copy_(0, sent(rows, previous.device), torch.cat(known))
+            previous = head.join(previous)
+        states = head.states(batch.tokens, previous, batch.positions, attend)[last_rows]
+        for chunk, state in zip(chunks, states, strict=True):
+            self._last_state[chunk.request.id] = state
+        return head.scores(states)
+
+    def catch_up(self, tasks: Sequence[DraftTask], storage: KVStorage) -> bool:
+        """Compute the tokens of a pause, except the last ones, in one call; return whether there were any."""
+        size = storage.block_size
+        rows: list[tuple[int, int, int]] = []  # token, position, slot
+        features: list[Tensor] = []
+        for task in tasks:
+            request, first, last = task.request, self.first_position(task.request), task.request.num_known - 1
+            if last - first >= A_FEW:
+                positions = range(first, last)
+                rows += [(request.tokens[p], p, task.table[p // size] * size + p % size) for p in positions]
+                features.append(self._take(request, first, last + 1)[:-1])
+        if rows:
+            tokens, token_positions, slots = torch.tensor(rows).T.contiguous()
+            self._head.store(tokens, torch.cat(features), token_positions, slots, storage)
+        return bool(rows)
+
+    def draft(self, tasks: Sequence[DraftTask], storage: KVStorage) -> list[Draft]:
+        """The likeliest draft tokens, in one call. The task of the greatest length comes first."""
+        from chairlift.speculation.fused_head import HeadTask
+
+        head_tasks: list[HeadTask] = []
+        tokens: list[int] = []
+        features: list[Tensor] = []
+        for task in tasks:
+            start, end = self.first_position(task.request), task.request.num_known
+            least = task.min_chance, task.min_chance_to_extend
+            head_tasks.append(HeadTask(start, end, task.table, task.length, *least, task.chances))
+            tokens += task.request.tokens[start:end]
+            features.append(self._take(task.request, start, end))
+        joined = features[0] if len(features) == 1 else torch.cat(features)
+        return self._head.draft(head_tasks, tokens, joined, storage)
+
+    def _take(self, request: Request, start: int, end: int) -> Tensor:
+        """The target's features before each of these tokens [tokens, features]; zeros where they are unknown."""
+        pending, head = self._pending.get(request.id), self._head
+        if pending is not None and (pending.first, pending.end) == (start, end):
+            found = pending.states()
+        else:
+            found = torch.zeros(end - start, head.feature_size, dtype=head.target.dtype, device=head.target.device)
+        # The last token is computed again next time: a step with prompts may have computed it without its state.
+        self._pending[request.id] = PendingStates(request, end - 1, found[-1:])
+        return found
+
+    def observe_step(self, step: ComputedBatch) -> None:
+        self._clear_new_blocks(step)
+        chunks = step.plan.chunks
+        has_prompts = not all(chunk.decodes for chunk in chunks)
+        # States are slices of whole steps: those of preempted requests would keep the steps in memory.
+        for pending in [pending for pending in self._pending.values() if pending.request.status is not Status.RUNNING]:
+            self.forget(pending.request.id)
+        self._keep_states(step, has_prompts)
+
+    def state_bytes(self, num_requests: int) -> int:
+        """States of decode steps are kept whole, padding rows included, which `num_requests` counts as well."""
+        return MAX_PENDING_STATES * num_requests * self._head.feature_size * self._head.target.dtype.itemsize
+
+    def _clear_new_blocks(self, step: ComputedBatch) -> None:
+        size = step.storage.block_size
+        begun: list[int] = []
+        for chunk in step.plan.chunks:
+            if chunk.count > 1 or chunk.start % size == 0:
+                begun += chunk.table[-(-chunk.start // size) : -(-chunk.end // size)]
+        if begun:
+            step.storage.clear(self._head.attention_layers[0].index, begun)
+
+    def _keep_states(self, step: ComputedBatch, has_prompts: bool) -> None:
+        chunks, offsets = step.plan.chunks, step.batch.layout.offsets
+        features = self._head.features(step.hidden)
+        if has_prompts:
+            self._compute_prompts(step, features)
+        rows = iter(step.kept)
+        taken: list[tuple[Chunk, int]] = []  # and the position of its next token
+        spans: list[range] = []  # their rows
+        for offset, chunk in zip(offsets, chunks, strict=False):
+            last = next(rows) if chunk.samples else offset + chunk.count - 1
+            first = offset if self._continues(chunk) else last
+            taken.append((chunk, chunk.start + last - offset + 1))
+            spans.append(range(first, last + 1))
+        # Only the last row of prompts and accepted draft tokens are kept: a copy frees the rest of the step.
+        copies = has_prompts or step.plan.num_drafts > 0
+        for (chunk, position), states in zip(taken, _cut(features, spans, copies), strict=True):
+            if self._continues(chunk):
+                self._pending[chunk.request.id].append(states)
+            else:
+                self._pending[chunk.request.id] = PendingStates(chunk.request, position, states)
+
+    def _continues(self, chunk: Chunk) -> bool:
+        """Whether its states follow those that are pending."""
+        pending = self._pending.get(chunk.request.id)
+        return chunk.decodes and pending is not None and pending.end == chunk.start + 1
+
+    def _compute_prompts(self, step: ComputedBatch, features: Tensor) -> None:
+        """Compute the whole step, since it is one batch: decodes are computed again when drafts are asked for."""
+        batch, attend = step.batch, step.attend
+        places = [*zip(batch.layout.offsets, step.plan.chunks, strict=False)]
+        previous = torch.zeros_like(features)
+        previous[1:] = features[:-1]
+        known: dict[int, Tensor] = {}  # by row
+        for offset, chunk in places:
+            pending = self._pending.get(chunk.request.id)
+            if pending is not None and (pending.first, pending.end) == (chunk.start, chunk.start + 1):
+                known[offset] = pending.states()
+        unknown = [offset for offset, _ in places if offset not in known]  # such as after a prefix hit
+        if unknown:
+            previous.index_fill_(0, sent(unknown, previous.device), 0.0)
+        if known:
+            previous.index_copy_(0, sent([*known], previous.device), torch.cat([*known.values()]))
+        if self.one_call and isinstance(attend, HostAttend):
+            prompts = [range(offset, offset + chunk.count) for offset, chunk in places if not chunk.decodes]
+            rows = torch.tensor([row for some in prompts for row in some])
+            positions, slots = batch.positions[rows], batch.layout.slots[rows]
+            self._head.store(batch.tokens[rows], previous[rows], positions, slots, step.storage)
+        else:
+            self._head.states(batch.tokens, self._head.join(previous), batch.positions, attend)
+
+    def forget(self, request_id: str) -> None:
+        self._pending.pop(request_id, None)
+        self._last_state.pop(request_id, None)
 
 
-class DraftHead:
-    def __init__(self, config: HeadConfig, target: Decoder, tensors: Iterable[tuple[str, Tensor]], index: int) -> None:
-        """`index`: which layer of the KV storage is the head's."""
-        if (config.hidden_size, config.target_vocab_size) != (target.config.hidden_size, target.vocab_size):
-            trained = f"hidden size {config.hidden_size} and {config.target_vocab_size} tokens"
-            problem = f"was trained for another model, with {trained}; this one has {target.config.hidden_size}"
-            raise InvalidParameter("speculate", f"{problem} and {target.vocab_size}")
-        dtype, device, decoder = target.dtype, target.device, config.decoder()
-        layer = replace(decoder.layers[0], attention=replace(decoder.layers[0].attention, index=index))
-        if not all(0 <= tap < len(target.layers) for tap in config.taps):
-            raise CorruptCheckpoint(f"the draft head reads layers {config.taps} of a model of {len(target.layers)}")
-        self.target = target
-        target.tap(config.taps)
-        self._taps = config.taps
-        self.hidden_size = config.hidden_size
-        self.feature_size = config.feature_size
-        self.attention_layers: tuple[AttentionLayer, ...] = (layer.attention,)
-        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": target.head_format}
-        self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, **kind)
-        self.joint: Linear | None = None  # one of several hidden states of the target
-        if config.taps:
-            self.joint = Linear.empty(config.feature_size, config.hidden_size, **kind)
-        self.layer = DecoderLayer(decoder, layer, dtype, device, target.head_format)
-        assert layer.rope is not None
-        self._rope = layer.rope
-        self.rotary = RotaryEmbedding(layer.rope, dtype=dtype, device=device)
-        self.norm = RMSNorm(config.hidden_size, EPS, unit_offset=False, dtype=dtype, device=device)
-        self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: what its guesses stand for
-        self._listed_ids: list[int] = self.token_ids.tolist()
-        self.head = Linear(head_rows(target, self.token_ids), format=target.head_format)
-        tiles = self._layer_tiles(decoder)
-        for part in self._parts():
-            part.finalize()
-        self._fused: FusedCPULayers | None = None
-        self._guesser: FusedHead | None = None
-        if tiles is not None:
-            self._fuse(decoder, tiles)
-
-    def _parts(self) -> Iterator[Part]:
-        yield from (self.mix, *self.layer.parts(), self.norm, self.head)
-        if self.joint is not None:
-            yield self.joint
-
-    def _fill(self, tensors: Iterable[tuple[str, Tensor]], config: HeadConfig) -> Tensor:
-        weights = dict(tensors)
-        token_ids = weights.pop("token_ids", torch.empty(0)).long()
-        targets = {"norm.weight": self.norm.weight, **dict(self.mix.targets(["mix"]))}
-        if self.joint is not None:
-            targets |= dict(self.joint.targets(["joint"]))
-        targets |= {f"layers.0.{name}": target for name, target in self.layer.targets()}
-        fill(targets, weights.items(), text_part_only=False, tied=False)
-        if token_ids.shape != (config.draft_vocab_size,):
-            raise CorruptCheckpoint(f"the draft head should have {config.draft_vocab_size} token_ids")
-        if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < config.target_vocab_size:
-            raise CorruptCheckpoint("token_ids of the draft head are not in the model's vocabulary")
-        return token_ids
-
-    def _layer_tiles(self, decoder: DecoderConfig) -> LayerTiles | None:
-        """Where the layer's weights are packed if all guesses of a step can be one call of the fused CPU kernel."""
-        if not self.target.has_own_threads:
-            return None
-        from chairlift.models.stacks.fused_cpu import LayerTiles, can_fuse
-
-        first, own = self.target.attention_layers[0], self.layer.attention.layer
-        stored_alike = (own.num_kv_heads, own.head_dim) == (first.num_kv_heads, first.head_dim)
-        return LayerTiles(decoder, [self.layer]) if stored_alike and can_fuse(decoder) else None
-
-    def _fuse(self, decoder: DecoderConfig, tiles: LayerTiles) -> None:
-        """A pass is so short that the calls around it count."""
-        from chairlift.models.stacks.fused_cpu import FusedCPULayers
-        from chairlift.speculation.fused_head import FusedHead
-
-        self._fused = FusedCPULayers(decoder, [self.layer], self.norm, tiles)
-        embedded = unit(self.target.embed(self.token_ids))
-        mix, head = self.mix.weight.tiles, self.head.weight.tiles
-        joint = None if self.joint is None else self.joint.weight.tiles
-        assert mix is not None
-        assert head is not None
-        own = self.layer.attention.layer
-        self._guesser = FusedHead(self._fused, own, self._rope, joint, mix, head, embedded)
-
-    @property
-    def guesses_in_one_call(self) -> bool:
-        return self._guesser is not None
-
-    def guess(
-        self, asked: Sequence[Asked], tokens: Sequence[int], features: Tensor, storage: KVStorage
-    ) -> tuple[list[Guesses], float | None]:
-        """If it does so in one call: the likeliest tokens behind those of the requests, of whom the one that wants most
-        comes first. tokens [T], features [T, ...]: of all of them that are certain. And what one guess more took."""
-        assert self._guesser is not None
-        embedded = self.target.embed(torch.tensor(tokens)).numpy()
-        choices = self._guesser.guess(asked, embedded, features.numpy(), storage)
-        found = zip(choices.tokens.tolist(), choices.levels.tolist(), choices.kept.tolist(), strict=True)
-        ids = self._listed_ids
-        guesses = [Guesses([ids[token] for token in some[:kept]], levels[:kept]) for some, levels, kept in found]
-        return guesses, choices.pass_seconds
-
-    def remember(self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, storage: KVStorage) -> None:
-        """If it guesses in one call: take in tokens [T] that nothing is to be guessed behind."""
-        assert self._guesser is not None
-        embedded = self.target.embed(tokens).numpy()
-        self._guesser.remember(embedded, features.numpy(), positions.numpy(), slots.numpy(), storage)
-
-    def num_weight_bytes(self) -> int:
-        return sum(part.num_bytes for part in self._parts())
-
-    def features(self, hidden: HiddenStates) -> Tensor:
-        """What the target has just computed for T tokens -> what the head reads of it [T, features], in memory of its
-        own: the next step may overwrite the target's."""
-        if not self._taps:
-            return hidden.last.clone()
-        assert hidden.taps is not None
-        taps = [hidden.taps[self.target.taps.index(tap)] for tap in self._taps]
-        return torch.cat([*taps, hidden.last], dim=-1)
-
-    def join(self, features: Tensor) -> Tensor:
-        """[T, features] -> [T, hidden]."""
-        if self.joint is None:
-            return features
-        return self.joint(unit(features.unflatten(-1, (-1, self.hidden_size))).flatten(-2))
-
-    def states(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions [T], previous [T, hidden]: the states of the tokens before -> [T, hidden]."""
-        x = self.mix(torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1))
-        rotation = self.rotary(positions)
-        if self._fused is not None and isinstance(attend, HostAttend):
-            return self._fused(x, {self._rope: rotation}, attend)[0]
-        delta = self.layer(x, None, positions, rotation, attend)
-        return self.norm(x if delta is None else x + delta)
-
-    def scores(self, states: Tensor) -> Tensor:
-        """[S, hidden] -> [S, draft vocab], of the tokens that `token_ids` lists."""
-        return self.head(states)
+def _cut(features: Tensor, spans: Sequence[range], copies: bool) -> Sequence[Tensor]:
+    """These rows; with `copies`, in memory of their own, copied by one launch for all."""
+    if not copies:
+        return [features[span.start : span.stop] for span in spans]
+    rows = sent([row for span in spans for row in span], features.device)
+    copied: Sequence[Tensor] = features.index_select(0, rows).split([len(span) for span in spans])
+    return copied
 
 
-def head_rows(target: Decoder, token_ids: Tensor) -> Tensor:
-    """What the target's own head multiplies a state with to score these tokens [tokens, hidden]."""
-    if target.config.tied_head:
-        return target.embed(token_ids) / target.embedding.scale
-    # However the head is stored, it is a linear map: it tells its weights if it is asked for one number at a time.
-    numbers = torch.eye(target.config.hidden_size, dtype=target.dtype, device=target.device)
-    return torch.cat([target.head(some)[:, token_ids] for some in numbers.split(64)]).T.contiguous()
+class PendingStates:
+    """The tokens that a draft head has not computed yet: the first one's position, and for it and all later ones the
+    target's features before it."""
 
+    def __init__(self, request: Request, first: int, states: Tensor) -> None:
+        self.request = request
+        self.first = first
+        self.end = first + len(states)
+        self._parts = deque(
+            [states]
+        )  # [tokens, features] each, one per step: joining them would copy all at every step
 
-def unit(x: Tensor) -> Tensor:
-    """Scaled to a mean square of one."""
-    return F.rms_norm(x, x.shape[-1:], eps=EPS)
+    def states(self) -> Tensor:
+        """[end - first, features]."""
+        return self._parts[0] if len(self._parts) == 1 else torch.cat([*self._parts])
+
+    def append(self, states: Tensor) -> None:
+        """Add the states of a step; beyond MAX_PENDING_STATES the oldest are dropped, at the price of worse drafts."""
+        self._parts.append(states)
+        self.end += len(states)
+        while self.end - self.first > MAX_PENDING_STATES:
+            self.first += len(self._parts.popleft())

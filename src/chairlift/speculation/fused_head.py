@@ -1,4 +1,4 @@
-"""A draft head with 8-bit weights on the CPU, all guesses of a step one call of a kernel."""
+"""A draft head with 8-bit weights on the CPU: all drafts of a step are one call of a kernel."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from chairlift.models.stacks.fused_cpu import FusedCPULayers
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that wants guesses: its tokens [start, end) are certain, and not computed by the head yet."""
+class HeadTask:
+    """A request that gets draft tokens: its tokens [start, end) are known, and not computed by the head yet."""
 
     start: int
     end: int
     table: Sequence[int]
-    length: int  # so many at most
-    least: float  # the chance that a guess and all before it are right must be as much as that for it to be kept
-    least_to_go_on: float  # and for another one to be made
-    chances: Sequence[float]  # how often a guess is right, from one that the head is not sure of to one that it is
+    length: int  # at most
+    min_chance: float  # that a draft token and all before it are right, to be kept
+    min_chance_to_extend: float  # and for another one to be drafted
+    chances: Sequence[float]  # by level of confidence, how often a draft token is right
 
 
 class FusedHead:
@@ -44,7 +44,7 @@ class FusedHead:
         head: PackedWeight,
         embedded: Tensor,
     ) -> None:
-        """`embedded` [draft vocab, hidden]: the tokens that can be guessed, each of mean square one."""
+        """`embedded` [draft vocab, hidden]: the tokens that can be drafted, each of mean square one."""
         self._decoder = decoder
         self._layer = layer
         self._inv_freq = np.array(rope.inv_freq, dtype=np.float32)
@@ -55,21 +55,25 @@ class FusedHead:
         self._weights = HeadWeights(decoder.network, none if joint is None else joint, mix, head, rows)
         self._room: Room | None = None
 
-    def guess(self, asked: Sequence[Asked], embedded: np.ndarray, features: np.ndarray, storage: KVStorage) -> Choices:
-        """Who wants most comes first. embedded [T, hidden], features [T, ...]: of all their tokens."""
-        tables = np.zeros((len(asked), max(len(one.table) for one in asked)), dtype=np.int32)
-        for row, one in zip(tables, asked, strict=True):
+    def draft(
+        self, tasks: Sequence[HeadTask], embedded: np.ndarray, features: np.ndarray, storage: KVStorage
+    ) -> Choices:
+        """The task of the greatest length comes first. embedded [T, hidden], features [T, ...]: of all their tokens."""
+        tables = np.zeros((len(tasks), max(len(one.table) for one in tasks)), dtype=np.int32)
+        for row, one in zip(tables, tasks, strict=True):
             row[: len(one.table)] = one.table
-        certain = self._certain(asked, embedded, features, tables, storage)
-        guessed = self._guessed(asked, tables, storage.block_size, embedded.shape[1])
-        least = np.array([[one.least for one in asked], [one.least_to_go_on for one in asked]], dtype=np.float32)
-        chances = np.array([one.chances for one in asked], dtype=np.float32)
-        choices = Choices.none_yet(asked[0].length, least, chances)
-        room = self._room_for(len(embedded), len(asked), features.shape[1])
+        certain = self._certain(tasks, embedded, features, tables, storage)
+        guessed = self._guessed(tasks, tables, storage.block_size, embedded.shape[1])
+        least = np.array(
+            [[one.min_chance for one in tasks], [one.min_chance_to_extend for one in tasks]], dtype=np.float32
+        )
+        chances = np.array([one.chances for one in tasks], dtype=np.float32)
+        choices = Choices.none_yet(tasks[0].length, least, chances)
+        room = self._room_for(len(embedded), len(tasks), features.shape[1])
         the_team().run(guess, self._weights, certain, guessed, self._buffers(embedded), room, choices)
         return choices
 
-    def remember(
+    def store(
         self,
         embedded: np.ndarray,
         features: np.ndarray,
@@ -77,27 +81,27 @@ class FusedHead:
         slots: np.ndarray,
         storage: KVStorage,
     ) -> None:
-        """Keep the keys and values of tokens [T] in these slots, for guesses behind later ones."""
-        nobody = np.zeros((1, 1), dtype=np.int32)
+        """Store the keys and values of tokens [T] in these slots."""
+        no_table = np.zeros((1, 1), dtype=np.int32)
         work = self._work(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))
-        step = self._step(embedded, positions, slots, nobody, work, storage)
+        step = self._step(embedded, positions, slots, no_table, work, storage)
         certain = Certain(step, embedded, features, np.empty(0, dtype=np.int64))
         room = self._room_for(len(embedded), 1, features.shape[1])
         the_team().run(remember, self._weights, certain, self._buffers(embedded), room)
 
     def _certain(
         self,
-        asked: Sequence[Asked],
+        tasks: Sequence[HeadTask],
         embedded: np.ndarray,
         features: np.ndarray,
         tables: np.ndarray,
         storage: KVStorage,
     ) -> Certain:
-        rows = [(index, position) for index, one in enumerate(asked) for position in range(one.start, one.end)]
+        rows = [(index, position) for index, one in enumerate(tasks) for position in range(one.start, one.end)]
         sequences, positions = np.array(rows).T
         slots = _slots(tables, sequences, positions, storage.block_size)
         step = self._step(embedded, positions, slots, tables, self._work(sequences, positions + 1), storage)
-        return Certain(step, embedded, features, np.cumsum([one.end - one.start for one in asked]) - 1)
+        return Certain(step, embedded, features, np.cumsum([one.end - one.start for one in tasks]) - 1)
 
     def _step(
         self,
@@ -114,18 +118,18 @@ class FusedHead:
         x = np.empty_like(embedded)
         return Step(x, cos, sin, slots, keys, values, tables, work, nothing, np.arange(len(x)), x)
 
-    def _guessed(self, asked: Sequence[Asked], tables: np.ndarray, block_size: int, hidden: int) -> Guessed:
-        """Place p holds the token behind `end` + p others. Of the last guess, none is computed."""
-        ends, lengths = np.array([(one.end, one.length) for one in asked]).T
+    def _guessed(self, tasks: Sequence[HeadTask], tables: np.ndarray, block_size: int, hidden: int) -> Guessed:
+        """Place p holds the token behind `end` + p others. The last draft token is not computed."""
+        ends, lengths = np.array([(one.end, one.length) for one in tasks]).T
         places = np.arange(lengths[0] - 1)[:, None]
         wanted = places < lengths - 1  # [P, R]
         positions = np.where(wanted, ends + places, 0)
-        every = np.arange(len(asked))
+        every = np.arange(len(tasks))
         cos, sin = self._angles(positions)
         work = self._work(every, ends + np.maximum(lengths - 1, 1))
         rows, requests = work.pieces.rows, wanted.sum(axis=1)
         return Guessed(
-            x=np.empty((len(asked), hidden), dtype=np.float32),
+            x=np.empty((len(tasks), hidden), dtype=np.float32),
             cos=cos,
             sin=sin,
             slots=_slots(tables, every, positions, block_size),
@@ -142,7 +146,7 @@ class FusedHead:
     def _angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[P, R] -> cos, sin [P, R, pairs]."""
         longest = int(positions.max(initial=0)) + 1
-        if longest > len(self._cos):  # by far the most of them are looked up
+        if longest > len(self._cos):  # a table, since most calls look up the same positions
             angles = np.arange(2 * longest, dtype=np.float32)[:, None] * self._inv_freq
             self._cos, self._sin = np.cos(angles) * self._rope_scale, np.sin(angles) * self._rope_scale
         return self._cos[positions], self._sin[positions]

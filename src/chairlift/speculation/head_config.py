@@ -1,4 +1,4 @@
-"""What a draft head looks like, and how its checkpoint says so."""
+"""The shape of a draft head, as its checkpoint's config.json has it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from chairlift.models.read_config import decoder_config
 
 MODEL_TYPE = "chairlift_draft_head"
 EPS = 1e-5
-MOST_GUESSES = 4  # one after the other: what a head is trained for
-MOST_ASKED = 6  # and what it is asked for: behind four that are right, it is right as often as before
+TRAINED_LENGTH = 4  # draft tokens that a head is trained for
+MAX_LENGTH = 6  # and asked for: after four that are right, it is right as often as before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +22,14 @@ class HeadConfig:
 
     hidden_size: int  # the target's
     target_vocab_size: int
-    draft_vocab_size: int  # how many of the target's tokens it can guess
+    draft_vocab_size: int  # how many of the target's tokens it can draft
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     rope_theta: float
     max_position_embeddings: int
-    taps: tuple[int, ...] = ()  # layers of the target whose input it reads beside what the last one puts out
+    taps: tuple[int, ...] = ()  # layers of the target whose input it reads beside the output of the last one
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> HeadConfig:
@@ -43,13 +43,13 @@ class HeadConfig:
         return {"model_type": MODEL_TYPE, **asdict(self)}
 
     def decoder(self) -> DecoderConfig:
-        """The same as a Llama of one layer."""
+        """The same shape as a Llama of one layer."""
         shape = asdict(self) | {"model_type": "llama", "vocab_size": self.target_vocab_size, "num_hidden_layers": 1}
         return decoder_config(shape | {"rms_norm_eps": EPS, "tie_word_embeddings": True})
 
     @property
     def feature_size(self) -> int:
-        """Numbers that it reads of one of the target's tokens."""
+        """Numbers that it reads per token of the target."""
         return self.hidden_size * (1 + len(self.taps))
 
     @property

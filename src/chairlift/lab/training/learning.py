@@ -11,10 +11,10 @@ from torch import Tensor
 from chairlift.lab.training.texts import Texts
 from chairlift.lab.training.trainable_head import Seen, TrainableHead, WholeTexts
 from chairlift.models.decoder import Decoder
-from chairlift.speculation.draft_head import head_rows, unit
-from chairlift.speculation.head_config import MOST_GUESSES
+from chairlift.speculation.head_config import TRAINED_LENGTH
+from chairlift.speculation.head_layers import head_rows, unit
 
-DEPTH = MOST_GUESSES  # each from the head's own state at the one before
+DEPTH = TRAINED_LENGTH  # each from the head's own state at the one before
 DEPTH_WEIGHT = 0.8  # of each guess, compared with the one before it
 AFTER_A_MISS = 0.2  # the weight of a guess that would not be asked for, because the one before it was wrong
 AFTER_A_HIT = 0.5  # and of a first guess where a step seldom begins, because the place before foresaw the token there

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from chairlift.attention.base import AttentionLayer
 from chairlift.lab.training.writer import refuse_unusual_attention
 from chairlift.models.decoder import Decoder
-from chairlift.speculation.draft_head import unit
 from chairlift.speculation.head_config import EPS, HeadConfig
+from chairlift.speculation.head_layers import unit
 
 FIRST_SIZE = 0.3
 Seen = list[tuple[Tensor, Tensor]]  # keys and values of each depth [texts, heads, length, head_dim]

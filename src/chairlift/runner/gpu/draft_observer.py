@@ -15,8 +15,7 @@ from chairlift.core.request import Request
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep
-from chairlift.speculation.network_proposer import NetworkProposer
-from chairlift.speculation.networks import ComputedBatch
+from chairlift.speculation.draft_network import ComputedBatch, ModelProposer
 
 
 class DraftObserver:
@@ -24,7 +23,7 @@ class DraftObserver:
 
     def __init__(
         self,
-        drafter: NetworkProposer,
+        drafter: ModelProposer,
         storage: KVStorage,
         inputs: Callable[[BatchShape], tuple[dict[str, Tensor], Attend]],
     ) -> None:
@@ -50,7 +49,7 @@ class DraftObserver:
 
     def bytes_kept(self, num_requests: int) -> int:
         """Device memory that the network keeps from step to step, beside the KV storage."""
-        return self._drafter.network.bytes_kept(num_requests)
+        return self._drafter.state_bytes(num_requests)
 
     def _observe(
         self,
@@ -64,4 +63,4 @@ class DraftObserver:
         assert step.output is not None
         view, attend = self._inputs(shape)
         batch = step.output.batch(plan, offsets, view)
-        self._drafter.network.follow(ComputedBatch(plan, batch, attend, step.output.hidden, accepted, self._storage))
+        self._drafter.observe_step(ComputedBatch(plan, batch, attend, step.output.hidden, accepted, self._storage))

@@ -14,7 +14,7 @@ from chairlift.runner.gpu.packing import PackedStep
 from chairlift.runner.gpu.slots import Slots
 from chairlift.runner.gpu.step import SampledTokens
 from chairlift.sampling.sampler import Sampler
-from chairlift.speculation.network_proposer import NetworkProposer
+from chairlift.speculation.draft_network import ModelProposer
 from chairlift.structured.output import MaskJob, StructuredOutput
 
 
@@ -27,7 +27,7 @@ class HostSampling:
         sampler: Sampler,
         last_token: Tensor,
         structured: StructuredOutput | None,
-        drafter: NetworkProposer | None,
+        drafter: ModelProposer | None,
     ) -> None:
         """`last_token` [slots + 1] int32: each request's last token, on the device."""
         self._slots = slots
@@ -80,4 +80,4 @@ class HostSampling:
         return dict(zip(rows, found, strict=True))
 
     def _drawn_from(self, chunk: Chunk) -> Tensor | None:
-        return self._drafter.drawn_from(chunk.request.id) if self._drafter is not None and chunk.drafts else None
+        return self._drafter.sampled_from(chunk.request.id) if self._drafter is not None and chunk.drafts else None

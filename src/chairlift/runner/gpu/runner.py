@@ -35,7 +35,7 @@ from chairlift.runner.gpu.staging import Staging
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput
 from chairlift.runner.host_blocks import HostBlocks, make_copies
 from chairlift.sampling.beam_candidates import beam_candidates
-from chairlift.speculation.network_proposer import NetworkProposer
+from chairlift.speculation.draft_network import ModelProposer
 from chairlift.structured.output import StructuredOutput
 
 STEPS_AHEAD = 1
@@ -57,7 +57,7 @@ class GPURunner(ModelRunner):
         max_model_len: int,
         graphs: bool = True,
         structured: StructuredOutput | None = None,
-        drafter: NetworkProposer | None = None,
+        drafter: ModelProposer | None = None,
         host_blocks: HostBlocks | None = None,
         max_drafts: int = 0,
         draft_layers: Sequence[AttentionLayer] = (),

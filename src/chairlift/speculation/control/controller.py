@@ -1,203 +1,244 @@
-"""Speculation: guess the next tokens of a request, and have the model verify all of them in one step.
-
-A proposer guesses; the scheduler adds the guesses, as drafts, to chunks of requests that decode; the executor says how
-many of them the model would have chosen itself. Nothing that comes out depends on the guesses, only how many steps it
-takes: a token that the model did not choose is never given out.
+"""Adds draft tokens to step plans: how many, and whether at all.
 
     known       ... the quick brown        computed up to "quick"
     drafts                        fox jumps under
     computed    brown fox jumps under      in one step, which scores what follows each
-    accepted          fox jumps            "under" is wrong: the model says "over"
+    accepted          fox jumps            "under" is wrong: the model samples "over"
     known       ... the quick brown fox jumps over
     blocks      those that only "under" would have needed are given back
+
+One more draft token costs the time to draft it, and what one more row adds to a step. If it is right (which needs all
+draft tokens before it to be right), it saves a token of a later step. So it pays if
+
+    chance that it is right  >  seconds of one more draft token / seconds per token without drafts
+
+A large batch raises the right side, until no draft token pays. All of it is measured, for each batch size: payoff.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from chairlift.core.plan import Chunk, StepResult
 from chairlift.core.plan_builder import PlanBuilder
-from chairlift.core.request import Request, Status
+from chairlift.core.request import Request
 from chairlift.core.scheduler.state import SchedulerState
-from chairlift.speculation.control.draft_length import DraftLength
+from chairlift.errors import InvalidParameter
+from chairlift.speculation.control.calibration import Calibration
+from chairlift.speculation.control.payoff import DraftPayoff
+from chairlift.speculation.control.proposer import Draft, DraftTerms, Proposer, is_greedy
+from chairlift.speculation.control.tuning import SpeculationTuning
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """So many drafts are asked for; there is room for them behind the request's known tokens."""
+@dataclass(slots=True)
+class _Proposal:
+    """The drafts of one step, which its result is compared with."""
 
-    request: Request
-    length: int
-    table: Sequence[int]
-    # The chance that a draft must have, as far as a proposer knows it: to be verified, once it is made; and for another
-    # to be made behind it.
-    least: float = 0.0
-    least_to_go_on: float = 0.0
-
-
-class Proposer(Protocol):
-    """Where drafts come from."""
-
-    name: str
-    max_length: int
-    judges: bool  # whether it leaves out what is less likely than wanted; so one may ask for more than is likely
-    sleeps: bool  # whether in long pauses it takes no note of what is generated, and has to wake before it guesses
-    asleep: bool  # set by the controller
-
-    @property
-    def spent(self) -> float:
-        """Seconds that the last call of `propose` took."""
-        ...
-
-    @property
-    def catching_up(self) -> float:
-        """Of these, what went into tokens that requests got while they got no drafts. It comes once after a pause, and
-        so says nothing about what drafts cost from step to step."""
-        ...
-
-    def foresee(self, requests: Sequence[Request]) -> Sequence[int | None]:
-        """What kind of draft it has for each; kinds are told apart by how often they are right. None: it has none."""
-        ...
-
-    def propose(self, wanted: Sequence[Wanted]) -> Sequence[Sequence[int]]:
-        """At most as many drafts as wanted, of those for whom it has foreseen some."""
-        ...
-
-    def seconds(self, num_requests: int, length: int) -> float:
-        """What proposing so many drafts more for each of so many requests takes."""
-        ...
-
-    def learn(self, request: Request, proposed: int, accepted: int) -> None:
-        """So many of the drafts that a request got last were verified, and so many were right."""
-        ...
-
-    def forget(self, request_id: str) -> None:
-        """A request is over."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Proposing:
-    """The time spent on the drafts of a step, which is found again by its first chunk."""
-
-    first_chunk: Chunk | None
-    seconds: float = 0.0
-    catching_up: float = 0.0
+    first_chunk: Chunk  # by which the step is found again
+    seconds: float
+    levels: dict[str, Sequence[int]]  # by request id: the confidence in its draft tokens
+    did_extra_work: bool
 
 
 class SpeculationController:
-    """Adds drafts to a step that is otherwise complete: they use what memory and budget the others leave."""
+    """Uses the memory and the token budget that the rest of a step leaves."""
 
-    def __init__(self, proposer: Proposer, length: DraftLength, most_drafts: int | None = None) -> None:
-        """`most_drafts`: of all requests of a step together."""
-        self.proposer = proposer
-        self.length = length
-        self.most_drafts = most_drafts
-        # Whether the steps now are to have drafts. Then each is planned when the tokens of the one before are known, on
-        # devices that could otherwise be given it sooner.
-        self.drafting = False
-        self._proposing = _Proposing(None)  # of the last step that any time went into drafts of
-
-    def add_drafts(self, state: SchedulerState, plan: PlanBuilder) -> None:
-        self.drafting = False
-        if self.proposer.sleeps:
-            self.proposer.asleep = self.length.sleeps(len(plan.chunks))
-        # Blocks that are still to be copied to the host must not be given to drafts, which may be written before that.
-        if plan.memory_was_short or plan.swap_outs or not plan.room:
-            return
-        if not self.length.allows_drafts(len(plan.chunks)):
-            return
-        requests = [chunk.request for chunk in plan.chunks.values() if _may_have_drafts(chunk, plan)]
-        kinds = self.proposer.foresee(requests) if requests else ()
-        candidates = [(request, kind) for request, kind in zip(requests, kinds, strict=True) if kind is not None]
-        if not candidates:
-            return
-        lengths = self.length.choose(candidates, plan.chunks.values(), self.proposer)
-        self.drafting = any(lengths)
-        wanted = self._reserve(candidates, lengths, state, plan)
-        if not wanted:
-            return
-        proposed = self.proposer.propose(wanted)
-        for one, drafts in zip(wanted, proposed, strict=True):
-            request = one.request
-            if drafts:
-                plan.add_drafts(request, drafts)
-            if len(drafts) < one.length:
-                state.kv.trim(request, request.num_planned + plan.count(request))
-        first = next(iter(plan.chunks.values()))
-        self._proposing = _Proposing(first, self.proposer.spent, self.proposer.catching_up)
-
-    def _reserve(
+    def __init__(
         self,
-        candidates: Sequence[tuple[Request, int]],
-        lengths: Sequence[int],
-        state: SchedulerState,
-        plan: PlanBuilder,
-    ) -> list[Wanted]:
-        """Room for as many drafts as were chosen, where there is any: nobody gives way to a guess."""
-        wanted = []
-        room = plan.room if self.most_drafts is None else min(plan.room, self.most_drafts)
-        # Where there is not room for all, everybody has a share: else the first would take it all, and in every step.
-        share = max(lengths) if sum(lengths) <= room else max(1, room // sum(length > 0 for length in lengths))
-        for (request, _), length in zip(candidates, lengths, strict=True):
-            if request.num_unread:  # its last token is not known yet
-                continue
-            # A verified draft is followed by one more token, and that is the last that may be.
-            length = min(length, share, room, request.max_new_tokens - request.num_output - 1)
-            if length > 0 and state.kv.reserve(request, plan.count(request) + length) is not None:
-                needed = self.length.least, self.length.least_to_go_on  # chances
-                wanted.append(Wanted(request, length, state.kv.table(request), *needed))
-                room -= length
-        return wanted
-
-    def observe(self, result: StepResult, seconds: float, waited: bool = False, typical: bool = True) -> float:
-        """A step took so long. Returns how much of that went into running it and not into guessing. `waited`: it could
-        have been planned before the tokens of the one before were known, but for guesses. That is part of their price,
-        even if there were none in the end. `typical`: later steps of its kind will take about as long; others, such as
-        one that a graph is captured in, say nothing about guesses.
-
-        Guesses that a grammar has cut are not among its drafts, for the model did not see them. But they took their
-        time, so that the step says nothing of those without speculation."""
-        plan = result.plan
-        for chunk in plan.chunks:
-            if chunk.drafts:
-                self._learn(chunk.request, len(chunk.drafts), result.accepted.get(chunk.request.id, 0))
-        known, nothing = self._proposing, _Proposing(None)
-        proposing = known if plan.chunks and plan.chunks[0] is known.first_chunk else nothing
-        if typical and all(chunk.decodes for chunk in plan.chunks):
-            accepted = sum(result.accepted.values())
-            guessed = waited or plan.num_drafts > 0 or proposing.seconds > proposing.catching_up
-            self.length.payoff.observe(
-                len(plan.chunks),
-                guessed,
-                accepted,
-                seconds,
-                catching_up=proposing.catching_up,
-                guessing=proposing.seconds,
-                num_drafts=plan.num_drafts,
-            )
-        return seconds - proposing.seconds
+        proposer: Proposer,
+        *,
+        draft_length: int | None = None,
+        max_drafts: int | None = None,
+        num_allowed: Callable[[Request, Sequence[int]], int] | None = None,
+        tuning: SpeculationTuning | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`draft_length`: always propose as many, whether they pay or not. `max_drafts`: of all requests of a step.
+        `num_allowed`: how many of a structured request's draft tokens its grammar allows."""
+        if draft_length is not None and draft_length > proposer.max_length:
+            problem = f"{proposer.name} drafts at most {proposer.max_length} tokens, got {draft_length}"
+            raise InvalidParameter("draft_length", problem)
+        self.proposer = proposer
+        self.draft_length = draft_length
+        self.may_pause = draft_length is None  # while drafts do not pay
+        self.drafting = False
+        self.tuning = tuning or SpeculationTuning()
+        self.payoff = DraftPayoff(self.tuning)
+        # By whether the target takes its likeliest token: else it agrees less often with the likeliest draft token.
+        self.calibration = {greedy: Calibration(self.tuning) for greedy in (True, False)}
+        self._max_drafts = max_drafts
+        self._num_allowed = num_allowed
+        self._clock = clock
+        self._proposal: _Proposal | None = None
+        self._pass_seconds: dict[int, float] = {}  # of the proposer, by the bit length of the number of requests
 
     @property
     def speedup(self) -> float:
-        return self.length.payoff.speedup
+        return self.payoff.speedup
 
-    def _learn(self, request: Request, proposed: int, accepted: int) -> None:
-        if request.status is not Status.FINISHED:  # which is forgotten already
-            self.length.learn(request.id, proposed, accepted)
-        self.proposer.learn(request, proposed, accepted)
+    def add_drafts(self, state: SchedulerState, plan: PlanBuilder) -> None:
+        self.drafting = False
+        self._proposal = None
+        if not self._may_draft(plan):
+            return
+        requests = [chunk.request for chunk in plan.chunks.values() if _may_have_drafts(chunk, plan)]
+        if not requests:
+            return
+        reserved: set[str] = set()
+
+        def reserve(request: Request, length: int) -> Sequence[int] | None:
+            if length < 1 or state.kv.reserve(request, plan.count(request) + length) is None:
+                return None
+            reserved.add(request.id)
+            return state.kv.table(request)
+
+        terms = self._terms(requests, plan.chunks.values(), reserve)
+        if terms is None:
+            return
+        ready = [request for request in requests if not request.num_unread]
+        if ready:
+            self._propose(ready, terms, state, plan)
+        for request in ready:
+            if request.id in reserved:
+                state.kv.trim(request, request.num_planned + plan.count(request))
+        waiting = (request for request in requests if request.num_unread)
+        self.drafting = self.drafting or any(self._expects_draft(request, terms) for request in waiting)
+
+    def _may_draft(self, plan: PlanBuilder) -> bool:
+        """Called once per step: pauses are counted by it."""
+        # Blocks that are still to be copied to the host must not be given to drafts, which may be written before that.
+        if plan.memory_was_short or plan.swap_outs or not plan.room:
+            return False
+        return not self.may_pause or self.payoff.allows_drafts(len(plan.chunks))
+
+    def _expects_draft(self, request: Request, terms: DraftTerms) -> bool:
+        level = self.proposer.foresee(request)
+        return level is not None and terms.chances_for(request)[level] >= terms.min_chance
+
+    # ---- how many -------------------------------------------------------------------------------------------------
+
+    def _terms(
+        self,
+        requests: Sequence[Request],
+        chunks: Collection[Chunk],
+        reserve: Callable[[Request, int], Sequence[int] | None],
+    ) -> DraftTerms | None:
+        """None if no draft token can pay, however sure it is."""
+        chances = {greedy: known.chances for greedy, known in self.calibration.items()}
+        if self.draft_length is not None:
+            return DraftTerms(self.draft_length, 0.0, 0.0, chances, reserve)
+        least = self._least_chances(len(requests), sum(chunk.decodes for chunk in chunks))
+        return None if least is None else DraftTerms(self.proposer.max_length, *least, chances, reserve)
+
+    def _least_chances(self, num_requests: int, num_decodes: int) -> tuple[float, float] | None:
+        """The chances from which on a draft token is worth verifying, and worth drafting and verifying; None if no
+        draft token can pay."""
+        batch = self.payoff.batch(num_decodes)
+        if not batch.plain.count:
+            return None
+        if batch.in_trial or batch.slope.value is None:
+            return self.tuning.trial_chance, self.tuning.trial_chance
+        token_seconds = batch.plain.value
+        drafting = self._seconds_per_pass(num_requests) / num_requests
+        if batch.slope.value + drafting >= token_seconds:
+            self.payoff.pause(batch)
+            return None
+        return batch.slope.value / token_seconds, (batch.slope.value + drafting) / token_seconds
+
+    # ---- drafting -------------------------------------------------------------------------------------------------
+
+    def _propose(
+        self, requests: Sequence[Request], terms: DraftTerms, state: SchedulerState, plan: PlanBuilder
+    ) -> None:
+        begun = self._clock()
+        found = self.proposer.propose(requests, terms)
+        seconds = self._clock() - begun
+        self.drafting = any(draft is not None for draft in found)
+        drafts = [(one, self._kept(one, draft, terms)) for one, draft in zip(requests, found, strict=True) if draft]
+        room = plan.room if self._max_drafts is None else min(plan.room, self._max_drafts)
+        # Without room for all, each gets a share: else the first request would take it all, and in every step.
+        share = room
+        if sum(len(draft.tokens) for _, draft in drafts) > room:
+            share = max(1, room // sum(bool(draft.tokens) for _, draft in drafts))
+        levels: dict[str, Sequence[int]] = {}
+        for request, draft in drafts:
+            tokens = draft.tokens[: min(share, room)]
+            if tokens and state.kv.reserve(request, plan.count(request) + len(tokens)) is not None:
+                plan.add_drafts(request, tokens)
+                levels[request.id] = draft.levels
+                room -= len(tokens)
+        if not terms.did_extra_work and drafts:
+            self._note_pass([draft for draft in found if draft is not None], seconds, terms)
+        if self.drafting or terms.did_extra_work:
+            first = next(iter(plan.chunks.values()))
+            self._proposal = _Proposal(first, seconds, levels, terms.did_extra_work)
+
+    def _kept(self, request: Request, draft: Draft, terms: DraftTerms) -> Draft:
+        """The draft tokens that are likely enough, and that a grammar allows."""
+        chances, likely, kept = terms.chances_for(request), 1.0, 0
+        for level in draft.levels[: terms.length(request)]:
+            likely *= chances[level]
+            if likely < terms.min_chance:
+                break
+            kept += 1
+        tokens = draft.tokens[:kept]
+        if tokens and self._num_allowed is not None and request.params.structure is not None:
+            tokens = tokens[: self._num_allowed(request, tokens)]
+        return Draft(tokens, draft.levels[: len(tokens)])
+
+    def _note_pass(self, drafts: Sequence[Draft], seconds: float, terms: DraftTerms) -> None:
+        """A pass drafts one token for each request; the last pass may have drafted what was not likely enough."""
+        passes = max(min(len(draft.tokens) + 1, terms.max_length) for draft in drafts)
+        size = len(drafts).bit_length()
+        before = self._pass_seconds.get(size, seconds / passes)
+        self._pass_seconds[size] = before + self.tuning.gain * (seconds / passes - before)
+
+    def _seconds_per_pass(self, num_requests: int) -> float:
+        if not self._pass_seconds:
+            return 0.0
+        size = num_requests.bit_length()
+        nearest = min(self._pass_seconds, key=lambda known: abs(known - size))
+        # A pass of fewer requests than any so far takes less; the next draft will tell how much.
+        return self._pass_seconds[nearest] * min(1.0, 2.0 ** (size - nearest))
+
+    # ---- results --------------------------------------------------------------------------------------------------
+
+    def observe(self, result: StepResult, seconds: float, waited: bool = False, typical: bool = True) -> float:
+        plan, proposal = result.plan, self._proposal
+        if proposal is None or not plan.chunks or plan.chunks[0] is not proposal.first_chunk:
+            proposal = None
+        for chunk in plan.chunks:
+            if chunk.drafts:
+                self._learn(chunk, result.accepted.get(chunk.request.id, 0), proposal)
+        proposing = 0.0 if proposal is None else proposal.seconds
+        extra = proposal is not None and proposal.did_extra_work
+        if typical and not extra and all(chunk.decodes for chunk in plan.chunks):
+            self.payoff.observe(
+                len(plan.chunks),
+                waited or proposal is not None,
+                sum(result.accepted.values()),
+                seconds,
+                proposing=proposing,
+                num_drafts=plan.num_drafts,
+            )
+        return seconds - proposing
+
+    def _learn(self, chunk: Chunk, accepted: int, proposal: _Proposal | None) -> None:
+        request, proposed = chunk.request, len(chunk.drafts)
+        if proposal is not None:
+            levels = proposal.levels[request.id][:proposed]
+            self.calibration[is_greedy(request)].learn(levels, accepted)
+        self.proposer.observe(request, proposed, accepted)
 
     def forget(self, request_id: str) -> None:
-        self.length.forget(request_id)
         self.proposer.forget(request_id)
 
 
 def _may_have_drafts(chunk: Chunk, plan: PlanBuilder) -> bool:
-    """Only those whose blocks are as they will be: a proposer may read and write them before the copies of the step
-    are made. And no beams: what comes after them is not for the sampler to say."""
+    """Only requests whose blocks are final: a proposer may read and write them before the copies of the step are made.
+    No beams: the search chooses their next tokens, not the sampler."""
     request = chunk.request
     if not chunk.decodes or chunk.copies or request.group is not None:
         return False

@@ -30,12 +30,25 @@ CAPTION = (
     "Times as fast: the median of the rounds. Accepted: share of the draft tokens. "
     "Length: accepted draft tokens per verification"
 )
+ABLATION_COLUMNS = (
+    Column("Without", lambda point: point.name),
+    Column("Time", lambda point: point.ratio, ".3f"),
+    Column("Noise", lambda point: point.noise, ".3f"),
+    Column("Most", lambda point: point.worst[1], ".3f"),
+    Column("In", lambda point: point.worst[0]),
+    Column("Earns its\nplace", lambda point: point.earns_its_place),
+)
+ABLATION_CAPTION = (
+    "Time of all replays relative to the default, as a geometric mean, with its standard error; "
+    "and the workload in which the constant saves most"
+)
 
 
 @bench(
     "speculation",
     "chairlift bench speculation",
     "chairlift bench speculation --proposers ngram,draft:smollm2-135m --scenarios chat --plot speed.png",
+    "chairlift bench speculation --ablate --json ablation.json",
     report=ReportOptions,
 )
 def bench_speculation(
@@ -50,6 +63,9 @@ def bench_speculation(
     tokens: Annotated[int, typer.Option(help="Tokens per request.")] = 64,
     rounds: Annotated[int, typer.Option(help="Rounds; each engine serves all requests in each.")] = 3,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Replay recorded drafts without each tuned constant instead.")
+    ] = False,
 ) -> BenchResult:
     """Tokens per second with and without speculation, on text that repeats its prompt and on text that does not.
 
@@ -57,6 +73,8 @@ def bench_speculation(
     so that other load on the machine affects all of them. The engine without
     speculation runs twice: the difference is noise. Outputs are compared.
     """
+    if ablate:
+        return _ablate(rounds, note)
     from chairlift.lab.bench.speculation.plot import plot_speculation
     from chairlift.lab.bench.speculation.run import SpeculationSettings, compare_speculation, parse_names
     from chairlift.lab.common.engines import EngineMaker
@@ -79,3 +97,11 @@ def bench_speculation(
         [Table("Speculation", COLUMNS, points, CAPTION)],
         lambda path, footnote: plot_speculation(path, points, footnote),
     )
+
+
+def _ablate(seeds: int, note: Note) -> BenchResult:
+    from chairlift.lab.bench.speculation.ablation import ablate
+
+    points = ablate(seeds, note)
+    table = Table("Speculation without each tuned constant", ABLATION_COLUMNS, points, ABLATION_CAPTION)
+    return BenchResult({"ablate": True, "seeds": seeds}, [point.row() for point in points], [table])

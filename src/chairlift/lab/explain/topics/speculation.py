@@ -158,7 +158,7 @@ TOPIC = Topic(
     teach=teach,
     code=(
         "chairlift/speculation/control/controller.py",
-        "chairlift/speculation/ngram.py",
+        "chairlift/speculation/proposers/ngram.py",
         "chairlift/sampling/sampler.py",
     ),
 )

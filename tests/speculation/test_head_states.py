@@ -1,4 +1,4 @@
-"""What a draft head does with each step that it is shown."""
+"""What a draft head keeps of each step that it observes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from chairlift.core.request import Status
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
-from chairlift.runner.base import ModelRunner
-from chairlift.speculation.head_network import Head
-from chairlift.speculation.networks import ComputedBatch
-from tests.speculation.running import run, start
-from tests.speculation.test_same_output import SETTINGS, uneven_work
+from chairlift.speculation.draft_head import HeadNetwork
+from chairlift.speculation.draft_network import ComputedBatch
+from tests.speculation.running import SETTINGS, drafter_of, run, start, uneven_work
 
-# Which launch nothing on a device.
+# Operations that launch nothing on a device.
 VIEWS = {"alias", "detach", "select", "slice", "split", "split_with_sizes", "t", "transpose", "unsqueeze", "view"}
 
 
@@ -34,28 +32,25 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def head_of(engine: Engine) -> Head:
-    runner = engine.executor
-    assert isinstance(runner, ModelRunner)
-    assert runner.drafter is not None
-    network = runner.drafter.network
-    assert isinstance(network, Head)
+def head_of(engine: Engine) -> HeadNetwork:
+    network = drafter_of(engine).network
+    assert isinstance(network, HeadNetwork)
     return network
 
 
 def launches_beside(tiny: LoadedModel, draft: Path, num_decodes: int) -> list[str]:
-    """Of a step with a prompt beside so many decodes."""
+    """The launches of a step with a prompt beside `num_decodes` decodes."""
     engine = start(tiny, speculate=f"draft:{draft}", draft_length=1, max_batch_requests=8)
     network = head_of(engine)
-    follow = network.follow
-    following: list[list[str]] = []
+    observe = network.observe_step
+    observed: list[list[str]] = []
 
-    def note_follow(step: ComputedBatch) -> None:
+    def note_step(step: ComputedBatch) -> None:
         with Launches() as launches:
-            follow(step)
-        following.append(launches.names)
+            observe(step)
+        observed.append(launches.names)
 
-    network.follow = note_follow  # type: ignore[method-assign]
+    network.observe_step = note_step  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     for index in range(num_decodes):
         engine.submit([5 + index, 6, 7], params)
@@ -63,71 +58,71 @@ def launches_beside(tiny: LoadedModel, draft: Path, num_decodes: int) -> list[st
         engine.step()
     engine.submit([40, 41, 42, 43], params)
     engine.step()
-    return following[-1]
+    return observed[-1]
 
 
-def test_as_many_launches_however_many_requests_there_are(tiny: LoadedModel, draft: Path) -> None:
+def test_the_number_of_launches_does_not_depend_on_the_number_of_requests(tiny: LoadedModel, draft: Path) -> None:
     few, many = launches_beside(tiny, draft, 2), launches_beside(tiny, draft, 6)
     assert few == many
     assert len(few) > 5
 
 
-def test_who_sits_a_step_out_is_not_forgotten(tiny: LoadedModel, draft: Path) -> None:
-    """Prompts that there is no room for beside others."""
+def test_states_of_a_request_that_skips_a_step_are_kept(tiny: LoadedModel, draft: Path) -> None:
+    """Prompts skip steps that have no room for them."""
     engine = start(tiny, speculate=f"draft:{draft}", draft_length=1, max_batch_tokens=8, max_batch_requests=8)
     network = head_of(engine)
-    follow = network.follow
+    observe = network.observe_step
     before: dict[str, int] = {}
-    sat_out = 0
+    skipped = 0
 
-    def note_follow(step: ComputedBatch) -> None:
-        nonlocal sat_out
-        follow(step)
-        now = {request_id: ahead.end for request_id, ahead in network._ahead.items()}
+    def note_step(step: ComputedBatch) -> None:
+        nonlocal skipped
+        observe(step)
+        now = {request_id: pending.end for request_id, pending in network._pending.items()}
         running = {request.id for request in engine.scheduler.state.running}
         absent = (before.keys() & running) - {chunk.request.id for chunk in step.plan.chunks}
-        sat_out += len(absent)
+        skipped += len(absent)
         assert all(now.get(request_id) == before[request_id] for request_id in absent)
         before.clear()
         before.update(now)
 
-    network.follow = note_follow  # type: ignore[method-assign]
+    network.observe_step = note_step  # type: ignore[method-assign]
     run(engine, uneven_work(14))
-    assert sat_out > 0
+    assert skipped > 0
 
 
 @pytest.mark.parametrize("setting", ["preempted", "swapped"])
-def test_nothing_is_kept_for_those_who_had_to_leave(tiny: LoadedModel, draft: Path, setting: str) -> None:
-    """Their states are views of whole steps', one for each of their last steps."""
+def test_states_of_preempted_requests_are_dropped(tiny: LoadedModel, draft: Path, setting: str) -> None:
+    """States are views of whole steps, one for each of the last steps."""
     engine = start(tiny, speculate=f"draft:{draft}", draft_length=1, **SETTINGS[setting] | {"kv_memory": "60KiB"})
     network = head_of(engine)
-    follow = network.follow
+    observe = network.observe_step
 
-    def note_follow(step: ComputedBatch) -> None:
-        follow(step)
-        assert all(ahead.request.status is Status.RUNNING for ahead in network._ahead.values())
+    def note_step(step: ComputedBatch) -> None:
+        observe(step)
+        assert all(pending.request.status is Status.RUNNING for pending in network._pending.values())
 
-    network.follow = note_follow  # type: ignore[method-assign]
+    network.observe_step = note_step  # type: ignore[method-assign]
     assert run(engine, uneven_work(14)).preemptions
 
 
-def test_of_prompts_and_wrong_guesses_nothing_is_kept(tiny: LoadedModel, draft: Path) -> None:
-    """A row of a large tensor keeps all of it in memory."""
+def test_no_memory_of_prompts_and_wrong_drafts_is_kept(tiny: LoadedModel, draft: Path) -> None:
+    """A view of one row would keep the whole tensor in memory."""
     engine = start(tiny, speculate=f"draft:{draft}", draft_length=3)
     network = head_of(engine)
-    follow = network.follow
+    observe = network.observe_step
     spared = 0
 
-    def note_follow(step: ComputedBatch) -> None:
+    def note_step(step: ComputedBatch) -> None:
         nonlocal spared
-        follow(step)
+        observe(step)
         chunks = step.plan.chunks
         kept = sum(1 + step.accepted.get(chunk.request.id, 0) for chunk in chunks)
         for chunk in chunks:
-            part = network._ahead[chunk.request.id]._parts[-1]
+            part = network._pending[chunk.request.id]._parts[-1]
             assert part.untyped_storage().nbytes() <= kept * part[0].nbytes
         spared += step.plan.num_tokens - kept
 
-    network.follow = note_follow  # type: ignore[method-assign]
+    network.observe_step = note_step  # type: ignore[method-assign]
     run(engine, uneven_work(6))
     assert spared > 100

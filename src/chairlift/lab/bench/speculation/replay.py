@@ -1,0 +1,204 @@
+"""Recorded texts and drafts on a virtual clock: the engine's own scheduler and controller, without a model.
+
+What the default model answered to the bench's prompts was recorded, with what its draft head proposed at every position
+(`recording.json.gz`). A replay verifies the same drafts, and takes the seconds that a profile says: 2 cores of an AMD
+EPYC with AVX-512 VNNI, SmolLM2-135M with 8-bit weights. The machine's noise is part of it, because that is what most of
+the controller's caution is for. Everything is seeded, so a replay always takes the same seconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from chairlift.core.budgets.fixed import FixedBudget
+from chairlift.core.cost_model import CostModel, StepShape
+from chairlift.core.kv.kv_cache import KVCache
+from chairlift.core.plan import Chunk, StepResult
+from chairlift.core.policies.continuous import ContinuousPolicy
+from chairlift.core.request import Request
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.scheduler.scheduler import Scheduler
+from chairlift.speculation.control.controller import SpeculationController
+from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer
+from chairlift.speculation.control.tuning import SpeculationTuning
+from chairlift.speculation.proposers.ngram import NgramProposer
+
+RECORDED_HEAD = "draft:smollm2-135m"
+MAX_BATCH_TOKENS = 512
+
+# Milliseconds, from chairlift bench speculation and chairlift profile on an otherwise idle machine.
+STEP, FIRST_ROWS, LATER_ROWS, FEW_ROWS = 7.2, 0.3, 0.66, 8  # of a step, each of the first 8 rows, each later one
+PROMPT_TOKEN = 0.4
+FIRST_PASS, LATER_PASS, PASS_REQUEST = 0.8, 0.35, 0.06  # of the draft head: and for each request
+OBSERVING = 0.01  # share of a step that the draft head takes to observe what is generated
+
+STEP_NOISE, DRIFT, DRIFT_MEMORY = 0.03, 0.01, 0.98  # relative, of each step, and of a pace that lasts for some 50 steps
+OUTLIER_SHARE, OUTLIER = 0.01, (1.5, 4.0)  # steps that the machine interrupts, and how many times as long they take
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One answer of the default model, and the drafts of its head behind each of its tokens."""
+
+    prompt: list[int]
+    output: list[int]
+    drafts: list[list[int]]
+    levels: list[str]
+
+
+@cache
+def load_recording() -> dict[str, list[Recorded]]:
+    path = resources.files("chairlift.lab.bench.speculation") / "recording.json.gz"
+    found: dict[str, list[dict[str, Any]]] = json.loads(gzip.decompress(path.read_bytes()))
+    return {name: [Recorded(**one) for one in some] for name, some in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`waves` of requests, one after the other; each is (scenario, requests at once, requests in all)."""
+
+    name: str
+    waves: tuple[tuple[str, int, int], ...]
+    slowdown: float = 1.0  # the machine becomes slower by this factor after half of the waves
+    overconfident: int = 0  # levels by which the draft head overrates its draft tokens
+
+    def answers(self, wave: int) -> list[Recorded]:
+        scenario, _, count = self.waves[wave]
+        recorded = load_recording()[scenario]
+        return [recorded[index % len(recorded)] for index in range(count)]
+
+
+@dataclass(slots=True)
+class Machine:
+    """A virtual clock, and the noise of what else the machine does."""
+
+    seed: int
+    now: float = 0.0
+    pace: float = 1.0
+    _drift: float = 0.0
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def spend(self, milliseconds: float) -> None:
+        random_ = self._random
+        self._drift = DRIFT_MEMORY * self._drift + random_.gauss(0.0, DRIFT)
+        factor = self.pace * (1 + self._drift) * random_.lognormvariate(0.0, STEP_NOISE)
+        if random_.random() < OUTLIER_SHARE:
+            factor *= random_.uniform(*OUTLIER)
+        self.now += factor * milliseconds / 1e3
+
+
+class RecordedHeadProposer(Proposer):
+    """Proposes what the draft head proposed, and takes as long."""
+
+    name, max_length = RECORDED_HEAD, 6
+
+    def __init__(self, machine: Machine, overconfident: int = 0) -> None:
+        """`overconfident`: levels by which its confidence is higher than the recorded one."""
+        self._overconfident = overconfident
+        self.answers: dict[str, Recorded] = {}
+        self._machine = machine
+
+    def propose(self, requests: Sequence[Request], terms: DraftTerms) -> list[Draft | None]:
+        drafts: list[Draft | None] = []
+        passes = 1
+        for request in requests:
+            answer, at = self.answers[request.id], request.num_output - 1
+            tokens: list[int] = []
+            levels: list[int] = []
+            likely = 1.0
+            recorded = zip(answer.drafts[at], answer.levels[at], strict=True) if at < len(answer.drafts) else ()
+            for token, recorded_level in list(recorded)[: terms.length(request)]:
+                level = min(int(recorded_level) + self._overconfident, LEVELS - 1)
+                if tokens and likely < terms.min_chance_to_extend:
+                    break
+                passes = max(passes, len(tokens) + 1)
+                likely *= terms.chances_for(request)[level]
+                if likely < terms.min_chance:
+                    break
+                tokens.append(token)
+                levels.append(level)
+            drafts.append(Draft(tokens, levels))
+        one = FIRST_PASS + PASS_REQUEST * len(requests), LATER_PASS + PASS_REQUEST * len(requests)
+        self._machine.spend(one[0] + (passes - 1) * one[1])
+        return drafts
+
+
+def _decode_milliseconds(rows: int) -> float:
+    if not rows:
+        return 0.0
+    return STEP + FIRST_ROWS * min(rows - 1, FEW_ROWS - 1) + LATER_ROWS * max(0, rows - FEW_ROWS)
+
+
+def replay(workload: Workload, proposer: str | None, tuning: SpeculationTuning | None = None, seed: int = 0) -> float:
+    """Seconds for all requests of a workload, with `proposer` or without speculation."""
+    machine, cost = Machine(seed), CostModel()
+    head = RecordedHeadProposer(machine, workload.overconfident)
+    speculation = None
+    if proposer is not None:
+        chosen = head if proposer == RECORDED_HEAD else NgramProposer()
+        speculation = SpeculationController(chosen, tuning=tuning, clock=lambda: machine.now)
+    for wave, (_, batch, _) in enumerate(workload.waves):
+        if wave == len(workload.waves) // 2 and wave:
+            machine.pace = workload.slowdown
+        answers = {f"w{wave}-{index}": one for index, one in enumerate(workload.answers(wave))}
+        head.answers = answers
+        scheduler = Scheduler(
+            KVCache(batch * 40, 16, prefix_caching=False),
+            FixedBudget.of(MAX_BATCH_TOKENS),
+            ContinuousPolicy(),
+            batch,
+            speculation=speculation,
+        )
+        for request_id, one in answers.items():
+            params = SamplingParams(temperature=0.0, max_tokens=len(one.output))
+            scheduler.submit(Request(request_id, one.prompt, params, max_new_tokens=len(one.output), arrival=0.0), 0.0)
+        while scheduler.has_work:
+            _step(scheduler, answers, machine, cost, 1 + OBSERVING * (proposer == RECORDED_HEAD))
+    return machine.now
+
+
+def _step(
+    scheduler: Scheduler,
+    answers: dict[str, Recorded],
+    machine: Machine,
+    cost: CostModel,
+    overhead: float,
+) -> None:
+    begun = machine.now
+    plan = scheduler.schedule(begun)
+    tokens: list[int] = []
+    accepted: dict[str, int] = {}
+    for chunk in plan.chunks:
+        if chunk.samples:
+            count = _num_accepted(chunk, answers[chunk.request.id])
+            first = chunk.known_end - chunk.request.num_prompt
+            tokens += answers[chunk.request.id].output[first : first + 1 + count]
+            if count:
+                accepted[chunk.request.id] = count
+    rows = plan.num_decode_tokens
+    taken = (_decode_milliseconds(rows) or STEP) + PROMPT_TOKEN * (plan.num_tokens - rows)
+    machine.spend(overhead * taken)
+    result = StepResult(plan, tokens, [None] * len(tokens), accepted=accepted)
+    scheduler.apply(result, machine.now)
+    seconds = machine.now - begun
+    if scheduler.speculation is not None:
+        seconds = scheduler.speculation.observe(result, seconds)
+    cost.observe(StepShape.of(plan), seconds)
+    scheduler.drain_events()
+
+
+def _num_accepted(chunk: Chunk, answer: Recorded) -> int:
+    first, right = chunk.known_end - chunk.request.num_prompt, 0
+    while right < len(chunk.drafts) and chunk.drafts[right] == answer.output[first + right]:
+        right += 1
+    return right

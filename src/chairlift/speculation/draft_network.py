@@ -1,0 +1,101 @@
+"""What draft models have in common, and what the runner needs of a proposer that runs one.
+
+The keys and values of a draft model are stored under the same block tables as the target's, as further layers of the
+same storage (the first layers of the target even share its own). So whatever happens to a request's blocks, be it a
+prefix hit, a copy on write, a swap or a rollback, happens to both, and nothing is accounted for twice. If the keys and
+values of a draft model are ever stale, its drafts get worse; the output is never affected.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from chairlift.attention.base import Attend
+from chairlift.attention.input_batch import InputBatch
+from chairlift.attention.storage import KVStorage
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.request import Request
+from chairlift.errors import InvalidParameter
+from chairlift.models.base import CausalLM, HiddenStates
+from chairlift.models.decoder import Decoder
+from chairlift.speculation.control.proposer import Proposer
+
+A_FEW = 8  # tokens that a draft model is behind a request after most steps
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBatch:
+    """A step that the target has computed."""
+
+    plan: StepPlan
+    batch: InputBatch
+    attend: Attend
+    hidden: HiddenStates
+    accepted: Mapping[str, int]  # request id -> how many of its draft tokens were right
+    storage: KVStorage
+
+    @property
+    def kept(self) -> list[int]:
+        """For each chunk that samples, the row that the request's next token was sampled from."""
+        return [
+            offset + chunk.count - chunk.num_scored + self.accepted.get(chunk.request.id, 0)
+            for offset, chunk in zip(self.batch.layout.offsets, self.plan.chunks, strict=False)
+            if chunk.samples
+        ]
+
+
+class ModelProposer(Proposer):
+    """A proposer that the runner shows every computed step, and whose draft tokens may be sampled."""
+
+    @abstractmethod
+    def warm_up(self, request: Request) -> None:
+        """Compile what is compiled on first use, with this request of few tokens in block 0."""
+
+    @abstractmethod
+    def observe_step(self, step: ComputedBatch) -> None:
+        """Read what the target has computed; it is overwritten by the next step."""
+
+    @abstractmethod
+    def sampled_from(self, request_id: str) -> Tensor | None:
+        """The probabilities [drafts, vocab] that the last draft tokens of a request were sampled with; None if they are
+        the likeliest ones."""
+
+    @abstractmethod
+    def state_bytes(self, num_requests: int) -> int:
+        """Device memory kept from step to step beside the KV storage, at most."""
+
+
+class DraftNetwork(Protocol):
+    """What differs between draft models."""
+
+    catches_up_in_parts: bool  # whether it can compute the tokens that it missed in more than one step
+    token_ids: Tensor | None  # [R]: the tokens that it scores; None if those are the first R of the vocabulary
+
+    def first_position(self, request: Request) -> int:
+        """The first of the request's tokens that the network has not computed yet."""
+        ...
+
+    def scores(self, batch: InputBatch, chunks: Sequence[Chunk], last_rows: Tensor, attend: Attend) -> Tensor:
+        """Compute the batch, and score what may follow the last row of each chunk [chunks, R]."""
+        ...
+
+    def observe_step(self, step: ComputedBatch) -> None: ...
+
+    def state_bytes(self, num_requests: int) -> int: ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
+def score_last_rows(model: CausalLM, batch: InputBatch, last_rows: Tensor, attend: Attend) -> Tensor:
+    return model.logits(model.hidden_states(batch.tokens, batch.positions, attend, last_rows).last)
+
+
+def require_decoder(model: CausalLM, speculate: str) -> Decoder:
+    if not isinstance(model, Decoder):
+        raise InvalidParameter("speculate", f"{speculate!r}: only ngram works with models that transformers runs")
+    return model

@@ -1,0 +1,235 @@
+"""A proposer that runs a draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from chairlift.attention.backends.base import AttentionBackend
+from chairlift.attention.base import AttentionLayer
+from chairlift.attention.input_batch import build_batch
+from chairlift.attention.storage import KVStorage, sent
+from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.randomness import uniform
+from chairlift.core.request import Request
+from chairlift.core.sampling_params import SamplingParams
+from chairlift.models.base import CausalLM
+from chairlift.models.stacks.torch_threads import limit_torch_threads
+from chairlift.sampling.draw import draw
+from chairlift.sampling.filters import filter_probabilities, filters_of
+from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, is_greedy
+from chairlift.speculation.draft_network import A_FEW, ComputedBatch, DraftNetwork, ModelProposer
+
+MAX_LENGTH = A_FEW - 1
+MAX_CATCH_UP_TOKENS = 256  # of requests further behind, in one step
+# Requests of one catch-up pass. A draft head has up to 64 tokens of each: no more in all than any GPU's largest step,
+# whose memory was measured.
+CATCH_UP_REQUESTS = 32
+
+
+@dataclass(slots=True)
+class DraftTask:
+    """A request that gets draft tokens, with room for them in its block table."""
+
+    request: Request
+    length: int
+    table: Sequence[int]
+    min_chance: float
+    min_chance_to_extend: float
+    chances: Sequence[float]
+
+
+@runtime_checkable
+class OneCallNetwork(Protocol):
+    """A draft network that may draft all tokens of a step in one call."""
+
+    one_call: bool
+    max_length: int
+
+    def catch_up(self, tasks: Sequence[DraftTask], storage: KVStorage) -> bool: ...
+    def draft(self, tasks: Sequence[DraftTask], storage: KVStorage) -> list[Draft]: ...
+
+
+class DraftModelProposer(ModelProposer):
+    """Drafts for all requests at once, one pass of the network per place, as long as any request's draft is likely
+    enough to be right."""
+
+    def __init__(
+        self,
+        name: str,
+        network: DraftNetwork,
+        attention: AttentionBackend,
+        storage: KVStorage,
+        target: CausalLM,
+        repeatable: bool,
+        *,
+        layers: Sequence[AttentionLayer] = (),
+    ) -> None:
+        """Unless `repeatable`, drafts for requests that sample without a seed are sampled, too: more are accepted, but
+        the output then depends on the drafts, and so on the batch. Other requests get the likeliest tokens."""
+        for layer in layers:  # what is read before it is written must at least be numbers
+            storage.keys[layer.index].zero_()
+            storage.values[layer.index].zero_()
+        self.name = name
+        self.network = network
+        self.max_length = network.max_length if isinstance(network, OneCallNetwork) else MAX_LENGTH
+        self._target = target
+        self._samples = not repeatable
+        self._sampled_from: dict[str, list[Tensor]] = {}  # of the last drafts, by request id
+        self._attention = attention
+        self._storage = storage
+
+    def warm_up(self, request: Request) -> None:
+        terms = DraftTerms(2, 0.0, 0.0, {}, lambda request, length: None)
+        self._run([DraftTask(request, 2, [0, 0], 0.0, 0.0, [1.0] * LEVELS)], terms)
+
+    def propose(self, requests: Sequence[Request], terms: DraftTerms) -> Sequence[Draft]:
+        tasks = []
+        for request in requests:
+            table = terms.reserve(request)
+            if table is not None:
+                least = terms.min_chance, terms.min_chance_to_extend
+                tasks.append(DraftTask(request, terms.length(request), table, *least, terms.chances_for(request)))
+        self._sampled_from = {}
+        drafts = self._run(tasks, terms) if tasks else []
+        found = {task.request.id: draft for task, draft in zip(tasks, drafts, strict=True)}
+        return [found.get(request.id, Draft((), ())) for request in requests]
+
+    def _run(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
+        with torch.inference_mode(), limit_torch_threads(self._target, self._attention):
+            return self._draft_at_once(tasks, terms) if self._can_draft_at_once(tasks) else self._draft(tasks, terms)
+
+    def observe_step(self, step: ComputedBatch) -> None:
+        self.network.observe_step(step)
+
+    def _draft(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
+        tokens: list[list[int]] = [[] for _ in tasks]
+        levels: list[list[int]] = [[] for _ in tasks]
+        likely = [1.0] * len(tasks)
+        ready = self._catch_up(tasks, terms)
+        for place in range(max((tasks[index].length for index in ready), default=0)):
+            active = [index for index in ready if tasks[index].length > place == len(tokens[index])]
+            if place and not any(likely[index] >= tasks[index].min_chance_to_extend for index in active):
+                break
+            found = self._pass([self._chunk(tasks[index], tokens[index]) for index in active])
+            for index, token, level in zip(active, *found, strict=True):
+                task = tasks[index]
+                likely[index] *= task.chances[level]
+                # A sampled draft token is dropped because of the distribution it was sampled from, never because of the
+                # token: otherwise the output would not be distributed as the target's.
+                if likely[index] >= task.min_chance:
+                    tokens[index].append(token)
+                    levels[index].append(level)
+                elif task.request.id in self._sampled_from:
+                    self._sampled_from[task.request.id].pop()  # it is as long as the vocabulary
+        return [Draft(some, sure) for some, sure in zip(tokens, levels, strict=True)]
+
+    def _can_draft_at_once(self, tasks: Sequence[DraftTask]) -> bool:
+        """Whether nothing has to be done between two draft tokens of a request."""
+        one_call = isinstance(self.network, OneCallNetwork) and self.network.one_call
+        sampled = any(self._is_sampled(task.request) for task in tasks)
+        return one_call and self._attention.capabilities.host_attend and not sampled
+
+    def _draft_at_once(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[Draft]:
+        assert isinstance(self.network, OneCallNetwork)
+        terms.did_extra_work = self.network.catch_up(tasks, self._storage)
+        order = sorted(range(len(tasks)), key=lambda index: -tasks[index].length)
+        found = self.network.draft([tasks[index] for index in order], self._storage)
+        return [draft for _, draft in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+
+    def _catch_up(self, tasks: Sequence[DraftTask], terms: DraftTerms) -> list[int]:
+        """Compute tokens of a pause in passes of their own; return the indices of the requests that are ready.
+
+        The others are too far behind for one step: catching up goes on in the next ones."""
+        chunks = [self._chunk(task, ()) for task in tasks]
+        ready, missed = [], []
+        room = MAX_CATCH_UP_TOKENS if self.network.catches_up_in_parts else sum(chunk.count for chunk in chunks)
+        for index, chunk in sorted(enumerate(chunks), key=lambda item: item[1].count):
+            if chunk.count > A_FEW:
+                count = min(chunk.count - 1, room)  # the last one comes with the first draft token
+                room -= count
+                if count:
+                    missed.append(replace(chunk, count=count))
+                if count < chunk.count - 1:
+                    break  # the others are still further behind
+            ready.append(index)
+        for first in range(0, len(missed), CATCH_UP_REQUESTS):
+            self._scores(missed[first : first + CATCH_UP_REQUESTS])
+        terms.did_extra_work = bool(missed)
+        return sorted(ready)
+
+    def _chunk(self, task: DraftTask, drafts: Sequence[int]) -> Chunk:
+        request = task.request
+        if not drafts:
+            start = self.network.first_position(request)
+            return Chunk(request, start, request.num_known - start, task.table, samples=False)
+        start = request.num_known + len(drafts) - 1
+        return Chunk(request, start, 1, task.table, samples=False, drafts=(drafts[-1],))
+
+    def _pass(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
+        """A draft token for each chunk, and the level of confidence in the likeliest one."""
+        scores = self._scores(chunks)
+        highest = (scores.amax(dim=-1).float() - scores.float().logsumexp(dim=-1)).exp().nan_to_num()
+        levels = (LEVELS * highest).long().clamp_(max=LEVELS - 1)
+        tokens, sure = torch.stack((self._choose(scores, chunks), levels)).tolist()  # one wait for the device
+        return tokens, sure
+
+    def _scores(self, chunks: Sequence[Chunk]) -> Tensor:
+        device = self._storage.keys[0].device
+        plan = StepPlan(step=0, chunks=tuple(chunks))
+        batch = build_batch(plan, self._storage, device, rectangular=self._attention.capabilities.rectangular)
+        rows = [offset + chunk.count - 1 for offset, chunk in zip(batch.layout.offsets, chunks, strict=False)]
+        attend = self._attention.plan(batch.layout, self._storage)
+        return self.network.scores(batch, chunks, sent(rows, device), attend)
+
+    def _choose(self, scores: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+        ids = self.network.token_ids
+        tokens = scores.argmax(dim=-1)
+        sampling = [index for index, chunk in enumerate(chunks) if self._is_sampled(chunk.request)]
+        if sampling:
+            requests = [chunks[index].request for index in sampling]
+            weights = _probabilities(scores[sampling], [request.params for request in requests])
+            places = [chunks[index].end - chunks[index].request.num_prompt for index in sampling]
+            uniforms = [uniform(request.seed, place, stream=1) for request, place in zip(requests, places, strict=True)]
+            tokens[sampling] = draw(weights, uniforms)
+            for request, row in zip(requests, self._over_vocabulary(weights), strict=True):
+                self._sampled_from.setdefault(request.id, []).append(row)
+        return tokens if ids is None else ids[tokens]
+
+    def _is_sampled(self, request: Request) -> bool:
+        # A draft token that a grammar forbids is dropped before it is verified, which only the likeliest one allows: a
+        # sampled one would have to be rejected, so that another is sampled from the rest of the distribution.
+        params = request.params
+        return self._samples and params.seed is None and params.structure is None and not is_greedy(request)
+
+    def _over_vocabulary(self, weights: Tensor) -> Tensor:
+        """Probabilities over all tokens of the target, zero for those that the network does not score."""
+        whole = torch.zeros(len(weights), self._target.vocab_size, device=weights.device)
+        if self.network.token_ids is None:
+            whole[:, : weights.shape[1]] = weights
+        else:
+            whole[:, self.network.token_ids] = weights
+        return whole
+
+    def sampled_from(self, request_id: str) -> Tensor | None:
+        found = self._sampled_from.get(request_id)
+        return torch.stack(found) if found else None
+
+    def state_bytes(self, num_requests: int) -> int:
+        return self.network.state_bytes(num_requests)
+
+    def forget(self, request_id: str) -> None:
+        self.network.forget(request_id)
+        self._sampled_from.pop(request_id, None)
+
+
+def _probabilities(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The distributions that the requests sample from, without penalties and the like, which drafts can do without."""
+    temperatures = torch.tensor([one.temperature for one in params], device=scores.device)
+    weights = (scores.float().nan_to_num() / temperatures[:, None]).softmax(dim=-1)
+    filter_probabilities(weights, [filters_of(one) for one in params])
+    return weights / weights.sum(dim=-1, keepdim=True)

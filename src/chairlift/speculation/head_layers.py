@@ -1,0 +1,192 @@
+"""The layers of a draft head, which continues the target's own hidden states.
+
+The target's layers hold far more about what comes next than a small model could find out by itself. So the head reads,
+for each token, the token's embedding and the target's hidden states of the token before it (the output of the last
+layer, and the input of some layers in the middle, joined to the size of one), and makes a state of its own, which the
+target's own head turns into a draft token. From the second draft token on it reads its own states instead. Its keys and
+values are one more layer of the target's KV storage.
+
+    target      h0      h1      h2                       read once the target has computed them
+    tokens      x1      x2      x3      d4      d5
+    head        s1      s2      s3  ->  s4  ->  s5       each from its token and the state to its left
+    drafts                      d4      d5      d6       x3 was sampled from h2, and is known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.attention.base import Attend, AttentionLayer, HostAttend
+from chairlift.attention.storage import KVStorage
+from chairlift.errors import CorruptCheckpoint, InvalidParameter
+from chairlift.layers.linear import Linear
+from chairlift.layers.norm import RMSNorm
+from chairlift.layers.parts import Part
+from chairlift.layers.rope import RotaryEmbedding
+from chairlift.models.base import HiddenStates
+from chairlift.models.config import DecoderConfig
+from chairlift.models.decoder import Decoder
+from chairlift.models.decoder_layer import DecoderLayer
+from chairlift.models.weights import fill
+from chairlift.speculation.control.proposer import Draft
+from chairlift.speculation.head_config import EPS, HeadConfig
+
+if TYPE_CHECKING:  # numba takes its time
+    from chairlift.models.stacks.fused_cpu import FusedCPULayers, LayerTiles
+    from chairlift.speculation.fused_head import FusedHead, HeadTask
+
+
+class DraftHead:
+    def __init__(self, config: HeadConfig, target: Decoder, tensors: Iterable[tuple[str, Tensor]], index: int) -> None:
+        """`index`: which layer of the KV storage is the head's."""
+        if (config.hidden_size, config.target_vocab_size) != (target.config.hidden_size, target.vocab_size):
+            trained = f"hidden size {config.hidden_size} and {config.target_vocab_size} tokens"
+            problem = f"was trained for another model, with {trained}; this one has {target.config.hidden_size}"
+            raise InvalidParameter("speculate", f"{problem} and {target.vocab_size}")
+        dtype, device, decoder = target.dtype, target.device, config.decoder()
+        layer = replace(decoder.layers[0], attention=replace(decoder.layers[0].attention, index=index))
+        if not all(0 <= tap < len(target.layers) for tap in config.taps):
+            raise CorruptCheckpoint(f"the draft head reads layers {config.taps} of a model of {len(target.layers)}")
+        self.target = target
+        target.tap(config.taps)
+        self._taps = config.taps
+        self.hidden_size = config.hidden_size
+        self.feature_size = config.feature_size
+        self.attention_layers: tuple[AttentionLayer, ...] = (layer.attention,)
+        kind: dict[str, Any] = {"bias": False, "dtype": dtype, "device": device, "format": target.head_format}
+        self.mix = Linear.empty(2 * config.hidden_size, config.hidden_size, **kind)
+        self.joint: Linear | None = None  # one of several hidden states of the target
+        if config.taps:
+            self.joint = Linear.empty(config.feature_size, config.hidden_size, **kind)
+        self.layer = DecoderLayer(decoder, layer, dtype, device, target.head_format)
+        assert layer.rope is not None
+        self._rope = layer.rope
+        self.rotary = RotaryEmbedding(layer.rope, dtype=dtype, device=device)
+        self.norm = RMSNorm(config.hidden_size, EPS, unit_offset=False, dtype=dtype, device=device)
+        self.token_ids = self._fill(tensors, config).to(device)  # [draft vocab]: row of the head -> token
+        self._listed_ids: list[int] = self.token_ids.tolist()
+        self.head = Linear(head_rows(target, self.token_ids), format=target.head_format)
+        tiles = self._layer_tiles(decoder)
+        for part in self._parts():
+            part.finalize()
+        self._fused: FusedCPULayers | None = None
+        self._fused_head: FusedHead | None = None
+        if tiles is not None:
+            self._fuse(decoder, tiles)
+
+    def _parts(self) -> Iterator[Part]:
+        yield from (self.mix, *self.layer.parts(), self.norm, self.head)
+        if self.joint is not None:
+            yield self.joint
+
+    def _fill(self, tensors: Iterable[tuple[str, Tensor]], config: HeadConfig) -> Tensor:
+        weights = dict(tensors)
+        token_ids = weights.pop("token_ids", torch.empty(0)).long()
+        targets = {"norm.weight": self.norm.weight, **dict(self.mix.targets(["mix"]))}
+        if self.joint is not None:
+            targets |= dict(self.joint.targets(["joint"]))
+        targets |= {f"layers.0.{name}": target for name, target in self.layer.targets()}
+        fill(targets, weights.items(), text_part_only=False, tied=False)
+        if token_ids.shape != (config.draft_vocab_size,):
+            raise CorruptCheckpoint(f"the draft head should have {config.draft_vocab_size} token_ids")
+        if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < config.target_vocab_size:
+            raise CorruptCheckpoint("token_ids of the draft head are not in the model's vocabulary")
+        return token_ids
+
+    def _layer_tiles(self, decoder: DecoderConfig) -> LayerTiles | None:
+        """Where the layer's weights are packed if all drafts of a step can be one call of the fused CPU kernel."""
+        if not self.target.has_own_threads:
+            return None
+        from chairlift.models.stacks.fused_cpu import LayerTiles, can_fuse
+
+        first, own = self.target.attention_layers[0], self.layer.attention.layer
+        stored_alike = (own.num_kv_heads, own.head_dim) == (first.num_kv_heads, first.head_dim)
+        return LayerTiles(decoder, [self.layer]) if stored_alike and can_fuse(decoder) else None
+
+    def _fuse(self, decoder: DecoderConfig, tiles: LayerTiles) -> None:
+        """A pass is so short that the calls around it count."""
+        from chairlift.models.stacks.fused_cpu import FusedCPULayers
+        from chairlift.speculation.fused_head import FusedHead
+
+        self._fused = FusedCPULayers(decoder, [self.layer], self.norm, tiles)
+        embedded = unit(self.target.embed(self.token_ids))
+        mix, head = self.mix.weight.tiles, self.head.weight.tiles
+        joint = None if self.joint is None else self.joint.weight.tiles
+        assert mix is not None
+        assert head is not None
+        own = self.layer.attention.layer
+        self._fused_head = FusedHead(self._fused, own, self._rope, joint, mix, head, embedded)
+
+    @property
+    def drafts_in_one_call(self) -> bool:
+        return self._fused_head is not None
+
+    def draft(
+        self, tasks: Sequence[HeadTask], tokens: Sequence[int], features: Tensor, storage: KVStorage
+    ) -> list[Draft]:
+        """The likeliest draft tokens, in one call; the task of the greatest length comes first.
+
+        tokens [T], features [T, ...]: of all known tokens that the head has not computed."""
+        assert self._fused_head is not None
+        embedded = self.target.embed(torch.tensor(tokens)).numpy()
+        choices = self._fused_head.draft(tasks, embedded, features.numpy(), storage)
+        found = zip(choices.tokens.tolist(), choices.levels.tolist(), choices.kept.tolist(), strict=True)
+        ids = self._listed_ids
+        return [Draft([ids[token] for token in some[:kept]], levels[:kept]) for some, levels, kept in found]
+
+    def store(self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, storage: KVStorage) -> None:
+        """Store the keys and values of tokens [T] behind which nothing is drafted, in one call."""
+        assert self._fused_head is not None
+        embedded = self.target.embed(tokens).numpy()
+        self._fused_head.store(embedded, features.numpy(), positions.numpy(), slots.numpy(), storage)
+
+    def num_weight_bytes(self) -> int:
+        return sum(part.num_bytes for part in self._parts())
+
+    def features(self, hidden: HiddenStates) -> Tensor:
+        """The target's states of T tokens -> what the head reads of them [T, features], copied, since the next step may
+        overwrite them."""
+        if not self._taps:
+            return hidden.last.clone()
+        assert hidden.taps is not None
+        taps = [hidden.taps[self.target.taps.index(tap)] for tap in self._taps]
+        return torch.cat([*taps, hidden.last], dim=-1)
+
+    def join(self, features: Tensor) -> Tensor:
+        """[T, features] -> [T, hidden]."""
+        if self.joint is None:
+            return features
+        return self.joint(unit(features.unflatten(-1, (-1, self.hidden_size))).flatten(-2))
+
+    def states(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions [T], previous [T, hidden]: the states of the tokens before -> [T, hidden]."""
+        x = self.mix(torch.cat((unit(self.target.embed(tokens)), unit(previous)), dim=-1))
+        rotation = self.rotary(positions)
+        if self._fused is not None and isinstance(attend, HostAttend):
+            return self._fused(x, {self._rope: rotation}, attend)[0]
+        delta = self.layer(x, None, positions, rotation, attend)
+        return self.norm(x if delta is None else x + delta)
+
+    def scores(self, states: Tensor) -> Tensor:
+        """[S, hidden] -> [S, draft vocab], of the tokens that `token_ids` lists."""
+        return self.head(states)
+
+
+def head_rows(target: Decoder, token_ids: Tensor) -> Tensor:
+    """The rows of the target's own head that score these tokens [tokens, hidden]."""
+    if target.config.tied_head:
+        return target.embed(token_ids) / target.embedding.scale
+    # However the head is stored, it is a linear map: unit vectors yield its weights.
+    numbers = torch.eye(target.config.hidden_size, dtype=target.dtype, device=target.device)
+    return torch.cat([target.head(some)[:, token_ids] for some in numbers.split(64)]).T.contiguous()
+
+
+def unit(x: Tensor) -> Tensor:
+    """Scale to a mean square of one."""
+    return F.rms_norm(x, x.shape[-1:], eps=EPS)

@@ -1,0 +1,53 @@
+"""`chairlift bench speculation --ablate`: replays are deterministic, and every tuned constant is ablated."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from chairlift.lab.bench.speculation.ablation import CHANGES, ablate
+from chairlift.lab.bench.speculation.replay import RECORDED_HEAD, Workload, load_recording, replay
+from chairlift.lab.bench.speculation.texts import SCENARIOS
+from chairlift.speculation.control.tuning import SpeculationTuning
+
+SHORT = Workload("short", (("quotes", 2, 4), ("chat", 1, 2)))
+
+
+def test_the_recording_has_drafts_for_all_scenarios() -> None:
+    recording = load_recording()
+    assert recording.keys() == SCENARIOS.keys()
+    for answers in recording.values():
+        for one in answers:
+            assert len(one.drafts) == len(one.levels) == len(one.output) - 1
+            assert all(len(some) == len(levels) for some, levels in zip(one.drafts, one.levels, strict=True))
+
+
+@pytest.mark.parametrize("proposer", [None, "ngram", RECORDED_HEAD])
+def test_a_replay_always_takes_the_same_seconds(proposer: str | None) -> None:
+    seconds = replay(SHORT, proposer, seed=1)
+    assert seconds == replay(SHORT, proposer, seed=1)
+    assert seconds != replay(SHORT, proposer, seed=2)
+
+
+def test_drafts_save_time_in_a_replay() -> None:
+    one = Workload("one", (("quotes", 1, 6),))
+    plain = replay(one, None)
+    assert replay(one, "ngram") < 0.75 * plain
+    assert replay(one, RECORDED_HEAD) < 0.85 * plain
+
+
+def test_every_constant_is_ablated() -> None:
+    ablated = {name for changed in CHANGES.values() for name in changed}
+    assert ablated == {field.name for field in fields(SpeculationTuning)}
+
+
+def test_an_ablation_compares_every_workload_with_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "chairlift.lab.bench.speculation.ablation"
+    monkeypatch.setattr(f"{module}.WORKLOADS", (SHORT,))
+    monkeypatch.setattr(f"{module}.CHANGES", {"nothing": {}, "drafts": {"first_pause": 10**6, "trial_chance": 1.0}})
+    nothing, drafts = ablate()
+    assert (nothing.ratio, nothing.worst[1], nothing.earns_its_place) == (1.0, 1.0, False)
+    assert drafts.ratio > 1.05
+    assert drafts.ratios.keys() == {"short, ngram", f"short, {RECORDED_HEAD}"}
+    assert drafts.row()["worst_ratio"] == max(drafts.ratios.values())

@@ -24,9 +24,15 @@ class PairsPolicy(Policy):
         return PolicyDecision(islice(waiting.in_admission_order(), room), WaitReason.BATCH_RUNNING)
 
 
-for policy in ("continuous", "pairs"):
+def batch_sizes(policy: str) -> list[int]:
+    """The number of requests in each step."""
+    sizes: list[int] = []
     llm = LLM(MODEL, policy=policy, progress=False)
-    batch_sizes: list[int] = []
-    llm.engine.subscribe(lambda events: batch_sizes.extend(e.requests for e in events if isinstance(e, StepDone)))
+    llm.engine.subscribe(lambda events: sizes.extend(one.requests for one in events if isinstance(one, StepDone)))
     llm.generate(["One", "Two", "Three", "Four"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-    print(f"{policy}: {len(batch_sizes)} steps, at most {max(batch_sizes)} requests in one")
+    return sizes
+
+
+for policy in ("continuous", "pairs"):
+    sizes = batch_sizes(policy)
+    print(f"{policy}: {len(sizes)} steps, at most {max(sizes)} requests in one")

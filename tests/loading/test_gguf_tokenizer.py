@@ -25,7 +25,7 @@ from chairlift.loading.tokenizer import TokenizerFiles
 from tests.loading.gguf_writing import finish
 
 CORPUS = """The chairlift never stops for boarding: finished riders step off, waiting ones get on.
-SchedulerState 42 opened in 1987 and carries 2,400 riders per hour; it's the oldest, they'll tell you, isn't it?
+Lift 42 opened in 1987 and carries 2,400 riders per hour; it's the oldest, they'll tell you, isn't it?
 def ride(lift, riders):\n    for rider in riders:\n        lift.board(rider)  # no padding\n    return lift
 Schöne Grüße aus den Bergen! Où est la neige? Снег идёт. 雪が降っています。 The end of the line is the top.
 """

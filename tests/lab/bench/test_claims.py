@@ -32,7 +32,7 @@ from tests.tiny import write_tiny_checkpoint
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
 SMALL = ClaimsSettings(
-    seats=(1, 2),
+    batch_sizes=(1, 2),
     policies=PoliciesSettings(
         strategies=[Strategy.parse(text) for text in ("continuous", "dynamic", "static", "static/padded")],
         variations=(1.0,),

@@ -85,7 +85,7 @@ def test_the_other_engine_gets_the_same_cases(shape: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("behaviour", "expected"),
-    [("dies", "RuntimeError: the engine did not start"), ("is short", "10 tokens in 2 answers, but 12 in 2 asked")],
+    [("dies", "RuntimeError: the engine did not start"), ("is short", "10 tokens in 2 answers, but 12 in 2 wanted")],
 )
 def test_ours_is_kept_when_the_other_fails(
     behaviour: str, expected: str, shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,1 +1,1 @@
-"""What several benchmarks share."""
+"""Workloads, engines, timing and floors that several benches share."""

@@ -1,4 +1,4 @@
-"""What this CPU can do with the threads that the engine uses: read memory, and multiply large matrices."""
+"""The bandwidth and arithmetic of this CPU with the threads that the engine uses."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from chairlift.layers.formats import FORMATS
 from chairlift.layers.linear import Linear
 
 READ_BYTES = 256 * 2**20  # far more than any cache holds
-AT_ONCE = 2**15  # numbers that a thread takes at a time
-ROWS, SIZE = 512, 1024  # of the matrices: large for a kernel, and done before the system looks for other work
+CHUNK = 2**15  # numbers that a thread takes at a time
+ROWS, SIZE = 512, 1024  # of the matrices: large for a kernel, yet done within a time slice of the system
 _CPU = torch.device("cpu")
 
 
 def cpu_ceilings(dtype: torch.dtype, quantization: str) -> Ceilings:
-    """Products as the model makes them, in its precision."""
+    """Ceilings with matrix products in the precision of the model."""
     return Ceilings(read_bytes_per_second(), product_flops_per_second(dtype, quantization))
 
 
 def read_bytes_per_second(num_bytes: int = READ_BYTES) -> float:
     numbers = np.ones(num_bytes // 8, dtype=np.int64)
-    sums = np.zeros(-(-len(numbers) // AT_ONCE), dtype=np.int64)
+    sums = np.zeros(-(-len(numbers) // CHUNK), dtype=np.int64)
     seconds = best_seconds(lambda: the_team().run(_add_up, numbers, sums), _CPU, least=0.5)
     assert sums.sum() == len(numbers)
     return numbers.nbytes / seconds
@@ -43,14 +43,14 @@ def product_flops_per_second(dtype: torch.dtype, quantization: str, rows: int = 
 
 @compiled_and_kept(FAST)
 def _add_up(shared: Any, members: int, numbers: Any, sums: Any) -> None:
-    """sums[i]: of the i-th AT_ONCE numbers."""
+    """Write the sum of the i-th CHUNK numbers to sums[i]."""
     while True:
-        first = claim(shared, AT_ONCE)
+        first = claim(shared, CHUNK)
         if first >= numbers.shape[0]:
             break
-        part = numbers[first : first + AT_ONCE]
+        part = numbers[first : first + CHUNK]
         added = np.int64(0)
         for i in range(part.shape[0]):
             added += part[i]
-        sums[first // AT_ONCE] = added
+        sums[first // CHUNK] = added
     barrier(shared, members)

@@ -1,4 +1,4 @@
-"""CPU time and age of processes, where the system tells (Linux)."""
+"""CPU time and age of processes, from /proc (Linux)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 class OtherPrograms:
-    """How much of the processors others have used since this was made; time that a host kept for itself counts."""
+    """The processor time that other processes have used since this object was made, including stolen time."""
 
     def __init__(self) -> None:
         self._before = _times()
 
     def share(self) -> float | None:
-        """Of all processors; None where the system does not tell."""
+        """Their share of all processor time; None without /proc."""
         after = _times()
         if self._before is None or after is None:
             return None
@@ -33,8 +33,7 @@ class OtherPrograms:
 
 
 def _times() -> tuple[float, float, float] | None:
-    """Seconds since the start of the machine: in which its processors were busy, in which they were with this process,
-    and all."""
+    """Processor seconds since the machine started: busy, of this process, and all."""
     own = cpu_seconds(os.getpid())
     try:
         user, nice, system, idle, waiting, *others = map(

@@ -1,4 +1,4 @@
-"""A workload on this engine, timed from its events."""
+"""Run a workload on this engine, timed by its events."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A user who waits for each answer before going on. The prompt of a turn is all that was said before, the answers
-    included, and the `prompt_ids` of that turn."""
+    """Requests sent one after the other: each prompt is the whole conversation so far plus the turn's `prompt_ids`."""
 
     turns: tuple[BenchRequest, ...]
 
@@ -41,8 +40,8 @@ def measure_engine(
 ) -> Measurement:
     """Run all requests, after a short warm-up.
 
-    They come at once, or each at its own time (seconds, rising). With `in_flight`, no more than so many are under way:
-    the next one comes when one has ended.
+    They arrive at once or at the times of `arrivals` (seconds, rising). `in_flight` limits the number of requests in
+    flight: the next is sent when one has finished.
     """
     run_sessions(engine, _single_turns(workload.warm_up()))
     return run_sessions(engine, _single_turns(workload), advance, arrivals, in_flight)
@@ -59,17 +58,17 @@ def run_sessions(
     arrivals: Sequence[float] | None = None,
     in_flight: int | None = None,
 ) -> Measurement:
-    """Serve every session to its end. Whoever comes on time waits for a step that is under way; that counts."""
+    """Run every session to its end. A request that arrives during a step waits for its end, which counts."""
     longest = max(session.longest for session in sessions)
     if longest > engine.max_model_len:
         problem = f"a request of {longest} tokens, prompt and output, exceeds the {engine.max_model_len}"
-        raise InvalidParameter("max_model_len", f"{problem} of this model; ask for shorter ones")
+        raise InvalidParameter("max_model_len", f"{problem} of this model; use shorter lengths")
     return _Run(engine, sessions, arrivals or [0.0] * len(sessions), in_flight or len(sessions)).to_end(advance)
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A request under way."""
+    """A request in flight."""
 
     session: Session
     index: int
@@ -100,7 +99,7 @@ class _Run:
         while self._coming or self._open:
             self._let_in()
             time.sleep(self._pause())
-            self._take_in(self._engine.step())
+            self._record(self._engine.step())
             self._engine.check_alive()
             advance(sum(len(turn.answer) for turn in self._turns))
         turns = self._turns
@@ -124,22 +123,22 @@ class _Run:
             self._engine.expect_no_more()
 
     def _pause(self) -> float:
-        """Seconds in which there is nothing to compute, and nobody comes."""
+        """Seconds until there is something to compute or a request arrives."""
         until_next = self._coming[0][0] - self._now() if self._coming else math.inf
         return max(0.0, min(self._engine.pause(), until_next))
 
     def _submit(self, session: Session, index: int, said: Sequence[int], came: float) -> None:
         turn = session.turns[index]
         prompt = [*said, *turn.prompt_ids]
-        # Token ids only, no text: that is what other engines are asked for too.
+        # Token ids only, no text, as for other engines.
         params = SamplingParams(temperature=0.0, max_tokens=turn.n_out, ignore_eos=True, detokenize=False)
         (request_id,) = self._engine.submit(prompt, params)
         self._open[request_id] = _Turn(session, index, prompt, came, [], [])
         self._turns.append(self._open[request_id])
 
-    def _take_in(self, events: Iterable[Event]) -> None:
+    def _record(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._inside.take_in(event)
+            self._inside.record(event)
             if isinstance(event, TokenProduced):
                 turn = self._open[event.request_id]
                 turn.answer.append(event.token)
@@ -154,14 +153,14 @@ class _Run:
 
 
 class _Inside:
-    """What the engine's events tell about its steps."""
+    """Collects figures from the engine's events."""
 
     def __init__(self) -> None:
         self._preemptions = 0
-        self._cached: dict[str, int] = {}  # when they first board; after a preemption they find their own blocks
+        self._cached: dict[str, int] = {}  # at first admission; after a preemption a request finds its own blocks
         self._steps: list[StepDone] = []
 
-    def take_in(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         match event:
             case RequestAdmitted():
                 self._cached.setdefault(event.request_id, event.cached_tokens)

@@ -1,9 +1,8 @@
-"""The least time that a device needs for a workload: what no engine can beat with these weights and this cache.
+"""The floor: the least time that a device needs for a workload with these weights and this KV cache.
 
-Every step reads every weight once (of a mixture, the experts of one token: which others are asked, only the tokens
-know), every generated token reads the keys and values before it once, and every prompt token is multiplied with every
-weight (of a mixture, with its own experts'), but for those of the last layer after its attention, where nobody reads
-the result. Reading and arithmetic are not assumed to overlap.
+Every step reads every weight once (of a mixture of experts, those of one token). Every generated token reads the keys
+and values before it once. Every prompt token is multiplied with every weight (of a mixture, with its own experts'),
+except those of the last layer after its attention, whose result is not used. Reading and arithmetic do not overlap.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from chairlift.models.base import CausalLM
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device can do, measured on it."""
+    """The measured bandwidth and arithmetic of a device."""
 
-    bytes_per_second: float  # read and written together in a large copy, or read where that can be measured by itself
+    bytes_per_second: float  # of a large copy, both ways, or of reading alone where measured
     flops_per_second: float  # in a large matrix product
 
     @classmethod
@@ -41,7 +40,7 @@ class Ceilings:
 
 
 def ceilings_for(model: CausalLM) -> Ceilings:
-    """Of the device that this model runs on, in its precision."""
+    """The ceilings of the model's device in the model's precision."""
     quantization = getattr(model, "quantization", "none")
     if model.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
         from chairlift.lab.common.cpu_ceilings import cpu_ceilings
@@ -52,18 +51,17 @@ def ceilings_for(model: CausalLM) -> Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What a model's tokens cost."""
+    """What the tokens of a model cost."""
 
     step_bytes: int  # weights that every step reads
-    token_flops: int  # of one token of a prompt through the layers, of which the last only has to keep it
+    token_flops: int  # of a prompt token through the layers; the last layer only stores its keys and values
     kv_bytes: int  # keys and values of one token
 
 
 def floor_seconds(prompts: Sequence[int], outputs: Sequence[int], cost: ModelCost, ceilings: Ceilings) -> float:
-    """For requests with prompts and outputs of these lengths, all sent at once."""
+    """The floor for requests with prompts and outputs of these lengths, all sent at once."""
     steps = max(outputs)
-    # To choose the token at place i of an output, the i-th one looks at the prompt and at i tokens, itself included;
-    # the first is chosen with the prompt.
+    # Output token i (from 0) reads the prompt and i tokens, its input included; the first one comes with the prompt.
     reads = sum(prompt * (count - 1) + count * (count - 1) // 2 for prompt, count in zip(prompts, outputs, strict=True))
     moved = steps * cost.step_bytes + reads * cost.kv_bytes
     return moved / ceilings.bytes_per_second + sum(prompts) * cost.token_flops / ceilings.flops_per_second

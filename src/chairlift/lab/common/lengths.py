@@ -12,12 +12,12 @@ from chairlift.errors import InvalidParameter
 class SpreadLengths:
     """Gamma-distributed lengths; `variation` is their standard deviation divided by their mean.
 
-    0 means all alike, 1 an exponential distribution, and beyond that a few very long ones among many short ones.
+    0: all equal; 1: an exponential distribution; above 1: a few very long ones among many short ones.
     """
 
     mean: int
     variation: float
-    longest: int  # more is cut off, which a large variation makes likely
+    longest: int  # longer draws are cut to this
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean <= self.longest:

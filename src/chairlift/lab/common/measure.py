@@ -1,4 +1,4 @@
-"""From the times of tokens to the figures of a report."""
+"""Figures of a report, from the times of tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """What only an engine that can be watched from inside tells."""
+    """Figures from inside an engine, which peers do not have."""
 
     steps: int
     mean_batch_requests: float
-    scheduler_share: float  # of the time of all steps, the part spent on anything but the model and the sampler
+    scheduler_share: float  # share of step time outside the model and the sampler
     preemptions: int
     peak_kv_blocks: int
     peak_batch_requests: int
-    useful_token_share: float  # of the tokens that the model computed, those that were not padding
-    cached_tokens: int  # prompt tokens that were found in the prefix cache
+    useful_token_share: float  # share of the computed tokens that are not padding
+    cached_tokens: int  # prompt tokens found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Measurement:
 
     seconds: float
     input_tokens: int
-    token_times: Sequence[Sequence[float]]  # for each request, when each of its tokens was there
+    token_times: Sequence[Sequence[float]]  # for each request, when each of its tokens arrived
     inside: EngineFigures | None = None
-    arrivals: Sequence[float] | None = None  # for each request, when it came; None: all at the start
+    arrivals: Sequence[float] | None = None  # for each request; None: all at the start
 
     def row(self, name: str) -> dict[str, Any]:
-        """The figures under the names that docs/bench-json.md explains."""
+        """The figures, with the keys of docs/bench-json.md."""
         output_tokens = sum(len(times) for times in self.token_times)
         arrivals = self.arrivals or [0.0] * len(self.token_times)
         first = [times[0] - arrival for times, arrival in zip(self.token_times, arrivals, strict=True)]
@@ -70,7 +70,7 @@ class Measurement:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest values, linearly."""
+    """The percentile, interpolated linearly."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
@@ -78,7 +78,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def add_speedups(rows: Sequence[dict[str, Any]]) -> None:
-    """Give each row the ratios of its output tokens/s to those of the others."""
+    """Add to each row the ratios of its output tokens/s to those of the others."""
     for row in rows:
         row["speedup_vs"] = {
             other["name"]: row["output_tokens_per_s"] / other["output_tokens_per_s"]

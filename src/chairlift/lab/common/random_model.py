@@ -1,4 +1,4 @@
-"""A small model with random weights: for figures that depend on shapes and not on what is said."""
+"""A small model with random weights, for figures that depend on shapes only."""
 
 from __future__ import annotations
 

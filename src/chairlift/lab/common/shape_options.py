@@ -24,8 +24,7 @@ class ShapeOptions:
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Random weights for this config.json, or for a shape by name: qwen3-0.6b, llama3-8b. Speed depends on "
-            "shapes, not on values.",
+            help="Random weights for this config.json, or for a shape by name: qwen3-0.6b, llama3-8b.",
             rich_help_panel="Model",
             show_default="none",
         ),
@@ -35,7 +34,7 @@ class ShapeOptions:
     def resolve(
         self, context: typer.Context, engine: EngineOptions, argument: str | None
     ) -> Iterator[tuple[str, EngineConfig, str]]:
-        """What to load, how, and what to call it. `argument` is the model as it may be typed without an option."""
+        """The path to load, the config and a display name; `argument` is a model typed without --model."""
         from chairlift.config import EngineConfig
         from chairlift.lab.common.model_shapes import config_file
 
@@ -47,7 +46,7 @@ class ShapeOptions:
             yield model, EngineConfig(**options), model
             return
         if argument is not None or given(context, "model"):
-            raise InvalidParameter("model_config", "means random weights instead of a model; give one of them")
+            raise InvalidParameter("model_config", "replaces the model by random weights; give only one of them")
         if given(context, "load_format") and engine.load_format != "dummy":
             raise InvalidParameter("load_format", "must be dummy with --model-config")
         with config_file(self.model_config, "model_config") as path:
@@ -55,7 +54,7 @@ class ShapeOptions:
 
 
 def model_settings(name: str, model: CausalLM, ceilings: Ceilings) -> dict[str, Any]:
-    """For a report: what was measured, and what the machine could do."""
+    """The model and the ceilings of the machine, for a report."""
     return {
         "model": name,
         "device": str(model.device),

@@ -1,4 +1,4 @@
-"""What the parts of a step have to read and to compute, counted from the shapes of the model."""
+"""Memory traffic and arithmetic of the parts of a step, from the shapes of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GEMM, ATTENTION, SAMPLING = "GEMM", "attention", "sampling"
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """Activations are not counted: they stay in the caches."""
+    """Arithmetic and memory traffic; activations are not counted because they stay in caches."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -30,7 +30,7 @@ class KernelWork:
 
 
 def step_work(model: CausalLM, kv_itemsize: int, plan: StepPlan) -> Mapping[str, KernelWork]:
-    """By part of the step; only what can be counted is there."""
+    """The work of each part of a step; parts that cannot be counted are missing."""
     rows, sampled = plan.num_tokens, sum(chunk.num_scored for chunk in plan.chunks)
     spans = [(chunk.start, chunk.count) for chunk in plan.chunks]
     parts = {
@@ -47,8 +47,10 @@ def total(parts: Iterable[KernelWork]) -> KernelWork:
 
 
 def products(model: Decoder, rows: int, sampled: int) -> Iterator[KernelWork]:
-    """Those of the layers; the last one ends with the rows that are sampled from (unless a network guesses, which reads
-    all: not counted)."""
+    """The matrix products of the layers.
+
+    The last layer ends with the rows that are sampled (a draft head, which reads all rows, is not counted).
+    """
     for layer in model.layers:
         yield linear_work(layer.attention.qkv, rows)
         if layer is model.layers[-1]:
@@ -63,7 +65,7 @@ def products(model: Decoder, rows: int, sampled: int) -> Iterator[KernelWork]:
 
 
 def linear_work(linear: Linear, rows: int) -> KernelWork:
-    """Every weight is read once, however many rows there are."""
+    """Every weight is read once, for any number of rows."""
     return KernelWork(2.0 * rows * linear.in_features * linear.out_features, linear_bytes(linear) if rows else 0.0)
 
 
@@ -74,15 +76,15 @@ def linear_bytes(linear: Linear) -> int:
 def _experts_work(experts: MixtureOfExperts, top_k: int, rows: int) -> KernelWork:
     count = len(experts.gate_up)
     numbers = (experts.gate_up.numel() + experts.down.numel()) / count
-    # At most so many experts are asked; which ones, only the tokens know.
-    asked = min(count, rows * top_k)
-    return KernelWork(2.0 * rows * top_k * numbers, asked * numbers * experts.gate_up.itemsize) + linear_work(
+    # An upper bound: which experts are used depends on the tokens.
+    used = min(count, rows * top_k)
+    return KernelWork(2.0 * rows * top_k * numbers, used * numbers * experts.gate_up.itemsize) + linear_work(
         experts.router, rows
     )
 
 
 def attention_work(layer: AttentionLayer, spans: Iterable[tuple[int, int]], kv_itemsize: int) -> KernelWork:
-    """For sequences that compute `count` tokens after `start` cached ones."""
+    """The attention of one layer, for sequences that compute `count` tokens after `start` cached ones."""
     pairs = read = 0
     for start, count in spans:
         pairs += _visible_pairs(start, count, layer.window)

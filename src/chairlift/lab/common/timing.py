@@ -1,4 +1,4 @@
-"""How long something takes, how much memory it needs at its peak, and how both grow."""
+"""Time and peak memory of a function, and how they grow with its input."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _RESET_PEAK = "5"  # what Linux wants written to clear_refs
 
 
 def best_seconds(run: Run, device: torch.device, *, least: float = 0.25, repeats: int = 7) -> float:
-    """The fastest of at least `repeats` runs that together take at least `least` seconds: on a machine with other work
-    to do, everything that disturbs makes a run slower and nothing makes it faster. One run comes first, uncounted."""
+    """The fastest of at least `repeats` runs that together take at least `least` seconds, after one uncounted run.
+
+    The minimum, because disturbances only ever make a run slower.
+    """
     _timed(run, device)
     times: list[float] = []
     while len(times) < repeats or sum(times) < least:
@@ -40,7 +42,7 @@ def _finish(device: torch.device) -> None:
 
 
 def peak_bytes(run: Run, device: torch.device) -> int | None:
-    """How much more memory there was in use during `run` than before it; None where the system does not tell."""
+    """Peak memory during `run` beyond what was in use before; None if the system cannot measure it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -50,7 +52,7 @@ def peak_bytes(run: Run, device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device) - before
     if not _CLEAR_REFS.exists():
         return None
-    # What the C library keeps for later would be used again without counting as new.
+    # Memory that the C library keeps free would be reused without counting as new.
     ctypes.CDLL(None).malloc_trim(0)
     _CLEAR_REFS.write_text(_RESET_PEAK)
     before = _peak_of_process()
@@ -64,7 +66,7 @@ def _peak_of_process() -> int:
 
 
 def growth(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The k of values ~ sizes^k: the slope through all points where both axes are logarithmic."""
+    """The exponent k of values ~ sizes^k: the slope of a log-log fit."""
     x, y = [math.log(size) for size in sizes], [math.log(value) for value in values]
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     covariance = sum((one - mean_x) * (other - mean_y) for one, other in zip(x, y, strict=True))

@@ -1,4 +1,4 @@
-"""What a bench asks of an engine: prompts of token ids, and how many tokens to generate for each."""
+"""Workloads: prompts of token ids, and how many tokens to generate for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
     prompt_ids: tuple[int, ...]
-    n_out: int  # exactly as many tokens are generated, whatever the model says
+    n_out: int  # exactly this many tokens are generated, past any end-of-sequence token
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Workload:
         return max(len(request.prompt_ids) + request.n_out for request in self.requests)
 
     def warm_up(self, requests: int = 4) -> Workload:
-        """A little work of the same kind. Its prompts run backwards: cached, they would help nobody later."""
+        """A few short requests with reversed prompts, so that no prefix of the workload gets cached."""
         some = self.requests[:requests]
         return Workload(tuple(BenchRequest(one.prompt_ids[::-1], min(one.n_out, 8)) for one in some))
 
@@ -67,15 +67,15 @@ class LengthRange:
         """ "16:512", or "128" for always the same."""
         low, colon, high = text.partition(":")
         try:
-            made = cls(int(low), int(high if colon else low))
+            found = cls(int(low), int(high if colon else low))
         except ValueError:
             raise InvalidParameter(parameter, f"must look like 16:512 or 128, got {text!r}") from None
-        if not 1 <= made.low <= made.high:
+        if not 1 <= found.low <= found.high:
             raise InvalidParameter(parameter, f"must rise from at least 1, got {text!r}")
-        return made
+        return found
 
     def draw(self, source: random.Random) -> int:
-        """Log-uniform: as many between 16 and 32 as between 256 and 512, as real lengths spread out."""
+        """A log-uniform length: as many between 16 and 32 as between 256 and 512, as in real traffic."""
         spread = (self.high + 1) / self.low
         return min(int(self.low * spread ** source.random()), self.high)
 
@@ -133,8 +133,8 @@ def _group_texts(vocabulary: Sequence[int], shared: SharedPrefixes, longest: int
 
 
 def text_like_ids(tokenizer: Tokenizer) -> list[int]:
-    """The token ids that stand for words or parts of them: no control tokens, no stray bytes."""
-    # Decoding leaves the control tokens out, so what remains of them is no word.
+    """The token ids of words and parts of words: no control tokens, no stray bytes."""
+    # Decoding drops control tokens, so they decode to an empty text.
     found = [token for token in range(tokenizer.get_vocab_size()) if tokenizer.decode([token]).strip().isalpha()]
     if not found:
         raise InvalidParameter("model", "its tokenizer has no tokens of letters; give a --workload file instead")
@@ -142,7 +142,7 @@ def text_like_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def load_workload(path: Path) -> Workload:
-    """From JSON: {"requests": [{"prompt_ids": [1, 2, 3], "n_out": 4}, …]}; other keys are for its readers."""
+    """Read JSON of the form {"requests": [{"prompt_ids": [1, 2, 3], "n_out": 4}, …]}; other keys are ignored."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""When the requests of an open loop arrive: on their own time, however busy the server is."""
+"""Arrival times of an open loop, independent of the server's load."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import accumulate
 from chairlift.errors import InvalidParameter
 
 ARRIVALS = ("poisson", "bursty", "uniform")
-BURSTY = 0.25  # the shape of bursty arrivals unless another is given: gaps vary twice as much as Poisson's
+BURSTY = 0.25  # the default shape of bursty arrivals: gaps vary twice as much as those of a Poisson process
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests per second, and the shape of the gamma distribution that the gaps between them are drawn from.
+    """Requests per second, and the shape of the gamma distribution of the gaps between them.
 
     The mean gap is 1 / rate for every shape; its coefficient of variation is 1 / √shape. A shape of 1 is a Poisson
-    process, less comes in bursts, more is more even, and infinity is one request after the other at equal distances.
+    process, a smaller one is bursty, a larger one more even, and infinity gives equal gaps.
     """
 
     rate: float
@@ -38,7 +38,7 @@ class Arrivals:
         return cls(rate, shape)
 
     def times(self, seed: int) -> Iterator[float]:
-        """Seconds from the start, without end. The first request comes at once."""
+        """Endless arrival times in seconds from the start; the first request arrives at once."""
         source = random.Random(f"arrivals {seed}")
         return accumulate(self._gaps(source), initial=0.0)
 

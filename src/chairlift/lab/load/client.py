@@ -1,4 +1,4 @@
-"""One request of a load: how it is worded for a server, and how its stream is read."""
+"""One request of a load: its HTTP body, and the reading of its stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chairlift.lab.load.run import RequestRecord
 
 APIS = ("completions", "chat")
 
-# What the prompts of a chat are made of: for most tokenizers, each word with the space before it is one token.
+# Words of chat prompts: for most tokenizers, each with the space before it is one token.
 # fmt: off
 WORDS = (
     "the", "of", "and", "to", "in", "is", "that", "it", "for", "was", "on", "are", "with", "as", "be", "this", "by",
@@ -31,7 +31,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class RequestFormat:
-    """How requests are put. `extra` goes into every body and wins over what is there."""
+    """The API and parameters of all requests; `extra` is added to every body and overrides other fields."""
 
     model: str
     api: str = "completions"
@@ -55,7 +55,7 @@ class RequestFormat:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self.ignore_eos:  # most engines know it; OpenAI itself refuses it
+        if self.ignore_eos:  # most engines accept it; OpenAI itself refuses it
             fields["ignore_eos"] = True
         if self.api == "completions":
             fields["prompt"] = request.prompt_ids
@@ -66,10 +66,10 @@ class RequestFormat:
 
 
 class LoadClient:
-    """Sends requests and reads their streams. Whatever goes wrong ends up in the record, never in the caller."""
+    """Sends requests and reads their streams; errors go to the record and are never raised."""
 
     def __init__(self, http: HttpClient, request_format: RequestFormat, *, timeout: float) -> None:
-        self.num_pieces = 0  # that arrived so far, of all requests
+        self.num_pieces = 0  # stream events with tokens, of all requests so far
         self._http = http
         self._wording = request_format
         self._timeout = timeout
@@ -96,14 +96,14 @@ class LoadClient:
 
 
 class _StreamReader:
-    """The stream of one answer. Which pieces it came in and when is all that is kept of it."""
+    """Reads the stream of one answer and records when its pieces arrived."""
 
     def __init__(self, client: LoadClient, record: RequestRecord, now: Callable[[], float]) -> None:
         self._client = client
         self._record = record
         self._now = now
         self._lines = EventLineParser()
-        self._start = b""  # of the body, where an error that is no stream would be
+        self._start = b""  # the start of the body, which holds the error if there is no stream
         self._finished = False
         self._problem: str | None = None
 
@@ -115,17 +115,17 @@ class _StreamReader:
             if event == b"[DONE]":
                 continue
             try:
-                self._take_in(json.loads(event), now)
+                self._read(json.loads(event), now)
             except (ValueError, TypeError, KeyError, AttributeError):
-                self._problem = "bad stream: an event that is not what OpenAI has"
+                self._problem = "bad stream: an event that is not in OpenAI's format"
 
-    def _take_in(self, chunk: dict[str, Any], now: float) -> None:
+    def _read(self, chunk: dict[str, Any], now: float) -> None:
         if chunk.get("error"):
             self._problem = f"stream: {_error_name(chunk)}"
         for choice in chunk.get("choices") or ():
             if choice.get("finish_reason") is not None:
                 self._finished = True
-            if _says_something(choice):
+            if _has_tokens(choice):
                 self._record.times.append(now)
                 self._client.num_pieces += 1
         usage = chunk.get("usage")
@@ -135,7 +135,7 @@ class _StreamReader:
             self._record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     def problem(self, status: int) -> str | None:
-        """What is wrong with the answer, now that it is over."""
+        """The error of the complete answer, if any."""
         if status != 200:
             return f"HTTP {status} {self._refusal()}".strip()
         if self._problem is None and not self._finished:
@@ -149,11 +149,11 @@ class _StreamReader:
             return ""
 
 
-def _says_something(choice: dict[str, Any]) -> bool:
-    """Whether a piece brings tokens; the first and the last one of some servers only tell the role or the end."""
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    """Whether an event has tokens; the first and last of some servers hold only the role or the finish reason."""
     delta = choice.get("delta")
     if delta is None:
-        # A token may have no text of its own yet: half a character.
+        # A token may have no text yet: half a character.
         return bool(choice.get("text")) or choice.get("finish_reason") is None
     return any(delta.get(part) for part in ("content", "reasoning_content", "reasoning", "tool_calls"))
 

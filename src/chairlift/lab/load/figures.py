@@ -1,4 +1,4 @@
-"""From the records of a load to the figures of a report."""
+"""Figures of a report, from the records of a load."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from chairlift.lab.load.run import LoadRun, RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Of one request that was answered, in seconds."""
+    """The latencies of one completed request, in seconds."""
 
     ttft: float
-    tpot: float | None  # an answer of one token has none
+    tpot: float | None  # None for an answer of one token
     e2e: float
 
     @classmethod
@@ -31,7 +31,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class LatencyLimits:
-    """What counts as a good answer, in milliseconds; without a limit, every answer."""
+    """The limits of a good answer, in milliseconds; without limits every answer is good."""
 
     max_ttft_ms: float | None = None
     max_tpot_ms: float | None = None
@@ -66,17 +66,17 @@ def token_gaps(records: Sequence[RequestRecord]) -> list[float]:
 
 
 def in_flight(records: Sequence[RequestRecord]) -> list[tuple[float, int]]:
-    """How many requests were open, from each moment at which that changed."""
+    """The number of requests in flight, from each moment at which it changed."""
     changes = sorted([(record.sent, 1) for record in records] + [(record.end, -1) for record in records])
     steps, count = [], 0
-    for moment, change in changes:  # at the same moment, those that end come first
+    for moment, change in changes:  # at the same moment, ends come before starts
         count += change
         steps.append((moment, count))
     return steps
 
 
 def load_row(name: str, runs: Sequence[LoadRun], limits: LatencyLimits) -> dict[str, Any]:
-    """The figures of one run, or of several taken together, under the names that docs/bench-json.md explains."""
+    """The figures of one or several runs together, with the keys of docs/bench-json.md."""
     records = [record for run in runs for record in run.records]
     good_ones = [record for run in runs for record in answered(run)]
     latencies = [Latency.of(record) for record in good_ones]

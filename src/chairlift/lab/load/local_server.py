@@ -1,4 +1,4 @@
-"""Our own server on a free port, for as long as it is measured."""
+"""A server of ours on a free port, for the time of a measurement."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LocalServer:
         return f"http://127.0.0.1:{self.port}"
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Of the front end and of the engine, so far; empty where the system does not tell."""
+        """CPU seconds of the front end and of the engine so far; empty without /proc."""
         found = {"front_end": cpu_seconds(self.process.pid)}
         for child in children(self.process.pid):
             found["engine"] = cpu_seconds(child)
@@ -42,10 +42,7 @@ class LocalServer:
 
 @contextmanager
 def local_server(model: str, options: Mapping[str, Any], *, max_waiting: int) -> Iterator[LocalServer]:
-    """Start a server, wait until it is ready, and stop it in the end, whatever happens meanwhile.
-
-    `options` are those of `EngineConfig`.
-    """
+    """Start a server, wait until it is ready, and stop it at the end; `options` are fields of `EngineConfig`."""
     port = _free_port()
     command = [sys.executable, "-m", "chairlift", "serve", model, "--served-model-name", MODEL_NAME, "--quiet"]
     command += ["--port", str(port), "--max-waiting", str(max_waiting), *engine_arguments(options)]
@@ -73,7 +70,7 @@ def local_model_facts(model: str, options: Mapping[str, Any], *, progress: bool)
 
 
 def engine_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options of `EngineConfig` as they are typed."""
+    """Fields of `EngineConfig` as command-line options."""
     arguments = []
     for name, value in options.items():
         option = name.replace("_", "-")
@@ -97,7 +94,7 @@ def _wait_until_ready(server: LocalServer, log: IO[bytes]) -> None:
         if server.process.poll() is not None:
             log.seek(0)
             lines = log.read().decode(errors="replace").strip().splitlines()
-            raise EngineDead(f"the server did not start: {lines[-1] if lines else 'it said nothing'}")
+            raise EngineDead(f"the server did not start: {lines[-1] if lines else 'without any output'}")
         if time.monotonic() > end:
             raise EngineDead(f"the server was not ready after {START_SECONDS} s")
         time.sleep(0.1)

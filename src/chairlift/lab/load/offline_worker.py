@@ -1,7 +1,7 @@
-"""The same load on the engine alone, in a process of its own: what a server is compared with.
+"""The same load on the engine without a server, in a process of its own.
 
-`python -m chairlift.lab.load.offline_worker` takes a task as JSON on standard input and answers with lines of JSON:
-{"progress": [done, open, pieces]} while it works, and the records at the end.
+`python -m chairlift.lab.load.offline_worker` reads a task as JSON from standard input and writes lines of JSON:
+{"progress": [done, open, pieces]} while it runs, and the records at the end.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 REPORT_SECONDS = 0.25
 
 
-# ---- asking for it -----------------------------------------------------------------------------------------------
+# ---- the parent process ------------------------------------------------------------------------------------------
 
 
 def run_offline(
     model: str, options: Mapping[str, Any], workload: Workload, loop: LoadLoop, warm_up: int, advance: LoadProgress
 ) -> LoadRun:
-    """Run `workload` on an engine in a new process that is gone afterwards; `advance` is told how far it is."""
+    """Run `workload` on an engine in a new process; `advance` is called with its progress."""
     task = {
         "model": model,
         "options": dict(options),
@@ -62,17 +62,17 @@ def run_offline(
     return LoadRun(answer["seconds"], [RequestRecord(**record) for record in answer["records"]], answer["cpu_seconds"])
 
 
-# ---- doing it ----------------------------------------------------------------------------------------------------
+# ---- the child process -------------------------------------------------------------------------------------------
 
 
 class OfflineLoad:
-    """Keeps an engine as busy as the loop of the load asks for."""
+    """Submits requests to an engine at the rate of the load's loop."""
 
     def __init__(self, engine: Engine, requests: Sequence[BenchRequest], loop: LoadLoop) -> None:
         self._num_pieces = self._num_done = 0
         self._engine = engine
         self._queue = list(reversed(requests))
-        self._seats = loop.concurrency if isinstance(loop, ClosedLoop) else len(requests)
+        self._max_open = loop.concurrency if isinstance(loop, ClosedLoop) else len(requests)
         self._times = loop.times() if isinstance(loop, OpenLoop) else None
         self._due = 0.0
         self._open: dict[str, RequestRecord] = {}
@@ -85,7 +85,7 @@ class OfflineLoad:
         while self._queue or self._open:
             records += self._submit_due()
             if self._engine.has_work:
-                self._take_in(self._engine.step())
+                self._record(self._engine.step())
                 self._engine.check_alive()
                 advance(self._num_done, len(self._open), self._num_pieces)
             elif self._queue:
@@ -98,9 +98,9 @@ class OfflineLoad:
 
     def _submit_due(self) -> list[RequestRecord]:
         submitted = []
-        while self._queue and len(self._open) < self._seats and self._due <= (now := self._now()):
+        while self._queue and len(self._open) < self._max_open and self._due <= (now := self._now()):
             request = self._queue.pop()
-            # With text, as a server makes it and the offline API too.
+            # With detokenization, as in the server and the offline API.
             params = SamplingParams(temperature=0.0, max_tokens=request.n_out, ignore_eos=True)
             [request_id] = self._engine.submit(request.prompt_ids, params)
             record = RequestRecord(self._due if self._times else now, now, input_tokens=len(request.prompt_ids))
@@ -109,7 +109,7 @@ class OfflineLoad:
             self._due = next(self._times, float("inf")) if self._times else 0.0
         return submitted
 
-    def _take_in(self, events: Sequence[Event]) -> None:
+    def _record(self, events: Sequence[Event]) -> None:
         for event in events:
             match event:
                 case TokenProduced():

@@ -1,4 +1,4 @@
-"""The options of `chairlift bench serve` that say what is sent and how fast."""
+"""The options of `chairlift bench serve`: the load, the requests, the server and the limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chairlift.lab.load.traces import TraceEntry, load_trace, trace_requests
 
 _LOAD, _WORKLOAD, _SERVER, _GOOD = "Load", "Workload", "Server", "What counts as good"
 CONCURRENCY = 16
-PER_SEAT = 5  # requests for each one in flight, so that most of them meet a busy server
+PER_SLOT = 5  # requests per unit of concurrency, so that most of them meet a busy server
 OPEN_SECONDS = 60
 
 Requests = Callable[[], Iterator[BenchRequest]]
@@ -30,27 +30,25 @@ Requests = Callable[[], Iterator[BenchRequest]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How fast requests are sent, and for how long."""
+    """The rate and number of requests."""
 
     concurrency: Annotated[
         int | None,
         typer.Option(
-            help="Closed loop: so many requests at a time, the next one when one ends.",
+            help="Closed loop: requests in flight; the next is sent when one ends.",
             rich_help_panel=_LOAD,
             show_default=f"{CONCURRENCY}, unless there is a rate or a trace",
         ),
     ] = None
     rate: Annotated[
         float | None,
-        typer.Option(help="Open loop: so many requests per second, however busy the server is.", rich_help_panel=_LOAD),
+        typer.Option(help="Open loop: requests per second, independent of the server.", rich_help_panel=_LOAD),
     ] = None
-    arrivals: Annotated[str, typer.Option(help=f"Of an open loop: {', '.join(ARRIVALS)}.", rich_help_panel=_LOAD)] = (
-        "poisson"
-    )
+    arrivals: Annotated[str, typer.Option(help=f"Open loop: {', '.join(ARRIVALS)}.", rich_help_panel=_LOAD)] = "poisson"
     burstiness: Annotated[
         float | None,
         typer.Option(
-            help="Of bursty arrivals: the shape of the gamma distribution of gaps; 1 is Poisson, less is burstier.",
+            help="Shape of the gamma distribution of bursty gaps; 1 is Poisson, less is burstier.",
             rich_help_panel=_LOAD,
             show_default="0.25",
         ),
@@ -60,16 +58,16 @@ class LoadOptions:
         typer.Option(
             "--num-requests",
             "-n",
-            help="How many requests.",
+            help="Number of requests.",
             rich_help_panel=_LOAD,
-            show_default=f"{PER_SEAT} for each of --concurrency, {OPEN_SECONDS} s of --rate, or all there are",
+            show_default=f"{PER_SLOT} for each of --concurrency, {OPEN_SECONDS} s of --rate, or all of a file",
         ),
     ] = None
     duration: Annotated[
         float | None,
-        typer.Option(help="Send for so many seconds; then wait for what is open.", rich_help_panel=_LOAD),
+        typer.Option(help="Send for this many seconds, then wait for open requests.", rich_help_panel=_LOAD),
     ] = None
-    warmup: Annotated[int, typer.Option(help="Short requests before, not counted.", rich_help_panel=_LOAD)] = 4
+    warmup: Annotated[int, typer.Option(help="Short requests before the run, not counted.", rich_help_panel=_LOAD)] = 4
 
     def check(self) -> None:
         if self.concurrency is not None and self.rate is not None:
@@ -86,7 +84,7 @@ class LoadOptions:
             raise InvalidParameter("duration", f"must be a number of seconds above 0, got {self.duration}")
 
     def loop(self, seed: int, recorded: Sequence[TraceEntry] | None) -> LoadLoop:
-        """As asked for; a trace keeps its own time unless something else was."""
+        """The loop that the options describe; a trace keeps its own times unless they say otherwise."""
         if self.rate is not None:
             arrivals = Arrivals.parse(self.rate, self.arrivals, self.burstiness)
             return OpenLoop(lambda: arrivals.times(seed))
@@ -102,58 +100,54 @@ class LoadOptions:
         return f"open loop, {self.rate:g} requests/s, {self.arrivals}"
 
     def count(self, available: int | None) -> int | None:
-        """How many requests to take of those that there are (None: any number); None if time alone ends the run."""
+        """The number of requests out of `available` (None: endless); None if only the duration ends the run."""
         if self.num_requests is not None or available is not None:
             return min(count for count in (self.num_requests, available) if count is not None)
         if self.duration is not None:
             return None
         if self.rate is not None:
             return max(1, round(self.rate * OPEN_SECONDS))
-        return PER_SEAT * (self.concurrency or CONCURRENCY)
+        return PER_SLOT * (self.concurrency or CONCURRENCY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWorkload:
-    """What the requests are."""
+    """The requests: random, from a file, or like a trace."""
 
     prompt_len: Annotated[
         str,
-        typer.Option(
-            metavar="LOW:HIGH", help="Prompt tokens, spread log-uniformly, or one number.", rich_help_panel=_WORKLOAD
-        ),
+        typer.Option(metavar="LOW:HIGH", help="Prompt tokens, log-uniform, or one number.", rich_help_panel=_WORKLOAD),
     ] = "16:512"
     output_len: Annotated[
         str,
-        typer.Option(
-            metavar="LOW:HIGH", help="Output tokens, spread log-uniformly, or one number.", rich_help_panel=_WORKLOAD
-        ),
+        typer.Option(metavar="LOW:HIGH", help="Output tokens, log-uniform, or one number.", rich_help_panel=_WORKLOAD),
     ] = "16:256"
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.", rich_help_panel=_WORKLOAD)] = 0
     shared_prefix: Annotated[
-        float, typer.Option(help="Share of every prompt that others begin with too.", rich_help_panel=_WORKLOAD)
+        float, typer.Option(help="Share of every prompt that is a common prefix.", rich_help_panel=_WORKLOAD)
     ] = 0.0
     prefix_groups: Annotated[
-        int, typer.Option(help="How many different beginnings there are.", rich_help_panel=_WORKLOAD)
+        int, typer.Option(help="Number of different common prefixes.", rich_help_panel=_WORKLOAD)
     ] = 1
     workload: Annotated[
         Path | None,
         typer.Option(
-            help='Take the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.',
+            help='Read the requests from JSON instead: {"requests": [{"prompt_ids": [1, 2], "n_out": 3}, …]}.',
             rich_help_panel=_WORKLOAD,
         ),
     ] = None
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Take times and lengths from recorded traffic: an Azure CSV or a Mooncake JSONL file.",
+            help="Read times and lengths from a trace: an Azure CSV or a Mooncake JSONL file.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None
     trace_speed: Annotated[
-        float, typer.Option(help="Replay a trace so many times as fast.", rich_help_panel=_WORKLOAD)
+        float, typer.Option(help="Replay the trace this many times as fast.", rich_help_panel=_WORKLOAD)
     ] = 1.0
     trace_scale: Annotated[
-        float, typer.Option(help="Multiply the lengths in a trace by this.", rich_help_panel=_WORKLOAD)
+        float, typer.Option(help="Multiply the lengths of the trace by this.", rich_help_panel=_WORKLOAD)
     ] = 1.0
 
     def check(self) -> None:
@@ -172,13 +166,13 @@ class LoadWorkload:
         return [entry.scaled(self.trace_scale, self.trace_speed) for entry in load_trace(self.trace)]
 
     def available(self, recorded: Sequence[TraceEntry] | None) -> int | None:
-        """How many requests there are at most."""
+        """The number of requests of the file or trace; None for random ones."""
         if self.workload is not None:
             return len(load_workload(self.workload).requests)
         return None if recorded is None else len(recorded)
 
     def longest(self) -> int:
-        """The most tokens, prompt and output, that a request may come to have; 0 if only a trace can tell."""
+        """The most tokens of a request, prompt and output; 0 for a trace, whose entries are filtered later."""
         if self.workload is not None:
             return load_workload(self.workload).longest
         if self.trace is not None:
@@ -207,7 +201,7 @@ class LoadWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Which server, and how requests are put to it."""
+    """The server, and the parameters of all requests."""
 
     url: Annotated[
         str | None,
@@ -218,7 +212,7 @@ class ServerOptions:
         ),
     ] = None
     api_key: Annotated[
-        str | None, typer.Option(help="The key for --url.", envvar="CHAIRLIFT_API_KEY", rich_help_panel=_SERVER)
+        str | None, typer.Option(help="API key for --url.", envvar="CHAIRLIFT_API_KEY", rich_help_panel=_SERVER)
     ] = None
     api: Annotated[
         str,
@@ -229,22 +223,22 @@ class ServerOptions:
     ] = "completions"
     token_ids: Annotated[
         str,
-        typer.Option(metavar="LOW:HIGH", help="With --url: the ids that prompts are made of.", rich_help_panel=_SERVER),
+        typer.Option(metavar="LOW:HIGH", help="With --url: token ids of the prompts.", rich_help_panel=_SERVER),
     ] = "1000:10000"
     ignore_eos: Annotated[
         bool,
         typer.Option(
             "--ignore-eos/--no-ignore-eos",
-            help="Ask for answers of exactly the given length. Not every server knows how.",
+            help="Generate exactly the given length. Not every server can.",
             rich_help_panel=_SERVER,
         ),
     ] = True
-    temperature: Annotated[float, typer.Option(help="Of every request.", rich_help_panel=_SERVER)] = 0.0
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.", rich_help_panel=_SERVER)] = 0.0
     extra_body: Annotated[
         str, typer.Option(metavar="JSON", help="More parameters for every request.", rich_help_panel=_SERVER)
     ] = "{}"
     request_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a request is given up.", min=0.001, rich_help_panel=_SERVER)
+        float, typer.Option(help="Seconds after which a request fails.", min=0.001, rich_help_panel=_SERVER)
     ] = 600.0
 
     def request_format(self, model: str) -> RequestFormat:
@@ -261,22 +255,22 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeOptions:
-    """What counts as good, and what a server is compared with."""
+    """Limits of good answers, and the comparison with the engine alone."""
 
     max_ttft_ms: Annotated[
-        float | None, typer.Option(help="Longest time to the first token of a good answer.", rich_help_panel=_GOOD)
+        float | None, typer.Option(help="Longest time to first token of a good answer.", rich_help_panel=_GOOD)
     ] = None
     max_tpot_ms: Annotated[
-        float | None, typer.Option(help="Its longest mean time for each token after that.", rich_help_panel=_GOOD)
+        float | None, typer.Option(help="Longest mean time per output token after the first.", rich_help_panel=_GOOD)
     ] = None
-    max_e2e_ms: Annotated[
-        float | None, typer.Option(help="Its longest time from start to end.", rich_help_panel=_GOOD)
-    ] = None
+    max_e2e_ms: Annotated[float | None, typer.Option(help="Longest time from start to end.", rich_help_panel=_GOOD)] = (
+        None
+    )
     compare_offline: Annotated[
         bool,
-        typer.Option("--compare-offline", help="Run the same load on the engine without a server too, in turns."),
+        typer.Option("--compare-offline", help="Also run the same load on the engine without a server, in turns."),
     ] = False
-    repeat: Annotated[int, typer.Option(help="How often, each time on a server just started.", min=1)] = 1
+    repeat: Annotated[int, typer.Option(help="Repetitions, each with a new server.", min=1)] = 1
 
     @property
     def limits(self) -> LatencyLimits:

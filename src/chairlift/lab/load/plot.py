@@ -1,4 +1,4 @@
-"""A load as a picture: what requests met, and what the server did over time."""
+"""The plot of `chairlift bench serve`: latencies, and the server's work over time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chairlift.lab.load.figures import Latency, LatencyLimits, answered, token_g
 from chairlift.lab.load.run import LoadRun, RequestRecord
 from chairlift.lab.report.plots import Panel, save_panels
 
-COLOURS = ("#0b6e99", "#d9730d")  # blue and orange: hardly anyone confuses them
+COLOURS = ("#0b6e99", "#d9730d")  # blue and orange: safe for most kinds of colour blindness
 RED = "#c4314b"
 SLICES = 80  # of the time of a run
 
@@ -19,7 +19,7 @@ Runs = Mapping[str, Sequence[LoadRun]]
 
 
 def plot_load(path: Path, title: str, note: str, runs: Runs, limits: LatencyLimits) -> None:
-    """Six panels, with a colour for each name in `runs`. What goes on over time is shown of its first run."""
+    """Six panels, with a colour for each name in `runs`; the panels over time show the first run of each."""
     panels: list[Panel] = [
         lambda axes: _draw_first(axes, runs, limits),
         lambda axes: _draw_per_token(axes, runs, limits),
@@ -78,7 +78,7 @@ def _dress_shares(axes: Any, title: str, limit: float | None) -> None:
 
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:,.10g}")
-    axes.xaxis.set_minor_formatter(LogFormatter())  # says something only where there are few of the others
+    axes.xaxis.set_minor_formatter(LogFormatter())  # shows labels only where major ticks are few
     axes.set_ylim(0, 1.02)
     if limit is not None:
         axes.axvline(limit, color=RED, linestyle="--", linewidth=1.2, label=f"limit {limit:g} ms")
@@ -101,7 +101,7 @@ def _draw_open(axes: Any, runs: Runs) -> None:
         axes.plot(middles, open_over_time(run.records, width), color=colour, linewidth=1.8, label=f"{name}: open")
         label = f"{name}: without a token yet"
         axes.fill_between(middles, open_over_time(waiting, width), color=colour, alpha=0.3, linewidth=0, label=label)
-    _dress_time(axes, "Requests under way", "requests")
+    _dress_time(axes, "Requests in flight", "requests")
 
 
 def _draw_requests(axes: Any, runs: Runs) -> None:

@@ -1,4 +1,4 @@
-"""What `chairlift bench serve` shows while it runs and when it is done."""
+"""The progress bar and the tables of `chairlift bench serve`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2e")
 
 @contextmanager
 def watch_load(name: str, total: int | None, *, enabled: bool) -> Iterator[LoadProgress]:
-    """A bar that fills with requests; without a known number of them, it only moves."""
+    """A progress bar for requests; without a total it only moves."""
     columns = (
         TextColumn("{task.description:<8}"),
         BarColumn(),
@@ -31,7 +31,7 @@ def watch_load(name: str, total: int | None, *, enabled: bool) -> Iterator[LoadP
         TimeElapsedColumn(),
     )
     shown = enabled and sys.stderr.isatty()
-    # Drawn rarely: the machine has other things to do.
+    # Drawn rarely, to leave the processors to the load.
     with Progress(*columns, console=Console(stderr=True), disable=not shown, refresh_per_second=2) as progress:
         task = progress.add_task(name, total=total, state="starting")
         begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Sending requests to a server in a closed or an open loop, and writing down what happened to each."""
+"""Send requests to a server in a closed or an open loop, and record what happened to each."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from chairlift.lab.common.workload import BenchRequest
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What one request met. Times are seconds since the run began."""
+    """The times and token counts of one request; times are seconds since the run began."""
 
-    due: float  # when it was to be sent
+    due: float  # the planned time
     sent: float
-    times: list[float] = field(default_factory=list)  # when each piece with something new in it arrived
+    times: list[float] = field(default_factory=list)  # arrival of each piece with tokens
     end: float = 0.0
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    error: str | None = None  # what kind of failure, in few words
+    error: str | None = None  # the kind of failure
 
 
 @dataclass(slots=True)
@@ -30,32 +30,32 @@ class LoadRun:
 
     seconds: float  # from the first request to the end of the last
     records: list[RequestRecord]
-    cpu_seconds: dict[str, float] = field(default_factory=dict)  # of the processes that took part, by role
+    cpu_seconds: dict[str, float] = field(default_factory=dict)  # by role of the process
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many requests at a time: the next one is sent when one ends."""
+    """A fixed number of requests in flight: the next is sent when one ends."""
 
     concurrency: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests are sent when their time has come, whatever became of those before them."""
+    """Requests are sent at given times, independent of those before them."""
 
     times: Callable[[], Iterator[float]]  # seconds from the start, rising; one for each request, or endless
 
 
 LoadLoop = ClosedLoop | OpenLoop
 Send = Callable[[BenchRequest, RequestRecord, Callable[[], float]], Awaitable[None]]
-"""Carries a request through and fills in its record; the last argument is the run's clock. Never raises."""
+"""Sends a request and fills in its record; the last argument is the run's clock. Never raises."""
 LoadProgress = Callable[[int, int, int], None]
-"""Called with the numbers of requests that are done, that are open, and of pieces of answers that have arrived."""
+"""Called with the numbers of finished requests, of open requests, and of pieces of answers received."""
 
 
 class LoadGenerator:
-    """A run under way."""
+    """Sends the requests of one run."""
 
     def __init__(self, send: Send, *, duration: float | None = None) -> None:
         self.records: list[RequestRecord] = []
@@ -68,7 +68,7 @@ class LoadGenerator:
         return time.perf_counter() - self._begun
 
     async def run(self, requests: Iterable[BenchRequest], loop: LoadLoop) -> LoadRun:
-        """Send all requests, or those whose turn comes within the duration, and wait for every one of them."""
+        """Send all requests, or those due within the duration, and wait for all of them."""
         cpu, self._begun = time.process_time(), time.perf_counter()
         if isinstance(loop, ClosedLoop):
             await self._run_closed(iter(requests), loop.concurrency)
@@ -78,26 +78,26 @@ class LoadGenerator:
         return LoadRun(seconds, self.records, {"client": time.process_time() - cpu})
 
     async def _run_closed(self, requests: Iterator[BenchRequest], concurrency: int) -> None:
-        async def one_seat() -> None:
+        async def send_in_turn() -> None:
             while self.now() < self._duration:
                 request = next(requests, None)
                 if request is None:
                     return
-                await self._carry(request, due=self.now())
+                await self._send_one(request, due=self.now())
 
-        async with asyncio.TaskGroup() as seats:
+        async with asyncio.TaskGroup() as senders:
             for _ in range(concurrency):
-                seats.create_task(one_seat())
+                senders.create_task(send_in_turn())
 
     async def _run_open(self, requests: Iterator[BenchRequest], times: Iterator[float]) -> None:
-        async with asyncio.TaskGroup() as under_way:
+        async with asyncio.TaskGroup() as in_flight:
             for due, request in zip(times, requests, strict=False):  # either may be endless
                 if due >= self._duration:
                     return
                 await asyncio.sleep(max(0.0, due - self.now()))
-                under_way.create_task(self._carry(request, due))
+                in_flight.create_task(self._send_one(request, due))
 
-    async def _carry(self, request: BenchRequest, due: float) -> None:
+    async def _send_one(self, request: BenchRequest, due: float) -> None:
         record = RequestRecord(due, self.now())
         self.records.append(record)
         self.num_open += 1

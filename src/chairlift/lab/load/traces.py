@@ -1,4 +1,4 @@
-"""Recorded traffic of real services: when requests came, how long they were, and what they had in common.
+"""Recorded traffic of real services: arrival times, lengths and common prefixes.
 
 Two public formats are read: CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure's traces of 2023
 and 2024), and JSON lines with timestamp (ms), input_length, output_length and hash_ids (Mooncake's), where equal ids
@@ -20,7 +20,7 @@ from typing import Any
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.workload import BenchRequest
 
-HASHED_TOKENS = 512  # that one of the hash ids stands for
+HASHED_TOKENS = 512  # per hash id
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class TraceEntry:
     at: float  # seconds since the first request
     n_in: int
     n_out: int
-    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks of HASHED_TOKENS, where the trace knows them
+    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks of HASHED_TOKENS, if the trace has them
 
     def scaled(self, lengths: float, speed: float) -> TraceEntry:
-        """The same with other lengths, and `speed` times as fast; nothing gets shorter than a token."""
+        """The same entry with scaled lengths (at least one token), `speed` times as fast."""
         n_in, n_out = (max(1, round(length * lengths)) for length in (self.n_in, self.n_out))
         return TraceEntry(self.at / speed, n_in, n_out, self.blocks)
 
 
 def load_trace(path: Path) -> list[TraceEntry]:
-    """All entries of a trace file, in the order of their time."""
+    """All entries of a trace file, ordered by time."""
     read = _read_json_lines if path.suffix in (".jsonl", ".json") else _read_csv
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -93,7 +93,7 @@ def _read_json_lines(file: Any, path: Path) -> Iterator[TraceEntry]:
 def _checked(at: float, n_in: int, n_out: int, blocks: tuple[int, ...] = ()) -> TraceEntry:
     if not abs(at) < float("inf") or n_in < 0 or n_out < 0:
         raise ValueError("times must be numbers and lengths not negative")
-    # A request that got no answer still cost its prompt, and one token is the least that can be asked for.
+    # A request without an answer still cost its prompt; one token is the least that can be generated.
     return TraceEntry(at, max(n_in, 1), max(n_out, 1), blocks)
 
 

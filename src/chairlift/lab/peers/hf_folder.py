@@ -18,12 +18,12 @@ def save_hf_folder(model: str, folder: Path) -> None:
 
     path = resolve_model(model)
     if path.suffix != ".gguf":
-        raise SystemExit(f"{path} is no GGUF file; if it has a config.json, other engines can read it as it is")
+        raise SystemExit(f"{path} is not a GGUF file; a folder with a config.json needs no conversion")
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "local_files_only": True}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     if any(weight.dtype != torch.float32 for weight in loaded.parameters()):
         raise SystemExit(f"transformers keeps the weights of {path} quantized, so they cannot be saved")
-    loaded.hf_quantizer = None  # it remembers where they come from, and would refuse to save them
+    loaded.hf_quantizer = None  # it would refuse to save dequantized weights
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
     loaded.save_pretrained(folder)
@@ -32,7 +32,7 @@ def save_hf_folder(model: str, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m chairlift.lab.peers.hf_folder", description=__doc__)
-    parser.add_argument("model", help="a .gguf file, or a name that `chairlift models` knows")
+    parser.add_argument("model", help="a .gguf file, or a name from `chairlift models`")
     parser.add_argument("folder", type=Path, help="where to save it")
     given = parser.parse_args()
     save_hf_folder(given.model, given.folder)

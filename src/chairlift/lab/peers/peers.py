@@ -1,4 +1,4 @@
-"""Other engines, each in a process and a Python of its own, on the same requests as this one."""
+"""Peers: other engines, each in a process and a Python of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXPORT = "optimum-cli export openvino --model HF_FOLDER --task text-generation-w
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """Why there is no model for a peer, and how to get one."""
+    """Why a peer has no model it can load, and how to get one."""
 
     reason: str
 
@@ -56,7 +56,7 @@ def _hf_folder(model: Path) -> Path | Lacking:
 class _Kind:
     program: str
     install: str
-    find_model: Callable[[Path], Path | Lacking]  # what it can load of the model that this engine runs
+    find_model: Callable[[Path], Path | Lacking]  # the form of our model that it can load
 
 
 _KINDS = {
@@ -80,7 +80,7 @@ class Peer:
     timeout: float = 900.0  # seconds for one measurement, loading included
 
     def version(self) -> str:
-        """Of its package. Raises PeerFailed if it cannot run here."""
+        """The version of its package; raises PeerFailed if it cannot run here."""
         kind = _KINDS[self.name]
         found = self._process(min(self.timeout, CHECK_SECONDS)).ask("--check")
         if "version" not in found:
@@ -137,7 +137,7 @@ def _read_answer(answer: Mapping[str, Any], workload: Workload) -> Measurement:
         raise PeerFailed(f"answered without {missing}") from None
     counted = [len(times) for times in token_times]
     if counted != [request.n_out for request in workload.requests] or len(arrivals) != len(counted):
-        raise PeerFailed(f"generated {sum(counted)} tokens in other portions than the workload asks for")
+        raise PeerFailed(f"generated {sum(counted)} tokens with other lengths per request than the workload")
     if not math.isfinite(seconds) or seconds <= 0:
         raise PeerFailed(f"reports that it took {seconds} s")
     return Measurement(seconds, workload.input_tokens, token_times, arrivals=arrivals)
@@ -163,7 +163,7 @@ def parse_peer_paths(parameter: str, texts: Sequence[str], names: Sequence[str])
         _check_known(parameter, name, names)
         if name in paths:
             raise InvalidParameter(parameter, f"{name} is given twice")
-        # Not resolved: the link that is a virtual environment's python leads out of it.
+        # Not resolved: a virtual environment's python is a link that leads out of it.
         paths[name] = Path(path).expanduser().absolute()
         if not paths[name].exists():
             raise InvalidParameter(parameter, f"there is no {path!r}")

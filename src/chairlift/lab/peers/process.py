@@ -1,4 +1,4 @@
-"""A program under another Python, told what to do by a file and answering in lines of JSON."""
+"""A program under another Python, which reads a job file and writes lines of JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import IO, Any
 
 PROGRAMS = Path(__file__).parent / "programs"
-LAST_WORDS = 400  # characters of its standard error that a failure quotes
-LAST_LINES = 100  # lines of it that a failure keeps
+QUOTED = 400  # characters of standard error in the message of a failure
+LAST_LINES = 100  # lines of standard error that a failure keeps
 
 
 class PeerFailed(Exception):
-    """It did not do what it was asked; the message says why, and `output` is the end of what it wrote meanwhile."""
+    """A peer failed; the message gives the reason, `output` the end of its standard error."""
 
     def __init__(self, problem: str, output: str = "") -> None:
         super().__init__(problem)
@@ -30,7 +30,7 @@ class PeerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PeerProcess:
-    """One call of a program in `programs`. Whatever it started ends with it."""
+    """One call of a program in `programs`; its child processes end with it."""
 
     python: Path
     program: str
@@ -38,7 +38,7 @@ class PeerProcess:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def ask(self, *arguments: str, progress: Callable[[dict[str, Any]], None] = lambda line: None) -> dict[str, Any]:
-        """The last line that it answers. `progress` sees each line."""
+        """Run it and return its last line; `progress` is called with each line."""
         command = [str(self.python), str(PROGRAMS / self.program), *arguments]
         with tempfile.TemporaryFile() as errors:
             try:
@@ -82,7 +82,7 @@ class PeerProcess:
         if code != 0 or last is None:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
             lines = _lines(errors)
-            raise PeerFailed(f"{how}: {_last_words(lines)}", "\n".join(lines[-LAST_LINES:]))
+            raise PeerFailed(f"{how}: {_end_of(lines)}", "\n".join(lines[-LAST_LINES:]))
         return last
 
     def _parse(self, line: str) -> dict[str, Any]:
@@ -91,13 +91,13 @@ class PeerProcess:
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            raise PeerFailed(f"answered {line.strip()[:LAST_WORDS]!r}, which is no JSON object")
+            raise PeerFailed(f"answered {line.strip()[:QUOTED]!r}, which is no JSON object")
         return content
 
     def _environment(self) -> dict[str, str]:
         inherited = dict(os.environ)
         if self.python != Path(sys.executable):
-            for name in ("PYTHONPATH", "PYTHONHOME"):  # they lead to our packages, not to its own
+            for name in ("PYTHONPATH", "PYTHONHOME"):  # they point to our packages, not to the peer's
                 inherited.pop(name, None)
         return inherited | dict(self.environment)
 
@@ -114,6 +114,6 @@ def _lines(errors: IO[bytes]) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def _last_words(lines: Sequence[str]) -> str:
+def _end_of(lines: Sequence[str]) -> str:
     text = " ".join(line.strip() for line in lines[-3:])
-    return text[-LAST_WORDS:] or "it said nothing"
+    return text[-QUOTED:] or "without any output"

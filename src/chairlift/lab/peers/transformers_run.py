@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 PAGE_SIZE = 32
-# Its own default asks the GPU for its size. On a CPU this many keep the arithmetic busy, as larger steps do not.
+# Its own default depends on the size of a GPU. On a CPU, larger steps are no faster than this.
 MAX_BATCH_TOKENS = 512
 
 
@@ -47,24 +47,24 @@ def _load(setup: TransformersSetup) -> Any:
     if path.suffix == ".gguf":
         path, extra = path.parent, {"gguf_file": path.name}
     options = {"dtype": setup.dtype, "attn_implementation": "sdpa", "local_files_only": True}
-    with redirect_stderr(StringIO()):  # the bar of the GGUF reader listens to nobody
+    with redirect_stderr(StringIO()):  # the progress bar of the GGUF reader cannot be turned off
         return AutoModelForCausalLM.from_pretrained(path, **options, **extra).to(setup.device).eval()
 
 
 @contextmanager
 def _manager(model: Any, setup: TransformersSetup, workload: Workload) -> Iterator[Any]:
-    """What `model.generate_batch` runs on, used directly because there all requests have one `max_new_tokens`."""
+    """The manager below `model.generate_batch`, which itself has one `max_new_tokens` for all requests."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    seats = min(setup.max_batch_requests, len(workload.requests))
+    slots = min(setup.max_batch_requests, len(workload.requests))
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
-        num_blocks=seats * (-(-workload.longest // PAGE_SIZE) + 1),  # nobody ever waits for memory
+        num_blocks=slots * (-(-workload.longest // PAGE_SIZE) + 1),  # enough for all requests at once
         max_batch_tokens=setup.max_batch_tokens,
-        max_requests_per_batch=seats,
-        allow_block_sharing=False,  # the prompts share nothing, so looking for it would only cost
+        max_requests_per_batch=slots,
+        allow_block_sharing=False,  # random prompts have no common prefixes, so searching for them only costs time
     )
     manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=batching)
     manager.start()

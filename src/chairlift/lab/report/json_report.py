@@ -17,7 +17,7 @@ from chairlift.errors import InvalidParameter
 def write_report(
     path: Path, bench: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Write the outcome of `bench` and return it.
+    """Write the report of `bench` and return it.
 
     The shape is the same for all benches:
 
@@ -25,8 +25,8 @@ def write_report(
     |---|---|
     | `bench` | which one |
     | `machine` | where it ran, see `machine` |
-    | `settings` | what it was asked to do, defaults included |
-    | `rows` | one object for each engine or setting compared; `name` says which |
+    | `settings` | the settings, with defaults |
+    | `rows` | one object for each engine or setting compared, with a `name` |
     """
     report = {"bench": bench, "machine": machine(), "settings": dict(settings), "rows": [dict(row) for row in rows]}
     try:
@@ -37,14 +37,14 @@ def write_report(
 
 
 def check_writable(path: Path, parameter: str = "json") -> None:
-    """Raise now if nothing could be written there after minutes of measuring."""
+    """Raise before the measurement if the file cannot be written."""
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise InvalidParameter(parameter, f"cannot write {str(path)!r}; give a file in a folder that you may write to")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on besides the settings."""
+    """The machine and the versions that the figures depend on."""
     import torch
 
     return {
@@ -61,7 +61,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_line(found: Mapping[str, Any]) -> str:
-    """The machine in a line, for people."""
+    """The machine in one line."""
     parts = [
         f"{found['cpu']}, {found['cores']} cores, {found['memory_bytes'] / 2**30:.0f} GiB",
         found["gpu"] or "no GPU",

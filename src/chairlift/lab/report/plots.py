@@ -1,4 +1,4 @@
-"""Drawing, with matplotlib where it is installed."""
+"""Plots with several panels, by matplotlib."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Panel = Callable[[Any], None]
 
 
 def require_matplotlib() -> None:
-    """Raise now if `save_panels` could not draw after minutes of measuring."""
+    """Raise before the measurement if `save_panels` could not draw."""
     if find_spec("matplotlib") is None:
         raise InvalidParameter("plot", "drawing needs matplotlib; install chairlift[bench]")
 

@@ -1,4 +1,4 @@
-"""What makes attention cheaper: tiles instead of a score matrix, and heads that share keys and values."""
+"""Tiling instead of a score matrix, and heads that share keys and values."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ KV_MEMORY = 2**30  # for comparing how many sequences fit
 
 @dataclass(frozen=True, slots=True)
 class TilingPoint:
-    """One prompt of `tokens`, attended to in tiles and with the whole score matrix. None: it would not fit."""
+    """Attention over a prompt of `tokens`, tiled and with the full score matrix (None: too large)."""
 
     tokens: int
     tiled_seconds: float
     full_seconds: float | None
-    tiled_bytes: int | None  # peak, besides what goes in
+    tiled_bytes: int | None  # peak, besides the inputs
     full_bytes: int | None
 
 
 def compare_tiling(shape: AttentionShape, *, sizes: Sequence[int], note: Note = lambda text: None) -> list[TilingPoint]:
-    """Causal attention of one sequence: torch's FlashAttention-style kernel and the formula as it is written."""
+    """Causal attention of one sequence: torch's FlashAttention-style kernel and the plain formula."""
     points = []
     for size in sizes:
         note(f"tiled and materialised, {size} tokens")
@@ -78,7 +78,7 @@ class SharingPoint:
 def compare_head_sharing(
     shape: AttentionShape, *, group: int, batch: int, context: int, note: Note = lambda text: None
 ) -> list[SharingPoint]:
-    """Every query head with keys of its own, `group` heads with the same ones, all with the same."""
+    """MHA, GQA with `group` query heads per KV head, and MQA."""
     points = []
     for name, kv_heads in (("MHA", shape.heads), ("GQA", shape.heads // group), ("MQA", 1)):
         note(f"{name}, {batch} requests of {context} tokens")

@@ -1,4 +1,4 @@
-"""What the KV cache is for: generating with it, and computing the whole sequence anew for every token."""
+"""Generation with a KV cache, and with the whole sequence recomputed for every token."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class RecomputePoint:
     tokens: int
     cached_seconds: float
     recompute_seconds: float
-    cached_tokens: int  # that went through the model
+    cached_tokens: int  # computed by the model
     recompute_tokens: int
 
 
 def compare_recompute(
     device: torch.device, dtype: torch.dtype, *, sizes: Sequence[int], note: Note = lambda text: None
 ) -> list[RecomputePoint]:
-    """One long generation each way; every point is where it stood after so many tokens."""
+    """One long generation each way; a point is its time up to that many tokens."""
     if not sizes or min(sizes) < 1:
         raise InvalidParameter("cache_sizes", f"must be numbers of tokens of at least 1, got {list(sizes)}")
     longest = max(sizes)

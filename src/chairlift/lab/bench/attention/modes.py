@@ -1,4 +1,4 @@
-"""The attention of one layer in every mode: a call per request, one padded call, one ragged call."""
+"""The attention of one layer with each backend: one call per request, one padded call, one ragged call."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from chairlift.lab.common.timing import best_seconds
 from chairlift.lab.report.progress import Note
 
 BLOCK_SIZE = 16
-LONGEST = 8  # times the mean: where lengths are cut off
+LONGEST = 8  # limit of lengths, as a multiple of the mean
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One attention layer and where it runs."""
+    """One attention layer, its device and dtype."""
 
     heads: int
     kv_heads: int
@@ -41,8 +41,9 @@ class AttentionShape:
         return AttentionLayer(0, self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
 
     def modes(self) -> list[str]:
-        """The backends that can run it."""
-        return [name for name in BACKENDS.names() if not self._refuses(name)]
+        """The backends that support it; the one that the engine would choose comes first."""
+        ordered = sorted(BACKENDS.names(), key=lambda name: -BACKENDS.get(name).preference)
+        return [name for name in ordered if not self._refuses(name)]
 
     def _refuses(self, name: str) -> bool:
         try:
@@ -60,15 +61,15 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class ModesPoint:
-    """One batch, computed in every mode."""
+    """One batch, computed in each mode."""
 
-    kind: str  # decode: a token of each request; mixed: that, and one of them computes a prompt
+    kind: str  # decode: one token per request; mixed: the last request computes a prompt
     batch: int
     variation: float  # of the context lengths
-    tokens: int  # that requests asked for
-    padding: int  # further ones that the padded mode computes
-    context: int  # positions that the requests' caches hold together
-    padded_context: int  # positions that the padded mode looks at
+    tokens: int  # without padding
+    padding: int  # additional tokens of the padded mode
+    context: int  # cached positions of all requests
+    padded_context: int  # positions that the padded mode reads
     seconds: dict[str, float]  # of one layer's attention, by mode
 
 
@@ -138,7 +139,7 @@ def random_storage(shape: AttentionShape, num_blocks: int) -> KVStorage:
 def _time_backend(shape: AttentionShape, name: str, plan: StepPlan, storage: KVStorage) -> float:
     backend = shape.backend(name)
     batch = build_batch(plan, storage, shape.device, rectangular=backend.capabilities.rectangular)
-    # Planned once for all layers of a model, so planning is no part of what a layer costs.
+    # Planned once for all layers of a model, so planning is not part of a layer's cost.
     attend = backend.plan(batch.layout, storage)
     rows = len(batch.tokens)
     q = shape.random(rows, shape.heads, shape.head_dim)

@@ -1,7 +1,7 @@
-"""Long prompts that arrive while others generate.
+"""Long prompts that arrive beside decoding requests.
 
-Some requests generate all the while. Long prompts come one after the other, the next when the one before has its first
-token, so that every measured step carries all decodes and a chunk.
+A fixed number of requests decodes all the time. Long prompts arrive one after the other, the next when the previous one
+has its first token, so that every measured step has all decodes and a chunk.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ChunkingRun:
-    """What was seen while long prompts were computed. Times are seconds."""
+    """Measurements while long prompts were computed; times are seconds."""
 
     seconds: float = 0.0
     tokens: int = 0  # computed: prompt tokens and generated ones
-    gaps: list[float] = field(default_factory=list)  # between consecutive tokens of those who generate
-    first_tokens: list[float] = field(default_factory=list)  # how long the long prompts took to their first token
+    gaps: list[float] = field(default_factory=list)  # between consecutive tokens of decoding requests
+    first_tokens: list[float] = field(default_factory=list)  # time to first token of the long prompts
     steps: list[StepDone] = field(default_factory=list)
     decisions: list[BudgetDecided] = field(default_factory=list)
 
@@ -43,11 +43,11 @@ class ChunkingRun:
 
 
 class TurnClock:
-    """Seconds spent inside `with`: the time of an engine that shares the machine with others, one at a time."""
+    """A clock that only runs inside `with`, for an engine that takes turns with others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._before = 0.0  # the turns that are over
+        self._before = 0.0  # seconds of earlier turns
         self._begun: float | None = None
 
     def __call__(self) -> float:
@@ -68,13 +68,13 @@ def engine_for_long_prompts(
     clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> Engine:
-    """A seat and enough memory for everybody; `max_batch_tokens` beside the decodes."""
-    seats, block_size = settings.decodes + 1, maker.config().block_size
+    """An engine with slots and memory for all requests; `max_batch_tokens` is the room beside the decodes."""
+    slots, block_size = settings.decodes + 1, maker.config().block_size
     blocks = settings.decodes * -(-(settings.start + settings.output) // block_size)
-    blocks += -(-(settings.prompt_len + 1) // block_size) + 2 * seats
+    blocks += -(-(settings.prompt_len + 1) // block_size) + 2 * slots
     return maker.engine(
-        max_batch_requests=seats,
-        max_batch_tokens=max_batch_tokens + seats,
+        max_batch_requests=slots,
+        max_batch_tokens=max_batch_tokens + slots,
         kv_memory=maker.kv_memory(blocks),
         prefix_caching=False,
         clock=clock,
@@ -95,7 +95,7 @@ def run_long_prompts(
 
 
 class LongPrompts:
-    """Keeps the same number of requests generating, and brings long prompts one by one."""
+    """Keeps a fixed number of requests decoding and submits long prompts one by one."""
 
     def __init__(self, engine: Engine, vocabulary: Sequence[int], settings: ChunkingSettings) -> None:
         for parameter, needed in (
@@ -107,11 +107,11 @@ class LongPrompts:
                 raise InvalidParameter(parameter, problem)
         self._engine, self._vocabulary, self._settings = engine, vocabulary, settings
         self._source = random.Random(settings.seed)
-        self._last_token: dict[str, float | None] = {}  # of those who generate
+        self._last_token: dict[str, float | None] = {}  # by decoding request
         self.measured = ChunkingRun()
 
     def warm_up(self, length: int) -> None:
-        """Have all who generate on board and past their prompts, and compute a prompt that does not count."""
+        """Start the decoding requests, and compute one prompt that does not count."""
         for _ in range(self._settings.decodes):
             self._begin_decoding()
         while None in self._last_token.values():
@@ -123,7 +123,7 @@ class LongPrompts:
         self.measured.seconds += self._serve_prompt(self._settings.prompt_len)
 
     def _serve_prompt(self, length: int) -> float:
-        """Bring a prompt, and wait for its first token. How long everything took."""
+        """Submit a prompt, wait for its first token, and return the seconds."""
         engine = self._engine
         begun = engine.now()
         (long_id,) = engine.submit(self._words(length), _generate(1))

@@ -1,4 +1,4 @@
-"""`chairlift bench chunking` as a picture."""
+"""The plot of `chairlift bench chunking`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plot_chunking(path: Path, points: Sequence[ChunkingPoint], footnote: str) ->
         axes.legend(fontsize=8)
 
     panels: list[Panel] = [throughput, first_token, distribution, decisions]
-    save_panels(path, "Prompt chunks beside running requests", footnote, panels)
+    save_panels(path, "Prompt chunks beside decoding requests", footnote, panels)
 
 
 def _plain_logarithm(axes: Any) -> None:

@@ -1,11 +1,10 @@
-"""What prompt chunks cost those who are generating: fixed sizes against budgets that adapt.
+"""The cost of prompt chunks for decoding requests: fixed sizes against adaptive budgets.
 
 Throughput counts what was computed while long prompts arrived: prompt tokens and generated ones.
 
-Every setting has an engine of its own, and they take turns prompt by prompt, each on a clock that stands still while
-it is not its turn: a machine whose speed changes from minute to minute is then the same machine for all of them. On a
-GPU, a step that is under way when a turn ends is computed in the next one's: one step of each turn counts for nothing
-there, which few and long steps would show.
+Every setting has an engine of its own. The engines take turns prompt by prompt, each on a clock that stops between its
+turns, so that changes of the machine's speed affect all of them. On a GPU, a step that is in flight when a turn ends
+runs in the next turn: one step per turn is not counted, which only matters with few and long steps.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CHUNKS = {"cpu": (16, 32, 64, 128, 256, 512), "cuda": (128, 256, 512, 1024, 2048
 
 @dataclass(frozen=True)
 class ChunkingPoint:
-    """One setting and what came of it: a fixed `chunk`, a `target` for the time per output token, or the knee."""
+    """One setting and its runs: a fixed `chunk`, a `target` for the time per output token, or the knee."""
 
     name: str
     rounds: list[ChunkingRun] = field(default_factory=list)
@@ -43,7 +42,7 @@ class ChunkingPoint:
 
     @cached_property
     def run(self) -> ChunkingRun:
-        """All rounds as one, once they are over."""
+        """All rounds together."""
         whole = ChunkingRun()
         for one in self.rounds:
             whole.add(one)

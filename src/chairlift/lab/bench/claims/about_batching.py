@@ -1,4 +1,4 @@
-"""Claims about batching: what one request leaves unused, what batches gain, and what continuous ones gain more."""
+"""Claims about batching: compute use of one request, and gains of batches and of continuous batching."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def judge_batching(points: Sequence[BatchSizePoint]) -> Verdict:
     return Verdict(
         "Batching gets 5–10x more done than one request at a time",
         GUIDES,
-        f"{ratio:.1f}x with {best.seats} requests: "
-        + ", ".join(f"{point.tokens_per_s:,.0f} ({point.seats})" for point in points)
+        f"{ratio:.1f}x with {best.requests} requests: "
+        + ", ".join(f"{point.tokens_per_s:,.0f} ({point.requests})" for point in points)
         + " tokens/s (requests)",
         Holds.judge(ratio >= 5, ratio >= 2.5),
         "it grows until arithmetic, not memory, sets the pace; where that is depends on the machine and the model",
-        {f"tokens_per_s_{point.seats}": point.tokens_per_s for point in points} | {"ratio": ratio},
+        {f"tokens_per_s_{point.requests}": point.tokens_per_s for point in points} | {"ratio": ratio},
     )
 
 

@@ -1,4 +1,4 @@
-"""The claim about chunked prefill: what a long prompt does to those who are generating, by the size of its chunks."""
+"""The claim about chunked prefill: gaps of decoding requests by chunk size, while a long prompt arrives."""
 
 from __future__ import annotations
 

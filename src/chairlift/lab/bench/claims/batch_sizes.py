@@ -1,4 +1,4 @@
-"""What batching is for: how much of the machine one request uses, and how much more gets done together."""
+"""Compute use of one request, and throughput by batch size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ComputeShare:
 
 
 def measure_compute_share(maker: EngineMaker, *, tokens: int = 24, note: Note = lambda text: None) -> ComputeShare:
-    """Two operations for each weight and token; the attention over so short a text counts for nothing."""
+    """Two operations per weight and token; attention over so short a text is negligible."""
     note("one request alone")
     length = LengthRange(tokens, tokens)
     workload = make_workload(maker.vocabulary(), requests=1, prompt_len=length, output_len=length, seed=0)
@@ -40,22 +40,21 @@ def measure_compute_share(maker: EngineMaker, *, tokens: int = 24, note: Note = 
 
 @dataclass(frozen=True, slots=True)
 class BatchSizePoint:
-    seats: int
+    requests: int
     tokens_per_s: float
 
 
 def compare_batch_sizes(
     maker: EngineMaker,
     *,
-    seats: Sequence[int] = (1, 4, 16, 64),
+    sizes: Sequence[int] = (1, 4, 16, 64),
     prompt: int = 32,
     output: int = 24,
     note: Note = lambda text: None,
 ) -> list[BatchSizePoint]:
-    """The same engine with ever more seats, all of them always taken. The fewer there are, the less work they get:
-    a rate does not depend on how long it is kept up."""
+    """The throughput of full batches. Small batches get fewer requests: a rate does not depend on the duration."""
     points = []
-    for count in seats:
+    for count in sizes:
         note(f"{count} requests at a time")
         workload = make_workload(
             maker.vocabulary(),

@@ -1,4 +1,4 @@
-"""What the field says, next to what is measured here."""
+"""Published claims, their sources and verdicts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Holds(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One claim, and what came of it."""
+    """One claim and what was measured."""
 
     claim: str
     source: str
     measured: str
     holds: Holds
-    why: str  # what explains the figure, above all where it is not the claimed one
+    why: str  # the explanation of the figure, above all where it differs from the claim
     figures: dict[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:

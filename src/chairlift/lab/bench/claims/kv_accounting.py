@@ -1,4 +1,4 @@
-"""Who holds how much KV memory: the blocks of a paged cache, prefixes held once, padding for nobody."""
+"""KV memory accounting: waste of a paged cache, shared prefixes, and padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`chairlift bench claims` as a picture."""
+"""The plot of `chairlift bench claims`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from chairlift.lab.report.plots import Panel, save_panels
 
 def plot_claims(path: Path, results: ClaimsResults, footnote: str) -> None:
     panels: list[Panel] = []
-    if results.seats:
-        panels.append(lambda axes: _seats(axes, results.seats))
+    if results.batch_sizes:
+        panels.append(lambda axes: _batch_sizes(axes, results.batch_sizes))
     if results.policies:
         panels += policy_panels(results.policies)
     if results.stalls:
         panels.append(chunking_panel(results.stalls, results.settings.chunked_prompt))
     panels += attention_panels(results.attention)
     if panels:
-        save_panels(path, "The field's claims, measured", footnote, panels, columns=3)
+        save_panels(path, "Published claims, measured", footnote, panels, columns=3)
 
 
-def _seats(axes: Any, points: Sequence[BatchSizePoint]) -> None:
+def _batch_sizes(axes: Any, points: Sequence[BatchSizePoint]) -> None:
     axes.set_title("Requests at a time")
-    axes.plot([point.seats for point in points], [point.tokens_per_s for point in points], marker="o")
+    axes.plot([point.requests for point in points], [point.tokens_per_s for point in points], marker="o")
     axes.set_xscale("log", base=2)
-    axes.set_xticks([point.seats for point in points], [f"{point.seats}" for point in points])
+    axes.set_xticks([point.requests for point in points], [f"{point.requests}" for point in points])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("requests")
     axes.set_ylabel("output tokens/s")

@@ -1,4 +1,4 @@
-"""`chairlift bench claims`: measure what every claim is about, with the functions of the other benches."""
+"""Measure what each claim is about, with the functions of the other benches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ATTENTION = AttentionSettings(batches=(4, 16, 64), variations=(0.0, 1.0))
 class ClaimsSettings:
     """The defaults take about ten minutes on two cores with the default model."""
 
-    seats: Sequence[int] = (1, 4, 16, 64)
+    batch_sizes: Sequence[int] = (1, 4, 16, 64)
     policies: PoliciesSettings = POLICIES
     attention: AttentionSettings = ATTENTION
     chunks: Sequence[int] = (128, 256, 512, 1024, 2048, 4096)
@@ -42,11 +42,11 @@ class ClaimsSettings:
 
 @dataclass(slots=True)
 class ClaimsResults:
-    """The verdicts, and what of their figures can be drawn."""
+    """The verdicts, and the points for the plot."""
 
     settings: ClaimsSettings
     verdicts: list[Verdict] = field(default_factory=list)
-    seats: list[BatchSizePoint] = field(default_factory=list)
+    batch_sizes: list[BatchSizePoint] = field(default_factory=list)
     policies: list[PolicyPoint] = field(default_factory=list)
     stalls: list[StallPoint] = field(default_factory=list)
     attention: AttentionResults = field(default_factory=AttentionResults)
@@ -65,8 +65,8 @@ class _Claims:
         return [batching.judge_compute_share(measure_compute_share(self._maker, note=self._note))]
 
     def batching(self) -> list[Verdict]:
-        self.results.seats = compare_batch_sizes(self._maker, seats=self._settings.seats, note=self._note)
-        return [batching.judge_batching(self.results.seats)]
+        self.results.batch_sizes = compare_batch_sizes(self._maker, sizes=self._settings.batch_sizes, note=self._note)
+        return [batching.judge_batching(self.results.batch_sizes)]
 
     def policies(self) -> list[Verdict]:
         points = self.results.policies = compare_policies(self._maker, self._settings.policies, note=self._note)
@@ -128,7 +128,7 @@ class _Claims:
         )
 
     def _small(self) -> EngineMaker:
-        """For what is counted and not timed, a model that takes no time."""
+        """Engines of a small model, for what is counted and not timed."""
         config = self._maker.config()
         return random_maker(config.device, config.dtype)
 

@@ -1,4 +1,4 @@
-"""The picture of `chairlift bench dashboard`."""
+"""The plot of `chairlift bench dashboard`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chairlift.lab.bench.dashboard.run import DashboardCost
 from chairlift.lab.report.plots import save_panels
 
 
-def plot_cost(path: Path, cost: DashboardCost, here: str) -> None:
+def plot_cost(path: Path, cost: DashboardCost, footnote: str) -> None:
     def draw(axes: Any) -> None:
         for is_open, colour in ((False, "#999999"), (True, "#0072B2")):
             chosen = [index for index, window in enumerate(cost.windows) if window.is_open is is_open]
@@ -21,4 +21,4 @@ def plot_cost(path: Path, cost: DashboardCost, here: str) -> None:
         axes.set_title(f"open: {cost.ratio:.1%}{error} of closed")
         axes.legend(loc="lower right")
 
-    save_panels(path, "What an open dashboard costs", here, [draw])
+    save_panels(path, "The cost of an open dashboard", footnote, [draw])

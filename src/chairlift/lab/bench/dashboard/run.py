@@ -1,7 +1,6 @@
-"""What it costs the engine that somebody looks at the dashboard.
+"""The cost of an open dashboard.
 
-One load runs all the time; in turns, nobody looks and somebody does. Whatever else slows the machine down meanwhile
-slows down both.
+One load runs all the time while the page is open and closed in turns, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from chairlift.lab.load.local_server import MODEL_NAME, LocalServer, local_serve
 from chairlift.lab.load.run import ClosedLoop, LoadGenerator
 from chairlift.lab.report.progress import Note
 
-SETTLE_SECONDS = 0.5  # after someone came or went
+SETTLE_SECONDS = 0.5  # after the page was opened or closed
 STREAM = b"GET /dashboard/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
 class DashboardWindow:
-    """A stretch of time in which the page was open, or not."""
+    """A period in which the page was open or closed."""
 
     is_open: bool
     seconds: float
@@ -99,7 +98,7 @@ class DashboardCost:
         return seconds / sum(window.seconds for window in mine)
 
     def _cpu_per_token(self, is_open: bool) -> float:
-        """What others on the machine cannot slow down."""
+        """CPU time per token, which other load on the machine hardly changes."""
         mine = [window for window in self.windows if window.is_open is is_open]
         return 1000 * sum(window.engine_cpu for window in mine) / max(1, sum(window.tokens for window in mine))
 
@@ -137,7 +136,7 @@ async def _measure(
             await asyncio.sleep(0.1)
         for number, is_open in enumerate(_turns(pairs), start=1):
             note(f"window {number} of {2 * pairs}: the page is {'open' if is_open else 'closed'}")
-            async with _page(server.port, cost) if is_open else _nobody():
+            async with _page(server.port, cost) if is_open else _closed_page():
                 cost.windows.append(await _window(server, seconds, is_open=is_open))
             cost.front_end_memory.append(_memory([server.process.pid]))
             cost.engine_memory.append(_memory(children(server.process.pid)))
@@ -168,7 +167,7 @@ async def _window(server: LocalServer, seconds: float, *, is_open: bool) -> Dash
 
 
 async def _tokens(port: int) -> int:
-    """That the server says it has generated."""
+    """The output tokens that the server has counted."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     lines = (await reader.read()).decode().splitlines()
@@ -178,7 +177,7 @@ async def _tokens(port: int) -> int:
 
 @asynccontextmanager
 async def _page(port: int, cost: DashboardCost) -> AsyncIterator[None]:
-    """An open page, as far as the server can tell."""
+    """A client that reads the stream of the page."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(STREAM)
 
@@ -195,12 +194,12 @@ async def _page(port: int, cost: DashboardCost) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _nobody() -> AsyncIterator[None]:
+async def _closed_page() -> AsyncIterator[None]:
     yield
 
 
 def _memory(pids: Iterable[int]) -> int:
-    """Resident, in bytes; 0 where the system does not tell."""
+    """Resident memory in bytes; 0 without /proc."""
     total = 0
     for one in pids:
         with suppress(OSError, ValueError, IndexError):

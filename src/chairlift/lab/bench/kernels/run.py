@@ -1,7 +1,7 @@
-"""How fast the kernels of a model run by themselves, at its shapes: products, attention, norms, sampling.
+"""The speed of single kernels at the shapes of a model: products, attention, norms and sampling.
 
-Each is called for one layer after the other, as a step does, so that weights and cached keys come from memory and not
-from a cache. On a GPU the calls are captured and replayed, so that the time is the GPU's and not that of Python.
+Each is called for one layer after the other, as in a step, so that weights and keys come from memory and not from a
+cache. On a GPU the calls are captured and replayed, so that the time is that of the GPU and not of Python.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from chairlift.runner.kv_storage import allocate_storage
 from chairlift.sampling.sampler import Sampler
 
 KINDS = ("products", "attention", "norms", "sampling")
-MOST_CACHE_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}  # for keys and values: so many layers are made, at least one
+MOST_CACHE_BYTES = {"cpu": 2**30, "cuda": 16 * 2**30}  # for keys and values; limits the number of layers, at least one
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class KernelSettings:
 class KernelPoint:
     kind: str
     name: str
-    size: str  # of the batch
+    size: str  # batch size
     seconds: float  # of one call
     work: KernelWork
     floor_seconds: float  # for reading or computing, whichever takes longer
@@ -117,10 +117,10 @@ def measure_kernels(
 
 
 def device_seconds(run: Run, device: torch.device) -> float:
-    """The time that the device takes, without what it costs to launch kernels one by one."""
+    """The time on the device, without the cost of launching kernels one by one."""
     if device.type != "cuda":
         return best_seconds(run, device)
-    run()  # compiles what is not compiled
+    run()  # compile
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -135,7 +135,7 @@ def _products(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
         "output": [attention.output for attention in attentions],
     }
     mlps = [layer.mlp for layer in model.layers if isinstance(layer.mlp, GatedMLP)]
-    if mlps:  # experts are no plain products
+    if mlps:  # experts are not plain products
         linears |= {"gate, up": [mlp.gate_up for mlp in mlps], "down": [mlp.down for mlp in mlps]}
     linears["head"] = [model.head]
     for name, layers in linears.items():
@@ -211,8 +211,7 @@ def attention_case(
 
 
 def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dtype) -> Attend:
-    """The GPU's runner cuts prompts into tiles that suit the layers, and knows that no request has two rows: the
-    backend by itself knows neither."""
+    """Apply the tiles of the GPU runner, which fit the layers and assume one row per request, to a backend's plan."""
     if not isinstance(attend, PagedGPUStep):
         return attend
     batch, queries = attend.batch, attend.backend.batch_spec([layer], dtype).tile_queries
@@ -227,7 +226,7 @@ def _with_tiles_of_a_step(attend: Attend, layer: AttentionLayer, dtype: torch.dt
 
 
 def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
-    """With the addition to the residual stream. A decoder whose layers are one kernel has none of its own."""
+    """Norms with the addition to the residual stream; a decoder whose layers are one kernel has none."""
     norms = [layer.before_mlp for layer in model.layers if layer.before_mlp is not None]
     if model.has_own_threads or not norms:
         return
@@ -239,7 +238,7 @@ def _norms(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
             for norm in norms:
                 norm.add_(x, delta)
 
-        # The stream is read and written, what is added is read, and the norm is written.
+        # The residual is read and written, the delta read, and the norm written.
         yield KernelCase("add and norm", f"{count} rows", run, len(norms), KernelWork(4.0 * x.numel(), 4.0 * x.nbytes))
 
 

@@ -1,4 +1,4 @@
-"""How long a user waits: for the first token and for each one after it, by batch size and prompt length."""
+"""Time to first token and time per output token, by batch size and prompt length."""
 
 from __future__ import annotations
 

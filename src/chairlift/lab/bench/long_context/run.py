@@ -1,4 +1,4 @@
-"""One very long prompt at a time: how its time and memory grow, and what a token costs after it."""
+"""One long prompt at a time: prefill time, memory, and time per output token after it."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class LongContextSettings:
 
 @dataclass(frozen=True, slots=True)
 class LongContextPoint:
-    tokens: int  # of the prompt
-    chunks: int  # steps that it took
+    tokens: int  # prompt tokens
+    chunks: int  # prefill steps
     prefill_seconds: float  # until the first token
-    prefill_floor_seconds: float  # of its arithmetic, that of attention included
-    kv_bytes: int  # its keys and values
-    peak_bytes: int | None  # most memory in use beyond weights and cache; None where the system does not tell
+    prefill_floor_seconds: float  # of the arithmetic, with attention
+    kv_bytes: int  # keys and values of the prompt
+    peak_bytes: int | None  # peak beyond weights and cache; None if unknown
     tpot_seconds: float  # for each token after the first
     tpot_floor_seconds: float  # weights and cache over the bandwidth
     kv_floor_seconds: float  # the cache alone
-    attention_seconds: float | None  # of one layer, one token; None for models that run on transformers' code
+    attention_seconds: float | None  # one layer, one token; None for models that run on transformers
     attention_floor_seconds: float  # its keys and values over the bandwidth
 
     @property
@@ -72,7 +72,7 @@ class LongContextPoint:
 
     @property
     def kv_times_floor(self) -> float:
-        """What a step takes for the cache, at most: all of its time but that in which the weights could be read."""
+        """An upper bound: the whole step except the reading of weights, over the floor of the KV cache."""
         return (self.tpot_seconds - self.tpot_floor_seconds) / self.kv_floor_seconds + 1
 
     @property
@@ -91,7 +91,7 @@ class LongContextPoint:
 
 @contextmanager
 def made_longer(path: str, tokens: int) -> Iterator[str]:
-    """A config.json with places for so many tokens: random weights were made for no number of them."""
+    """A copy of a config.json that allows `tokens` positions; random weights have no trained limit."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     config = json.loads(file.read_text(encoding="utf-8"))
     longer = config | {"max_position_embeddings": max(tokens, config.get("max_position_embeddings", 0))}
@@ -104,10 +104,10 @@ def made_longer(path: str, tokens: int) -> Iterator[str]:
 def measure_long_contexts(
     started: StartedEngine, ceilings: Ceilings, settings: LongContextSettings, note: Note = lambda text: None
 ) -> list[LongContextPoint]:
-    """Prompts of random tokens, one after the other, each computed in chunks as the budget has them."""
+    """Random prompts, one after the other, each computed in chunks of the token budget."""
     touch_cache(started.runner.storage)
     rng = random.Random(settings.seed)
-    note("warm-up")  # what is compiled or captured on first use is no part of the figures
+    note("warm-up")  # compile and capture before the measurement
     _run(started.engine, min(settings.lengths), WARM_UP_TOKENS, rng)
     return [_measure(started, ceilings, length, settings.output_tokens, rng, note) for length in settings.lengths]
 
@@ -172,8 +172,10 @@ def _prompt_flops(started: StartedEngine, cost: ModelCost, length: int) -> float
 
 @torch.inference_mode()
 def _one_token(model: Decoder, backend: AttentionBackend, kv_dtype: torch.dtype, length: int) -> tuple[float, float]:
-    """Seconds of a layer's attention for a token that sees `length`, and the bytes that it reads. Of the layers
-    without a window, if there are any."""
+    """Seconds and bytes of one layer's attention for a token with a context of `length`.
+
+    Layers without a sliding window are used if there are any.
+    """
     layers = [layer for layer in model.attention_layers if layer.window is None] or list(model.attention_layers)
     case = attention_case(model, layers, kv_dtype, backend, [(length - 1, 1)], "decode", f"{length:,} tokens")
     return device_seconds(case.run, model.device) / case.calls, case.work.bytes

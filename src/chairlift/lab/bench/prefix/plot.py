@@ -1,4 +1,4 @@
-"""`chairlift bench prefix` as a picture."""
+"""The plot of `chairlift bench prefix`."""
 
 from __future__ import annotations
 

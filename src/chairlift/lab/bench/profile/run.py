@@ -1,4 +1,4 @@
-"""What steps cost on this machine, for `chairlift simulate --profile`."""
+"""The cost of steps on this machine, for `chairlift simulate --profile`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chairlift.lab.report.progress import Note
 from chairlift.lab.simulator.measured import MeasuredCost, Steps
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 512, 24
-RELAY = 8  # requests that come one by one
+RELAY = 8  # requests that arrive one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,18 @@ class CostProfile:
 def measure_profile(
     engine: Engine, *, rounds: int, note: Note, seed: int = 0, between: Callable[[float], None] = lambda share: None
 ) -> CostProfile:
-    """Run batches of all sizes up to the seats, with prompts of all lengths, and fit what their steps took.
+    """Run batches of all sizes with prompts of all lengths, and fit a cost model to their steps.
 
-    `between` is called again and again with the share that is done; what it lets the engine do does not count.
+    `between` is called between batches with the completed share; steps that it runs on the engine do not count.
     """
     rng = random.Random(seed)
-    seats = engine.scheduler.max_batch_requests
-    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256) if size < seats] + [seats]
+    slots = engine.scheduler.max_batch_requests
+    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256) if size < slots] + [slots]
     prompts = LengthRange(1, max(1, min(LONGEST_PROMPT, engine.max_model_len // 2)))
-    for size in (1, min(8, seats)):  # uncounted: caches and kernels warm up
+    for size in (1, min(8, slots)):  # warm-up
         _relay(engine, size, prompts, rng)
     watched = BackToBackCost(engine.now)
-    # In mixed order, so that a machine that slows down for a while is not slow for the large batches alone.
+    # In random order, so that a slow phase of the machine does not affect the large batches alone.
     batches = [size for _ in range(rounds) for size in rng.sample(sizes, len(sizes))]
     for done, size in enumerate(batches):
         note(f"profile: {done} of {len(batches)} batches done, now one of {size} requests")
@@ -63,28 +63,27 @@ def measure_profile(
 
 
 def _relay(engine: Engine, size: int, prompts: LengthRange, rng: random.Random) -> None:
-    """So many at once, so that prompts fill whole steps; then another whenever one ends, so that single prompts of all
-    lengths meet decodes, as in traffic."""
-    coming, under_way = size + RELAY, 0
+    """`size` requests at once, so that prompts fill whole steps, then another whenever one ends, as in traffic."""
+    coming, in_flight = size + RELAY, 0
     while coming or engine.has_work:
-        while coming and under_way < size:
+        while coming and in_flight < size:
             prompt = [rng.randrange(engine.vocab_size) for _ in range(prompts.draw(rng))]
             count = min(rng.randint(2, LONGEST_OUTPUT), engine.max_model_len - len(prompt))
             params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count, detokenize=False)
             engine.submit(prompt, params)
-            coming, under_way = coming - 1, under_way + 1
+            coming, in_flight = coming - 1, in_flight + 1
         engine.expect_no_more()
-        under_way -= sum(isinstance(event, RequestFinished) for event in engine.step())
+        in_flight -= sum(isinstance(event, RequestFinished) for event in engine.step())
 
 
 def watch_steps(engine: Engine) -> WatchedCost:
-    """Have every step of `engine` written down."""
+    """Record every step of `engine`."""
     engine.cost_model = watched = WatchedCost()
     return watched
 
 
 class WatchedCost(CostModel):
-    """The engine tells its cost model of every step; this one keeps them."""
+    """A cost model that keeps all observed steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +95,10 @@ class WatchedCost(CostModel):
 
 
 class BackToBackCost(WatchedCost):
-    """Between two steps the engine publishes what happened and learns from it, and whoever drives it takes that in. So
-    if there was no pause, a step took all the time since the end of the one before."""
+    """Counts the time since the end of the previous step as part of a step.
+
+    Between two steps the engine publishes events and its driver reads them, which is part of what a step costs.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from chairlift.lab.bench.quality.run import Quality
 
 
-def plot_quality(path: Path, found: Sequence[Quality], here: str) -> None:
+def plot_quality(path: Path, found: Sequence[Quality], footnote: str) -> None:
     names = [quality.mode.replace(", ", "\n") for quality in found]
 
     def loss(axes: Any) -> None:
         axes.bar(names, [100 * quality.change for quality in found], color="#0072B2")
         axes.axhline(2.0, color="#D55E00", linestyle="--", linewidth=1)
-        axes.set_title("Perplexity lost, % (dashed: what a default may lose)", fontsize=9)
+        axes.set_title("Perplexity increase, % (dashed: limit for a default)", fontsize=9)
         axes.tick_params(axis="x", labelsize=7)
 
     def agreement(axes: Any) -> None:
@@ -27,4 +27,4 @@ def plot_quality(path: Path, found: Sequence[Quality], here: str) -> None:
         axes.set_title("Same likeliest token as float32, %", fontsize=9)
         axes.tick_params(axis="x", labelsize=7)
 
-    save_panels(path, "What rounding costs", here, [loss, agreement])
+    save_panels(path, "The cost of rounding", footnote, [loss, agreement])

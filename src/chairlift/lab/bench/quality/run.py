@@ -1,4 +1,4 @@
-"""What lossy options cost: perplexity, and how often the likeliest token stays the same, against float32."""
+"""The cost of lossy options against float32: perplexity, and agreement of the likeliest token."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ ROWS = 64  # tokens whose logits are held at a time
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of every token of all texts but their first."""
+    """Scores of every token of all texts but the first of each."""
 
-    losses: Tensor  # [N] minus the logarithm of the probability of the token that came
+    losses: Tensor  # [N] negative log probability of the actual token
     likeliest: Tensor  # [N] the token that greedy decoding would take
 
     @property
@@ -80,7 +80,7 @@ def modes_on(device: str) -> Mapping[str, Mapping[str, str]]:
 def measure_quality(
     model: str, modes: Sequence[str], note: Note, *, texts: Sequence[str] = TEXTS, device: str = "cpu"
 ) -> list[Quality]:
-    """Every mode on the same texts; float32, to which all are compared, is always the first."""
+    """Every mode on the same texts; float32, the reference, is always the first."""
     found: list[Quality] = []
     exact: Scores | None = None
     for mode in ["float32", *(mode for mode in modes if mode != "float32")]:
@@ -138,5 +138,5 @@ def parse_modes(text: str, device: str = "cpu") -> list[str]:
         if name not in choices:
             raise InvalidParameter("modes", f"there is no {name!r}; choose from {'; '.join(choices)}")
     if not names:
-        raise InvalidParameter("modes", "names none")
+        raise InvalidParameter("modes", "must name at least one")
     return names

@@ -70,7 +70,7 @@ def bench_serve(
 def _check_together(
     context: typer.Context, load: LoadOptions, work: LoadWorkload, server: ServerOptions, judge: JudgeOptions
 ) -> None:
-    """Refuse options that would change nothing beside others."""
+    """Refuse options that have no effect beside others."""
     server.request_format("")
     if server.url is None:
         refuse_given(context, ("token_ids", "api_key"), "only goes with --url")
@@ -131,7 +131,7 @@ class _Measurement:
         return {"server": [own.run(self._plan, watch) for _ in range(judge.repeat)]}
 
     def settings(self) -> dict[str, Any]:
-        """All that the figures depend on, for the report."""
+        """The settings of the report."""
         closed = isinstance(self._plan.loop, ClosedLoop)
         settings: dict[str, Any] = {"model": self._model, "loop": "closed" if closed else "open"}
         for options in (self._load, self._work, self._server):
@@ -145,7 +145,7 @@ class _Measurement:
         return settings
 
     def _facts(self, model_given: bool) -> tuple[str, Sequence[int], int | None]:
-        """The model's name, the token ids of prompts, and the most tokens of a request where that is known."""
+        """The model's name, the token ids of prompts, and the longest request if known."""
         words = range(len(WORDS)) if self._server.api == "chat" else None
         if self._address is None:
             options, progress = self._engine.config(), not self._engine.quiet
@@ -156,12 +156,12 @@ class _Measurement:
         if model_given:
             return self._engine.model, drawn_from, None
         found = BlockingClient(self._address, api_key=self._server.api_key).served_model()
-        told = found.get("max_model_len")
-        return str(found["id"]), drawn_from, told if isinstance(told, int) else None
+        longest = found.get("max_model_len")
+        return str(found["id"]), drawn_from, longest if isinstance(longest, int) else None
 
 
 def _fitting(recorded: list[TraceEntry] | None, limit: int | None) -> list[TraceEntry] | None:
-    """Real services had longer contexts than most models here."""
+    """The entries that fit the model: traces of real services have longer contexts than most small models."""
     if recorded is None or limit is None:
         return recorded
     fitting = [entry for entry in recorded if entry.n_in + entry.n_out <= limit]

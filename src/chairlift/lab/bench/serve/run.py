@@ -1,4 +1,4 @@
-"""A load on a server, ours or another, and the same load on the engine alone to compare it with."""
+"""A load on a server, and the same load on the engine alone for comparison."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from chairlift.lab.load.offline_worker import run_offline
 from chairlift.lab.load.run import ClosedLoop, LoadGenerator, LoadLoop, LoadProgress, LoadRun
 
 SHOW_SECONDS = 0.25
-MAX_WAITING = 100_000  # in our own server's queue: a load that is too much shows as latency, not as refusals
+MAX_WAITING = 100_000  # in our server's queue: overload shows as latency, not as refused requests
 
 WatchLoad = Callable[[str], AbstractContextManager[LoadProgress]]
-"""Shows the progress of the run of that name."""
+"""Shows the progress of a run, given its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to send and how fast. `requests` may be endless if there is a duration."""
+    """Requests and their loop; `requests` may be endless if there is a duration."""
 
     requests: Callable[[], Iterable[BenchRequest]]  # the same ones each time
     loop: LoadLoop
@@ -38,12 +38,12 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServerTarget:
-    """A server that runs already."""
+    """A running server."""
 
     address: Address
     request_format: RequestFormat
     api_key: str | None = None
-    cpu_seconds: Callable[[], Mapping[str, float]] = field(default=dict)  # its processes' so far, if that is known
+    cpu_seconds: Callable[[], Mapping[str, float]] = field(default=dict)  # of its processes so far, if known
 
 
 def measure_server(target: ServerTarget, plan: LoadPlan, advance: LoadProgress) -> LoadRun:
@@ -83,10 +83,10 @@ async def _show(load: LoadGenerator, client: LoadClient, advance: LoadProgress) 
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """A server of ours that is started for each run. `options` are those of `EngineConfig`."""
+    """A server of ours, started for each run; `options` are fields of `EngineConfig`."""
 
     model: str
-    request_format: RequestFormat  # of which the model's name does not matter
+    request_format: RequestFormat  # its model name is replaced
     options: Mapping[str, Any]
 
     def run(self, plan: LoadPlan, watch: WatchLoad) -> LoadRun:
@@ -104,7 +104,7 @@ class OwnServer:
             return run_offline(self.model, self.options, workload, plan.loop, plan.warm_up, advance)
 
     def compare(self, plan: LoadPlan, repeat: int, watch: WatchLoad) -> dict[str, list[LoadRun]]:
-        """Both, `repeat` times, in turns: whatever else slows the machine down should slow down both."""
+        """Both, `repeat` times, in turns, so that other load on the machine affects both."""
         runs: dict[str, list[LoadRun]] = {"server": [], "offline": []}
         for name in turns(repeat):
             runs[name].append(self.run(plan, watch) if name == "server" else self.run_offline(plan, watch))

@@ -1,5 +1,7 @@
-"""Our engine and another on the cases of one shape, one after the other: each in a process of its own, since both take
-nearly all of a GPU's memory and only the end of a process gives it back for certain."""
+"""Our engine and a peer on the cases of one shape, one after the other.
+
+Each runs in a process of its own: both take nearly all memory of a GPU, and only the end of a process surely frees it.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,12 @@ SHAPE_PEERS = tuple(_KINDS)
 @dataclass(frozen=True, slots=True)
 class PeerRun:
     start_seconds: float  # from the start of its process to its first token
-    seconds: list[float]  # of each case, in their order; of those that it got to, if it failed
+    seconds: list[float]  # of each case, in order; of the completed ones if it failed
 
 
 @dataclass(frozen=True, slots=True)
 class ShapePeer:
-    """Another engine. `python` has its package."""
+    """A peer; `python` has its package."""
 
     name: str
     python: Path = Path(sys.executable)
@@ -65,7 +67,7 @@ class ShapePeer:
         return _KINDS[self.name].title
 
     def version(self) -> str:
-        """Of its package, which must be there."""
+        """The version of its package; raises if it is not installed."""
         try:
             found = PeerProcess(self.python, _KINDS[self.name].program, CHECK_SECONDS).ask("--check")
         except PeerFailed as failure:
@@ -85,8 +87,10 @@ class ShapePeer:
         scale: int = 1,
         keep: Callable[[ShapeComparison], None] = lambda half: None,
     ) -> ShapeComparison:
-        """First ours, then the other. What can be refused is refused before. `keep` is told our half once it is there:
-        the other takes minutes, and somebody may lose patience."""
+        """Run our engine, then the peer. Options are checked first.
+
+        `keep` is called with our half as soon as it is complete, since the peer takes minutes and may be interrupted.
+        """
         _refuse_other_formats(config, self.title)
         version = self.version()
         own, start_seconds = _run_own(shape, config, cases, note, scale=scale)
@@ -98,7 +102,7 @@ class ShapePeer:
     def _run(
         self, shape: str, config: EngineConfig, cases: Sequence[ShapeCase], note: Note
     ) -> tuple[PeerRun | None, PeerFailed | None]:
-        """The same cases, in the same number format. If it fails, as much as it had answered by then."""
+        """Run the same cases in the same number format; after a failure, return the completed ones."""
         job = {
             "dtype": str(torch_dtype(config)).removeprefix("torch."),
             "max_model_len": config.max_model_len,
@@ -139,7 +143,7 @@ def _check_answer(answer: Mapping[str, Any], num_cases: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ShapeComparison:
-    """Ours is complete even if the other has failed."""
+    """Both runs; ours is complete even if the peer failed."""
 
     peer: ShapePeer
     version: str
@@ -149,7 +153,7 @@ class ShapeComparison:
     failure: PeerFailed | None = None
 
     def settings(self) -> dict[str, Any]:
-        """For a report, beside what it says without a peer."""
+        """The settings that a peer adds to the report."""
         start = None if self.theirs is None else self.theirs.start_seconds
         failure = None if self.failure is None else str(self.failure)
         peer = {"name": self.peer.name, "version": self.version, "start_seconds": start, "failure": failure}
@@ -164,7 +168,7 @@ class ShapeComparison:
         return rows
 
     def times(self) -> tuple[str, list[float]] | None:
-        """For a plot: the other's name, and how many times as fast ours was in each case, if it ran them all."""
+        """For a plot: the peer's title and our speed as a multiple of its speed in each case, if it ran them all."""
         if self.theirs is None or self.failure is not None:
             return None
         return self.peer.title, [row["times_peer"] for row in self.rows()]
@@ -173,7 +177,7 @@ class ShapeComparison:
 def _run_own(
     shape: str, config: EngineConfig, cases: Sequence[str], note: Note, *, scale: int = 1
 ) -> tuple[ShapeRun, float]:
-    """`run_shape` in a process of its own, and the seconds from that one's start to its first token."""
+    """`run_shape` in a process of its own, and the seconds from its start to its first token."""
     process = PeerProcess(Path(sys.executable), OWN_PROGRAM, threading.TIMEOUT_MAX)
     job = {"shape": shape, "config": asdict(config), "cases": list(cases), "scale": scale}
     try:
@@ -192,7 +196,7 @@ def _run_own(
 def _ask(
     process: PeerProcess, job: Mapping[str, Any], title: str, note: Note, answered: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The last line. `answered` gets what all lines say, also if the process fails later."""
+    """Run a process and return its last line; `answered` collects the content of all lines, also before a failure."""
 
     def progress(line: dict[str, Any]) -> None:
         if answered is not None:
@@ -216,7 +220,7 @@ def _refuse_other_formats(config: EngineConfig, title: str) -> None:
 
 
 def _only_this(config: EngineConfig) -> dict[str, str]:
-    """Variables with which a process that takes the first GPU it sees takes the one that `config` names, or none."""
+    """Environment variables that leave a process only the GPU that `config` names, or none."""
     if torch_device(config).type == "cpu":
         return {"CUDA_VISIBLE_DEVICES": ""}
     index = config.device.partition(":")[2]

@@ -1,4 +1,4 @@
-"""How fast a model of some shape runs, with random weights: alone, in batches, under load, and on prompts only."""
+"""The speed of a model of a given shape, with random weights: single requests, batches, load and prompts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from chairlift.lab.report.progress import Note
 from chairlift.models.decoder import Decoder
 from chairlift.server.gc_tuning import loaded_objects_frozen
 
-VOCABULARY = 10_001  # tokens that prompts are drawn from
-WARM_UP_REQUESTS, WARM_UP_TOKENS = 256, 6  # at most; enough for a step to be met often enough to be captured
+VOCABULARY = 10_001  # token ids of prompts
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 256, 6  # at most; enough steps for graphs to be captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class CaseResult:
     seconds: float
     floor_seconds: float
     steps: int
-    device_seconds: float  # in which the device was at work, by its own clock
-    host_seconds: float  # in which we planned, packed and applied
+    device_seconds: float  # busy time of the device, by its own clock
+    host_seconds: float  # scheduling, packing and applying
 
     @property
     def tokens_per_second(self) -> float:
@@ -62,13 +62,15 @@ class CaseResult:
 class ShapeRun:
     results: list[CaseResult]
     ceilings: Ceilings
-    ready_seconds: float  # until the first token, torch imported
-    vocabulary: int  # prompts are drawn from its first so many tokens
+    ready_seconds: float  # until the first token, after importing torch
+    vocabulary: int  # number of token ids that prompts are drawn from
 
 
 def make_cases(names: Sequence[str], vocab: int, scale: int = 1) -> list[ShapeCase]:
-    """decode-N: N requests of 128 + 256 tokens. load-N: N requests of 100 to 1,024 tokens each way, all at once.
-    prefill-N: N prompts of 2,048 tokens, one token out of each. `scale` divides all lengths.
+    """Requests for the cases by name; `scale` divides all lengths.
+
+    decode-N: N requests of 128 + 256 tokens. load-N: N requests of 100 to 1,024 tokens each way, all at once.
+    prefill-N: N prompts of 2,048 tokens with one output token each.
 
     load-N-SEED: other lengths. With a vocabulary of `VOCABULARY` and scale 1, load-256, load-256-1 and load-1024-3 are
     the requests of a workload that is in public use (nano-vllm's benchmark), token by token.
@@ -81,7 +83,7 @@ def _make_case(name: str, vocab: int, scale: int) -> ShapeCase:
     if found is None:
         raise InvalidParameter("cases", f"unknown case {name!r}; choose from decode-N, load-N[-SEED], prefill-N")
     kind, count = found[1] or found[3], int(found[2] or found[4])
-    # Cases are run by the same engine: a prompt of one must not be cached when it comes in another.
+    # One engine runs all cases: a prompt of one must not be cached for another.
     rng = random.Random(int(found[5] or 0) if kind == "load" else name)
     spans = {"decode": ((128, 128), (256, 256)), "load": ((100, 1024), (100, 1024)), "prefill": ((2048, 2048), (1, 1))}
     (low_in, high_in), (low_out, high_out) = (tuple(max(1, limit // scale) for limit in span) for span in spans[kind])
@@ -90,8 +92,10 @@ def _make_case(name: str, vocab: int, scale: int) -> ShapeCase:
 
 
 def warm_up_of(case: ShapeCase) -> ShapeCase:
-    """Prompts as long as those of the case, but others, so that none of its prefixes is cached; and some tokens each:
-    what is compiled, captured or allocated on first use is no part of the figures."""
+    """A warm-up that compiles, captures and allocates what the case needs.
+
+    Its prompts have the same lengths but are reversed, so that no prefix of the case is cached.
+    """
     prompts = [prompt[::-1] for prompt in case.prompts[:WARM_UP_REQUESTS]]
     return ShapeCase("warm-up", prompts, [min(WARM_UP_TOKENS, count) for count in case.outputs[:WARM_UP_REQUESTS]])
 
@@ -106,7 +110,7 @@ def run_shape(shape: str, config: EngineConfig, cases: Sequence[str], note: Note
     ready = time.perf_counter() - begun
     note("capturing graphs")
     started.runner.capture_decodes()
-    note("measuring what the device can do")
+    note("measuring the ceilings")
     ceilings = ceilings_for(model)
     cost = model_cost(started)
     vocabulary = min(VOCABULARY, model.vocab_size)
@@ -125,7 +129,7 @@ def model_cost(started: StartedEngine) -> ModelCost:
     if not isinstance(model, Decoder):
         weights = model.num_weight_bytes()
         return ModelCost(weights, 2 * (weights // model.dtype.itemsize), kv_bytes)
-    # Looking up an embedding reads one row of it; a head that shares it reads all of it.
+    # An embedding lookup reads one row; a head that shares the matrix reads all of it.
     step, prompt_token = total(products(model, 1, sampled=1)), total(products(model, 1, sampled=0))
     return ModelCost(int(step.bytes) + linear_bytes(model.head), int(prompt_token.flops), kv_bytes)
 

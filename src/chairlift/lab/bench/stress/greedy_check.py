@@ -1,4 +1,4 @@
-"""Whether tokens are those that greedy decoding gives, by one pass over whole sequences without the engine."""
+"""Check greedy tokens by one pass over whole sequences, without the engine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ BLOCK_SIZE = 16
 
 @torch.inference_mode()
 def greedy_gaps(model: CausalLM, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """For each token of the outputs of (prompt, output): by how much the likeliest one's score is higher, given the
-    tokens before it. Zeros where greedy decoding chooses the same. Attention is the plain formula, one sequence at a
-    time, over a cache of its own."""
+    """For each output token of the (prompt, output) pairs: the gap between the highest score and its own.
+
+    The gap is 0 where greedy decoding chooses the same token. Attention is the plain formula, one sequence at a time.
+    """
     chunks: list[Chunk] = []
-    rows: list[int] = []  # after which a token of an output follows
+    rows: list[int] = []  # whose next token is an output token
     used = row = 0
     for index, (prompt, output) in enumerate(sequences):
         tokens = [*prompt, *output[:-1]]

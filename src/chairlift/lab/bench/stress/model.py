@@ -1,4 +1,4 @@
-"""A small random model whose next token depends on all that it reads: a wrong key anywhere shows in what it says."""
+"""A small random model whose next token depends on every earlier token, so that a wrong key changes its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 END = 256  # the token after those of the 256 bytes
 SHAPE: dict[str, Any] = {
-    "vocab_size": 272,  # some more than the tokenizer knows
+    "vocab_size": 272,  # more than the tokenizer has
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -59,7 +59,7 @@ def stress_model(
 
 
 def decisive_tensors(config: Mapping[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """As wide as keeps numbers of one size from layer to layer: fresh weights hardly change what they are given."""
+    """Weights scaled so that activations keep their size; default random weights hardly change their input."""
     for name, values in dummy_tensors(config, device):
         yield name, values if values.dim() == 1 else values.float() * (1.2 * values.shape[-1] ** -0.5 / SPREAD)
 

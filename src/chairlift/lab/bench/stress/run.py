@@ -1,8 +1,8 @@
-"""Random traffic in a cache that is too small, with every invariant checked at every step and every greedy token after.
+"""Random traffic with a KV cache that is too small, all invariants checked at every step, and all greedy tokens after.
 
-Requests of every kind come and go, are cancelled, run out of time, share prefixes and lose their memory. Nothing may be
-lost or counted wrong, every request ends exactly once, and every token of greedy requests is the one that the model
-gives to the sequence by itself.
+Requests of every kind arrive, are cancelled, time out, share prefixes and are preempted. No block may be lost or
+counted twice, every request finishes exactly once, and every greedy token is the argmax of the model for that
+sequence alone.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from chairlift.lab.bench.stress.model import END
 from chairlift.lab.bench.stress.traffic import LONGEST_OUTPUT, LONGEST_PROMPT, PATTERN, StressRequest, Traffic
 from chairlift.lab.report.progress import Note
 
-BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, SEATS = 4, 64, 32, 12  # of the cache, of the host's memory, and requests per step
+BLOCK_SIZE, NUM_BLOCKS, HOST_BLOCKS, MAX_REQUESTS = 4, 64, 32, 12
 MOST_OPEN = 30
-# Scores that differ by less may change places by the order in which sums are added, and where they are rounded.
+# Scores closer than this may swap ranks, depending on the order of sums and on rounding.
 TIES = {torch.float32: 1e-4, torch.float16: 0.06, torch.bfloat16: 0.5}
 CHECKED_AT_ONCE = 64
 
@@ -51,7 +51,7 @@ class StressFailed(ChairliftError):
 
 @dataclass(slots=True)
 class StressFigures:
-    """What a round has seen; all of it went well."""
+    """Counts of one round without a violation."""
 
     name: str
     seconds: float = 0.0
@@ -61,12 +61,12 @@ class StressFigures:
     kinds: Counter[str] = field(default_factory=Counter)
     endings: Counter[str] = field(default_factory=Counter)
     preempted: int = 0
-    swapped: int = 0  # of those, to host memory
-    cached_tokens: int = 0  # that a prefix brought
+    swapped: int = 0  # preempted to host memory
+    cached_tokens: int = 0  # from shared prefixes
     drafts: int = 0
     accepted: int = 0
-    checked: int = 0  # tokens of greedy requests, each found right
-    ties: int = 0  # of those, not the likeliest but equal to it within rounding
+    checked: int = 0  # greedy tokens found correct
+    ties: int = 0  # correct only within rounding
 
     def row(self) -> dict[str, Any]:
         return asdict(self) | {"kinds": dict(self.kinds), "endings": dict(self.endings)}
@@ -81,10 +81,10 @@ def stress_config(loaded: LoadedModel, preemption: str, **options: Any) -> Engin
         block_size=BLOCK_SIZE,
         kv_memory=NUM_BLOCKS * per_block,
         max_model_len=LONGEST_PROMPT + LONGEST_OUTPUT,
-        max_batch_requests=SEATS,
+        max_batch_requests=MAX_REQUESTS,
         max_batch_tokens=64,
         preemption=preemption,
-        swap_memory=None if preemption == "recompute" else NUM_SLOTS * per_block,
+        swap_memory=None if preemption == "recompute" else HOST_BLOCKS * per_block,
         **options,
     )
 
@@ -98,7 +98,7 @@ def stress(
     seed: int = 0,
     note: Note = lambda text: None,
 ) -> StressFigures:
-    """Traffic for so long or so many steps, whichever is over first, and then until all of it has ended."""
+    """Run traffic for `seconds` or `steps`, whichever ends first, then until all requests have finished."""
     if not __debug__:
         raise StressFailed("run python without -O: the checks are assertions")
     run = _Stress(loaded, config, seed)
@@ -114,7 +114,7 @@ def stress(
 class _Open:
     request: StressRequest
     tokens: list[int]
-    told: bool  # of its tokens; of beams and completions that were not chosen only the end is
+    reported: bool  # beams and completions that were not chosen report only their end
 
 
 class _Stress:
@@ -150,7 +150,7 @@ class _Stress:
         self.figures.seconds = time.perf_counter() - begun
 
     def _arrive(self) -> None:
-        """Now and then nobody, now and then many at once."""
+        """Submit requests at a rate that changes between none and bursts."""
         if self.figures.steps >= self._rate_until:
             self._rate = self._rng.choice((0.0, 0.2, 0.7, 4.0))
             self._rate_until = self.figures.steps + self._rng.randint(20, 200)
@@ -159,10 +159,10 @@ class _Stress:
             request = self._traffic.request()
             self.figures.requests += 1
             self.figures.kinds[request.kind] += 1
-            told = self._engine.submit(request.prompt, request.params, **request.options)
-            for request_id in completion_ids(told[0], request.params.num_sequences):
+            reported = self._engine.submit(request.prompt, request.params, **request.options)
+            for request_id in completion_ids(reported[0], request.params.num_sequences):
                 assert request_id not in self._open, f"{request_id} was handed out twice"
-                self._open[request_id] = _Open(request, [], told=request_id in told)
+                self._open[request_id] = _Open(request, [], reported=request_id in reported)
 
     def _abort(self) -> None:
         if self._open and self._rng.random() < 0.03:
@@ -175,17 +175,17 @@ class _Stress:
         check_accounting(self._engine.scheduler)
         check_shared_prefixes(self._engine.scheduler)
         for event in events:
-            self._take_in(event)
+            self._count(event)
         if len(self._unchecked) >= CHECKED_AT_ONCE:
             self._check_tokens()
 
-    def _take_in(self, event: Event) -> None:
+    def _count(self, event: Event) -> None:
         figures = self.figures
         match event:
             case TokenProduced():
                 assert event.request_id in self._open, f"{event.request_id} got a token after its end"
                 one = self._open[event.request_id]
-                assert one.told, f"{event.request_id} got a token, but was not chosen"
+                assert one.reported, f"{event.request_id} got a token, but was not chosen"
                 one.tokens.append(event.token)
                 figures.tokens += 1
             case RequestFinished():
@@ -206,7 +206,7 @@ class _Stress:
         reason, request, tokens = event.ending.reason, one.request, one.tokens
         assert reason is not FinishReason.ERROR, f"{event.request_id} ({request.kind}): {event.ending.detail}"
         self.figures.endings[reason.value] += 1
-        if not one.told:
+        if not one.reported:
             return
         if reason is FinishReason.LENGTH:
             assert len(tokens) == request.params.max_tokens, f"{event.request_id} has {len(tokens)} tokens"
@@ -218,7 +218,7 @@ class _Stress:
         self._traffic.remember([*request.prompt, *tokens])
 
     def _check_tokens(self) -> None:
-        """Also of those that were cancelled: what they had got was right."""
+        """Check the tokens of finished requests, cancelled ones included."""
         if not self._unchecked:
             return
         gaps = greedy_gaps(self._model, self._unchecked)
@@ -239,7 +239,7 @@ class _Stress:
 
 
 def check_every_plan(scheduler: Scheduler) -> None:
-    """From now on, look at each plan before it is run."""
+    """Check each plan of the scheduler from now on, before it is run."""
     schedule = scheduler.schedule
 
     def checked(now: float) -> StepPlan:

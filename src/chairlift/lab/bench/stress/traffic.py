@@ -1,4 +1,4 @@
-"""Random requests of every kind, made to meet each other: prefixes are shared, answers become prompts."""
+"""Random requests of every kind, with shared prefixes and prompts that quote earlier answers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class StressRequest:
     kind: str
     prompt: list[int]
     params: SamplingParams
-    options: dict[str, Any]  # of Engine.submit
+    options: dict[str, Any]  # arguments of Engine.submit
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every token must be the likeliest one."""
+        """Whether every token must be the argmax."""
         return self.kind in ("greedy", "scored") or (self.kind == "several" and self.params.temperature == 0)
 
 
@@ -36,9 +36,9 @@ class Traffic:
 
     def __init__(self, seed: int, *, num_tokens: int) -> None:
         self.rng = random.Random(seed)
-        self._num_tokens = num_tokens  # that a prompt may hold: 0 .. num_tokens - 1
+        self._num_tokens = num_tokens  # prompts hold tokens 0 to num_tokens - 1
         self._prefixes = [self._random(self.rng.randint(6, 50)) for _ in range(4)]
-        self._said: deque[list[int]] = deque(maxlen=32)
+        self._earlier: deque[list[int]] = deque(maxlen=32)
         weights = dict(KINDS)
         if importlib.util.find_spec("llguidance") is None:
             del weights["structured"]
@@ -52,8 +52,8 @@ class Traffic:
         return StressRequest(kind, self._prompt(), self._params(kind), options)
 
     def remember(self, tokens: Sequence[int]) -> None:
-        """What was said may be quoted."""
-        self._said.append(list(tokens))
+        """Keep tokens that later prompts may quote."""
+        self._earlier.append(list(tokens))
 
     def _random(self, count: int) -> list[int]:
         return [self.rng.randrange(self._num_tokens) for _ in range(count)]
@@ -63,8 +63,8 @@ class Traffic:
         kind = rng.randrange(4)
         if kind == 0:
             begun = rng.choice(self._prefixes)
-        elif kind == 1 and self._said:
-            begun = rng.choice(self._said)
+        elif kind == 1 and self._earlier:
+            begun = rng.choice(self._earlier)
         elif kind == 2:
             begun = self._random(rng.randint(1, 4)) * length
         else:

@@ -1,7 +1,7 @@
-"""What the programs here share: they run under a peer's own Python, so nothing but the standard library is used.
+"""Shared by the programs in this folder. They run under a peer's own Python, so only the standard library is used.
 
-A program is called with `--check` (say which version is installed) or with the path of a job in JSON, and answers in
-lines of JSON on its standard output. What the peer itself prints goes to the standard error.
+A program is called with `--check` (print the installed version) or with the path of a job in JSON, and writes lines of
+JSON to its standard output. What the peer itself prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(package: str, distribution: str, run: Callable[[dict[str, Any], ReplyWr
 
 
 class ReplyWriter:
-    """Writes lines to whoever started this process, and to nobody else."""
+    """Writes lines of JSON to the original standard output, and redirects other output to standard error."""
 
     def __init__(self) -> None:
         sys.stdout.flush()
@@ -59,7 +59,7 @@ def run_job(job: dict[str, Any], answer: ReplyWriter, submit: Submit, poll: Poll
 def _drive(
     label: str, requests: Sequence[Any], concurrency: int, submit: Submit, poll: Poll, answer: ReplyWriter | None = None
 ) -> dict[str, Any]:
-    """Keep `concurrency` requests under way: the next is sent as soon as one has ended."""
+    """Keep `concurrency` requests in flight: the next is sent when one has finished."""
     names = {f"{label}-{index}": index for index in range(len(requests))}
     begun = reported = time.perf_counter()
     arrivals: list[float] = []

@@ -20,7 +20,7 @@ def run(job: dict[str, Any], answer: ReplyWriter) -> None:
         counted = 0
 
         def take(chunk: dict[str, Any]) -> None:
-            # A chunk may hold several tokens: half a character is held back until the other half is there.
+            # A chunk may hold several tokens: half a character is held back until the other half arrives.
             nonlocal counted
             now = time.perf_counter()
             if "error" in chunk:
@@ -62,7 +62,7 @@ def _load(job: dict[str, Any]) -> Any:
     params.n_parallel = job["concurrency"]
     params.n_ctx = job["concurrency"] * (-(-(job["longest"] + 1) // 256) * 256)
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = job["threads"]
-    params.cache_ram_mib = 0  # prompts of ended requests would be kept there
+    params.cache_ram_mib = 0  # a cache of earlier prompts
     params.cache_idle_slots = False
     return Server(params)
 

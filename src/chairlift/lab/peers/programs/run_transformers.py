@@ -9,7 +9,7 @@ from typing import Any
 from closed_loop import ReplyWriter, main, run_job
 
 PAGE_SIZE = 32
-MAX_BATCH_TOKENS = 512  # its default asks a GPU for its size
+MAX_BATCH_TOKENS = 512  # its default depends on the size of a GPU
 
 
 def run(job: dict[str, Any], answer: ReplyWriter) -> None:
@@ -54,7 +54,7 @@ def _manager(job: dict[str, Any], model: Any) -> Any:
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
-        num_blocks=job["concurrency"] * (-(-job["longest"] // PAGE_SIZE) + 1),  # nobody ever waits for memory
+        num_blocks=job["concurrency"] * (-(-job["longest"] // PAGE_SIZE) + 1),  # enough for all requests at once
         max_batch_tokens=MAX_BATCH_TOKENS,
         max_requests_per_batch=job["concurrency"],
         allow_block_sharing=False,

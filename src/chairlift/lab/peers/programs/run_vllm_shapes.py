@@ -10,7 +10,7 @@ from closed_loop import ReplyWriter, main
 
 
 def run(job: dict[str, Any], answer: ReplyWriter) -> None:
-    # That sampler may have to be compiled when vLLM starts, and greedy requests never get there.
+    # That sampler may be compiled when vLLM starts, and greedy requests do not use it.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM, SamplingParams
@@ -27,16 +27,18 @@ def run(job: dict[str, Any], answer: ReplyWriter) -> None:
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> float:
         """Seconds from handing all requests over to the end of the last."""
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         lengths = [
             SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count, detokenize=False) for count in outputs
         ]
         begun = time.perf_counter()
-        answered = llm.generate(asked, lengths, use_tqdm=False)
+        answers = llm.generate(inputs, lengths, use_tqdm=False)
         seconds = time.perf_counter() - begun
-        made = [len(request.outputs[0].token_ids) for request in answered]
+        made = [len(request.outputs[0].token_ids) for request in answers]
         if made != outputs:
-            raise RuntimeError(f"{sum(made)} tokens in {len(made)} answers, but {sum(outputs)} in {len(outputs)} asked")
+            raise RuntimeError(
+                f"{sum(made)} tokens in {len(made)} answers, but {sum(outputs)} in {len(outputs)} wanted"
+            )
         return seconds
 
     generate([[1]], [1])

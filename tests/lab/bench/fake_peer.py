@@ -1,4 +1,4 @@
-"""Stands in for the Python of a peer: gets a program and its argument, and behaves as FAKE_PEER says."""
+"""A stub of a peer's Python: takes a program and its argument, and behaves as FAKE_PEER says."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def one_second_each(job: dict[str, Any]) -> dict[str, Any]:
-    """A machine that makes a token of one request every second: two requests of two tokens take four seconds."""
+    """One token per second, one request after the other: two requests of two tokens take four seconds."""
     token_times, now = [], 0.0
     for request in job["requests"]:
         token_times.append([now + place + 1.0 for place in range(request["n_out"])])

@@ -1,4 +1,4 @@
-"""Stands in for the package vllm in the Python of a peer: answers at once, and behaves as FAKE_VLLM says."""
+"""A stub of the package vllm: answers at once, and behaves as FAKE_VLLM says."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, **options: Any) -> None:
-        print("Loading weights")  # on the standard output, where the answers are not to be disturbed
+        print("Loading weights")  # must not disturb the answers on standard output
         if os.environ.get("FAKE_VLLM") == "dies":
             print("torch.OutOfMemoryError: no room for 3 blocks", file=sys.stderr)
             print("\n".join(f"frame {number}" for number in range(50)), file=sys.stderr)
             raise RuntimeError("the engine did not start")
-        self._told("options", options | {"config": json.loads((Path(options["model"]) / "config.json").read_text())})
-        self._told("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self._log("options", options | {"config": json.loads((Path(options["model"]) / "config.json").read_text())})
+        self._log("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def generate(
         self, prompts: Sequence[dict[str, list[int]]], params: Sequence[SamplingParams], *, use_tqdm: bool
     ) -> list[Any]:
         assert not use_tqdm
         together = zip(prompts, params, strict=True)
-        self._told("asked", [[prompt["prompt_token_ids"], vars(how)] for prompt, how in together])
+        self._log("asked", [[prompt["prompt_token_ids"], vars(how)] for prompt, how in together])
         short = os.environ.get("FAKE_VLLM") == "is short" and len(prompts) > 1
         if os.environ.get("FAKE_VLLM") == "dies of prompts" and len(prompts[0]["prompt_token_ids"]) > 60:
             raise RuntimeError("too long a prompt")
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * (how.max_tokens - short))]) for how in params]
 
-    def _told(self, kind: str, content: Any) -> None:
+    def _log(self, kind: str, content: Any) -> None:
         with open(os.environ["FAKE_VLLM_LOG"], "a", encoding="utf-8") as log:
             log.write(json.dumps([kind, content]) + "\n")

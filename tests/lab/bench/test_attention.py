@@ -1,4 +1,4 @@
-"""`bench attention`: what it counts is exact, what it times is there, and every key it writes is explained."""
+"""`bench attention`: counts are exact, times are present, and every key is documented."""
 
 from __future__ import annotations
 
@@ -72,29 +72,29 @@ def test_every_key_is_documented() -> None:
     assert set(AttentionSettings.__dataclass_fields__) <= documented
 
 
-def test_the_whole_score_matrix_gives_what_tiles_give() -> None:
+def test_the_full_score_matrix_gives_the_same_result_as_tiles() -> None:
     q, k, v = (torch.randn(1, 2, 33, 16) for _ in range(3))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(materialised(q, k, v), expected)
 
 
-def test_peak_memory_counts_what_is_gone_again() -> None:
+def test_peak_memory_counts_memory_that_is_freed_again() -> None:
     def hold_briefly() -> None:
         torch.ones(64, 2**20, dtype=torch.uint8)
 
     if not Path("/proc/self/clear_refs").exists():
-        pytest.skip("the system does not tell")
+        pytest.skip("the system cannot measure it")
     assert peak_bytes(lambda: None, CPU) in range(8 * 2**20)
     assert peak_bytes(hold_briefly, CPU) in range(60 * 2**20, 80 * 2**20)
 
 
-def test_growth() -> None:
+def test_growth_is_the_exponent_of_a_power_law() -> None:
     assert growth([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
     assert growth([10, 100, 1000], [7, 7, 7]) == pytest.approx(0)
 
 
 @pytest.mark.parametrize("variation", [0.0, 0.3, 1.0])
-def test_lengths_vary_as_asked(variation: float) -> None:
+def test_lengths_have_the_given_mean_and_variation(variation: float) -> None:
     source = random.Random(0)
     lengths = [SpreadLengths(1000, variation, 20_000).draw(source) for _ in range(4000)]
     mean = statistics.mean(lengths)
@@ -104,7 +104,7 @@ def test_lengths_vary_as_asked(variation: float) -> None:
     assert max(SpreadLengths(10, 3.0, 25).draw(source) for _ in range(500)) == 25
 
 
-def test_settings_that_make_no_sense_are_named() -> None:
+def test_invalid_settings_are_refused_by_name() -> None:
     for name, value in [("kv_heads", 2), ("heads", 0), ("batches", ()), ("variations", (-1.0,)), ("cache_sizes", (0,))]:
         with pytest.raises(InvalidParameter) as refusal:
             AttentionSettings(**{name: value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`bench chunking` on a tiny model: the traffic is what it says, and the comparison follows its own rule."""
+"""`bench chunking` on a tiny model: the traffic has the documented form, and the comparison follows its rule."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def measure(maker: EngineMaker, chunk: int, settings: ChunkingSettings = SMALL) 
     return run
 
 
-def test_every_measured_step_carries_all_decodes_and_a_chunk(maker: EngineMaker) -> None:
+def test_every_measured_step_has_all_decodes_and_a_chunk(maker: EngineMaker) -> None:
     run = measure(maker, chunk=25)
     assert [(step.decode_tokens, step.prefill_tokens) for step in run.steps] == [(3, 25)] * 8
     assert run.tokens == 8 * 28
@@ -66,7 +66,7 @@ def test_every_measured_step_carries_all_decodes_and_a_chunk(maker: EngineMaker)
     assert max(run.gaps) <= run.seconds
 
 
-def test_one_who_is_done_is_replaced(maker: EngineMaker) -> None:
+def test_a_finished_request_is_replaced(maker: EngineMaker) -> None:
     settings = ChunkingSettings(decodes=2, start=5, output=10, prompts=4, prompt_len=100)
     run = measure(maker, chunk=10, settings=settings)
     assert max(step.requests for step in run.steps) == 3
@@ -88,7 +88,7 @@ def test_all_settings_do_the_same_work(maker: EngineMaker) -> None:
         assert max(step.prefill_tokens for step in point.run.steps) <= (point.chunk or 50)
 
 
-def test_a_round_begins_anew_and_figures_are_over_all_of_them(maker: EngineMaker) -> None:
+def test_every_round_has_new_engines_and_figures_cover_all_rounds(maker: EngineMaker) -> None:
     points = sweep_chunks(maker, replace(SMALL, rounds=2), chunks=[50], targets=[0.5])
     for point, row in zip(points, chunking_rows(points), strict=True):
         one, other = point.rounds
@@ -98,7 +98,7 @@ def test_a_round_begins_anew_and_figures_are_over_all_of_them(maker: EngineMaker
         assert len(row["itl_p99_ms_rounds"]) == 2
 
 
-def test_the_clock_of_one_stands_still_in_the_turns_of_others() -> None:
+def test_a_clock_stops_between_its_turns() -> None:
     times = iter([10.0, 12.0, 13.0, 100.0, 101.0, 104.0])
     clock = TurnClock(lambda: next(times))
     assert clock() == 0
@@ -123,7 +123,7 @@ def pretend(name: str, gaps: list[float], tokens: int, **kind: float) -> Chunkin
     return ChunkingPoint(name, [run], **kind)  # type: ignore[arg-type]
 
 
-def test_a_target_is_met_by_the_median_and_the_tail_and_fixed_chunks_are_held_to_the_same() -> None:
+def test_a_target_is_met_by_the_median_and_the_tail_for_adaptive_and_fixed_chunks() -> None:
     inside = pretend("chunk 8", [0.08] * 99 + [0.5], 100, chunk=8)
     better = pretend("chunk 16", [0.1] * 95 + [0.12] * 5, 200, chunk=16)
     long_tail = pretend("chunk 32", [0.09] * 97 + [0.13] * 3, 300, chunk=32)
@@ -163,7 +163,7 @@ def test_the_stall_of_a_long_prompt_shrinks_with_the_chunk(monkeypatch: pytest.M
     assert [point.row()["name"] for point in (whole, small)] == ["no chunks", "chunk 64"]
 
 
-def test_settings_that_make_no_sense_are_named(maker: EngineMaker) -> None:
+def test_invalid_settings_are_refused_by_name(maker: EngineMaker) -> None:
     with pytest.raises(InvalidParameter, match="decodes"):
         ChunkingSettings(decodes=0)
     for chunks in ([], [0, 5], [5, 5]):

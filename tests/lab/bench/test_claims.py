@@ -79,7 +79,7 @@ def point(strategy: str, arrivals: str, variation: float, tokens_per_s: float, u
     return PolicyPoint(Strategy.parse(strategy), arrivals, variation, None, measured)
 
 
-def test_compute_and_batching() -> None:
+def test_verdicts_about_compute_and_batching() -> None:
     assert claims_batching.judge_compute_share(ComputeShare(5e9, 100e9)).holds is Holds.YES
     assert claims_batching.judge_compute_share(ComputeShare(20e9, 100e9)).holds is Holds.NO
     assert claims_batching.judge_batching([BatchSizePoint(1, 10.0), BatchSizePoint(8, 70.0)]).holds is Holds.YES
@@ -89,7 +89,7 @@ def test_compute_and_batching() -> None:
     assert found.figures["ratio"] == pytest.approx(2.0)
 
 
-def test_strategies() -> None:
+def test_verdicts_about_policies() -> None:
     points = [
         point("continuous", AT_ONCE, 1.0, 120.0, 1.0),
         point("static/padded", AT_ONCE, 1.0, 10.0, 0.4),
@@ -109,7 +109,7 @@ def test_strategies() -> None:
     assert claims_batching.judge_continuous_vs_static(slower).holds is Holds.NO
 
 
-def test_chunking() -> None:
+def test_verdict_about_chunking() -> None:
     whole, large, small = (
         StallPoint(None, 5.0, 0.1, 5.0),
         StallPoint(4096, 2.0, 0.1, 6.0),
@@ -123,7 +123,7 @@ def test_chunking() -> None:
     assert claims_chunking.judge_chunking([whole, large, replace(small, worst_gap=4.0)], 10_000).holds is Holds.NO
 
 
-def test_counted_claims() -> None:
+def test_verdicts_about_counted_figures() -> None:
     exact = {"padded": 693, "ragged": 0}
     assert claims_batching.judge_joining_padding(exact, 100, 8).holds is Holds.YES
     assert claims_batching.judge_joining_padding({"padded": 692, "ragged": 0}, 100, 8).holds is Holds.NO
@@ -134,7 +134,7 @@ def test_counted_claims() -> None:
     assert claims_memory.judge_kv_waste(KVWaste(0.1, 0.8)).holds is Holds.NO
 
 
-def test_attention_claims() -> None:
+def test_verdicts_about_attention() -> None:
     sharing = [SharingPoint("MHA", 8, 400, 4.0, 10), SharingPoint("GQA", 2, 100, 1.0, 40), SharingPoint("", 1, 1, 1, 1)]
     assert claims_memory.judge_head_sharing(sharing).holds is Holds.YES
     tiling = [TilingPoint(n, n / 10, n / 4, 1000 * n, n * n) for n in (1000, 2000, 4000)]
@@ -182,7 +182,7 @@ def test_the_command(folder: str, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_unknown_claims_are_named() -> None:
+def test_unknown_claims_are_refused() -> None:
     for text in ("magic", "cache,cache", ","):
         with pytest.raises(InvalidParameter, match="claims"):
             parse_names("claims", text, GROUPS)

@@ -20,8 +20,8 @@ def window(is_open: bool, tokens: int) -> DashboardWindow:
     return DashboardWindow(is_open, 2.0, tokens, engine_cpu=1.0, front_end_cpu=0.5)
 
 
-def test_each_open_window_is_held_against_its_neighbour(tmp_path: Path) -> None:
-    # The machine slows down by half in between: pairs do not notice.
+def test_each_open_window_is_compared_with_its_neighbour(tmp_path: Path) -> None:
+    # The machine slows down by half in between, which pairs cancel out.
     cost = DashboardCost(
         [window(False, 100), window(True, 99), window(True, 48), window(False, 50)], 4000, [7, 9], [1, 2]
     )

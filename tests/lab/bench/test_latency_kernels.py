@@ -63,7 +63,7 @@ def test_kernels_of_a_tiny_model(tmp_path: Path) -> None:
         assert row["floor_seconds"] >= row["bytes"] / report["settings"]["bytes_per_second"]
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(InvalidParameter, match="kernels"):
         KernelSettings(kinds=["products", "magic"])
     with pytest.raises(InvalidParameter, match="rows"):

@@ -26,7 +26,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
 REQUEST = BenchRequest((5, 6, 7), 3)
 TINY = {"device": "cpu", "kv_memory": "2MiB", "prefix_caching": True, "max_model_len": None}
 
-# ---- a server that does what it is told --------------------------------------------------------------------------
+# ---- a scripted server -------------------------------------------------------------------------------------------
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 DONE = b"0\r\n\r\n"
@@ -92,7 +92,7 @@ async def serving(answer: bytes | None, use: Callable[[HttpClient], Awaitable[Lo
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_every_request_gets_an_ending(kind: str) -> None:
+def test_every_request_ends_with_success_or_an_error(kind: str) -> None:
     answer, expected = ANSWERS[kind]
 
     async def use(http: HttpClient) -> LoadRun:
@@ -126,7 +126,7 @@ def test_an_unreachable_server_is_an_error_of_the_request() -> None:
     assert (record.error or "").startswith("connection: ")
 
 
-def test_a_chat_is_made_of_words() -> None:
+def test_a_chat_prompt_consists_of_words() -> None:
     body = json.loads(RequestFormat("m", "chat", ignore_eos=False, extra={"top_k": 5, "temperature": 1}).body(REQUEST))
     assert len(body["messages"][0]["content"].split()) == 3
     assert (body["max_tokens"], body["stream"], body["top_k"], body["temperature"]) == (3, True, 5, 1)
@@ -138,7 +138,7 @@ def test_a_chat_is_made_of_words() -> None:
 
 
 class Service:
-    """Takes a moment for each request, and knows how many there were at a time."""
+    """Takes a moment for each request, and counts the requests in flight."""
 
     def __init__(self, moment: float) -> None:
         self.moment, self.open, self.peak = moment, 0, 0
@@ -151,14 +151,14 @@ class Service:
         record.end = now()
 
 
-def test_a_closed_loop_is_never_wider_than_asked() -> None:
+def test_a_closed_loop_never_exceeds_its_concurrency() -> None:
     service = Service(0.001)
     run = asyncio.run(LoadGenerator(service.send).run([REQUEST] * 40, ClosedLoop(6)))
     assert service.peak == 6
     assert len(run.records) == 40
 
 
-def test_an_open_loop_waits_for_nobody() -> None:
+def test_an_open_loop_does_not_wait_for_answers() -> None:
     service = Service(0.2)
     run = asyncio.run(
         LoadGenerator(service.send).run([REQUEST] * 30, OpenLoop(lambda: iter([index / 1000 for index in range(30)])))
@@ -236,7 +236,7 @@ def test_shared_prefixes_are_found_in_the_cache(server: LocalServer, tmp_path: P
     assert row["cached_tokens"] >= 8 * (77 // 16 * 16)
 
 
-def test_chats_and_open_loops_work_too(server: LocalServer, tmp_path: Path) -> None:
+def test_chats_and_open_loops_work(server: LocalServer, tmp_path: Path) -> None:
     options = [
         "--url",
         server.url,
@@ -293,7 +293,7 @@ def test_the_engine_alone_does_the_same_work(tiny: str, tmp_path: Path) -> None:
     assert server_row["speedup_vs"] == {"offline": pytest.approx(ratio)}
 
 
-def test_a_server_that_cannot_start_says_why(tiny: str) -> None:
+def test_a_server_that_cannot_start_gives_the_reason(tiny: str) -> None:
     options = ["--model", tiny, "--prompt-len", "9", "--output-len", "2", "--kv-memory", "100"]
     result = CliRunner().invoke(app, ["bench", "serve", *options])
     assert result.exit_code == 2
@@ -301,6 +301,6 @@ def test_a_server_that_cannot_start_says_why(tiny: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_options_of_the_engine_are_typed_as_they_are_read() -> None:
+def test_engine_options_become_command_line_arguments() -> None:
     given = {"device": "cpu", "max_model_len": None, "prefix_caching": False, "block_size": 8}
     assert engine_arguments(given) == ["--device", "cpu", "--no-prefix-caching", "--block-size", "8"]

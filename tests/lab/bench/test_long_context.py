@@ -1,4 +1,4 @@
-"""Long prompts, as long as a tiny model makes them."""
+"""`bench long-context` on a tiny model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiny import write_tiny_checkpoint
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_prompts_longer_than_the_config_says(tmp_path: Path) -> None:
+def test_prompts_may_be_longer_than_the_config_allows(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert CONFIG["max_position_embeddings"] == 128
     result = tmp_path / "result.json"
@@ -48,7 +48,7 @@ def test_prompts_longer_than_the_config_says(tmp_path: Path) -> None:
         assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_invalid_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="lengths"):
         LongContextSettings(lengths=[])
     with pytest.raises(InvalidParameter, match="output_tokens"):

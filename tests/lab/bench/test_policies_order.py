@@ -1,4 +1,4 @@
-"""The default workload of `bench policies`, on a virtual clock: it must show what the strategies differ in."""
+"""The default workload of `bench policies`, on a virtual clock: it must show the difference between the policies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(settings: PoliciesSettings, policy: str, variation: float, rate: float |
 
 
 def gains(seed: int, variation: float) -> tuple[float, ...]:
-    """How much sooner all is done, and how much shorter the longest latency is: continuous to dynamic to static."""
+    """Ratios of total time and of the longest latency: dynamic to continuous, and static to dynamic."""
     settings = PoliciesSettings(seed=seed)
     rate = settings.load * settings.requests / run(settings, "continuous", variation, None).seconds
     found = [run(settings, policy, variation, rate) for policy in ("continuous", "dynamic", "static")]

@@ -1,4 +1,4 @@
-"""`bench prefix` on a tiny model: sessions say what they should, and caching finds what is there to be found."""
+"""`bench prefix` on a tiny model: sessions have the right prompts, and caching finds the common prefixes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def maker(folder: str) -> EngineMaker:
     return EngineMaker.load(folder, {"device": "cpu"})
 
 
-def test_a_turn_repeats_all_that_was_said(maker: EngineMaker) -> None:
+def test_a_turn_repeats_the_whole_conversation(maker: EngineMaker) -> None:
     engine = maker.engine(kv_memory="4MiB")
     queued: list[int] = []
 
@@ -55,7 +55,7 @@ def test_a_turn_repeats_all_that_was_said(maker: EngineMaker) -> None:
         assert came == pytest.approx(before[-1])
 
 
-def test_requests_come_in_their_own_time(maker: EngineMaker) -> None:
+def test_requests_arrive_at_their_times(maker: EngineMaker) -> None:
     sessions = [Session((BenchRequest((5, 6), 2),)) for _ in range(3)]
     measured = run_sessions(maker.engine(kv_memory="4MiB"), sessions, arrivals=[0.0, 0.05, 0.1])
     assert measured.arrivals == [0.0, 0.05, 0.1]
@@ -63,7 +63,7 @@ def test_requests_come_in_their_own_time(maker: EngineMaker) -> None:
     assert measured.seconds > 0.1
 
 
-def test_caching_finds_what_repeats(maker: EngineMaker) -> None:
+def test_caching_finds_common_prefixes(maker: EngineMaker) -> None:
     points = compare_prefix_caching(maker, SMALL)
     assert [(point.scenario, point.caching) for point in points] == [(s, c) for s in SCENARIOS for c in (False, True)]
     for off, on in zip(points[::2], points[1::2], strict=True):
@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_sessions() -> None:
         assert first == same != other
 
 
-def test_settings_that_make_no_sense_are_named() -> None:
+def test_invalid_settings_are_refused_by_name() -> None:
     with pytest.raises(InvalidParameter, match="turns"):
         PrefixSettings(turns=0)
     for text in ("", "magic", "rag,rag"):

@@ -1,4 +1,4 @@
-"""What rounding costs, measured on a tiny model."""
+"""`bench quality` on a tiny model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_checkpoint(tmp_path_factory.mktemp("quality") / "tiny"))
 
 
-def test_scores_are_those_of_transformers(tiny: str) -> None:
+def test_scores_equal_those_of_transformers(tiny: str) -> None:
     from transformers import AutoModelForCausalLM
 
     config = EngineConfig(device="cpu", kv_memory="1MiB")
@@ -49,11 +49,11 @@ def test_modes_are_compared_with_float32(tiny: str) -> None:
     assert 2 * lossy[1].kv_bytes_per_token == exact.kv_bytes_per_token
 
 
-def test_perplexity_is_what_it_says() -> None:
+def test_perplexity_is_the_exponential_of_the_mean_loss() -> None:
     assert math.isclose(Scores(torch.full((7,), math.log(5.0)), torch.zeros(7)).perplexity, 5.0, rel_tol=1e-6)
 
 
-def test_modes_have_names() -> None:
+def test_modes_are_parsed_by_name() -> None:
     assert parse_modes("float32; int8, KV bfloat16") == ["float32", "int8, KV bfloat16"]
     with pytest.raises(InvalidParameter, match="there is no 'int4'"):
         parse_modes("int4")

@@ -1,4 +1,4 @@
-"""Reports: one shape, and every key of it documented."""
+"""Reports: one form, with every key documented."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chairlift.lab.report.json_report import check_writable, machine, machine_li
 DOCUMENT = Path(__file__).parents[3] / "docs" / "bench-json.md"
 
 
-def test_a_report_has_the_documented_shape(tmp_path: Path) -> None:
+def test_a_report_has_the_documented_form(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     returned = write_report(file, "throughput", {"model": "m"}, [{"name": "chairlift", "output_tokens_per_s": 1.5}])
     written = json.loads(file.read_text())
@@ -44,12 +44,12 @@ def test_the_machine_is_described() -> None:
     json.dumps(found)
 
 
-def test_a_report_never_holds_what_json_cannot_say(tmp_path: Path) -> None:
+def test_a_report_never_holds_values_that_are_not_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         write_report(tmp_path / "report.json", "throughput", {}, [{"name": "a", "seconds": float("nan")}])
 
 
-def test_an_unwritable_place_is_refused_beforehand(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_refused_beforehand(tmp_path: Path) -> None:
     check_writable(tmp_path / "report.json")
     for place in (tmp_path, tmp_path / "nowhere" / "report.json"):
         with pytest.raises(InvalidParameter, match="json: cannot write"):

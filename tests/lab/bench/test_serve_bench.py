@@ -1,4 +1,4 @@
-"""Arrivals, traces and figures of a load: by hand, and by the laws they must obey."""
+"""Arrivals, traces and figures of a load, checked by hand and by their laws."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_arrivals_have_their_rate_and_their_variation(kind: str, burstiness: flo
 
 
 def test_poisson_arrivals_have_no_memory() -> None:
-    """Requests in a second vary as much as there are of them on average; in bursts, by far more."""
+    """The variance of the requests per second equals their mean; with bursts it is far larger."""
 
     def dispersion(kind: str) -> float:
         counts = [0] * 1000
@@ -61,7 +61,7 @@ def test_poisson_arrivals_have_no_memory() -> None:
     assert dispersion("bursty") > 2.5
 
 
-def test_the_seed_decides_about_arrivals() -> None:
+def test_the_seed_determines_arrivals() -> None:
     assert gaps(1.0, "poisson", seed=1) == gaps(1.0, "poisson", seed=1) != gaps(1.0, "poisson", seed=2)
 
 
@@ -69,7 +69,7 @@ def test_the_seed_decides_about_arrivals() -> None:
 
 
 @given(share=st.floats(0, 1), groups=st.integers(1, 4), seed=st.integers(0, 1000))
-def test_prompts_share_as_much_as_asked_for(share: float, groups: int, seed: int) -> None:
+def test_prompts_share_the_given_part(share: float, groups: int, seed: int) -> None:
     drawn = draw_requests(
         range(10**6),
         prompt_len=LengthRange(30, 90),
@@ -91,7 +91,7 @@ def test_prompts_share_as_much_as_asked_for(share: float, groups: int, seed: int
     assert len(beginnings) <= groups
 
 
-def test_prefixes_change_nothing_unless_they_are_shared() -> None:
+def test_a_share_of_zero_changes_nothing() -> None:
     lengths = {"prompt_len": LengthRange(5, 9), "output_len": LengthRange(1, 3), "seed": 1}
     plain = draw_requests(VOCABULARY, **lengths)  # type: ignore[arg-type]
     alone = draw_requests(VOCABULARY, shared=SharedPrefixes(0.0, 3), **lengths)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def test_mooncake_traces_share_their_blocks(tmp_path: Path) -> None:
     assert again == long != next(trace_requests(VOCABULARY, entries, seed=1))
 
 
-def test_a_scaled_trace_keeps_what_it_shares(tmp_path: Path) -> None:
+def test_a_scaled_trace_keeps_common_prefixes(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(MOONCAKE)
     entries = [entry.scaled(0.1, 2.0) for entry in load_trace(file)]
@@ -271,7 +271,7 @@ def test_what_is_drawn_over_time_adds_up(requests: list[tuple[float, list[float]
     assert max(open_over_time(records, width)) <= max(count for _, count in in_flight(records)) + 1e-6
 
 
-def test_a_plot_is_a_picture(tmp_path: Path) -> None:
+def test_a_plot_is_written(tmp_path: Path) -> None:
     file = tmp_path / "load.png"
     plot_load(file, "a load", "a machine", {"server": [RUN, RUN], "offline": [RUN]}, LatencyLimits(max_ttft_ms=100))
     assert file.read_bytes().startswith(b"\x89PNG")

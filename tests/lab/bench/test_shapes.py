@@ -1,4 +1,4 @@
-"""Speed of a shape: the floor's arithmetic, and a run on a tiny one."""
+"""`bench shapes`: the arithmetic of the floor, and a run on a tiny shape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_floor_counts_weights_cache_and_prompts() -> None:
     assert floor_seconds([4], [3], cost, ceilings) == pytest.approx(expected)
 
 
-def test_ceilings_are_those_of_the_models_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ceilings_are_measured_in_the_precision_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(cpu_ceilings, "cpu_ceilings", lambda *how: asked.append(how))
     monkeypatch.setattr(Ceilings, "measure", lambda *how: asked.append(how))
@@ -43,7 +43,7 @@ def test_ceilings_are_those_of_the_models_precision(monkeypatch: pytest.MonkeyPa
     assert asked.pop() == (plain.device, torch.float32, "none")
 
 
-def test_ceilings_of_8_bit_floats_are_of_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ceilings_of_fp8_are_measured_with_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[torch.dtype] = []
     monkeypatch.setattr(floor, "best_seconds", lambda run, device: 1.0 if run() is None else 0.5)
     monkeypatch.setattr(floor, "multiply", lambda a, weight, bias, own_kernel: kinds.append(weight.numbers.dtype) or a)
@@ -51,7 +51,7 @@ def test_ceilings_of_8_bit_floats_are_of_such_products(monkeypatch: pytest.Monke
     assert kinds == [torch.float8_e4m3fn]
 
 
-def test_cases_have_the_lengths_that_their_names_say() -> None:
+def test_cases_have_the_lengths_of_their_names() -> None:
     decode, load, prefill = make_cases(["decode-3", "load-5", "prefill-2"], vocab=50)
     assert [len(prompt) for prompt in decode.prompts] == [128] * 3
     assert decode.outputs == [256] * 3
@@ -62,7 +62,7 @@ def test_cases_have_the_lengths_that_their_names_say() -> None:
     assert make_cases(["load-5-1"], vocab=50)[0].prompts != load.prompts
     names = ["decode-1", "decode-3", "load-5", "load-5-1", "prefill-1", "prefill-3"]
     starts = [tuple(prompt[:16]) for case in make_cases(names, vocab=10_000) for prompt in case.prompts]
-    assert len(set(starts)) == len(starts)  # nothing of a case is cached when it comes
+    assert len(set(starts)) == len(starts)  # no prompt of a case is cached by another
     for unknown in ("decode", "load-0", "load-5-", "load-5-1-2", "decode-5-1", "prefill-5-1", "chat-5"):
         with pytest.raises(InvalidParameter, match="cases"):
             make_cases([unknown], vocab=50)
@@ -76,7 +76,7 @@ def test_loads_are_those_of_the_public_workload() -> None:
     assert (case.prompts, case.outputs) == (prompts, outputs)
 
 
-def test_a_warm_up_is_as_long_as_its_case_and_shares_nothing_with_it() -> None:
+def test_a_warm_up_has_the_lengths_of_its_case_and_no_common_prefix() -> None:
     (case,) = make_cases(["load-300"], vocab=VOCABULARY)
     warm_up = warm_up_of(case)
     assert [len(prompt) for prompt in warm_up.prompts] == [len(prompt) for prompt in case.prompts[:256]]

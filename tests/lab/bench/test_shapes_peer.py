@@ -1,4 +1,4 @@
-"""`bench shapes` beside another engine: both in processes of their own, the other's package made up."""
+"""`bench shapes` beside a peer, each in a process of its own, with a stub of the peer's package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OWN = ShapeRun([CaseResult("decode-2", 2, 8, 16, 1.0, 0.5, 9, 0.7, 0.2)] * 2, Ce
 
 @pytest.fixture
 def shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny model, in a world where this Python has vLLM 1.2.3."""
+    """A tiny shape, and a stub of vLLM 1.2.3 on the path."""
     packages = tmp_path / "packages"
     (packages / "vllm-1.2.3.dist-info").mkdir(parents=True)
     (packages / "vllm-1.2.3.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 1.2.3\n")
@@ -46,15 +46,15 @@ def bench(shape: Path, *options: str) -> Result:
     return CliRunner().invoke(app, [*command, *options])
 
 
-def test_the_other_engine_gets_the_same_cases(shape: Path, tmp_path: Path) -> None:
+def test_the_peer_gets_the_same_cases(shape: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     result = bench(shape, "--peer", "vllm", "--json", str(report), "--plot", str(tmp_path / "plot.png"))
     assert result.exit_code == 0, result.output
     assert "vLLM 1.2.3" in result.output
     assert "vLLM tokens/s" in result.output
 
-    told = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert told[0][1] | {"model": ""} == {
+    logged = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert logged[0][1] | {"model": ""} == {
         "model": "",
         "config": CONFIG,
         "load_format": "dummy",
@@ -63,8 +63,8 @@ def test_the_other_engine_gets_the_same_cases(shape: Path, tmp_path: Path) -> No
         "max_model_len": 128,
         "enable_prefix_caching": True,
     }
-    assert told[1] == ["gpus", ""]
-    first, warm_up, decode, _, prefill = (content for kind, content in told[2:] if kind == "asked")
+    assert logged[1] == ["gpus", ""]
+    first, warm_up, decode, _, prefill = (content for kind, content in logged[2:] if kind == "asked")
     assert len(first) == 1
     assert [prompt[::-1] for prompt, _ in warm_up] == [prompt for prompt, _ in decode]
     for case, asked in zip(make_cases(["decode-2", "prefill-1"], 300, 32), (decode, prefill), strict=True):
@@ -87,7 +87,7 @@ def test_the_other_engine_gets_the_same_cases(shape: Path, tmp_path: Path) -> No
     ("behaviour", "expected"),
     [("dies", "RuntimeError: the engine did not start"), ("is short", "10 tokens in 2 answers, but 12 in 2 wanted")],
 )
-def test_ours_is_kept_when_the_other_fails(
+def test_our_result_is_kept_when_the_peer_fails(
     behaviour: str, expected: str, shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", behaviour)
@@ -97,7 +97,7 @@ def test_ours_is_kept_when_the_other_fails(
     assert result.exit_code == 2
     assert "vLLM ended with status 1: " in result.output
     assert expected in " ".join(result.output.split())
-    # What it is about may stand far above the last line.
+    # The cause may be far above the last line.
     assert ("no room for 3 blocks" in result.output) == (behaviour == "dies")
     assert "decode-2" in result.output
     written = json.loads(report.read_text())
@@ -115,12 +115,12 @@ def test_ours_is_kept_when_the_other_fails(
         ({"start_seconds": 3.0, "seconds": [1.0] * 3}, None),
     ],
 )
-def test_half_an_answer_is_kept_if_it_makes_sense(answer: dict[str, Any], kept: list[float] | None) -> None:
+def test_a_partial_answer_is_kept_if_it_is_valid(answer: dict[str, Any], kept: list[float] | None) -> None:
     found = _finished(answer, num_cases=2)
     assert (found and found.seconds) == kept
 
 
-def test_ours_is_kept_when_nobody_waits_for_the_other(
+def test_our_result_is_kept_when_the_peer_is_interrupted(
     shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*how: object) -> None:
@@ -137,7 +137,7 @@ def test_ours_is_kept_when_nobody_waits_for_the_other(
     assert written["settings"]["peer"]["start_seconds"] is None
 
 
-def test_what_it_finished_before_it_failed_is_kept(
+def test_cases_that_the_peer_completed_before_a_failure_are_kept(
     shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "dies of prompts")
@@ -168,13 +168,13 @@ def test_what_it_finished_before_it_failed_is_kept(
         (["--peer-timeout", "9"], "--peer-timeout: has no effect without --peer"),
     ],
 )
-def test_bad_options(options: list[str], expected: str, shape: Path) -> None:
+def test_bad_options_are_refused(options: list[str], expected: str, shape: Path) -> None:
     result = bench(shape, *options)
     assert result.exit_code == 2
     assert expected in result.output
 
 
-def test_a_python_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     bare = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
     if not bare.exists() or bare == Path(sys.executable):
@@ -191,7 +191,7 @@ def test_a_python_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         ("empty", ChairliftError, "^empty: no config.json there"),
     ],
 )
-def test_what_our_process_refuses_is_refused_here(
+def test_errors_of_our_process_are_raised_here(
     shape: str, kind: type, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(PROGRAMS))
@@ -212,7 +212,7 @@ def test_what_our_process_refuses_is_refused_here(
     assert type(raised.value) is kind
 
 
-def test_the_gpu_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_sees_only_the_named_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     config = EngineConfig(device="cuda")
     assert _only_this(config) == {}

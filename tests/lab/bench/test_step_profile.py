@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what is counted, what is read from a trace, and a run on a tiny model."""
+"""`chairlift profile`: counts, timelines from a trace, and a run on a tiny model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_products_count_every_weight_once_and_every_row() -> None:
     assert linear_work(linear, rows=0).bytes == 0
 
 
-def test_attention_counts_what_each_token_sees() -> None:
+def test_attention_counts_the_context_of_each_token() -> None:
     layer = AttentionLayer(0, num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
     work = attention_work(layer, [(10, 1), (2, 3)], kv_itemsize=2)
     seen = 11 + (3 + 4 + 5)
@@ -83,7 +83,7 @@ def test_the_parts_of_a_timeline_add_up_to_its_steps() -> None:
     assert launch_seconds(events) == pytest.approx(36e-6)
 
 
-def test_without_captured_steps_all_waiting_is_the_hosts() -> None:
+def test_without_captured_steps_all_waiting_counts_as_host_gap() -> None:
     events = slices(("kernel", "gemm", 0, 10), ("kernel", "elementwise", 15, 5), ("kernel", "gemm", 30, 10))
     timeline = read_timeline(device_activities(events), skip_steps=3, steps=1)
     assert timeline.parts[HOST_GAP] == pytest.approx(15e-6)
@@ -93,7 +93,7 @@ def test_without_captured_steps_all_waiting_is_the_hosts() -> None:
         read_timeline([], skip_steps=0, steps=1)
 
 
-def test_kernels_are_sorted_by_their_names() -> None:
+def test_kernels_are_grouped_by_name() -> None:
     names = {
         GEMM: [
             "_product_kernel",
@@ -141,7 +141,7 @@ def test_a_tiny_model_from_the_command_line(tmp_path: Path, quantization: str) -
     check_nesting(json.loads(trace.read_text())["traceEvents"], num_steps=8)
 
 
-def test_seats_are_added_only_where_the_default_has_too_few() -> None:
+def test_slots_are_added_only_if_the_default_has_too_few() -> None:
     settings = ProfileSettings([1, 8])
     for config in (EngineConfig(device="cpu"), EngineConfig(device="cpu", max_batch_tokens=32)):
         assert settings.with_slots(config) is config
@@ -151,7 +151,7 @@ def test_seats_are_added_only_where_the_default_has_too_few() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_request_that_is_full_too_early_is_said_so(tmp_path: Path) -> None:
+def test_a_request_that_reaches_the_context_limit_too_early_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     config = EngineConfig(device="cpu", load_format="dummy", kv_memory="4MiB", max_model_len=32, max_prefill_tokens=4)
     batch = Batch(load_engine(str(tmp_path), config).engine, 4, 24, Random(0))
@@ -160,7 +160,7 @@ def test_a_request_that_is_full_too_early_is_said_so(tmp_path: Path) -> None:
 
 
 def number_of_weights() -> int:
-    """Of all products of the tiny model's one layer, and of its head."""
+    """The weights of all products of the tiny model's one layer, and of its head."""
     qkv, output = 32 * (4 + 2 * 2) * 16, 4 * 16 * 32
     return qkv + output + 3 * 32 * 48 + 32 * 300
 

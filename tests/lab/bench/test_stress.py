@@ -1,4 +1,4 @@
-"""The stress run: every kind of trouble really occurs in it, and what goes wrong is found."""
+"""`bench stress`: every kind of event occurs in it, and violations are found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loaded() -> LoadedModel:
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_everything_happens(loaded: LoadedModel, preemption: str) -> None:
+def test_every_kind_of_event_occurs(loaded: LoadedModel, preemption: str) -> None:
     found = stress(loaded, stress_config(loaded, preemption, speculate="ngram", seed=0), steps=400)
     assert sum(found.kinds.values()) == found.requests > 30
     assert len(found.kinds) >= 6
@@ -39,7 +39,7 @@ def test_everything_happens(loaded: LoadedModel, preemption: str) -> None:
     assert found.ties == 0
 
 
-def test_greedy_tokens_are_told_from_others(loaded: LoadedModel) -> None:
+def test_wrong_greedy_tokens_are_found(loaded: LoadedModel) -> None:
     gaps = greedy_gaps(loaded.model, [([1, 2, 3], [token]) for token in range(272)])
     assert (gaps == 0).sum() == 1
     assert (gaps > 1e-3).sum() == 271

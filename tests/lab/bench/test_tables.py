@@ -1,4 +1,4 @@
-"""The tables that benches print: on a narrow terminal too, nothing in them is gone."""
+"""Tables of benches are complete on narrow terminals too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_word_and_no_figure_is_cut(
     assert max(map(len, shown.splitlines())) <= max(width, needed)
 
 
-def test_the_modes_of_bench_quality_are_all_named(
+def test_all_modes_of_bench_quality_are_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -59,7 +59,7 @@ def test_the_modes_of_bench_quality_are_all_named(
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_every_claim_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_is_shown_in_full(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     claim = "continuous batching serves many times as many tokens as static batching"
     verdict = Verdict(claim, "a paper with a long name", "x" * 30 + " or so" * 20, Holds.PARTLY, "because " * 30)

@@ -1,4 +1,4 @@
-"""The comparison itself, on a tiny model: all engines do all of the work."""
+"""`bench throughput` on a tiny model: all engines serve all requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Watching:
-    """Remembers what progress was reported."""
+    """Records the reported progress."""
 
     def __init__(self) -> None:
         self.reports: dict[str, list[int]] = {}
@@ -64,7 +64,7 @@ def test_a_workload_longer_than_the_context_is_refused(folder: str) -> None:
         comparison.run(workload, Watching())
 
 
-def test_what_transformers_lacks_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_of_transformers_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
     monkeypatch.setattr("chairlift.lab.bench.throughput.run.find_spec", lambda name: None)
@@ -73,7 +73,7 @@ def test_what_transformers_lacks_is_said_at_once(tmp_path: Path, monkeypatch: py
         ThroughputComparison(str(file), options={"device": "cpu"}, progress=False).run(workload, Watching())
 
 
-def test_settings_say_what_was_chosen(tmp_path: Path) -> None:
+def test_settings_have_resolved_defaults(tmp_path: Path) -> None:
     settings = ThroughputComparison(
         "m", options={"device": "cpu", "max_batch_tokens": 32, "max_batch_requests": 8}
     ).settings()

@@ -42,7 +42,7 @@ def test_lengths_and_ids_stay_within_their_bounds(seed: int, requests: int) -> N
 
 
 @given(low=st.integers(1, 1000), more=st.integers(0, 1000), seed=st.integers(0, 2**32))
-def test_draws_keep_to_any_range(low: int, more: int, seed: int) -> None:
+def test_draws_stay_within_any_range(low: int, more: int, seed: int) -> None:
     assert low <= LengthRange(low, low + more).draw(random.Random(seed)) <= low + more
 
 

@@ -54,7 +54,7 @@ ANSWERS = {
     ),
     "no end": (HEAD + said("a") + DONE, "stream: ended too early"),
     "cut off": (HEAD + said("a"), "connection: the server closed the connection"),
-    "no JSON": (HEAD + chunk(b"{") + said("", "stop") + DONE, "bad stream: an event that is not what OpenAI has"),
+    "no JSON": (HEAD + chunk(b"{") + said("", "stop") + DONE, "bad stream: an event that is not in OpenAI's format"),
     "no HTTP": (b"220 mail.example.org ready\r\n\r\n", "bad response: no HTTP/1.1"),
     "nothing": (b"", "connection: the server closed the connection"),
     "silence": (None, "timeout"),

@@ -44,11 +44,22 @@ def test_ceilings_are_measured_in_the_precision_of_the_model(monkeypatch: pytest
 
 
 def test_ceilings_of_fp8_are_measured_with_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds: list[torch.dtype] = []
+    formats: list[object] = []
+
+    class RecordedLinear:
+        def __init__(self, weight: torch.Tensor, *, format: object) -> None:
+            formats.append(format)
+
+        def finalize(self) -> None:
+            pass
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
     monkeypatch.setattr(floor, "best_seconds", lambda run, device: 1.0 if run() is None else 0.5)
-    monkeypatch.setattr(floor, "multiply", lambda a, weight, bias, own_kernel: kinds.append(weight.numbers.dtype) or a)
+    monkeypatch.setattr(floor, "Linear", RecordedLinear)
     assert Ceilings.measure(torch.device("cpu"), torch.bfloat16, "fp8").flops_per_second == 2 * 1024**3 / 0.5
-    assert kinds == [torch.float8_e4m3fn]
+    assert formats == [floor.FORMATS.get("fp8")]
 
 
 def test_cases_have_the_lengths_of_their_names() -> None:

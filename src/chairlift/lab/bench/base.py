@@ -23,8 +23,17 @@ from chairlift.lab.report.options import Draw, JsonOptions
 from chairlift.lab.report.progress import watch
 from chairlift.registry import Registry
 from chairlift.terminal.console import show_log
+from chairlift.terminal.options import EngineOptions
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariedEngineOptions(EngineOptions):
+    """Engine options of a bench that varies some of them, such as the policy: combinations are checked per engine."""
+
+    def _check_combinations(self) -> None:
+        pass
 
 
 class Shown(Protocol):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.bench.base import BenchResult, VariedEngineOptions, bench
 from chairlift.lab.bench.policies.options import PolicyWorkload
 from chairlift.lab.report.lists import parse_names
 from chairlift.lab.report.options import ReportOptions
 from chairlift.lab.report.progress import Note
 from chairlift.lab.report.tables import Column, Table
-from chairlift.terminal.options import EngineOptions, refuse_given
+from chairlift.terminal.options import refuse_given
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ CAPTION = "Spread: standard deviation / mean of the output lengths. Batch: reque
 )
 def bench_policies(
     context: typer.Context,
-    engine: EngineOptions,
+    engine: VariedEngineOptions,
     workload: PolicyWorkload,
     note: Note,
     strategies: Annotated[

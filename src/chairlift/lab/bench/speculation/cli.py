@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from chairlift.lab.bench.base import BenchResult, bench
+from chairlift.lab.bench.base import BenchResult, VariedEngineOptions, bench
 from chairlift.lab.report.lists import number_list
 from chairlift.lab.report.options import ReportOptions
 from chairlift.lab.report.progress import Note
 from chairlift.lab.report.tables import Column, Table
-from chairlift.terminal.options import EngineOptions, refuse_given
+from chairlift.terminal.options import refuse_given
 
 COLUMNS = (
     Column("", lambda point: point.scenario),
@@ -53,7 +53,7 @@ ABLATION_CAPTION = (
 )
 def bench_speculation(
     context: typer.Context,
-    engine: EngineOptions,
+    engine: VariedEngineOptions,
     note: Note,
     proposers: Annotated[
         str, typer.Option(help="Sources of draft tokens: ngram, layers:N, draft:PATH, separated by commas.")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from chairlift.cli.main import app
 from chairlift.lab.bench.throughput.rounds import Rounds, median_row
 from chairlift.lab.bench.throughput.run import ThroughputComparison
-from chairlift.lab.common.measure import Advance
+from chairlift.lab.common.measure import TokenProgress
 from chairlift.lab.common.workload import BenchRequest, Workload
 from chairlift.lab.peers.peers import PEERS, Peer, parse_peer_paths, parse_peers
 from chairlift.lab.peers.process import PROGRAMS, PeerFailed, PeerProcess
@@ -44,7 +44,7 @@ def behave(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @contextmanager
-def unwatched(name: str) -> Iterator[Advance]:
+def unwatched(name: str) -> Iterator[TokenProgress]:
     yield lambda tokens: None
 
 

@@ -16,7 +16,7 @@ from chairlift.lab.common.workload import LengthRange, SharedPrefixes, draw_requ
 from chairlift.lab.load.arrivals import Arrivals
 from chairlift.lab.load.figures import LatencyLimits, in_flight, load_row
 from chairlift.lab.load.plot import SLICES, open_over_time, plot_load, tokens_over_time
-from chairlift.lab.load.run import LoadRun, RequestRecord
+from chairlift.lab.load.run import LoadRecord, LoadRun
 from chairlift.lab.load.traces import TraceEntry, load_trace, trace_requests
 
 VOCABULARY = range(100, 200)
@@ -182,8 +182,8 @@ def test_a_bad_trace_names_its_line(tmp_path: Path, name: str, content: str, pro
 # ---- figures -----------------------------------------------------------------------------------------------------
 
 
-def record(sent: float, times: list[float], end: float, tokens: int | None = None, **more: object) -> RequestRecord:
-    return RequestRecord(sent, sent, times, end, 10, len(times) if tokens is None else tokens, **more)  # type: ignore[arg-type]
+def record(sent: float, times: list[float], end: float, tokens: int | None = None, **more: object) -> LoadRecord:
+    return LoadRecord(sent, sent, times, end, 10, len(times) if tokens is None else tokens, **more)  # type: ignore[arg-type]
 
 
 RUN = LoadRun(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chairlift.lab.bench.claims.claim import Holds, Verdict
+from chairlift.lab.bench.claims.claim import ClaimVerdict, Holds
 from chairlift.lab.bench.claims.cli import ClaimsTable
 from chairlift.lab.bench.quality.cli import quality_table
 from chairlift.lab.bench.quality.run import MODES, Quality
@@ -62,7 +62,7 @@ def test_all_modes_of_bench_quality_are_shown(
 def test_a_claim_is_shown_in_full(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     claim = "continuous batching serves many times as many tokens as static batching"
-    verdict = Verdict(claim, "a paper with a long name", "x" * 30 + " or so" * 20, Holds.PARTLY, "because " * 30)
+    verdict = ClaimVerdict(claim, "a paper with a long name", "x" * 30 + " or so" * 20, Holds.PARTLY, "because " * 30)
     ClaimsTable([verdict]).show()
     shown = capsys.readouterr().out
     assert all(word in shown for word in claim.split())

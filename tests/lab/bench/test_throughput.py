@@ -10,7 +10,7 @@ import pytest
 
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.throughput.run import ALL_ENGINES, ENGINES, ThroughputComparison
-from chairlift.lab.common.measure import Advance
+from chairlift.lab.common.measure import TokenProgress
 from chairlift.lab.common.workload import LengthRange, make_workload
 from chairlift.lab.report.lists import parse_names
 from tests.tiny import write_tiny_checkpoint
@@ -28,7 +28,7 @@ class Watching:
         self.reports: dict[str, list[int]] = {}
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[Advance]:
+    def __call__(self, name: str) -> Iterator[TokenProgress]:
         yield self.reports.setdefault(name, []).append
 
 

@@ -13,7 +13,7 @@ from chairlift.core.events import Event, RequestAdmitted, RequestFinished, Reque
 from chairlift.core.request import FinishReason
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
-from chairlift.lab.common.measure import Advance, EngineFigures, Measurement
+from chairlift.lab.common.measure import EngineFigures, Measurement, TokenProgress
 from chairlift.lab.common.workload import BenchRequest, Workload
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Session:
 def measure_engine(
     engine: Engine,
     workload: Workload,
-    advance: Advance,
+    advance: TokenProgress,
     arrivals: Sequence[float] | None = None,
     in_flight: int | None = None,
 ) -> Measurement:
@@ -54,7 +54,7 @@ def _single_turns(workload: Workload) -> list[Session]:
 def run_sessions(
     engine: Engine,
     sessions: Sequence[Session],
-    advance: Advance = lambda tokens: None,
+    advance: TokenProgress = lambda tokens: None,
     arrivals: Sequence[float] | None = None,
     in_flight: int | None = None,
 ) -> Measurement:
@@ -93,7 +93,7 @@ class _Run:
         self._turns: list[_Turn] = []
         self._inside = _Inside()
 
-    def to_end(self, advance: Advance) -> Measurement:
+    def to_end(self, advance: TokenProgress) -> Measurement:
         advance(0)
         self._begun = self._engine.now()
         while self._coming or self._open:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-Advance = Callable[[int], None]
+TokenProgress = Callable[[int], None]
 """Called with the number of tokens generated so far; with 0 when the clock starts."""
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-Run = Callable[[], object]
+TimedCall = Callable[[], object]
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # what Linux wants written to clear_refs
 
 
-def best_seconds(run: Run, device: torch.device, *, least: float = 0.25, repeats: int = 7) -> float:
+def best_seconds(run: TimedCall, device: torch.device, *, least: float = 0.25, repeats: int = 7) -> float:
     """The fastest of at least `repeats` runs that together take at least `least` seconds, after one uncounted run.
 
     The minimum, because disturbances only ever make a run slower.
@@ -28,7 +28,7 @@ def best_seconds(run: Run, device: torch.device, *, least: float = 0.25, repeats
     return min(times)
 
 
-def _timed(run: Run, device: torch.device) -> float:
+def _timed(run: TimedCall, device: torch.device) -> float:
     _finish(device)
     begun = time.perf_counter()
     run()
@@ -41,7 +41,7 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_bytes(run: Run, device: torch.device) -> int | None:
+def peak_bytes(run: TimedCall, device: torch.device) -> int | None:
     """Peak memory during `run` beyond what was in use before; None if the system cannot measure it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -13,7 +13,7 @@ from chairlift.client.events import EventLineParser
 from chairlift.client.http import BadResponse, HttpClient
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.workload import BenchRequest
-from chairlift.lab.load.run import RequestRecord
+from chairlift.lab.load.run import LoadRecord
 
 APIS = ("completions", "chat")
 
@@ -78,7 +78,7 @@ class LoadClient:
     def address(self) -> Address:
         return self._http.address
 
-    async def send(self, request: BenchRequest, record: RequestRecord, now: Callable[[], float]) -> None:
+    async def send(self, request: BenchRequest, record: LoadRecord, now: Callable[[], float]) -> None:
         answer = _StreamReader(self, record, now)
         try:
             async with asyncio.timeout(self._timeout):
@@ -98,7 +98,7 @@ class LoadClient:
 class _StreamReader:
     """Reads the stream of one answer and records when its pieces arrived."""
 
-    def __init__(self, client: LoadClient, record: RequestRecord, now: Callable[[], float]) -> None:
+    def __init__(self, client: LoadClient, record: LoadRecord, now: Callable[[], float]) -> None:
         self._client = client
         self._record = record
         self._now = now

@@ -10,7 +10,7 @@ from typing import Any
 
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.measure import percentile
-from chairlift.lab.load.run import LoadRun, RequestRecord
+from chairlift.lab.load.run import LoadRecord, LoadRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Latency:
     e2e: float
 
     @classmethod
-    def of(cls, record: RequestRecord) -> Latency:
+    def of(cls, record: LoadRecord) -> Latency:
         first = record.times[0] if record.times else record.end
         ttft, e2e = first - record.sent, record.end - record.sent
         tpot = (e2e - ttft) / (record.output_tokens - 1) if record.output_tokens > 1 else None
@@ -56,16 +56,16 @@ class LatencyLimits:
         return all(limit is None or found is None or found * 1e3 <= limit for found, limit in pairs)
 
 
-def answered(run: LoadRun) -> list[RequestRecord]:
+def answered(run: LoadRun) -> list[LoadRecord]:
     return [record for record in run.records if record.error is None]
 
 
-def token_gaps(records: Sequence[RequestRecord]) -> list[float]:
+def token_gaps(records: Sequence[LoadRecord]) -> list[float]:
     """Seconds between consecutive pieces of the same answer."""
     return [later - earlier for record in records for earlier, later in pairwise(record.times)]
 
 
-def in_flight(records: Sequence[RequestRecord]) -> list[tuple[float, int]]:
+def in_flight(records: Sequence[LoadRecord]) -> list[tuple[float, int]]:
     """The number of requests in flight, from each moment at which it changed."""
     changes = sorted([(record.sent, 1) for record in records] + [(record.end, -1) for record in records])
     steps, count = [], 0
@@ -108,7 +108,7 @@ def load_row(name: str, runs: Sequence[LoadRun], limits: LatencyLimits) -> dict[
     }
 
 
-def _total(records: Sequence[RequestRecord], name: str) -> int:
+def _total(records: Sequence[LoadRecord], name: str) -> int:
     return sum(getattr(record, name) for record in records)
 
 

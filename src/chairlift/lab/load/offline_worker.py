@@ -17,7 +17,7 @@ from chairlift.core.events import Event, RequestAdmitted, RequestFinished, Token
 from chairlift.core.sampling_params import SamplingParams
 from chairlift.errors import EngineDead
 from chairlift.lab.common.workload import BenchRequest, Workload
-from chairlift.lab.load.run import ClosedLoop, LoadLoop, LoadProgress, LoadRun, OpenLoop, RequestRecord
+from chairlift.lab.load.run import ClosedLoop, LoadLoop, LoadProgress, LoadRecord, LoadRun, OpenLoop
 
 if TYPE_CHECKING:
     from chairlift.engine.engine import Engine
@@ -59,7 +59,7 @@ def run_offline(
             raise
     if "records" not in answer:
         raise EngineDead(f"the offline engine failed: {answer.get('error', 'see above')}")
-    return LoadRun(answer["seconds"], [RequestRecord(**record) for record in answer["records"]], answer["cpu_seconds"])
+    return LoadRun(answer["seconds"], [LoadRecord(**record) for record in answer["records"]], answer["cpu_seconds"])
 
 
 # ---- the child process -------------------------------------------------------------------------------------------
@@ -75,11 +75,11 @@ class OfflineLoad:
         self._max_open = loop.concurrency if isinstance(loop, ClosedLoop) else len(requests)
         self._times = loop.times() if isinstance(loop, OpenLoop) else None
         self._due = 0.0
-        self._open: dict[str, RequestRecord] = {}
+        self._open: dict[str, LoadRecord] = {}
         self._begun = 0.0
 
     def run(self, advance: LoadProgress) -> LoadRun:
-        cpu, records = time.process_time(), list[RequestRecord]()
+        cpu, records = time.process_time(), list[LoadRecord]()
         self._begun = self._engine.now()
         self._due = next(self._times) if self._times else 0.0
         while self._queue or self._open:
@@ -96,14 +96,14 @@ class OfflineLoad:
     def _now(self) -> float:
         return self._engine.now() - self._begun
 
-    def _submit_due(self) -> list[RequestRecord]:
+    def _submit_due(self) -> list[LoadRecord]:
         submitted = []
         while self._queue and len(self._open) < self._max_open and self._due <= (now := self._now()):
             request = self._queue.pop()
             # With detokenization, as in the server and the offline API.
             params = SamplingParams(temperature=0.0, max_tokens=request.n_out, ignore_eos=True)
             [request_id] = self._engine.submit(request.prompt_ids, params)
-            record = RequestRecord(self._due if self._times else now, now, input_tokens=len(request.prompt_ids))
+            record = LoadRecord(self._due if self._times else now, now, input_tokens=len(request.prompt_ids))
             self._open[request_id] = record
             submitted.append(record)
             self._due = next(self._times, float("inf")) if self._times else 0.0

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.lab.load.figures import Latency, LatencyLimits, answered, token_gaps
-from chairlift.lab.load.run import LoadRun, RequestRecord
-from chairlift.lab.report.plots import Panel, save_panels
+from chairlift.lab.load.run import LoadRecord, LoadRun
+from chairlift.lab.report.plots import PlotPanel, save_panels
 
 COLOURS = ("#0b6e99", "#d9730d")  # blue and orange: safe for most kinds of colour blindness
 RED = "#c4314b"
@@ -20,7 +20,7 @@ Runs = Mapping[str, Sequence[LoadRun]]
 
 def plot_load(path: Path, title: str, note: str, runs: Runs, limits: LatencyLimits) -> None:
     """Six panels, with a colour for each name in `runs`; the panels over time show the first run of each."""
-    panels: list[Panel] = [
+    panels: list[PlotPanel] = [
         lambda axes: _draw_first(axes, runs, limits),
         lambda axes: _draw_per_token(axes, runs, limits),
         lambda axes: _draw_whole(axes, runs, limits),
@@ -133,7 +133,7 @@ def tokens_over_time(run: LoadRun, width: float) -> list[float]:
     return rates
 
 
-def open_over_time(records: Sequence[RequestRecord], width: float) -> list[float]:
+def open_over_time(records: Sequence[LoadRecord], width: float) -> list[float]:
     """How many requests were open in each slice of `width` seconds, on average."""
     counts = [0.0] * SLICES
     for record in records:
@@ -144,8 +144,8 @@ def open_over_time(records: Sequence[RequestRecord], width: float) -> list[float
     return counts
 
 
-def _until_first(record: RequestRecord) -> RequestRecord:
-    return RequestRecord(record.due, record.sent, end=record.times[0] if record.times else record.end)
+def _until_first(record: LoadRecord) -> LoadRecord:
+    return LoadRecord(record.due, record.sent, end=record.times[0] if record.times else record.end)
 
 
 def _dress_time(axes: Any, title: str, y_label: str) -> None:

@@ -11,7 +11,7 @@ from chairlift.lab.common.workload import BenchRequest
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class LoadRecord:
     """The times and token counts of one request; times are seconds since the run began."""
 
     due: float  # the planned time
@@ -29,7 +29,7 @@ class LoadRun:
     """One run of a workload."""
 
     seconds: float  # from the first request to the end of the last
-    records: list[RequestRecord]
+    records: list[LoadRecord]
     cpu_seconds: dict[str, float] = field(default_factory=dict)  # by role of the process
 
 
@@ -48,7 +48,7 @@ class OpenLoop:
 
 
 LoadLoop = ClosedLoop | OpenLoop
-Send = Callable[[BenchRequest, RequestRecord, Callable[[], float]], Awaitable[None]]
+SendRequest = Callable[[BenchRequest, LoadRecord, Callable[[], float]], Awaitable[None]]
 """Sends a request and fills in its record; the last argument is the run's clock. Never raises."""
 LoadProgress = Callable[[int, int, int], None]
 """Called with the numbers of finished requests, of open requests, and of pieces of answers received."""
@@ -57,8 +57,8 @@ LoadProgress = Callable[[int, int, int], None]
 class LoadGenerator:
     """Sends the requests of one run."""
 
-    def __init__(self, send: Send, *, duration: float | None = None) -> None:
-        self.records: list[RequestRecord] = []
+    def __init__(self, send: SendRequest, *, duration: float | None = None) -> None:
+        self.records: list[LoadRecord] = []
         self.num_open = 0
         self._send = send
         self._duration = float("inf") if duration is None else duration
@@ -98,7 +98,7 @@ class LoadGenerator:
                 in_flight.create_task(self._send_one(request, due))
 
     async def _send_one(self, request: BenchRequest, due: float) -> None:
-        record = RequestRecord(due, self.now())
+        record = LoadRecord(due, self.now())
         self.records.append(record)
         self.num_open += 1
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.common.measure import Advance, Measurement
+from chairlift.lab.common.measure import Measurement, TokenProgress
 from chairlift.lab.common.workload import Workload
 from chairlift.lab.peers.process import PeerFailed, PeerProcess
 
@@ -99,7 +99,7 @@ class Peer:
             return str(failure)
         return None
 
-    def measure(self, workload: Workload, concurrency: int, advance: Advance) -> Measurement:
+    def measure(self, workload: Workload, concurrency: int, advance: TokenProgress) -> Measurement:
         """All requests, `concurrency` at a time, after a short warm-up. Raises PeerFailed."""
 
         def progress(line: dict[str, Any]) -> None:

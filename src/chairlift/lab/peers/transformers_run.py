@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.errors import EngineDead
-from chairlift.lab.common.measure import Advance, Measurement
+from chairlift.lab.common.measure import Measurement, TokenProgress
 from chairlift.lab.common.workload import Workload
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class TransformersSetup:
     max_batch_requests: int
 
 
-def measure_transformers(setup: TransformersSetup, workload: Workload, advance: Advance) -> Measurement:
+def measure_transformers(setup: TransformersSetup, workload: Workload, advance: TokenProgress) -> Measurement:
     with _quietly():
         model = _load(setup)
         with _manager(model, setup, workload) as manager:
@@ -74,7 +74,7 @@ def _manager(model: Any, setup: TransformersSetup, workload: Workload) -> Iterat
         manager.stop(block=True, timeout=10, hard_stop=True)
 
 
-def _run(manager: Any, label: str, workload: Workload, advance: Advance) -> Measurement:
+def _run(manager: Any, label: str, workload: Workload, advance: TokenProgress) -> Measurement:
     advance(0)
     begun = time.perf_counter()
     for index, request in enumerate(workload.requests):

@@ -9,7 +9,7 @@ from typing import Any
 
 from chairlift.errors import InvalidParameter
 
-Panel = Callable[[Any], None]
+PlotPanel = Callable[[Any], None]
 """Draws into one matplotlib axes."""
 
 
@@ -19,7 +19,7 @@ def require_matplotlib() -> None:
         raise InvalidParameter("plot", "drawing needs matplotlib; install chairlift[bench]")
 
 
-def save_panels(path: Path, title: str, footnote: str, panels: list[Panel], *, columns: int = 2) -> None:
+def save_panels(path: Path, title: str, footnote: str, panels: list[PlotPanel], *, columns: int = 2) -> None:
     """One picture with a panel for each of `panels`, in reading order."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg

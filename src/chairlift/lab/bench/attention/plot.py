@@ -10,7 +10,7 @@ from chairlift.lab.bench.attention.kernels import SharingPoint, TilingPoint
 from chairlift.lab.bench.attention.kv_recompute import RecomputePoint
 from chairlift.lab.bench.attention.modes import ModesPoint
 from chairlift.lab.bench.attention.run import AttentionResults
-from chairlift.lab.report.plots import Panel, save_panels
+from chairlift.lab.report.plots import PlotPanel, save_panels
 
 COLOURS = {"ragged": "tab:blue", "padded": "tab:orange", "bursted": "tab:green"}
 STYLES = (":", "--", "-")  # the more the lengths vary, the more solid
@@ -20,9 +20,9 @@ def plot_attention(path: Path, results: AttentionResults, footnote: str) -> None
     save_panels(path, "Attention", footnote, attention_panels(results))
 
 
-def attention_panels(results: AttentionResults) -> list[Panel]:
+def attention_panels(results: AttentionResults) -> list[PlotPanel]:
     """One for each figure that was measured."""
-    panels: list[Panel] = []
+    panels: list[PlotPanel] = []
     for kind in dict.fromkeys(point.kind for point in results.modes):
         points = [point for point in results.modes if point.kind == kind]
         panels.append(lambda axes, points=points: _modes(axes, points))  # type: ignore[misc]

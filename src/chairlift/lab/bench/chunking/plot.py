@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.lab.bench.chunking.run import ALLOWANCE, ChunkingPoint, chunking_rows
-from chairlift.lab.report.plots import Panel, save_panels
+from chairlift.lab.report.plots import PlotPanel, save_panels
 
 _FIXED, _KNEE, _TARGETS = "tab:grey", "tab:green", ("tab:blue", "tab:red", "tab:purple", "tab:orange")
 
@@ -68,7 +68,7 @@ def plot_chunking(path: Path, points: Sequence[ChunkingPoint], footnote: str) ->
         axes.set_xlabel("step")
         axes.legend(fontsize=8)
 
-    panels: list[Panel] = [throughput, first_token, distribution, decisions]
+    panels: list[PlotPanel] = [throughput, first_token, distribution, decisions]
     save_panels(path, "Prompt chunks beside decoding requests", footnote, panels)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chairlift.lab.bench.claims.batch_sizes import BatchSizePoint, ComputeShare
-from chairlift.lab.bench.claims.claim import ANYSCALE, GUIDES, HUGGING_FACE, Holds, Verdict
+from chairlift.lab.bench.claims.claim import ANYSCALE, GUIDES, HUGGING_FACE, ClaimVerdict, Holds
 from chairlift.lab.bench.policies.run import AT_ONCE, POISSON, PolicyPoint
 
 
-def judge_compute_share(found: ComputeShare) -> Verdict:
-    return Verdict(
+def judge_compute_share(found: ComputeShare) -> ClaimVerdict:
+    return ClaimVerdict(
         "One request uses less than 10% of the compute",
         GUIDES,
         f"{found.share:.1%}: {found.achieved / 1e9:,.1f} of {found.ceiling / 1e9:,.1f} GFLOP/s",
@@ -20,10 +20,10 @@ def judge_compute_share(found: ComputeShare) -> Verdict:
     )
 
 
-def judge_batching(points: Sequence[BatchSizePoint]) -> Verdict:
+def judge_batching(points: Sequence[BatchSizePoint]) -> ClaimVerdict:
     alone, best = points[0], max(points, key=lambda point: point.tokens_per_s)
     ratio = best.tokens_per_s / alone.tokens_per_s
-    return Verdict(
+    return ClaimVerdict(
         "Batching gets 5–10x more done than one request at a time",
         GUIDES,
         f"{ratio:.1f}x with {best.requests} requests: "
@@ -35,10 +35,10 @@ def judge_batching(points: Sequence[BatchSizePoint]) -> Verdict:
     )
 
 
-def judge_continuous_vs_dynamic(points: Sequence[PolicyPoint]) -> Verdict:
+def judge_continuous_vs_dynamic(points: Sequence[PolicyPoint]) -> ClaimVerdict:
     gains = _gains(points, POISSON, "dynamic")
     best = max(gains.values())
-    return Verdict(
+    return ClaimVerdict(
         "Continuous batching gets 20–30% more done than dynamic batching",
         GUIDES,
         _list_by_variation(gains, "{:+.0%}", shift=-1) + ", requests one by one",
@@ -49,12 +49,12 @@ def judge_continuous_vs_dynamic(points: Sequence[PolicyPoint]) -> Verdict:
     )
 
 
-def judge_continuous_vs_static(points: Sequence[PolicyPoint]) -> Verdict:
+def judge_continuous_vs_static(points: Sequence[PolicyPoint]) -> ClaimVerdict:
     classic = "static/padded" if any(str(point.strategy) == "static/padded" for point in points) else "static"
     gains = _gains(points, AT_ONCE, classic)
     best = max(gains.values())
     worst_share = min(_row(points, AT_ONCE, classic, variation)["useful_token_share"] for variation in gains)
-    return Verdict(
+    return ClaimVerdict(
         "Continuous batching gets up to 10–20x more done than static batching where lengths vary much",
         ANYSCALE,
         _list_by_variation(gains, "{:.1f}x", shift=0) + f", against {classic}",
@@ -65,7 +65,7 @@ def judge_continuous_vs_static(points: Sequence[PolicyPoint]) -> Verdict:
     )
 
 
-def judge_useful_tokens(points: Sequence[PolicyPoint]) -> Verdict:
+def judge_useful_tokens(points: Sequence[PolicyPoint]) -> ClaimVerdict:
     shares = {
         strategy: [point.row()["useful_token_share"] for point in points if str(point.strategy) == strategy]
         for strategy in dict.fromkeys(str(point.strategy) for point in points)
@@ -73,7 +73,7 @@ def judge_useful_tokens(points: Sequence[PolicyPoint]) -> Verdict:
     static = [share for strategy, found in shares.items() if strategy.startswith("static") for share in found]
     continuous = shares["continuous"]
     low, high = min(static), max(static)
-    return Verdict(
+    return ClaimVerdict(
         "Useful tokens: 50–70% with static, 80–95% with continuous batching",
         GUIDES,
         f"static {low:.0%} to {high:.0%}, continuous {min(continuous):.0%}",
@@ -83,9 +83,9 @@ def judge_useful_tokens(points: Sequence[PolicyPoint]) -> Verdict:
     )
 
 
-def judge_joining_padding(padding: dict[str, int], prompt: int, batch: int) -> Verdict:
+def judge_joining_padding(padding: dict[str, int], prompt: int, batch: int) -> ClaimVerdict:
     expected = (prompt - 1) * (batch - 1)
-    return Verdict(
+    return ClaimVerdict(
         f"A prompt of {prompt} tokens that joins a padded batch of {batch} adds (n−1)(B−1) = {expected} padding tokens",
         HUGGING_FACE,
         ", ".join(f"{count} {mode}" for mode, count in padding.items()),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from chairlift.lab.bench.claims.claim import SARATHI, Holds, Verdict
+from chairlift.lab.bench.claims.claim import SARATHI, ClaimVerdict, Holds
 from chairlift.lab.bench.claims.prompt_stall import StallPoint
-from chairlift.lab.report.plots import Panel
+from chairlift.lab.report.plots import PlotPanel
 
 
-def judge_chunking(points: Sequence[StallPoint], prompt: int) -> Verdict:
+def judge_chunking(points: Sequence[StallPoint], prompt: int) -> ClaimVerdict:
     whole = next(point for point in points if point.chunk is None)
     chunked = {point.chunk: point for point in points if point.chunk is not None}
     least, most = min(chunked), max(chunked)
@@ -18,7 +18,7 @@ def judge_chunking(points: Sequence[StallPoint], prompt: int) -> Verdict:
     longer = chunked[least].first_token / whole.first_token
     gaps = {f"whole: {prompt:,} tokens": whole.worst_gap}
     gaps |= {f"{chunk:,}": point.worst_gap for chunk, point in sorted(chunked.items(), reverse=True)}
-    return Verdict(
+    return ClaimVerdict(
         "Chunked prefill keeps running requests going while a long prompt arrives; small chunks delay its first token",
         SARATHI,
         "worst gap between tokens "
@@ -33,7 +33,7 @@ def judge_chunking(points: Sequence[StallPoint], prompt: int) -> Verdict:
     )
 
 
-def chunking_panel(points: Sequence[StallPoint], prompt: int) -> Panel:
+def chunking_panel(points: Sequence[StallPoint], prompt: int) -> PlotPanel:
     def draw(axes: Any) -> None:
         axes.set_title(f"A prompt of {prompt:,} tokens arrives")
         ordered = sorted(points, key=lambda point: point.chunk or prompt)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from chairlift.lab.bench.attention.kernels import SharingPoint, TilingPoint
 from chairlift.lab.bench.attention.kv_recompute import RecomputePoint
 from chairlift.lab.bench.attention.modes import ModesPoint
-from chairlift.lab.bench.claims.claim import FLASH_ATTENTION, GQA, GUIDES, PAGED_ATTENTION, Holds, Verdict
+from chairlift.lab.bench.claims.claim import FLASH_ATTENTION, GQA, GUIDES, PAGED_ATTENTION, ClaimVerdict, Holds
 from chairlift.lab.bench.claims.kv_accounting import KVWaste, SharedPrefix
 from chairlift.lab.common.timing import growth
 
 
-def judge_shared_prefix(found: SharedPrefix) -> Verdict:
+def judge_shared_prefix(found: SharedPrefix) -> ClaimVerdict:
     saved = found.separate_blocks - found.shared_blocks
     once = 2 * found.prefix_blocks
-    return Verdict(
+    return ClaimVerdict(
         "Three requests with the same 1,000 tokens hold them once, and a larger batch fits",
         PAGED_ATTENTION,
         f"{found.shared_blocks} blocks instead of {found.separate_blocks} ({saved} saved; 2 × {found.prefix_blocks} "
@@ -31,12 +31,12 @@ def judge_shared_prefix(found: SharedPrefix) -> Verdict:
     )
 
 
-def judge_head_sharing(points: Sequence[SharingPoint]) -> Verdict:
+def judge_head_sharing(points: Sequence[SharingPoint]) -> ClaimVerdict:
     mha, gqa, _ = points
     smaller = mha.bytes_per_token / gqa.bytes_per_token
     batch = gqa.largest_batch / mha.largest_batch
     faster = mha.decode_seconds / gqa.decode_seconds
-    return Verdict(
+    return ClaimVerdict(
         f"GQA with {mha.kv_heads // gqa.kv_heads} query heads per KV head: a 4x smaller KV cache, about 4x the batch",
         GQA,
         f"{smaller:.1f}x smaller, {batch:.1f}x the batch in the same memory; decode attention {faster:.1f}x faster",
@@ -46,8 +46,8 @@ def judge_head_sharing(points: Sequence[SharingPoint]) -> Verdict:
     )
 
 
-def judge_kv_waste(found: KVWaste) -> Verdict:
-    return Verdict(
+def judge_kv_waste(found: KVWaste) -> ClaimVerdict:
+    return ClaimVerdict(
         "Reserving the longest sequence wastes 60–80% of KV memory, pages less than 4%",
         PAGED_ATTENTION,
         f"{found.contiguous:.0%} reserved, {found.paged:.1%} paged",
@@ -57,12 +57,12 @@ def judge_kv_waste(found: KVWaste) -> Verdict:
     )
 
 
-def judge_tiling(points: Sequence[TilingPoint]) -> list[Verdict]:
+def judge_tiling(points: Sequence[TilingPoint]) -> list[ClaimVerdict]:
     both = [(point, point.full_seconds / point.tiled_seconds) for point in points if point.full_seconds is not None]
     ratios = {point.tokens: ratio for point, ratio in both}
     longest = max(ratios)
     least, most = min(ratios.values()), max(ratios.values())
-    time = Verdict(
+    time = ClaimVerdict(
         "FlashAttention is 2–4x faster than attention with the score matrix in memory",
         FLASH_ATTENTION,
         f"{ratios[longest]:.1f}x at {longest:,} tokens ({least:.1f}x to {most:.1f}x from {min(ratios):,} tokens on)",
@@ -81,7 +81,7 @@ def judge_tiling(points: Sequence[TilingPoint]) -> list[Verdict]:
     assert last.tiled_bytes is not None
     return [
         time,
-        Verdict(
+        ClaimVerdict(
             "FlashAttention needs memory of order N, the score matrix of order N²",
             FLASH_ATTENTION,
             f"N^{tiled:.2f} and N^{full:.2f}; at {last.tokens:,} tokens {last.tiled_bytes / 2**20:,.0f} and "
@@ -93,7 +93,7 @@ def judge_tiling(points: Sequence[TilingPoint]) -> list[Verdict]:
     ]
 
 
-def judge_modes(points: Sequence[ModesPoint]) -> Verdict:
+def judge_modes(points: Sequence[ModesPoint]) -> ClaimVerdict:
     reference = next(iter(points[0].seconds))  # what the engine itself would choose
     ratios = {
         mode: [point.seconds[mode] / point.seconds[reference] for point in points]
@@ -101,7 +101,7 @@ def judge_modes(points: Sequence[ModesPoint]) -> Verdict:
         if mode != reference
     }
     bursted = ratios["bursted"]
-    return Verdict(
+    return ClaimVerdict(
         "One call for all requests beats one call per request",
         GUIDES,
         "; ".join(f"{mode} takes {min(found):.1f}x to {max(found):.1f}x as long" for mode, found in ratios.items())
@@ -113,13 +113,13 @@ def judge_modes(points: Sequence[ModesPoint]) -> Verdict:
     )
 
 
-def judge_cache(points: Sequence[RecomputePoint]) -> Verdict:
+def judge_cache(points: Sequence[RecomputePoint]) -> ClaimVerdict:
     sizes = [point.tokens for point in points]
     kept = growth(sizes, [point.cached_seconds for point in points])
     tail = points[-3:]  # short texts cost what starting a step costs
     anew = growth([point.tokens for point in tail], [point.recompute_seconds for point in tail])
     last = points[-1]
-    return Verdict(
+    return ClaimVerdict(
         "Generating n tokens takes O(n) with a KV cache and O(n²) without",
         GUIDES,
         f"n^{kept:.2f} and n^{anew:.2f} (from {tail[0].tokens} tokens on); {last.tokens} tokens: "

@@ -18,7 +18,7 @@ class Holds(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ClaimVerdict:
     """One claim and what was measured."""
 
     claim: str

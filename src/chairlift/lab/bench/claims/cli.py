@@ -18,7 +18,7 @@ from chairlift.lab.report.progress import Note
 from chairlift.terminal.options import EngineOptions, refuse_given
 
 if TYPE_CHECKING:
-    from chairlift.lab.bench.claims.claim import Verdict
+    from chairlift.lab.bench.claims.claim import ClaimVerdict
 
 _COLOURS = {"yes": "green", "partly": "yellow", "no": "red"}
 
@@ -72,7 +72,7 @@ def bench_claims(
 class ClaimsTable:
     """The claims with their sources, the measurement and the verdict."""
 
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[ClaimVerdict]
 
     def show(self) -> None:
         table = Table(title="Published claims", title_justify="left", box=SIMPLE_HEAD, show_lines=True)

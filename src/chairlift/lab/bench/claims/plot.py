@@ -11,11 +11,11 @@ from chairlift.lab.bench.claims.about_chunking import chunking_panel
 from chairlift.lab.bench.claims.batch_sizes import BatchSizePoint
 from chairlift.lab.bench.claims.run import ClaimsResults
 from chairlift.lab.bench.policies.plot import policy_panels
-from chairlift.lab.report.plots import Panel, save_panels
+from chairlift.lab.report.plots import PlotPanel, save_panels
 
 
 def plot_claims(path: Path, results: ClaimsResults, footnote: str) -> None:
-    panels: list[Panel] = []
+    panels: list[PlotPanel] = []
     if results.batch_sizes:
         panels.append(lambda axes: _batch_sizes(axes, results.batch_sizes))
     if results.policies:

@@ -12,7 +12,7 @@ from chairlift.lab.bench.claims import about_batching as batching
 from chairlift.lab.bench.claims import about_memory as memory
 from chairlift.lab.bench.claims.about_chunking import judge_chunking
 from chairlift.lab.bench.claims.batch_sizes import BatchSizePoint, compare_batch_sizes, measure_compute_share
-from chairlift.lab.bench.claims.claim import Verdict
+from chairlift.lab.bench.claims.claim import ClaimVerdict
 from chairlift.lab.bench.claims.kv_accounting import measure_joining_padding, measure_kv_waste, measure_shared_prefix
 from chairlift.lab.bench.claims.prompt_stall import StallPoint, measure_stalls, random_maker
 from chairlift.lab.bench.policies.run import PoliciesSettings, PolicyPoint, Strategy, compare_policies
@@ -45,7 +45,7 @@ class ClaimsResults:
     """The verdicts, and the points for the plot."""
 
     settings: ClaimsSettings
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[ClaimVerdict] = field(default_factory=list)
     batch_sizes: list[BatchSizePoint] = field(default_factory=list)
     policies: list[PolicyPoint] = field(default_factory=list)
     stalls: list[StallPoint] = field(default_factory=list)
@@ -61,14 +61,14 @@ class _Claims:
         self._note = note
         self.results = ClaimsResults(settings)
 
-    def compute(self) -> list[Verdict]:
+    def compute(self) -> list[ClaimVerdict]:
         return [batching.judge_compute_share(measure_compute_share(self._maker, note=self._note))]
 
-    def batching(self) -> list[Verdict]:
+    def batching(self) -> list[ClaimVerdict]:
         self.results.batch_sizes = compare_batch_sizes(self._maker, sizes=self._settings.batch_sizes, note=self._note)
         return [batching.judge_batching(self.results.batch_sizes)]
 
-    def policies(self) -> list[Verdict]:
+    def policies(self) -> list[ClaimVerdict]:
         points = self.results.policies = compare_policies(self._maker, self._settings.policies, note=self._note)
         judges = (
             batching.judge_continuous_vs_dynamic,
@@ -77,7 +77,7 @@ class _Claims:
         )
         return [judge(points) for judge in judges]
 
-    def padding(self) -> list[Verdict]:
+    def padding(self) -> list[ClaimVerdict]:
         self._note("a prompt that joins a batch")
         prompt, batch = self._settings.joining_prompt, self._settings.joining_batch
         found = {
@@ -86,34 +86,34 @@ class _Claims:
         }
         return [batching.judge_joining_padding(found, prompt, batch)]
 
-    def chunking(self) -> list[Verdict]:
+    def chunking(self) -> list[ClaimVerdict]:
         prompt = self._settings.chunked_prompt
         points = self.results.stalls = measure_stalls(
             self._small(), prompt_len=prompt, chunks=self._settings.chunks, note=self._note
         )
         return [judge_chunking(points, prompt)]
 
-    def prefix(self) -> list[Verdict]:
+    def prefix(self) -> list[ClaimVerdict]:
         self._note("a prefix that requests share")
         return [memory.judge_shared_prefix(measure_shared_prefix(self._small(), prefix=self._settings.shared_prefix))]
 
-    def waste(self) -> list[Verdict]:
+    def waste(self) -> list[ClaimVerdict]:
         self._note("KV memory that holds nothing")
         return [memory.judge_kv_waste(measure_kv_waste(self._small(), requests=self._settings.waste_requests))]
 
-    def heads(self) -> list[Verdict]:
+    def heads(self) -> list[ClaimVerdict]:
         self.results.attention.sharing = self._attention("sharing").sharing
         return [memory.judge_head_sharing(self.results.attention.sharing)]
 
-    def tiling(self) -> list[Verdict]:
+    def tiling(self) -> list[ClaimVerdict]:
         self.results.attention.tiling = self._attention("tiling").tiling
         return memory.judge_tiling(self.results.attention.tiling)
 
-    def modes(self) -> list[Verdict]:
+    def modes(self) -> list[ClaimVerdict]:
         self.results.attention.modes = self._attention("modes").modes
         return [memory.judge_modes(self.results.attention.modes)]
 
-    def cache(self) -> list[Verdict]:
+    def cache(self) -> list[ClaimVerdict]:
         self.results.attention.cache = self._attention("cache").cache
         return [memory.judge_cache(self.results.attention.cache)]
 
@@ -133,7 +133,7 @@ class _Claims:
         return random_maker(config.device, config.dtype)
 
 
-GROUPS: dict[str, Callable[[_Claims], list[Verdict]]] = {
+GROUPS: dict[str, Callable[[_Claims], list[ClaimVerdict]]] = {
     "compute": _Claims.compute,
     "batching": _Claims.batching,
     "policies": _Claims.policies,

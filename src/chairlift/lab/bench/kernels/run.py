@@ -23,7 +23,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.attention.modes import BLOCK_SIZE, plan_of
 from chairlift.lab.common.floor import Ceilings
 from chairlift.lab.common.step_work import KernelWork, attention_work, linear_work
-from chairlift.lab.common.timing import Run, best_seconds
+from chairlift.lab.common.timing import TimedCall, best_seconds
 from chairlift.lab.report.progress import Note
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
@@ -84,7 +84,7 @@ class KernelCase:
 
     name: str
     size: str
-    run: Run
+    run: TimedCall
     calls: int
     work: KernelWork
 
@@ -116,7 +116,7 @@ def measure_kernels(
     return points
 
 
-def device_seconds(run: Run, device: torch.device) -> float:
+def device_seconds(run: TimedCall, device: torch.device) -> float:
     """The time on the device, without the cost of launching kernels one by one."""
     if device.type != "cuda":
         return best_seconds(run, device)
@@ -152,7 +152,7 @@ def _products(model: Decoder, rows: Sequence[int]) -> Iterator[KernelCase]:
             )
 
 
-def _each(layers: Sequence[Linear], x: Tensor) -> Run:
+def _each(layers: Sequence[Linear], x: Tensor) -> TimedCall:
     def run() -> None:
         for layer in layers:
             layer(x)
@@ -257,7 +257,7 @@ def _sampling(model: Decoder, batches: Sequence[int]) -> Iterator[KernelCase]:
             yield KernelCase(f"sampling, {name}", f"{batch} rows", run, 1, KernelWork(bytes=moved))
 
 
-def _device_sampler(logits: Tensor, params: SamplingParams) -> Run:
+def _device_sampler(logits: Tensor, params: SamplingParams) -> TimedCall:
     from chairlift.kernels.triton.sampling import sample
 
     rows, device = len(logits), logits.device
@@ -279,7 +279,7 @@ def _device_sampler(logits: Tensor, params: SamplingParams) -> Run:
     return run
 
 
-def _host_sampler(logits: Tensor, params: SamplingParams) -> Run:
+def _host_sampler(logits: Tensor, params: SamplingParams) -> TimedCall:
     sampler = Sampler(logits.shape[1], logits.device)
     ids = [f"{row}" for row in range(len(logits))]
     for one in ids:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.lab.bench.policies.run import PolicyPoint
-from chairlift.lab.report.plots import Panel, save_panels
+from chairlift.lab.report.plots import PlotPanel, save_panels
 
 TITLES = {"at-once": "All at once", "poisson": "Poisson arrivals"}
 COLOURS = ("tab:blue", "tab:green", "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:grey")
@@ -17,9 +17,9 @@ def plot_policies(path: Path, points: Sequence[PolicyPoint], footnote: str) -> N
     save_panels(path, "Batching strategies", footnote, policy_panels(points), columns=3)
 
 
-def policy_panels(points: Sequence[PolicyPoint]) -> list[Panel]:
+def policy_panels(points: Sequence[PolicyPoint]) -> list[PlotPanel]:
     """Throughput, latency and useful tokens, for each kind of arrivals."""
-    panels: list[Panel] = []
+    panels: list[PlotPanel] = []
     for arrivals in dict.fromkeys(point.arrivals for point in points):
         chosen = [point for point in points if point.arrivals == arrivals]
         title = TITLES[arrivals]
@@ -31,7 +31,7 @@ def policy_panels(points: Sequence[PolicyPoint]) -> list[Panel]:
     return panels
 
 
-def _panel(points: Sequence[PolicyPoint], title: str, unit: str, key: str, factor: float) -> Panel:
+def _panel(points: Sequence[PolicyPoint], title: str, unit: str, key: str, factor: float) -> PlotPanel:
     strategies = list(dict.fromkeys(str(point.strategy) for point in points))
     variations = sorted({point.variation for point in points})
     width = 0.8 / len(strategies)

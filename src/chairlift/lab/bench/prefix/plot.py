@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.lab.bench.prefix.run import PrefixPoint
-from chairlift.lab.report.plots import Panel, save_panels
+from chairlift.lab.report.plots import PlotPanel, save_panels
 
 FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
     "Prompt tokens found in the cache": ("%", lambda row: 100 * float(row["hit_rate"])),
@@ -20,7 +20,7 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
 def plot_prefix(path: Path, points: Sequence[PrefixPoint], footnote: str) -> None:
     scenarios = list(dict.fromkeys(point.scenario for point in points))
 
-    def panel(heading: str, unit: str, value: Callable[[dict[str, Any]], float]) -> Panel:
+    def panel(heading: str, unit: str, value: Callable[[dict[str, Any]], float]) -> PlotPanel:
         def draw(axes: Any) -> None:
             axes.set_title(heading)
             axes.set_ylabel(unit)

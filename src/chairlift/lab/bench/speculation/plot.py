@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from chairlift.lab.bench.speculation.run import PLAIN, SpeculationPoint
-from chairlift.lab.report.plots import Panel, save_panels
+from chairlift.lab.report.plots import PlotPanel, save_panels
 
 
 def plot_speculation(path: Path, points: Sequence[SpeculationPoint], footnote: str) -> None:
     scenarios = list(dict.fromkeys(point.scenario for point in points))
     proposers = [name for name in dict.fromkeys(point.proposer for point in points) if name != PLAIN]
 
-    def panel(scenario: str) -> Panel:
+    def panel(scenario: str) -> PlotPanel:
         def draw(axes: Any) -> None:
             axes.set_title(scenario)
             axes.set_xlabel("requests")

@@ -17,7 +17,7 @@ from chairlift.lab.bench.base import BenchResult, bench
 from chairlift.lab.bench.throughput.options import PeerOptions, ThroughputWorkload
 from chairlift.lab.bench.throughput.rounds import ConcurrencyResult, Rounds
 from chairlift.lab.bench.throughput.run import ALL_ENGINES, ENGINES, OWN_ENGINES, ThroughputComparison
-from chairlift.lab.common.measure import Advance
+from chairlift.lab.common.measure import TokenProgress
 from chairlift.lab.common.workload import Workload
 from chairlift.lab.report.lists import parse_names
 from chairlift.lab.report.tables import Column, Line, Table
@@ -128,7 +128,7 @@ def _settings(rounds: Rounds, results: Sequence[ConcurrencyResult]) -> dict[str,
 
 
 @contextmanager
-def _watch(name: str, work: Workload, *, enabled: bool) -> Iterator[Advance]:
+def _watch(name: str, work: Workload, *, enabled: bool) -> Iterator[TokenProgress]:
     """A progress bar for the tokens of one engine."""
     columns = (
         TextColumn("{task.description:<14}"),

@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from chairlift.errors import InvalidParameter
-from chairlift.lab.common.measure import Advance, Measurement, add_speedups
+from chairlift.lab.common.measure import Measurement, TokenProgress, add_speedups
 from chairlift.lab.common.workload import Workload, text_like_ids
 
 ENGINES = ("chairlift", "one-at-a-time", "transformers")
 OWN_ENGINES = ("chairlift", "chairlift-fp32")
 ALL_ENGINES = tuple(dict.fromkeys(ENGINES + OWN_ENGINES))
 
-Watch = Callable[[str], AbstractContextManager[Advance]]
+Watch = Callable[[str], AbstractContextManager[TokenProgress]]
 """Shows the progress of the engine of that name."""
 
 
@@ -113,7 +113,7 @@ class ThroughputComparison:
 
         return EngineConfig(**(dict(self.options) | changes))
 
-    def _run_batched(self, workload: Workload, advance: Advance, **changes: Any) -> Measurement:
+    def _run_batched(self, workload: Workload, advance: TokenProgress, **changes: Any) -> Measurement:
         from chairlift.engine.machine_defaults import batch_requests
         from chairlift.engine.startup import load_engine
         from chairlift.lab.common.engine_run import measure_engine
@@ -123,14 +123,14 @@ class ThroughputComparison:
         in_flight = batch_requests(config) if self.closed_loop else None
         return measure_engine(loaded.engine, workload, advance, in_flight=in_flight)
 
-    def _run_fp32(self, workload: Workload, advance: Advance) -> Measurement:
+    def _run_fp32(self, workload: Workload, advance: TokenProgress) -> Measurement:
         return self._run_batched(workload, advance, quantization="none", dtype="float32")
 
-    def _run_one_at_a_time(self, workload: Workload, advance: Advance) -> Measurement:
+    def _run_one_at_a_time(self, workload: Workload, advance: TokenProgress) -> Measurement:
         """The same engine with one slot."""
         return self._run_batched(workload, advance, max_batch_requests=1, prefix_caching=False)
 
-    def _run_transformers(self, workload: Workload, advance: Advance) -> Measurement:
+    def _run_transformers(self, workload: Workload, advance: TokenProgress) -> Measurement:
         from chairlift.engine.machine_defaults import batch_requests, torch_device, torch_dtype
         from chairlift.lab.peers.transformers_run import TransformersSetup, measure_transformers
         from chairlift.loading.store import resolve_model

@@ -17,7 +17,7 @@ from typing import Any
 
 PROGRESS_SECONDS = 0.25
 
-Submit = Callable[[str, Sequence[int], int], None]
+SubmitRequest = Callable[[str, Sequence[int], int], None]
 """Hand a request to the peer: its id, the prompt, and how many tokens to generate."""
 
 Poll = Callable[[], Iterable[tuple[str, Sequence[float]]]]
@@ -49,7 +49,7 @@ class ReplyWriter:
         self._lines.flush()
 
 
-def run_job(job: dict[str, Any], answer: ReplyWriter, submit: Submit, poll: Poll) -> None:
+def run_job(job: dict[str, Any], answer: ReplyWriter, submit: SubmitRequest, poll: Poll) -> None:
     """The warm-up, then the requests that count."""
     _drive("warm-up", job["warm_up"], job["concurrency"], submit, poll)
     answer(tokens=0)
@@ -57,7 +57,12 @@ def run_job(job: dict[str, Any], answer: ReplyWriter, submit: Submit, poll: Poll
 
 
 def _drive(
-    label: str, requests: Sequence[Any], concurrency: int, submit: Submit, poll: Poll, answer: ReplyWriter | None = None
+    label: str,
+    requests: Sequence[Any],
+    concurrency: int,
+    submit: SubmitRequest,
+    poll: Poll,
+    answer: ReplyWriter | None = None,
 ) -> dict[str, Any]:
     """Keep `concurrency` requests in flight: the next is sent when one has finished."""
     names = {f"{label}-{index}": index for index in range(len(requests))}

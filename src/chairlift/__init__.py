@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from chairlift.config import EngineConfig
-    from chairlift.core.sampling_params import SamplingParams
-    from chairlift.core.structure import Structure
+    from chairlift.core.sampling.params import SamplingParams
+    from chairlift.core.sampling.structure import Structure
     from chairlift.engine.engine import Engine
     from chairlift.llm import LLM
 
@@ -24,8 +24,8 @@ __all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "Structure", "__ve
 # Imported on first use, so that `import chairlift` does not wait for torch.
 _HOMES = {
     "LLM": "chairlift.llm",
-    "SamplingParams": "chairlift.core.sampling_params",
-    "Structure": "chairlift.core.structure",
+    "SamplingParams": "chairlift.core.sampling.params",
+    "Structure": "chairlift.core.sampling.structure",
     "Engine": "chairlift.engine.engine",
     "EngineConfig": "chairlift.config",
 }

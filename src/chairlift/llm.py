@@ -17,8 +17,8 @@ from chairlift.core.events import (
     TextProduced,
     TokenProduced,
 )
-from chairlift.core.logprobs import TokenLogprobs
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.options.aliases import translate_options
 from chairlift.options.declaration import options_of

@@ -11,7 +11,7 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.core.events import Event, RequestFinished, RequestPreempted, TokenProduced
 from chairlift.core.integrity import check_accounting, check_quiescent
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, load_model
 from chairlift.loading.store import DEFAULT_MODEL, resolve_model

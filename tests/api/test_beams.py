@@ -10,7 +10,7 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.core.events import RequestFinished, TokenProduced
 from chairlift.core.integrity import check_accounting, check_quiescent
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.startup import LoadedModel, start_engine
 from tests.prompts import SHORT
 

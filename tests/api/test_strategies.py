@@ -11,7 +11,7 @@ from chairlift import LLM
 from chairlift.config import EngineConfig
 from chairlift.core.events import Event, RequestPreempted, StepDone, TokenProduced
 from chairlift.core.integrity import check_accounting, check_quiescent
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from chairlift.errors import InvalidParameter
 from tests.tiny import write_tiny_checkpoint

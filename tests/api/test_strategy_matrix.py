@@ -15,7 +15,7 @@ import pytest
 from chairlift.config import EngineConfig
 from chairlift.core.events import RequestPreempted, TokenProduced
 from chairlift.core.integrity import check_accounting, check_quiescent
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from tests.pairwise import pairwise_rows

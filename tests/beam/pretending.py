@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from chairlift.core.beam.search import Candidates
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.request import Request, completion_ids
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from tests.core.driving import deterministic_token
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from chairlift import LLM, SamplingParams
 from chairlift.cli.main import app
 from chairlift.core.events import Event, RequestFinished, TokenProduced
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
 from tests.tiny import write_tiny_checkpoint
 

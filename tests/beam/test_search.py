@@ -8,7 +8,7 @@ from chairlift.core.beam.group import beam_group
 from chairlift.core.beam.search import BeamSearch, Candidates
 from chairlift.core.events import RequestAdmitted
 from chairlift.core.request import Ending, FinishReason
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from tests.beam.pretending import run_plan, submit_beams
 from tests.core.driving import events_of, make_scheduler
 

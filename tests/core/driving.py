@@ -15,7 +15,7 @@ from chairlift.core.orderings.fair import FairOrdering
 from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.deadlines import Forecast
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.tenant_isolation import TenantIsolation

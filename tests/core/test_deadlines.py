@@ -7,7 +7,7 @@ import pytest
 from chairlift.core.events import RequestFinished
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.request import FinishReason
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from tests.core.driving import events_of, make_request, make_scheduler, run_to_end, step
 
 

@@ -9,7 +9,7 @@ import pytest
 from chairlift.core.events import RequestFinished, RequestPreempted, TokenProduced
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.request import FinishReason, Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from tests.core.driving import make_request, make_scheduler, run_pipelined, run_to_end
 

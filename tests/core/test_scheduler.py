@@ -6,7 +6,7 @@ from chairlift.core.events import RequestAdmitted, RequestFinished, RequestPreem
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.plan import BAD_LOGITS
 from chairlift.core.request import Ending, FinishReason, Status
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import WaitReason
 from chairlift.errors import InvalidParameter
 from tests.core.driving import (

@@ -8,9 +8,9 @@ import pytest
 from chairlift.core.events import RequestFinished, TokenProduced
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.request import Ending, FinishReason
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.structure import MAX_STRUCTURE_LENGTH, Structure, StructureKind
 from chairlift.core.scheduler.scheduler import WaitReason
-from chairlift.core.structure import MAX_STRUCTURE_LENGTH, Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from tests.core.driving import events_of, make_request, make_scheduler, run_pipelined, run_to_end, shape, step
 

@@ -13,7 +13,7 @@ from chairlift.core.integrity import check_accounting
 from chairlift.core.plan import StepPlan, StepTiming
 from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Ending, FinishReason, Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.snapshot import SchedulerObserver
 from chairlift.server.dashboard.recorder import SHOWN_WAITING, FrameData, StepRecorder

@@ -8,7 +8,7 @@ from chairlift.core.events import Event, TokenProduced
 from chairlift.core.executor import Executor, FinishedStep
 from chairlift.core.integrity import check_accounting
 from chairlift.core.plan import StepPlan
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.text.tokenizer import Tokenizer
 from tests.core.driving import deterministic_token, make_scheduler, run_plan

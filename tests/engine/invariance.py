@@ -6,7 +6,7 @@ import torch
 
 from chairlift.config import EngineConfig
 from chairlift.core.events import RequestPreempted, TokenProduced
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, start_engine
 

@@ -14,7 +14,7 @@ from chairlift.core.executor import FinishedStep
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.plan import StepPlan, StepResult
 from chairlift.core.request import FinishReason
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
 from tests.engine.fake_executor import PARAMS, interrupt, make_engine, run_to_end, tokens_of
 

@@ -8,7 +8,7 @@ import torch
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import BlockCopy, BlockSwap, Chunk, StepPlan
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.memory_plan import MemoryPlan, plan_host_slots
 from chairlift.errors import InvalidParameter
 from chairlift.runner.host_blocks import HostBlocks, make_copies

@@ -8,7 +8,7 @@ from chairlift.attention.input_batch import InputBatch, build_batch
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
 STORAGE = KVStorage([torch.zeros(10, 4, 1, 1)], [torch.zeros(10, 4, 1, 1)])  # nine blocks of 4, and the scratch block

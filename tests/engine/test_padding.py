@@ -13,7 +13,7 @@ from chairlift.config import EngineConfig
 from chairlift.core.events import StepDone, TokenProduced
 from chairlift.core.executor import Executor, PendingStep
 from chairlift.core.plan import StepPlan
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.models.base import HiddenStates

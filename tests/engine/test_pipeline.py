@@ -10,7 +10,7 @@ from chairlift.core.events import Event, StepDone
 from chairlift.core.executor import Executor, ExecutorCapabilities
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.plan import StepPlan, StepResult
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 from chairlift.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from chairlift.core.cost_model import StepShape
 from chairlift.core.events import BudgetDecided, StepDone
 from chairlift.core.executor import Executor, FinishedStep
 from chairlift.core.plan import StepPlan, StepResult, StepTiming
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter
 from chairlift.llm import LLM

@@ -8,7 +8,7 @@ import pytest
 
 from chairlift import LLM
 from chairlift.config import EngineConfig
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.proposers import PROPOSERS

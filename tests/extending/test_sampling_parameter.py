@@ -16,7 +16,7 @@ from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.events import TokenProduced
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.policies.continuous import ContinuousPolicy
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter

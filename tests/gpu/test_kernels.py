@@ -187,7 +187,7 @@ def test_experts(num_experts: int, top_k: int, hidden: int, inner: int, dtype: t
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_sampling(vocab: int, dtype: torch.dtype) -> None:
     """A sampled token is where its random number falls in the cumulative weights, up to rounding."""
-    from chairlift.core.sampling_params import SamplingParams
+    from chairlift.core.sampling.params import SamplingParams
 
     rng = random.Random(vocab)
     logits = (torch.randn(200, vocab, device=DEVICE) * 3).to(dtype)

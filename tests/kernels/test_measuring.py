@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chairlift.attention.paged.gpu import PagedGPUAttention
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.startup import StartedEngine
 from chairlift.kernels.triton.attention import queries_per_tile

@@ -9,7 +9,7 @@ from torch import Tensor
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.triton import moe as triton_moe
 from chairlift.layers.moe import MixtureOfExperts
 from chairlift.models import build_model

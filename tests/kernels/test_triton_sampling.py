@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.kernels.triton.sampling import sample
 from chairlift.sampling.draw import draw
 from chairlift.sampling.filters import filter_probabilities, filters_of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.paged.gpu import PagedGPUAttention
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import DecoderLayer
 from chairlift.runner.gpu import runner as gpu_runner

@@ -10,8 +10,8 @@ import pytest
 from chairlift.core.events import StepDone
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.structure import Structure
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
 from chairlift.models.decoder import Decoder

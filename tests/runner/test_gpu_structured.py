@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from chairlift.core.sampling_params import SamplingParams
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.structure import Structure
 from chairlift.engine.engine import Engine
 from chairlift.models.base import CausalLM
 from chairlift.structured.compiler import GrammarCompiler

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.core.randomness import uniform
-from chairlift.core.sampling_params import SamplingParams
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.randomness import uniform
+from chairlift.core.sampling.structure import Structure
 from chairlift.sampling.sampler import Sampler
 from tests.sampling import reference
 

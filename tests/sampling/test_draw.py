@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chairlift.core.randomness import child_seed, uniform
-from chairlift.core.sampling_params import MAX_SEED, SamplingParams
+from chairlift.core.sampling.params import MAX_SEED, SamplingParams
+from chairlift.core.sampling.randomness import child_seed, uniform
 from chairlift.sampling.draw import draw
 from chairlift.sampling.filters import filter_probabilities, filters_of
 from chairlift.sampling.parameters import top_p as top_p_filter

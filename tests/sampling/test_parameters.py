@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.sampling_parameter import SAMPLING_PARAMETERS, Stage
-from chairlift.core.sampling_params import PARAMETERS, SamplingParams
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.parameter import SAMPLING_PARAMETERS, Stage
+from chairlift.core.sampling.params import PARAMETERS, SamplingParams
+from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
 
 ON_DEVICE: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
 from chairlift.server.process.messages import Cancel, FromEngine, Refused, Submit, Update, decode_to_engine, encode

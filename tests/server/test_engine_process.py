@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.server.process.engine_process import EngineProcess
 from chairlift.server.process.messages import Cancel, StepReport, Submit, ToEngine, decode_from_engine, encode
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
 from chairlift.server.process.messages import Submit

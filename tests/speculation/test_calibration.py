@@ -11,7 +11,7 @@ import torch
 
 from chairlift.config import EngineConfig
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, load_model
 from chairlift.speculation.control.calibration import Calibration

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.startup import LoadedModel
 from chairlift.speculation import draft_proposer
 from chairlift.speculation.control.proposer import Draft, DraftTerms

@@ -12,8 +12,8 @@ from chairlift.core.cost_model import StepShape
 from chairlift.core.events import DraftsVerified
 from chairlift.core.plan import Chunk, StepPlan, StepResult
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.structure import Structure
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import Pace
 from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer

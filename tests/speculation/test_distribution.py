@@ -10,8 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from chairlift.core.randomness import uniform
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.randomness import uniform
 from chairlift.engine.startup import LoadedModel
 from chairlift.lab.training.trainable_head import WholeTexts
 from chairlift.sampling.sampler import Sampler

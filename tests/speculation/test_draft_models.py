@@ -14,7 +14,7 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.lab.training.train_draft import TrainSettings, train_draft

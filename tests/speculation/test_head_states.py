@@ -9,7 +9,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chairlift.core.request import Status
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel
 from chairlift.speculation.draft_head import HeadNetwork

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.sampling.parameters.penalties import TokenCounts
 
 TOKENS = st.lists(st.integers(0, 12), max_size=40)

@@ -9,8 +9,8 @@ import pytest
 
 from chairlift import LLM
 from chairlift.config import EngineConfig
-from chairlift.core.sampling_params import SamplingParams
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.structure import Structure
 from chairlift.engine.startup import LoadedModel
 from chairlift.errors import InvalidParameter
 from tests.speculation.running import (

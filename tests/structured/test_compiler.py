@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter, TemporaryFailure
 from chairlift.structured import trial_process
 from chairlift.structured.compiler import GrammarCompiler, GrammarLimits

@@ -18,9 +18,9 @@ from chairlift.core.executor import PendingStep
 from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.plan import StepPlan
 from chairlift.core.request import Ending, FinishReason
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.scheduler import WaitReason
-from chairlift.core.structure import Structure
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, StartedEngine, load_model, start_engine
 from chairlift.errors import InvalidParameter

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from chairlift.core.structure import Structure, StructureKind
+from chairlift.core.sampling.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import ArgumentsDelta, CallBegun, ContentDelta, PlainParser
 from chairlift.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import typer
 
 from chairlift.cli.app import RUN, app
 from chairlift.cli.search_options import SearchOptions
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.terminal.answer_meter import AnswerMeter

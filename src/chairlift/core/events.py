@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from chairlift.core.kv.prefix_index import Miss
-from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import StepPlan, StepTiming
 from chairlift.core.request import Ending
+from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.core.step_limits import StepLimits
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chairlift.core.beam.search import Candidates
-from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.request import Request
+from chairlift.core.sampling.logprobs import TokenLogprobs
 
 BAD_LOGITS = -1  # in place of a token where the logits were not usable
 

@@ -12,12 +12,12 @@ from chairlift.core.events import Event, RequestFinished, StepDone, TextProduced
 from chairlift.core.executor import Executor
 from chairlift.core.plan import BAD_LOGITS, StepPlan
 from chairlift.core.policies.base import Policy
-from chairlift.core.randomness import child_seed
 from chairlift.core.request import Ending, FinishReason, Request, completion_ids
 from chairlift.core.request_limits import RequestLimits
-from chairlift.core.sampling_params import MAX_SEED, SamplingParams
+from chairlift.core.sampling.params import MAX_SEED, SamplingParams
+from chairlift.core.sampling.randomness import child_seed
+from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.core.structure import Structure
 from chairlift.engine.output_text import OutputText
 from chairlift.engine.pipeline import Pipeline
 from chairlift.engine.selection import CompletionSelection, with_logprobs

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from chairlift.core.events import Event, RequestFinished, TextProduced, TokenProduced
 from chairlift.core.request import FinishReason
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 
 Output = TokenProduced | TextProduced | RequestFinished
 _OUTPUT = (TokenProduced, TextProduced, RequestFinished)

@@ -10,9 +10,9 @@ import numpy as np
 
 from chairlift.core.beam.search import BeamSearch
 from chairlift.core.request_limits import RequestLimits
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.structure import Structure
 from chairlift.core.scheduler.scheduler import Scheduler
-from chairlift.core.structure import Structure
 from chairlift.errors import InvalidParameter
 from chairlift.structured.output import StructuredOutput
 

@@ -13,7 +13,7 @@ from chairlift.attention.input_batch import InputBatch, build_batch
 from chairlift.core.executor import ExecutorCapabilities, FinishedStep
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.models.base import HiddenStates
 from chairlift.models.stacks.torch_threads import limit_torch_threads
 from chairlift.runner.base import ModelRunner

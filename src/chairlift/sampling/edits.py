@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from chairlift.core.sampling_parameter import SAMPLING_PARAMETERS, Stage
+from chairlift.core.sampling.parameter import SAMPLING_PARAMETERS, Stage
 from chairlift.sampling.parameters.base import EditedRow, LogitsEdit, SampledRequest
 
 

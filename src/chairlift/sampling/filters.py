@@ -8,8 +8,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from chairlift.core.sampling_parameter import SAMPLING_PARAMETERS, Stage
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.parameter import SAMPLING_PARAMETERS, Stage
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.sampling.parameters.base import ProbabilityFilter
 
 Filters: TypeAlias = tuple[tuple[type[ProbabilityFilter], Any], ...]  # each with the request's value

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from chairlift.core.logprobs import TokenLogprobs
+from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.layers import rows
 
 

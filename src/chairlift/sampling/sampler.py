@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import BAD_LOGITS
-from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import MIN_TEMPERATURE, SamplingParams
+from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.sampling.params import MIN_TEMPERATURE, SamplingParams
+from chairlift.core.sampling.randomness import uniform
 from chairlift.errors import InvalidParameter
 from chairlift.sampling.draw import accept_or_draw, draw, greedy
 from chairlift.sampling.edits import edit_logits, edits_of

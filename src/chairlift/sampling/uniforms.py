@@ -1,10 +1,10 @@
-"""The random numbers of `core.randomness`, for many requests at once."""
+"""The random numbers of `core.sampling.randomness`, for many requests at once."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from chairlift.core.randomness import FACTORS, GOLDEN
+from chairlift.core.sampling.randomness import FACTORS, GOLDEN
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -14,9 +14,9 @@ from chairlift.attention.base import AttentionLayer
 from chairlift.attention.input_batch import build_batch
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.plan import Chunk, StepPlan
-from chairlift.core.randomness import uniform
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.randomness import uniform
 from chairlift.models.base import CausalLM
 from chairlift.models.stacks.torch_threads import limit_torch_threads
 from chairlift.sampling.draw import draw

@@ -12,7 +12,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from chairlift.core.structure import Structure, StructureKind
+from chairlift.core.sampling.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.structured.grammar_source import BadStructure, grammar_of
 from chairlift.structured.trial_process import GrammarVocabulary, TrialProcess, make_matcher
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What compiling may cost. Limits of length and depth are in core/structure.py and grammar_source.py."""
+    """What compiling may cost. Limits of length and depth are in core/sampling/structure.py and grammar_source.py."""
 
     seconds: float = 3.0  # to compile
     cached: int = 128  # compiled grammars kept

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from chairlift.core.structure import Structure, StructureKind
+from chairlift.core.sampling.structure import Structure, StructureKind
 
 MAX_DEPTH = 64  # of the JSON of a schema
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from chairlift.core.request import Ending, FinishReason, Request
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
 from chairlift.sampling.token_masks import Bits, TokenMasks
 from chairlift.structured.compiler import GrammarCompiler, mask_words

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from chairlift.core.sampling_parameter import SAMPLING_PARAMETERS, SamplingParameter, Stage, number
+from chairlift.core.sampling.parameter import SAMPLING_PARAMETERS, SamplingParameter, Stage, number
 from chairlift.sampling.parameters.base import ProbabilityFilter, column
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
-from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.request import Ending, FinishReason
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

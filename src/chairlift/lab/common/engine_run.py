@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestPreempted, StepDone, TokenProduced
 from chairlift.core.request import FinishReason
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.lab.common.measure import EngineFigures, Measurement, TokenProgress
 from chairlift.lab.common.workload import BenchRequest, Workload

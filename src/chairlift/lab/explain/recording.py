@@ -10,7 +10,7 @@ from itertools import islice
 from chairlift.core.events import Event, RequestAdmitted, RequestFinished, RequestQueued, StepDone
 from chairlift.core.executor import Executor, ExecutorCapabilities, FinishedStep
 from chairlift.core.plan import StepPlan
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.errors import ChairliftError
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chairlift.core.events import Event, RequestAdmitted, RequestFinished, TokenProduced
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead
 from chairlift.lab.common.workload import BenchRequest, Workload
 from chairlift.lab.load.run import ClosedLoop, LoadLoop, LoadProgress, LoadRecord, LoadRun, OpenLoop

@@ -10,7 +10,7 @@ from typing import Any
 
 from chairlift.config import EngineConfig
 from chairlift.core.events import RequestFinished, StepDone
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.machine_defaults import batch_requests, batch_tokens
 from chairlift.engine.startup import StartedEngine

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from chairlift.core.events import RequestFinished, RequestPreempted, TokenProduced
 from chairlift.core.request import Request, Status
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.lab.simulator.block_pool import Pile
 from chairlift.lab.simulator.records import RequestRecord
 from chairlift.lab.simulator.scheduler import SimulatedScheduler

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from chairlift.config import EngineConfig
-from chairlift.core.sampling_params import MAX_SEED
+from chairlift.core.sampling.params import MAX_SEED
 from chairlift.engine.startup import LoadedModel, load_model
 from chairlift.errors import ChairliftError, InvalidParameter, UnsupportedModel
 from chairlift.lab.training.judging import judge

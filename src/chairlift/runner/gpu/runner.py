@@ -20,7 +20,7 @@ from chairlift.attention.storage import KVStorage
 from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.models.base import CausalLM
 from chairlift.runner.base import ModelRunner
 from chairlift.runner.device_memory import memory_taken

@@ -9,7 +9,7 @@ import numpy as np
 
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import MIN_TEMPERATURE
+from chairlift.core.sampling.params import MIN_TEMPERATURE
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 from chairlift.attention.base import RaggedLayout
 from chairlift.attention.input_batch import InputBatch
 from chairlift.core.beam.search import Candidates
-from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
+from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.models.base import HiddenStates
 from chairlift.runner.gpu.packing import PackedStep
 from chairlift.runner.gpu.staging import Staging

@@ -1,6 +1,6 @@
 """The two kinds of sampling parameters that have code of their own: edits of logits and filters of probabilities.
 
-A module of this package implements a field of SamplingParams, which core/sampling_params.py declares. A plugin
+A module of this package implements a field of SamplingParams, which core/sampling/params.py declares. A plugin
 registers the same kind of class, with its own `declaration`.
 """
 
@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from chairlift.core.sampling_parameter import SamplingParameter
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.parameter import SamplingParameter
+from chairlift.core.sampling.params import SamplingParams
 
 Ids: TypeAlias = NDArray[np.int64]
 Values: TypeAlias = NDArray[np.float32]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.core.sampling_parameter import SAMPLING_PARAMETERS
+from chairlift.core.sampling.parameter import SAMPLING_PARAMETERS
 from chairlift.sampling.parameters.base import EditedRow, Ids, LogitsEdit, SampledRequest, Values, flat_index
 
 

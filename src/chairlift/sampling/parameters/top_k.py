@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from chairlift.core.sampling_parameter import SAMPLING_PARAMETERS
+from chairlift.core.sampling.parameter import SAMPLING_PARAMETERS
 from chairlift.sampling.parameters.base import ProbabilityFilter, column
 
 

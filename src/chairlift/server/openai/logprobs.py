@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chairlift.core.logprobs import TokenLogprobs
+from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.text.detokenizer import IncrementalDetokenizer
 from chairlift.text.tokenizer import Tokenizer
 

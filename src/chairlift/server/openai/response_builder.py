@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from chairlift.core.logprobs import TokenLogprobs
+from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
 from chairlift.server.openai.logprobs import CompletionLogprobs, chat_logprobs

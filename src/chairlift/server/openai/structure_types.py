@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from chairlift.core.structure import MAX_STRUCTURE_LENGTH, Structure
+from chairlift.core.sampling.structure import MAX_STRUCTURE_LENGTH, Structure
 from chairlift.errors import InvalidParameter
 from chairlift.server.openai.strict import StrictModel
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
-from chairlift.core.sampling_parameter import extra_parameter_names
-from chairlift.core.sampling_params import SamplingParams
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.parameter import extra_parameter_names
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
 from chairlift.server.openai.strict import StrictModel, max_entries
 from chairlift.server.openai.structure_types import Choices, ResponseFormat, Schema, StructuredOutputs, as_structure

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from chairlift.core.logprobs import TokenLogprobs
 from chairlift.core.request_limits import RequestLimits
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.sampling.params import SamplingParams
 
 # ---- to the engine -----------------------------------------------------------------------------------------------
 

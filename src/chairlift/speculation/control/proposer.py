@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import MIN_TEMPERATURE
+from chairlift.core.sampling.params import MIN_TEMPERATURE
 
 LEVELS = 10  # of confidence
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.core.sampling_params import SamplingParams
-from chairlift.core.structure import Structure, StructureKind
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import AssistantParser, PlainParser
 from chairlift.text.chat_template import RefusedByTemplate

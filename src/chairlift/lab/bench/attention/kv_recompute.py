@@ -12,7 +12,7 @@ import torch
 from chairlift.attention.choose import choose_backend
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.memory_plan import plan_memory
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.random_model import random_llama

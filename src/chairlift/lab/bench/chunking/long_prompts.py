@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from chairlift.core.events import BudgetDecided, Event, RequestFinished, StepDone, TokenProduced
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.chunking.options import ChunkingSettings
 from chairlift.lab.common.engines import EngineMaker

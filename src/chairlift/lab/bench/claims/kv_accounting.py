@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from chairlift.core.events import StepDone
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.lab.common.engines import EngineMaker
 from chairlift.lab.common.lengths import SpreadLengths
 

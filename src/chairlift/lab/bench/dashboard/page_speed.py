@@ -18,7 +18,7 @@ from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import StepResult, StepTiming
 from chairlift.core.policies.base import make_policy
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.snapshot import SchedulerObserver
 from chairlift.errors import InvalidParameter

@@ -18,7 +18,7 @@ from chairlift.attention.base import Attend, AttentionLayer, FusedAttend
 from chairlift.attention.choose import choose_backend
 from chairlift.attention.input_batch import build_batch
 from chairlift.attention.paged.gpu import PagedGPUStep
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.attention.modes import BLOCK_SIZE, plan_of
 from chairlift.lab.common.floor import Ceilings

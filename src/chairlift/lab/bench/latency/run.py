@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from chairlift.core.events import TokenProduced
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.shapes.run import WARM_UP_TOKENS

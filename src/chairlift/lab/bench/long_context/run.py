@@ -16,7 +16,7 @@ import torch
 
 from chairlift.attention.backends.base import AttentionBackend
 from chairlift.core.events import StepDone, TokenProduced
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import StartedEngine
 from chairlift.errors import InvalidParameter

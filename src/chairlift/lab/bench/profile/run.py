@@ -10,7 +10,7 @@ from typing import Any
 
 from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.events import RequestFinished
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.lab.common.workload import LengthRange
 from chairlift.lab.report.progress import Note

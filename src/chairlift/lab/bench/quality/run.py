@@ -15,7 +15,7 @@ from chairlift.attention.input_batch import build_batch
 from chairlift.config import EngineConfig
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.machine_defaults import torch_device
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter

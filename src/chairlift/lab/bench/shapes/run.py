@@ -11,7 +11,7 @@ from typing import Any
 
 from chairlift.config import EngineConfig
 from chairlift.core.events import StepDone, TokenProduced
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.engine.startup import StartedEngine, load_engine

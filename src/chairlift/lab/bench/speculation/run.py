@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from chairlift.core.events import DraftsVerified, RequestFinished, TokenProduced
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.errors import InvalidParameter
 from chairlift.lab.bench.speculation.texts import SCENARIOS

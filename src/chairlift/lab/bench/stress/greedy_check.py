@@ -12,7 +12,7 @@ from chairlift.attention.input_batch import build_batch
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request
-from chairlift.core.sampling_params import SamplingParams
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.models.base import CausalLM
 
 BLOCK_SIZE = 16

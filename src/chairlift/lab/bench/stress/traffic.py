@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.core.sampling_params import SamplingParams
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.structure import Structure
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 100, 40
 LENGTHS = (1, 2, 5, 13, 30, 60, LONGEST_PROMPT)

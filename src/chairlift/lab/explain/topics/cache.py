@@ -69,7 +69,7 @@ def _without_cache(stage: Stage, prompt: tuple[int, ...]) -> tuple[list[int], li
 def _next_token(runner: ModelRunner, tokens: list[int]) -> int:
     from chairlift.core.plan import Chunk, StepPlan
     from chairlift.core.request import Request
-    from chairlift.core.sampling_params import SamplingParams
+    from chairlift.core.sampling.params import SamplingParams
 
     request = Request("A", tokens, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
     table = range(-(-len(tokens) // runner.storage.block_size))

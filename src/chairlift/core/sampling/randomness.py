@@ -6,7 +6,7 @@ depend only on its seed and on the index of the token to generate.
 
 from __future__ import annotations
 
-from chairlift.core.sampling_params import MAX_SEED
+from chairlift.core.sampling.params import MAX_SEED
 
 _MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: consecutive multiples spread evenly over 64 bits

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from chairlift.core.sampling_parameter import (
+from chairlift.core.sampling.parameter import (
     SamplingParameter,
     Stage,
     boolean,
@@ -18,7 +18,7 @@ from chairlift.core.sampling_parameter import (
     optional,
     token_biases,
 )
-from chairlift.core.structure import Structure
+from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
 
 MAX_COMPLETIONS = 128
@@ -65,7 +65,7 @@ class SamplingParams:
 
     `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1.0` switch those filters off. `max_tokens=None` means
     "until the context is full". Each field declares its check, its neutral value and where it can be applied: see
-    `core/sampling_parameter.py`.
+    `core/sampling/parameter.py`.
     """
 
     n: int = declared(1, integer(1, MAX_COMPLETIONS), Stage.REQUEST, with_beams=True)

@@ -41,10 +41,10 @@ def explain(
     require_matplotlib()
     folder = make_folder(out)
     show_log(quiet=True)
-    from chairlift.lab.explain.stage import Stage
+    from chairlift.lab.explain.stage import TopicEngines
 
     with watch(enabled=not quiet) as note:
         note(f"loading {model}")
-        written = write_guide(topics, Stage.load(model, progress=not quiet), folder, chosen, note=note)
+        written = write_guide(topics, TopicEngines.load(model, progress=not quiet), folder, chosen, note=note)
     for path in written:
         typer.echo(path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from tests.tiny import write_tiny_checkpoint
 
 
@@ -21,5 +21,5 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stage(tiny_folder: Path) -> Stage:
-    return Stage.load(str(tiny_folder))
+def stage(tiny_folder: Path) -> TopicEngines:
+    return TopicEngines.load(str(tiny_folder))

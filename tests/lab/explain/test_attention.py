@@ -13,12 +13,12 @@ from chairlift.attention.storage import KVStorage
 from chairlift.core.cost_model import chunk_kv
 from chairlift.lab.explain.listening import AttentionCall, who_sees_whom
 from chairlift.lab.explain.palette import LIGHT
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topics import attention, masks
 
 
 @pytest.fixture(scope="module")
-def masks_data(stage: Stage) -> masks.MasksData:
+def masks_data(stage: TopicEngines) -> masks.MasksData:
     return masks.run(stage)
 
 
@@ -69,7 +69,7 @@ def test_a_kernel_without_a_causal_mask_would_be_seen() -> None:
     assert who_sees_whom(call) == [[True] * 4] * 4
 
 
-def test_the_head_drawn_is_the_engine_s(stage: Stage) -> None:
+def test_the_head_drawn_is_the_engine_s(stage: TopicEngines) -> None:
     data = attention.run(stage)
     drawn = attention.draw(data, LIGHT).drawn
     n, d = len(data.words), len(data.q[0])

@@ -9,12 +9,12 @@ import pytest
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.lab.explain.palette import DARK, LIGHT
 from chairlift.lab.explain.recording import Run
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topics import heads, paging, prefix
 
 
 @pytest.fixture(scope="module")
-def prefix_data(stage: Stage) -> prefix.PrefixData:
+def prefix_data(stage: TopicEngines) -> prefix.PrefixData:
     return prefix.run(stage)
 
 
@@ -65,7 +65,7 @@ def test_sharing_equals_the_cached_tokens_at_admission(prefix_data: prefix.Prefi
     assert prefix.reusable(prefix_data.run.steps[prefix_data.leaving]) > 0
 
 
-def test_every_token_is_drawn_where_its_table_says(stage: Stage) -> None:
+def test_every_token_is_drawn_where_its_table_says(stage: TopicEngines) -> None:
     data = paging.run(stage)
     drawn = paging.draw(data, DARK).drawn["memory"]
     tokens = sum(len(memory.words) for memory in data.requests)
@@ -88,7 +88,7 @@ def test_every_token_is_drawn_where_its_table_says(stage: Stage) -> None:
     assert held[block][1][place % data.block_size] == data.requests[0].words[place]
 
 
-def test_the_bytes_drawn_are_those_of_the_model(stage: Stage) -> None:
+def test_the_bytes_drawn_are_those_of_the_model(stage: TopicEngines) -> None:
     data = heads.run(stage)
     drawn = heads.draw(data, LIGHT).drawn
     model = stage.loaded.model

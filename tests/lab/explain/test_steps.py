@@ -6,17 +6,17 @@ import pytest
 
 from chairlift.core.events import BudgetDecided, DraftsVerified, TokenProduced
 from chairlift.lab.explain.palette import LIGHT
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topics import cache, chunking, cost, flash, kernels, speculation
 
 
 @pytest.fixture(scope="module")
-def cache_data(stage: Stage) -> cache.CacheData:
+def cache_data(stage: TopicEngines) -> cache.CacheData:
     return cache.run(stage)
 
 
 @pytest.fixture(scope="module")
-def chunking_data(stage: Stage) -> chunking.ChunkingData:
+def chunking_data(stage: TopicEngines) -> chunking.ChunkingData:
     return chunking.run(stage)
 
 
@@ -32,7 +32,7 @@ def test_what_is_computed_again_is_counted(cache_data: cache.CacheData) -> None:
     assert data.same_output
 
 
-def test_a_new_token_changes_nothing_before_it(stage: Stage, cache_data: cache.CacheData) -> None:
+def test_a_new_token_changes_nothing_before_it(stage: TopicEngines, cache_data: cache.CacheData) -> None:
     data = cache_data
     drawn = cache.draw_past(data, LIGHT).drawn["layers"]
     layers, length = len(data.differences), len(data.before)
@@ -43,7 +43,7 @@ def test_a_new_token_changes_nothing_before_it(stage: Stage, cache_data: cache.C
     assert sum(drawn.values()) == layers * length
 
 
-def test_three_kernels_do_the_same_step(stage: Stage) -> None:
+def test_three_kernels_do_the_same_step(stage: TopicEngines) -> None:
     data = kernels.run(stage)
     drawn = kernels.draw(data, LIGHT).drawn
     useful = kernels.useful_pairs(data.ways["ragged"])
@@ -79,7 +79,7 @@ def test_every_chunk_is_drawn(chunking_data: chunking.ChunkingData, name: str) -
     assert chunking.first_token(data, name) > 0
 
 
-def test_draft_tokens_are_drawn_as_they_were_verified(stage: Stage) -> None:
+def test_draft_tokens_are_drawn_as_they_were_verified(stage: TopicEngines) -> None:
     # A random model soon repeats itself, and then draft tokens are accepted.
     texts = {"one": ("a chair, a chair, a chair, a chair, a", 150), "two": ("ab ab ab ab ab ab", 60)}
     data = speculation.run(stage, texts)
@@ -97,7 +97,7 @@ def test_draft_tokens_are_drawn_as_they_were_verified(stage: Stage) -> None:
     assert data.same_output
 
 
-def test_the_tiles_are_those_of_the_kernel_and_no_score_is_written(stage: Stage) -> None:
+def test_the_tiles_are_those_of_the_kernel_and_no_score_is_written(stage: TopicEngines) -> None:
     data = flash.run(stage)
     drawn = flash.draw(data, LIGHT).drawn["tiles"]
     lasts = [tile.last for tile in data.made if tile.keys == 0]
@@ -120,7 +120,7 @@ def _keys(tile: flash.ScoreTile) -> range:
     return range(tile.keys, tile.keys + tile.count)
 
 
-def test_the_chunk_drawn_is_the_one_that_was_chosen(stage: Stage) -> None:
+def test_the_chunk_drawn_is_the_one_that_was_chosen(stage: TopicEngines) -> None:
     data = cost.run(stage)
     drawn = cost.draw(data, LIGHT).drawn
     done = data.run.done()

@@ -32,13 +32,13 @@ TEXT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class TopicEngines:
     """Starts engines on the CPU in float32, so that pictures are the same on every machine."""
 
     loaded: LoadedModel
 
     @classmethod
-    def load(cls, model: str, *, progress: bool = False) -> Stage:
+    def load(cls, model: str, *, progress: bool = False) -> TopicEngines:
         from chairlift.config import EngineConfig
         from chairlift.engine.startup import load_model
 

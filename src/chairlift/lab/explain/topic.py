@@ -9,7 +9,7 @@ from typing import Any
 
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.sheet import Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Topic:
     name: str
     title: str
     question: str  # what the topic answers
-    run: Callable[[Stage], Any]
+    run: Callable[[TopicEngines], Any]
     pictures: tuple[Picture, ...]
     teach: Callable[[Any], str]
     code: tuple[str, ...]  # source files to read

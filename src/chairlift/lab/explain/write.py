@@ -14,7 +14,7 @@ from chairlift.lab.explain.page import index_page, topic_page
 from chairlift.lab.explain.palette import LIGHT, THEMES
 from chairlift.lab.explain.registry import ALL, TOPICS, topic_named
 from chairlift.lab.explain.sheet import Sheet
-from chairlift.lab.explain.stage import Stage, one_thread
+from chairlift.lab.explain.stage import TopicEngines, one_thread
 from chairlift.lab.explain.topic import Topic, as_json
 from chairlift.lab.explain.words import to_markdown
 
@@ -70,7 +70,7 @@ def make_folder(path: Path) -> Path:
 
 
 def write_guide(
-    topics: Sequence[Topic], stage: Stage, out: Path, formats: Sequence[str], *, note: Note = lambda text: None
+    topics: Sequence[Topic], stage: TopicEngines, out: Path, formats: Sequence[str], *, note: Note = lambda text: None
 ) -> list[Path]:
     """Run and draw every topic, and write the index page if all are there; returns the files."""
     told, written = [], []

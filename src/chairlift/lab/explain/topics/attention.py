@@ -11,7 +11,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.explain.palette import DARK_INK, LIGHT_INK, Look, Theme
 from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class AttentionData:
     run: Run
 
 
-def run(stage: Stage) -> AttentionData:
+def run(stage: TopicEngines) -> AttentionData:
     from chairlift.lab.explain.listening import listening
     from chairlift.models.decoder import Decoder
 

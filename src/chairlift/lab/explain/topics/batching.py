@@ -8,7 +8,7 @@ from typing import Any
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.timeline import SlotTimeline, timeline
 from chairlift.lab.explain.topic import Picture, Topic
 
@@ -34,7 +34,7 @@ class BatchingData:
     timelines: dict[str, SlotTimeline]
 
 
-def run(stage: Stage) -> BatchingData:
+def run(stage: TopicEngines) -> BatchingData:
     requests = [
         TimedRequest(chr(ord("A") + index), stage.prompt(prompt, skip=3 * index), new, turn)
         for index, (prompt, new, turn) in enumerate(REQUESTS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 BUDGET = 16
@@ -21,7 +21,7 @@ class BudgetData:
     run: Run
 
 
-def run(stage: Stage) -> BudgetData:
+def run(stage: TopicEngines) -> BudgetData:
     requests = [
         TimedRequest(chr(ord("A") + index), stage.prompt(prompt, skip=4 * index), new, turn)
         for index, (prompt, new, turn) in enumerate(REQUESTS)

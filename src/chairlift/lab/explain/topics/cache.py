@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from chairlift.lab.explain.palette import Look, Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class CacheData:
     run: Run
 
 
-def run(stage: Stage) -> CacheData:
+def run(stage: TopicEngines) -> CacheData:
     prompt = stage.prompt(PROMPT)
     played = stage.play([TimedRequest("A", prompt, NEW)], prefix_caching=False)
     output = [token for step in played.steps for token in step.sampled.get("A", ())]
@@ -56,7 +56,7 @@ def run(stage: Stage) -> CacheData:
     )
 
 
-def _without_cache(stage: Stage, prompt: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
+def _without_cache(stage: TopicEngines, prompt: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
     """Generate as if nothing were kept: every step reads the whole text from its first token."""
     runner: ModelRunner = stage.start(prefix_caching=False).runner
     tokens, spans = list(prompt), []
@@ -78,7 +78,7 @@ def _next_token(runner: ModelRunner, tokens: list[int]) -> int:
     return result.tokens[0]
 
 
-def _differences(stage: Stage, text: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+def _differences(stage: TopicEngines, text: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
     """How far the keys and values of two texts are apart, for each layer and position."""
     one, two = _keys_and_values(stage, text), _keys_and_values(stage, other)
     rows = []
@@ -88,7 +88,7 @@ def _differences(stage: Stage, text: tuple[int, ...], other: tuple[int, ...]) ->
     return tuple(rows)
 
 
-def _keys_and_values(stage: Stage, tokens: tuple[int, ...]) -> list[Tensor]:
+def _keys_and_values(stage: TopicEngines, tokens: tuple[int, ...]) -> list[Tensor]:
     """[positions, numbers] for each layer."""
     import torch
 

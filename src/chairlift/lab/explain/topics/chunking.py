@@ -10,7 +10,7 @@ from chairlift.core.events import TokenProduced
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import QUIET_CLOCK, Stage
+from chairlift.lab.explain.stage import QUIET_CLOCK, TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 LONG, CHUNK = 150, 20
@@ -23,7 +23,7 @@ class ChunkingData:
     runs: dict[str, Run]
 
 
-def run(stage: Stage) -> ChunkingData:
+def run(stage: TopicEngines) -> ChunkingData:
     short = [TimedRequest(name, stage.prompt(6, skip=7 * index), 18) for index, name in enumerate("ABC")]
     requests = [*short, TimedRequest("D", stage.prompt(LONG, skip=1), 5, turn=4)]
     options: dict[str, Any] = {

@@ -11,7 +11,7 @@ from chairlift.core.step_limits import LimitReason, StepLimits
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import QUIET_CLOCK, Stage
+from chairlift.lab.explain.stage import QUIET_CLOCK, TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 MOST = 128  # prompt tokens of a step
@@ -75,7 +75,7 @@ class _Watching(TokenBudget):
         return limits
 
 
-def run(stage: Stage) -> CostData:
+def run(stage: TopicEngines) -> CostData:
     from chairlift.core.cost_model import StepShape
 
     options: dict[str, Any] = {"max_batch_tokens": 160, "max_batch_requests": 8, "prefix_caching": False}
@@ -101,7 +101,7 @@ def run(stage: Stage) -> CostData:
     )
 
 
-def _requests(stage: Stage) -> list[TimedRequest]:
+def _requests(stage: TopicEngines) -> list[TimedRequest]:
     """Some that are being answered all the time, and long prompts between."""
     short = [TimedRequest(f"S{index}", stage.prompt(8, skip=5 * index), 40, turn=index) for index in range(4)]
     return [

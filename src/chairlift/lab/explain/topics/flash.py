@@ -10,7 +10,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class FlashData:
     run: Run
 
 
-def run(stage: Stage) -> FlashData:
+def run(stage: TopicEngines) -> FlashData:
     from chairlift.lab.explain.listening import listening
 
     started = stage.start(prefix_caching=False, max_batch_tokens=TOKENS, attention="ragged")

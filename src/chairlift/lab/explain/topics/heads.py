@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 GIB = 2**30
@@ -34,7 +34,7 @@ class HeadsData:
     run: Run
 
 
-def run(stage: Stage) -> HeadsData:
+def run(stage: TopicEngines) -> HeadsData:
     started = stage.start(block_size=16, prefix_caching=False)
     played = record(started.engine, [TimedRequest("A", stage.prompt(20), 12)])
     model = stage.loaded.model
@@ -57,7 +57,7 @@ def _middle_divisor(heads: int) -> int:
     return next((size for size in range(heads // 2, 0, -1) if heads % size == 0), 1)
 
 
-def _variant(stage: Stage, name: str, kv_heads: int, *, own: bool) -> Variant:
+def _variant(stage: TopicEngines, name: str, kv_heads: int, *, own: bool) -> Variant:
     from chairlift.engine.memory_plan import MemoryPlan, plan_memory
     from chairlift.runner.kv_storage import allocate_storage
 

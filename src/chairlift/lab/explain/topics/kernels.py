@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, StepRecord, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class KernelsData:
     runs: dict[str, Run]
 
 
-def run(stage: Stage) -> KernelsData:
+def run(stage: TopicEngines) -> KernelsData:
     requests = [
         TimedRequest("A", stage.prompt(13), 6),
         TimedRequest("B", stage.prompt(4, skip=9), 6),
@@ -61,7 +61,7 @@ def run(stage: Stage) -> KernelsData:
     return KernelsData(ways, apart, runs)
 
 
-def _measure(stage: Stage, name: str, requests: list[TimedRequest]) -> tuple[KernelData, list[float], Run]:
+def _measure(stage: TopicEngines, name: str, requests: list[TimedRequest]) -> tuple[KernelData, list[float], Run]:
     from chairlift.lab.explain.listening import listening
 
     started = stage.start(block_size=BLOCK_SIZE, prefix_caching=False, attention=name)

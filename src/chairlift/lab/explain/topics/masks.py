@@ -10,7 +10,7 @@ from typing import Any
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import ChunkRecord, Run, StepRecord, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 BLOCK_SIZE = 8
@@ -45,7 +45,7 @@ class MasksData:
     runs: dict[str, Run]
 
 
-def run(stage: Stage) -> MasksData:
+def run(stage: TopicEngines) -> MasksData:
     def request(name: str, prompt: int, new: int = 1, turn: int = 0) -> TimedRequest:
         return TimedRequest(name, stage.prompt(prompt, skip=5 * (ord(name) - ord("A"))), new, turn)
 
@@ -73,7 +73,7 @@ def _mixed(step: StepRecord) -> bool:
 
 
 def _masks(
-    stage: Stage, requests: list[TimedRequest], wanted: Callable[[StepRecord], bool], **options: Any
+    stage: TopicEngines, requests: list[TimedRequest], wanted: Callable[[StepRecord], bool], **options: Any
 ) -> tuple[list[Mask], Run]:
     """The masks of the wanted steps of a run."""
     from chairlift.lab.explain.listening import AttentionCall, listening, who_sees_whom

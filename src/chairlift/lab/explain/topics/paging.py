@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 14
@@ -28,7 +28,7 @@ class PagingData:
     run: Run
 
 
-def run(stage: Stage) -> PagingData:
+def run(stage: TopicEngines) -> PagingData:
     requests = [
         TimedRequest("A", stage.prompt(7), 12),
         TimedRequest("B", stage.prompt(6, skip=17), 12, turn=1),

@@ -8,7 +8,7 @@ from chairlift.lab.explain.block_map import block_state, draw_pool
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, StepRecord, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 24
@@ -31,7 +31,7 @@ class PrefixData:
     run: Run
 
 
-def run(stage: Stage) -> PrefixData:
+def run(stage: TopicEngines) -> PrefixData:
     system = stage.prompt(SYSTEM)
     requests = [
         TimedRequest("A", (*system, *stage.prompt(5, skip=30)), 9),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import Stage
+from chairlift.lab.explain.stage import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 DRAFTS = 4
@@ -45,7 +45,7 @@ class SpeculationData:
     plain: Run  # the same requests without draft tokens
 
 
-def run(stage: Stage, texts: Mapping[str, tuple[str, int]] = TEXTS) -> SpeculationData:
+def run(stage: TopicEngines, texts: Mapping[str, tuple[str, int]] = TEXTS) -> SpeculationData:
     encode = stage.loaded.tokenizer.encode
     requests = [
         TimedRequest(name, tuple(encode(text, add_special_tokens=False)), new) for name, (text, new) in texts.items()

@@ -26,8 +26,8 @@ def browser() -> Iterator[Any]:
 def lift_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server with six slots, so that a burst has to wait."""
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("lift") / "tiny", positions=1024)
-    seats = ("--max-batch-requests", "6", "--max-batch-tokens", "64")
-    running = start_server(folder, tmp_path_factory.mktemp("lift_server") / "log", *seats)
+    options = ("--max-batch-requests", "6", "--max-batch-tokens", "64")
+    running = start_server(folder, tmp_path_factory.mktemp("lift_server") / "log", *options)
     yield running
     assert running.stop() == 0, running.tail()
 

@@ -21,7 +21,7 @@ class Page:
         """Wait until the script returns a true value, and return that."""
         end = time.monotonic() + seconds
         while not (found := self.run(script, *arguments)):
-            assert time.monotonic() < end, f"waited {seconds} s for {script}; the page says {self.problems()}"
+            assert time.monotonic() < end, f"waited {seconds} s for {script}; the page reports {self.problems()}"
             time.sleep(0.05)
         return found
 
@@ -41,8 +41,8 @@ class Page:
     def burst(self, kind: str) -> None:
         """Send a burst of requests and wait until all are answered."""
         self.click(f"[data-burst={kind}]")
-        self.wait_for("return /^(\\d+) of \\1 answered/.test(document.getElementById('burst-said').textContent)")
-        self.wait_for("return chairlift.model.seatsTaken === 0 && !chairlift.model.waiting.length")
+        self.wait_for("return /^(\\d+) of \\1 answered/.test(document.getElementById('burst-status').textContent)")
+        self.wait_for("return chairlift.model.slotsTaken === 0 && !chairlift.model.waiting.length")
 
     def switch_policy(self, name: str) -> None:
         self.run("arguments[0].click()", self.find(f"[name=policy][value={name}]"))

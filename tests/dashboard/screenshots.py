@@ -12,7 +12,7 @@ from tests.dashboard.pages import Page
 from tests.server.running_server import start_server
 from tests.tiny import write_tiny_checkpoint
 
-BUSY = "return chairlift.model.seatsTaken > 0 && chairlift.model.nextCol > 40"
+BUSY = "return chairlift.model.slotsTaken > 0 && chairlift.model.nextCol > 40"
 
 
 def take(page: Page, path: Path, theme: str, width: int, height: int) -> None:

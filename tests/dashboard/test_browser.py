@@ -18,19 +18,19 @@ from tests.server.running_server import NAME, RunningServer, start_server
 pytestmark = pytest.mark.slow  # a browser, a server and pauses for animations
 
 DONE = "return chairlift.model.requests.get(arguments[0])?.state === 'done'"
-WAITED_FOR_SEATS = """
-    const waitedForSeats = (each) => each.waits.some((wait) => wait.reason === "seats");
-    return [...chairlift.model.requests.values()].filter(waitedForSeats).length;
+WAITED_FOR_SLOTS = """
+    const waitedForSlots = (each) => each.waits.some((wait) => wait.reason === "seats");
+    return [...chairlift.model.requests.values()].filter(waitedForSlots).length;
 """
-BUBBLES = "return chairlift.model.seats.flat().filter((stay) => stay.idleFrom < stay.to && stay.to < Infinity).length"
+BUBBLES = "return chairlift.model.slots.flat().filter((stay) => stay.idleFrom < stay.to && stay.to < Infinity).length"
 
 
 def test_a_burst_fills_all_slots_and_frees_them(page: Page, lift_server: RunningServer) -> None:
     page.burst("mixed")
-    assert page.run("return chairlift.model.seats.length") == 6  # all were used, and never more
+    assert page.run("return chairlift.model.slots.length") == 6  # all were used, and never more
     assert page.run("return chairlift.model.finished.length") == 24
-    page.wait_for("return document.getElementById('tile-seats').textContent === '0 / 6'")
-    assert page.run(WAITED_FOR_SEATS) > 0
+    page.wait_for("return document.getElementById('tile-slots').textContent === '0 / 6'")
+    assert page.run(WAITED_FOR_SLOTS) > 0
     for canvas in ("lift-canvas", "mask-canvas", "times-canvas", "blocks-canvas"):
         assert page.colours_of(canvas) > 3, canvas
     lift_server.wait_idle()
@@ -88,7 +88,7 @@ def test_chat_streams_beside_the_picture_of_its_request(page: Page) -> None:
     page.find("#chat-input").send_keys("what is a chairlift\n")
     page.wait_for("return document.querySelector('.bubble.assistant')?.textContent.length > 0")
     page.wait_for("return chairlift.panels[4].ownRequest?.end && !document.getElementById('chat-own').hidden")
-    page.wait_for("return /new, (stop|length)/.test(document.getElementById('own-said').textContent)")
+    page.wait_for("return /new, (stop|length)/.test(document.getElementById('own-status').textContent)")
     page.click("#chat-own")
     assert page.find("#story").is_displayed()
 
@@ -175,7 +175,7 @@ def test_a_file_that_is_not_a_run_is_refused(page: Page, tmp_path: Path) -> None
     file = tmp_path / "other.lift"
     file.write_text('{"t": "hello"}\n')
     page.find("#open-file").send_keys(str(file))
-    page.wait_for("return document.getElementById('said').textContent.includes('not a recorded run')")
+    page.wait_for("return document.getElementById('message').textContent.includes('not a recorded run')")
     assert page.run("return document.documentElement.dataset.state") == "live"
 
 
@@ -215,7 +215,7 @@ def test_the_page_asks_for_the_api_key(browser: Any, tiny_folder: Path, tmp_path
         page.find("#key-input").send_keys("sesame\n")
         page.wait_for("return document.documentElement.dataset.state === 'live' && chairlift.model.key !== null")
         assert page.run("return chairlift.model.hello.policy_switch") is False
-        page.wait_for("return document.getElementById('policy-said').textContent.includes('--policy-switch')")
+        page.wait_for("return document.getElementById('policy-status').textContent.includes('--policy-switch')")
         assert all("401" in problem for problem in page.problems())
     finally:
         server.stop()

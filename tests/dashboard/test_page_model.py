@@ -23,15 +23,15 @@ const found = JSON.parse(fs.readFileSync(0, "utf8")).map((frames) => {
   let most = 0;
   for (const frame of frames) {
     model.apply(frame);
-    most = Math.max(most, model.seatsTaken);
+    most = Math.max(most, model.slotsTaken);
   }
   const cells = model.steps.map((_, index) =>
     model.workAt(index).map((work) => [work.request.id, work.start, work.count]));
   const bubbles = model.steps.map((_, col) =>
-    model.seats.flat().filter((stay) => stay.idleFrom <= col && col < stay.to).length);
+    model.slots.flat().filter((stay) => stay.idleFrom <= col && col < stay.to).length);
   const requests = [...model.requests.values()];
   return {
-    most, cells, bubbles, taken: model.seatsTaken, seats: model.seats.length, finished: model.finished,
+    most, cells, bubbles, taken: model.slotsTaken, slots: model.slots.length, finished: model.finished,
     outputs: Object.fromEntries(requests.map((request) => [request.id, request.outputs])),
     tables: requests.filter((request) => request.table.length).length,
     blocks: model.blocks.tally(), tokens: model.tokens, breaks: model.breaks,
@@ -76,7 +76,7 @@ def test_the_page_model_agrees_with_the_scheduler(tmp_path: Path) -> None:
         assert found["bubbles"] == run.idle
         assert found["taken"] == 0
         assert found["breaks"] == []
-        assert found["seats"] <= run.scheduler.max_batch_requests
+        assert  <= run.scheduler.max_batch_requests
         assert sum(found["finished"].values()) == len(run.outputs)
         assert found["outputs"] == run.outputs
         assert found["tables"] == 0
@@ -91,7 +91,7 @@ def test_a_page_that_is_late_or_lost_frames_continues_from_a_keyframe(tmp_path: 
     joined = [late.frames[0], {"t": "lost", "frames": 3}, *run.frames[half:]]
     whole, broken = ask_model([run.frames, joined], tmp_path)
     assert broken["taken"] == whole["taken"] == 0
-    assert broken["seats"] <= run.scheduler.max_batch_requests
+    assert  <= run.scheduler.max_batch_requests
 
 
 def test_a_page_that_reconnects_does_not_count_repeated_frames_twice(tmp_path: Path) -> None:

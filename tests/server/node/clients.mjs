@@ -1,5 +1,5 @@
-// Talks to a server at a given address as programs in JavaScript do: with the official client and with the AI SDK.
-// node clients.mjs URL MODEL prints one JSON object: what each scenario found, or the error it met.
+// Calls a server with the official JavaScript client and with the AI SDK.
+// `node clients.mjs URL MODEL` prints one JSON object with the result or the error of each scenario.
 
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
@@ -10,7 +10,7 @@ import { z } from "zod";
 
 const [url, model] = process.argv.slice(2);
 const question = "when does the lift stop?";
-const schema = z.object({ open: z.boolean() }); // short: the model has no sense, and every token takes a step
+const schema = z.object({ open: z.boolean() }); // short: a random model generates it in few steps
 const options = { temperature: 0, maxOutputTokens: 200, maxRetries: 0 };
 
 const official = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
@@ -20,7 +20,7 @@ const providers = {
   })(model),
   responses: createOpenAI({ baseURL: `${url}/v1`, apiKey: "none" }).responses(model),
 };
-// The provider for OpenAI refers to earlier answers by id unless it is told that nothing is stored.
+// The provider for OpenAI refers to earlier answers by id unless `store` is false.
 const stateless = { openai: { store: false } };
 
 const lift = tool({
@@ -121,7 +121,7 @@ for (const [name, provider] of Object.entries(providers)) {
     for await (const _ of result.partialObjectStream) pieces += 1;
     return { object: await result.object, pieces };
   };
-  // The first step calls the tool, the SDK runs it, the second step sees what came of it and must call again.
+  // The first step calls the tool, the SDK runs it, the second step gets the result and must call again.
   const oneCall = { openai: { store: false, parallelToolCalls: false }, chairlift: { parallel_tool_calls: false } };
   const agent = {
     ...asked, prompt: question, tools: { lift }, toolChoice: "required", stopWhen: stepCountIs(2),

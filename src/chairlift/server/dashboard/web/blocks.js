@@ -1,6 +1,6 @@
 // The KV block pool: the holders of each block.
 
-const FLASH_SECONDS = 1.5; // for which an eviction stays visible
+const FLASH_SECONDS = 1.5; // how long an eviction stays visible
 
 export class Blocks {
   constructor() {

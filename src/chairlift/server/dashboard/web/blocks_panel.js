@@ -10,7 +10,7 @@ export class BlocksPanel {
     this.canvas = byId("blocks-canvas");
     this.picture = new Picture(this.canvas, (context, width, height) => this.draw(context, width, height));
     this.canvas.addEventListener("pointermove", (event) => this.explain(event));
-    this.canvas.addEventListener("pointerleave", () => setText(byId("blocks-said"), ""));
+    this.canvas.addEventListener("pointerleave", () => setText(byId("blocks-status"), ""));
     this.canvas.addEventListener("click", (event) => {
       const owner = this.app.model.blocks.ownerOf(this.blockAt(event));
       if (owner) this.app.openStory(owner);
@@ -117,14 +117,14 @@ export class BlocksPanel {
   explain(event) {
     const { blocks } = this.app.model;
     const block = this.blockAt(event);
-    if (!(block >= 0 && block < blocks.count)) return setText(byId("blocks-said"), "");
+    if (!(block >= 0 && block < blocks.count)) return setText(byId("blocks-status"), "");
     const references = blocks.references[block];
     const owners = [...blocks.holders].filter((request) => request.table.includes(block)).slice(0, 4);
     let what = blocks.cached[block] ? "free, but its contents are cached" : "empty";
     if (references === 1) what = `held by ${owners.map((owner) => shortId(owner.id)).join("")}`;
     if (references > 1) what = `shared by ${references}: ${owners.map((owner) => shortId(owner.id)).join(", ")}`;
     if (references && blocks.cached[block]) what += ", its contents are indexed";
-    setText(byId("blocks-said"), `Block ${block}: ${what}`);
+    setText(byId("blocks-status"), `Block ${block}: ${what}`);
   }
 
   // The table of the selected request: logical block -> physical block.

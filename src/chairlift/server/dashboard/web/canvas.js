@@ -46,7 +46,7 @@ export class Layer {
     if (whole === this.key) return this;
     this.key = whole;
     [this.width, this.height] = [width, height];
-    this.canvas.width = Math.round(width * ratio); // which also clears it
+    this.canvas.width = Math.round(width * ratio); // also clears the canvas
     this.canvas.height = Math.round(height * ratio);
     const context = this.canvas.getContext("2d");
     context.scale(this.canvas.width / width, this.canvas.height / height);

@@ -105,6 +105,6 @@ function keepKey(key) {
   try {
     sessionStorage.setItem(SESSION_KEY, key);
   } catch {
-    // no session storage: the page asks for the key again
+    // without session storage, the key must be entered again
   }
 }

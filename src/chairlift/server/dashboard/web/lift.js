@@ -6,7 +6,7 @@ import { LiftDrawing } from "./lift_draw.js";
 import { LiftTiles } from "./lift_tiles.js";
 import { LiftView } from "./lift_view.js";
 
-const ROW = 20; // height of a seat in pixels, if there are few
+const ROW = 20; // height of a slot in pixels, if there are few
 const MOST_HEIGHT = 460;
 
 export class LiftPanel {
@@ -17,7 +17,7 @@ export class LiftPanel {
     this.canvas = byId("lift-canvas");
     this.tip = byId("tip");
     this.hovered = null;
-    this.cursorSeat = 0;
+    this.cursorSlot = 0;
     this.isCalm = matchMedia("(prefers-reduced-motion: reduce)").matches;
     this.picture = new Picture(this.canvas, (context, width, height) => this.draw(context, width, height));
     this.listen();
@@ -42,8 +42,8 @@ export class LiftPanel {
     const rows = this.view.rowsFor(model);
     const height = Math.min(MOST_HEIGHT, Math.max(200, rows * ROW)) + 20;
     if (this.canvas.clientHeight !== height) this.canvas.style.height = `${height}px`;
-    const seats = model.key ? model.key.seats : 0;
-    const summary = `${model.seatsTaken} of ${seats} seats taken, ${sumOf(model.reasons)} waiting, ${model.nextCol} steps seen`;
+    const maxSlots = model.key ? model.key.seats : 0;
+    const summary = `${model.slotsTaken} of ${maxSlots} seats taken, ${sumOf(model.reasons)} waiting, ${model.nextCol} steps seen`;
     setText(byId("lift-summary"), summary);
     this.canvas.setAttribute("aria-label", `Timeline of seats and steps. ${summary}.`);
     byId("lift-live").hidden = this.view.isLive && this.app.cursor === null;
@@ -118,12 +118,12 @@ export class LiftPanel {
     const [x, y] = pointerOn(this.canvas, event);
     const col = this.view.colAt(x);
     if (this.app.model.stepAt(col)) this.app.setCursor(col);
-    const request = this.requestAt(this.view.seatAt(y), col);
+    const request = this.requestAt(this.view.slotAt(y), col);
     if (request) this.app.openStory(request);
   }
 
-  requestAt(seat, col) {
-    const stays = this.app.model.seats[seat] || [];
+  requestAt(slot, col) {
+    const stays = this.app.model.slots[slot] || [];
     const found = stays.find((stay) => stay.from <= col && col < stay.to);
     return found && col < this.app.model.nextCol ? found.request : null;
   }
@@ -133,7 +133,7 @@ export class LiftPanel {
     if (event) {
       [x, y] = pointerOn(this.canvas, event);
       col = this.view.colAt(x);
-      request = this.requestAt(this.view.seatAt(y), col);
+      request = this.requestAt(this.view.slotAt(y), col);
     }
     if (request !== this.hovered) {
       this.hovered = request;
@@ -161,8 +161,8 @@ export class LiftPanel {
     const actions = {
       ArrowLeft: () => this.moveCursor(col - (event.shiftKey ? 10 : 1)),
       ArrowRight: () => this.moveCursor(col + (event.shiftKey ? 10 : 1)),
-      ArrowUp: () => this.moveSeat(-1, col),
-      ArrowDown: () => this.moveSeat(1, col),
+      ArrowUp: () => this.moveSlot(-1, col),
+      ArrowDown: () => this.moveSlot(1, col),
       Home: () => this.moveCursor(model.firstCol),
       End: () => this.goLive(),
       Escape: () => this.goLive(),
@@ -170,7 +170,7 @@ export class LiftPanel {
       "=": () => this.zoom(1.6),
       "-": () => this.zoom(1 / 1.6),
       Enter: () => {
-        const request = this.requestAt(this.cursorSeat, col);
+        const request = this.requestAt(this.cursorSlot, col);
         if (request) this.app.openStory(request);
       },
     };
@@ -189,18 +189,18 @@ export class LiftPanel {
     this.announce(chosen);
   }
 
-  moveSeat(by, col) {
-    this.cursorSeat = Math.min(this.view.rows - 1, Math.max(0, this.cursorSeat + by));
-    this.hovered = this.requestAt(this.cursorSeat, col);
+  moveSlot(by, col) {
+    this.cursorSlot = Math.min(this.view.rows - 1, Math.max(0, this.cursorSlot + by));
+    this.hovered = this.requestAt(this.cursorSlot, col);
     this.picture.invalidate();
     this.announce(col);
   }
 
   announce(col) {
-    const request = this.requestAt(this.cursorSeat, col);
+    const request = this.requestAt(this.cursorSlot, col);
     const step = this.app.model.stepAt(col);
     const what = request ? describeCell(this.app.model, request, col).join(", ") : "empty";
-    if (step) setText(byId("lift-said"), `Step ${step.step}, seat ${this.cursorSeat + 1}: ${what}`);
+    if (step) setText(byId("lift-status"), `Step ${step.step}, seat ${this.cursorSlot + 1}: ${what}`);
   }
 }
 
@@ -210,7 +210,7 @@ function describeCell(model, request, col) {
   if (part && part.kind === "prefill") lines.push(`prompt tokens ${part.start} to ${part.start + part.count - 1} (${part.count})`);
   else if (part && part.proposed) lines.push(`drafts: ${part.accepted} of ${part.proposed} accepted`);
   else if (part) lines.push(`decodes token ${part.start + col - part.col}`);
-  else if (request.end && col > request.end.col) lines.push("finished; its row is still computed, for nobody");
+  else if (request.end && col > request.end.col) lines.push("finished; its row is still computed as padding");
   else lines.push("on board, but not in this step");
   return lines;
 }

@@ -1,4 +1,4 @@
-// The cells of the timeline: the work of each seat in a range of steps.
+// The cells of the timeline: the work of each slot in a range of steps.
 
 import { hatching } from "./canvas.js";
 import { formatCount } from "./format.js";
@@ -8,7 +8,7 @@ import { palette } from "./theme.js";
 const SHADES = [50, 60, 70, 80, 90, 100];
 
 export class LiftCells {
-  // `view` maps columns and seats to pixels.
+  // `view` maps columns and slots to pixels.
   constructor(context, view, model, from, to) {
     this.colours = palette();
     Object.assign(this, { context, view, model });
@@ -23,18 +23,18 @@ export class LiftCells {
   }
 
   draw() {
-    for (const seat of this.model.seats.keys()) this.drawSeat(seat);
+    for (const slot of this.model.slots.keys()) this.drawSlot(slot);
     this.fillRects();
     for (const draw of this.drafts) draw();
     this.fillRects();
     this.drawLabels();
     this.drawGrid();
-    for (const seat of this.model.seats.keys()) this.drawMarks(seat);
+    for (const slot of this.model.slots.keys()) this.drawMarks(slot);
     this.fillRects();
   }
 
-  staysIn(seat) {
-    const stays = this.model.seats[seat];
+  staysIn(slot) {
+    const stays = this.model.slots[slot];
     const found = [];
     for (let index = upperBound(stays, this.to, (stay) => stay.from) - 1; index >= 0; index--) {
       if (stays[index].to <= this.from) break;
@@ -43,11 +43,11 @@ export class LiftCells {
     return found;
   }
 
-  drawSeat(seat) {
+  drawSlot(slot) {
     const { view, inset } = this;
-    const y = view.yOf(seat) + inset;
+    const y = view.yOf(slot) + inset;
     const height = Math.max(1, view.rowHeight - 2 * inset);
-    for (const stay of this.staysIn(seat)) {
+    for (const stay of this.staysIn(slot)) {
       this.rect(this.colours.stay, stay.from, stay.to, y, height);
       if (stay.idleFrom < stay.to) this.rect(this.bubble, stay.idleFrom, stay.to, y, height);
       this.drawParts(stay, y, height);
@@ -124,17 +124,17 @@ export class LiftCells {
   }
 
   // Admissions (with cached tokens), preemptions and endings.
-  drawMarks(seat) {
+  drawMarks(slot) {
     const { view, inset } = this;
-    const y = view.yOf(seat) + inset;
+    const y = view.yOf(slot) + inset;
     const height = Math.max(1, view.rowHeight - 2 * inset);
-    for (const stay of this.staysIn(seat)) {
+    for (const stay of this.staysIn(slot)) {
       const { request } = stay;
-      const board = request.boards.find((each) => each.col === stay.from);
-      if (board && board.cached + board.swapped > 0) {
-        const share = Math.min(1, (board.cached + board.swapped) / Math.max(1, request.prompt));
+      const admission = request.admissions.find((each) => each.col === stay.from);
+      if (admission && admission.cached + admission.swapped > 0) {
+        const share = Math.min(1, (admission.cached + admission.swapped) / Math.max(1, request.prompt));
         const width = Math.max(1.5, Math.min(view.colWidth * 0.45, 8)) / view.colWidth;
-        const colour = board.swapped ? this.colours.swap : this.colours.cached;
+        const colour = admission.swapped ? this.colours.swap : this.colours.cached;
         this.rect(colour, stay.from, stay.from + width, y + height * (1 - share), height * share);
       }
       if (stay.to <= this.model.nextCol) this.drawLeaving(stay, y, height);

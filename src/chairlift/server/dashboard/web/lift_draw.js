@@ -1,4 +1,4 @@
-// Draws the timeline: one row per seat, one column per step, with axes and labels.
+// Draws the timeline: one row per slot, one column per step, with axes and labels.
 
 import { Layer, SMALL_FONT } from "./canvas.js";
 import { LiftCells } from "./lift_cells.js";
@@ -31,22 +31,22 @@ export class LiftDrawing {
     this.drawAxis();
   }
 
-  // Seats and their numbers.
+  // Slots and their numbers.
   drawRows(context) {
     const { view } = this;
     context.font = SMALL_FONT;
     context.textBaseline = "middle";
     context.textAlign = "right";
     const every = view.rowHeight >= 13 ? 1 : Math.ceil(13 / view.rowHeight / 4) * 4;
-    for (let seat = 0; seat < view.rows; seat++) {
-      const y = view.yOf(seat);
-      if (seat % 2 === 0) {
+    for (let slot = 0; slot < view.rows; slot++) {
+      const y = view.yOf(slot);
+      if (slot % 2 === 0) {
         context.fillStyle = this.colours.faint;
         context.fillRect(view.gutter, y, view.width - view.gutter, view.rowHeight);
       }
-      if (seat % every === 0) {
+      if (slot % every === 0) {
         context.fillStyle = this.colours.muted;
-        context.fillText(String(seat + 1), view.gutter - 8, y + Math.max(view.rowHeight / 2, 6));
+        context.fillText(String(slot + 1), view.gutter - 8, y + Math.max(view.rowHeight / 2, 6));
       }
     }
   }
@@ -56,11 +56,11 @@ export class LiftDrawing {
     const { context, view, model } = this;
     context.strokeStyle = this.colours.text;
     context.lineWidth = 1.5;
-    for (const [seat, stays] of model.seats.entries()) {
+    for (const [slot, stays] of model.slots.entries()) {
       for (const stay of stays) {
         if (stay.request !== request) continue;
         const x = view.xOf(stay.from);
-        context.strokeRect(x, view.yOf(seat) + 0.75, view.xOf(Math.min(stay.to, model.nextCol)) - x, view.rowHeight - 1.5);
+        context.strokeRect(x, view.yOf(slot) + 0.75, view.xOf(Math.min(stay.to, model.nextCol)) - x, view.rowHeight - 1.5);
       }
     }
   }

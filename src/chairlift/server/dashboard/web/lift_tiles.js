@@ -48,7 +48,7 @@ export class LiftTiles {
 function fillTile(layer, version, number, cols, view, model) {
   const width = Math.ceil(cols * view.colWidth) + 1; // overlap by a pixel to avoid seams
   const { colWidth, rowHeight, axisTop } = view;
-  const place = { colWidth, rowHeight, axisTop, xOf: (col) => (col - number * cols) * colWidth, yOf: (seat) => view.yOf(seat) };
+  const place = { colWidth, rowHeight, axisTop, xOf: (col) => (col - number * cols) * colWidth, yOf: (slot) => view.yOf(slot) };
   const key = [version, number, cols, colWidth, rowHeight].join();
   return layer.fill(width, axisTop, key, (context) => new LiftCells(context, place, model, number * cols, (number + 1) * cols).draw());
 }

@@ -1,4 +1,4 @@
-// The visible part of the timeline: range and width of the columns, number and height of the seats.
+// The visible part of the timeline: range and width of the columns, number and height of the slots.
 
 const GUTTER = 30;
 const AXIS = 20;
@@ -19,10 +19,10 @@ export class LiftView {
     this.rowHeight = (height - AXIS) / this.rows;
   }
 
-  // Show empty seats, but not hundreds of them.
+  // Show empty slots, but not hundreds of them.
   rowsFor(model) {
-    const seats = model.key ? model.key.seats : 8;
-    return Math.min(Math.max(seats, model.seats.length), Math.max(8, Math.ceil(model.seats.length / 8) * 8));
+    const maxSlots = model.key ? model.key.seats : 8;
+    return Math.min(Math.max(maxSlots, model.slots.length), Math.max(8, Math.ceil(model.slots.length / 8) * 8));
   }
 
   get gutter() {
@@ -45,17 +45,17 @@ export class LiftView {
     return GUTTER + (col - this.left) * this.colWidth;
   }
 
-  yOf(seat) {
-    return seat * this.rowHeight;
+  yOf(slot) {
+    return slot * this.rowHeight;
   }
 
   colAt(x) {
     return Math.floor((x - GUTTER) / this.colWidth + this.left);
   }
 
-  seatAt(y) {
-    const seat = Math.floor(y / this.rowHeight);
-    return y < this.axisTop && seat < this.rows ? seat : -1;
+  slotAt(y) {
+    const slot = Math.floor(y / this.rowHeight);
+    return y < this.axisTop && slot < this.rows ? slot : -1;
   }
 
   // Scroll smoothly towards the newest step; false once it is reached.

@@ -131,10 +131,10 @@ class App {
   }
 
   say(text) {
-    setText(byId("said"), text);
-    byId("said").hidden = !text;
-    clearTimeout(this.saidTimer);
-    this.saidTimer = setTimeout(() => (byId("said").hidden = true), 6000);
+    setText(byId("message"), text);
+    byId("message").hidden = !text;
+    clearTimeout(this.messageTimer);
+    this.messageTimer = setTimeout(() => (byId("message").hidden = true), 6000);
   }
 
   // ---- actions ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// The state that the frames describe: requests, seats, steps and blocks. Draws nothing.
+// The state that the frames describe: requests, slots, steps and blocks. Draws nothing.
 
 import { Blocks } from "./blocks.js";
 import { LiftRequest } from "./request.js";
@@ -18,7 +18,7 @@ export class Model {
     this.hello = {};
     this.service = null; // totals of the server
     this.lost = 0; // frames lost because this page read too slowly
-    this.key = null; // the last keyframe: seats and sizes
+    this.key = null; // the last keyframe: slots and sizes
     this.policy = "";
     this.now = 0;
     this.mayHaveMissed = false; // whether steps may be missing since the last one
@@ -28,7 +28,7 @@ export class Model {
     this.tenants = new Map(); // names by number; the most recent one comes last
     this.steps = []; // the last KEPT_STEPS; a step's column never changes, but its index here does
     this.firstCol = 0;
-    this.seats = []; // a list of stays {request, from, to, idleFrom} for each seat
+    this.slots = []; // a list of stays {request, from, to, idleFrom} for each slot
     this.occupants = [];
     this.breaks = []; // columns before which frames are missing
     this.policyChanges = []; // {col, policy}
@@ -46,7 +46,7 @@ export class Model {
     return this.firstCol + this.steps.length;
   }
 
-  get seatsTaken() {
+  get slotsTaken() {
     return this.occupants.filter(Boolean).length;
   }
 
@@ -54,10 +54,10 @@ export class Model {
     return this.steps[col - this.firstCol] || null;
   }
 
-  // The parts that a step computed, by seat.
+  // The parts that a step computed, by slot.
   workAt(col) {
     const found = [];
-    for (const stays of this.seats) {
+    for (const stays of this.slots) {
       const stay = stays[upperBound(stays, col, (each) => each.from) - 1];
       const part = stay && col < stay.to ? stay.request.partAt(col) : null;
       if (part) found.push({ request: stay.request, part, start: part.start + col - part.col, count: part.count });
@@ -77,7 +77,7 @@ export class Model {
         this.mayHaveMissed ||= frame.frames > this.lost;
         this.lost = frame.frames;
       },
-      tenants: () => Object.entries(frame.names).forEach(([number, name]) => this.hearOf(Number(number), name)),
+      tenants: () => Object.entries(frame.names).forEach(([number, name]) => this.rememberTenant(Number(number), name)),
       key: () => this.applyKey(frame),
       batch: () => this.applyBatch(frame),
     };
@@ -88,7 +88,7 @@ export class Model {
     return request.tenantName || "–";
   }
 
-  hearOf(number, name) {
+  rememberTenant(number, name) {
     this.tenants.delete(number);
     this.tenants.set(number, name);
   }
@@ -120,16 +120,16 @@ export class Model {
       if (request.state !== "done" && !open.has(request.id)) this.leave(request, this.nextCol, "done");
     }
     this.blocks.reset(frame);
-    for (const given of frame.requests) this.takeUp(given);
+    for (const given of frame.requests) this.restoreRequest(given);
     this.applyStanding(frame);
     this.forgetTenants();
   }
 
-  takeUp(given) {
+  restoreRequest(given) {
     const [, id, , , , , , state, computed, outputs, table] = given;
     let request = this.requests.get(id);
     if (!request) {
-      request = this.meet(given);
+      request = this.addRequest(given);
       request.isKnownWhole = state === "waiting" && computed === 0;
     }
     request.handle = given[0];
@@ -137,15 +137,15 @@ export class Model {
     this.handles.set(request.handle, request);
     this.blocks.setTable(request, 0, table);
     if (state === "waiting") this.leave(request, this.nextCol, "waiting");
-    else if (request.seat < 0) this.sit(request, this.nextCol);
+    else if (request.slot < 0) this.occupySlot(request, this.nextCol);
     if (state === "idle") this.becomeIdle(request, this.nextCol);
   }
 
   // Keep the tenant's name, because the number may be forgotten, or reused by a restarted engine.
-  meet(given) {
+  addRequest(given) {
     const request = new LiftRequest(given);
     const name = this.tenants.get(request.tenant);
-    if (name !== undefined) this.hearOf(request.tenant, name);
+    if (name !== undefined) this.rememberTenant(request.tenant, name);
     request.tenantName = name;
     this.requests.set(request.id, request);
     return request;
@@ -158,7 +158,7 @@ export class Model {
     const steps = frame.steps || [];
     const base = this.nextCol;
     for (const given of frame.new || []) {
-      const request = this.meet(given);
+      const request = this.addRequest(given);
       this.handles.set(request.handle, request);
       this.tokens.prompt += request.prompt;
     }
@@ -166,7 +166,7 @@ export class Model {
     for (let index = 0; index <= steps.length; index++) {
       const step = steps[index] && this.addStep(steps[index]);
       const here = moves.filter((move) => move.index === index);
-      if (step && step.idle === 0) this.freeIdleSeats(base + index);
+      if (step && step.idle === 0) this.freeIdleSlots(base + index);
       for (const move of here.filter((move) => !step || move.time < step.time)) this.move(move, base + index);
       for (const move of here.filter((move) => step && move.time >= step.time)) this.move(move, base + index + 1);
     }
@@ -195,13 +195,13 @@ export class Model {
     if (!request) return;
     if (kind === "board") {
       const [cached, miss, swapped] = more;
-      if (!request.boards.length) {
+      if (!request.admissions.length) {
         this.tokens.cached += cached;
         this.lookups[miss || "all_found"] = (this.lookups[miss || "all_found"] || 0) + 1;
       }
-      request.boards.push({ time, col, cached, miss, swapped });
+      request.admissions.push({ time, col, cached, miss, swapped });
       request.stopWaiting(time);
-      this.sit(request, col);
+      this.occupySlot(request, col);
     } else if (kind === "preempt") {
       request.preempts.push({ time, col, computed: more[0], swapped: Boolean(more[1]) });
       this.blocks.setTable(request, 0, []);
@@ -215,7 +215,7 @@ export class Model {
       else this.leave(request, col, "done");
     }
     const isOver = !this.occupants.some((occupant) => occupant && occupant.state === "running");
-    if (isOver) this.freeIdleSeats(col); // the last request of a batch frees all its seats
+    if (isOver) this.freeIdleSlots(col); // the last request of a batch frees all its slots
   }
 
   // Prefill chunks and runs of decodes, in the order in which each request computed them.
@@ -232,7 +232,7 @@ export class Model {
   }
 
   work(request, piece, col) {
-    // A pipelined engine may have started a step before it knew that a request had ended.
+    // A pipelined engine may have started a step before the end of a request was detected.
     const n = request.end ? Math.min(piece.n, request.end.col + 1 - col) : piece.n;
     if (n <= 0) return;
     if (piece.proposed !== undefined) {
@@ -282,32 +282,32 @@ export class Model {
     }).filter(Boolean);
   }
 
-  // ---- seats ------------------------------------------------------------------------------------------------------
+  // ---- slots ------------------------------------------------------------------------------------------------------
 
-  sit(request, col) {
-    let seat = this.occupants.findIndex((occupant) => !occupant);
-    if (seat < 0) seat = this.occupants.length;
-    this.occupants[seat] = request;
-    this.seats[seat] ||= [];
-    this.seats[seat].push({ request, from: col, to: Infinity, idleFrom: Infinity });
-    request.seat = seat;
+  occupySlot(request, col) {
+    let slot = this.occupants.findIndex((occupant) => !occupant);
+    if (slot < 0) slot = this.occupants.length;
+    this.occupants[slot] = request;
+    this.slots[slot] ||= [];
+    this.slots[slot].push({ request, from: col, to: Infinity, idleFrom: Infinity });
+    request.slot = slot;
     request.state = "running";
   }
 
   becomeIdle(request, col) {
     request.state = "idle";
-    if (request.seat >= 0) this.seats[request.seat].at(-1).idleFrom = col;
+    if (request.slot >= 0) this.slots[request.slot].at(-1).idleFrom = col;
   }
 
-  freeIdleSeats(col) {
+  freeIdleSlots(col) {
     for (const request of this.occupants) if (request && request.state === "idle") this.leave(request, col, "done");
   }
 
   leave(request, col, state) {
-    if (request.seat >= 0) {
-      this.seats[request.seat].at(-1).to = col;
-      this.occupants[request.seat] = null;
-      request.seat = -1;
+    if (request.slot >= 0) {
+      this.slots[request.slot].at(-1).to = col;
+      this.occupants[request.slot] = null;
+      request.slot = -1;
     }
     request.state = state;
   }
@@ -319,8 +319,8 @@ export class Model {
     const dropped = this.steps.length - KEPT_STEPS;
     this.steps.splice(0, dropped);
     this.firstCol += dropped;
-    for (let seat = 0; seat < this.seats.length; seat++) {
-      this.seats[seat] = this.seats[seat].filter((stay) => stay.to > this.firstCol);
+    for (let slot = 0; slot < this.slots.length; slot++) {
+      this.slots[slot] = this.slots[slot].filter((stay) => stay.to > this.firstCol);
     }
     for (const [id, request] of this.requests) {
       if (request.state === "done" && (!request.end || request.end.col < this.firstCol)) {
@@ -334,7 +334,7 @@ export class Model {
 // Admissions, preemptions and endings in the order in which they happened.
 function movesOf(frame) {
   const moves = [];
-  for (const kind of ["end", "preempt", "board"]) { // at the same time, seats are freed before they are taken
+  for (const kind of ["end", "preempt", "board"]) { // at the same time, slots are freed before they are taken
     for (const [handle, index, time, ...more] of frame[kind] || []) moves.push({ kind, handle, index, time, more });
   }
   return moves.sort((a, b) => a.index - b.index || a.time - b.time);

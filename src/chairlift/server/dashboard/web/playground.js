@@ -37,7 +37,7 @@ export class Playground {
     for (const control of byId("playground").querySelectorAll("button, input, textarea")) {
       control.disabled = !isLive || (control.name === "policy" && !model.hello.policy_switch);
     }
-    setText(byId("policy-said"), policyWords(model));
+    setText(byId("policy-status"), policyWords(model));
     if (!this.isSwitching) for (const radio of document.querySelectorAll("[name=policy]")) radio.checked = radio.value === model.policy;
     this.ownRequest = this.ownId ? model.requests.get(this.ownId) || this.ownRequest : null;
     byId("chat-own").hidden = !this.ownRequest;
@@ -50,8 +50,8 @@ export class Playground {
     byId("own-cached").style.width = `${(100 * Math.min(request.cached, request.prompt)) / most}%`;
     byId("own-prompt").style.width = `${(100 * Math.max(0, request.prompt - request.cached)) / most}%`;
     byId("own-output").style.width = `${(100 * request.outputs) / most}%`;
-    const state = request.end ? request.end.reason : request.state === "running" ? `seat ${request.seat + 1}` : request.state;
-    setText(byId("own-said"), `${shortId(request.id)}: ${request.cached} cached + ${request.prompt - request.cached} prompt + ${request.outputs} new, ${state}`);
+    const state = request.end ? request.end.reason : request.state === "running" ? `seat ${request.slot + 1}` : request.state;
+    setText(byId("own-status"), `${shortId(request.id)}: ${request.cached} cached + ${request.prompt - request.cached} prompt + ${request.outputs} new, ${state}`);
   }
 
   // ---- chat ---------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ export class Playground {
     const mostWords = Math.max(8, Math.floor(mostTokens / 6));
     const shared = plan.shared ? someWords(Math.min(plan.shared, Math.floor(mostWords * 0.75))) + " " : "";
     let [answered, problem, index] = [0, "", 0];
-    const show = () => setText(byId("burst-said"), `${answered} of ${all} answered${problem && `. ${problem}`}`);
+    const show = () => setText(byId("burst-status"), `${answered} of ${all} answered${problem && `. ${problem}`}`);
     show();
     await Promise.all(plan.prompts.map(async (count, group) => {
       const prompts = Array.from({ length: count }, () => shared + someWords(Math.min(plan.words(index++), mostWords - (shared ? plan.shared : 0))));
@@ -162,7 +162,7 @@ export class Playground {
     try {
       await this.send("dashboard/policy", policy === "static" ? { policy, max_delay_ms: 1000 } : { policy });
     } catch (error) {
-      setText(byId("burst-said"), error.message);
+      setText(byId("burst-status"), error.message);
     }
     setTimeout(() => (this.isSwitching = false), 1000); // by then a frame shows the policy
   }

@@ -1,4 +1,4 @@
-// One request as the page knows it.
+// The page's state of one request.
 
 import { upperBound } from "./stats.js";
 
@@ -6,8 +6,8 @@ export class LiftRequest {
   constructor([handle, id, arrival, prompt, maxNew, tenant, priority]) {
     Object.assign(this, { handle, id, arrival, prompt, maxNew, tenant, priority });
     this.state = "waiting"; // waiting, running, idle (finished, in a batch that is not) or done
-    this.seat = -1;
-    this.boards = []; // {time, col, cached, miss, swapped}
+    this.slot = -1;
+    this.admissions = []; // {time, col, cached, miss, swapped}
     this.preempts = []; // {time, col, computed, swapped}
     this.waits = []; // {reason, from, to}
     this.parts = []; // computed parts in order: {kind, col, n, start, count, proposed, accepted}
@@ -24,7 +24,7 @@ export class LiftRequest {
   }
 
   get cached() {
-    return this.boards.length ? this.boards[0].cached : 0;
+    return this.admissions.length ? this.admissions[0].cached : 0;
   }
 
   get proposed() {

@@ -16,7 +16,7 @@ export class ServicePanel {
     const { model } = this.app;
     this.showTiles(model);
     this.showQueue(model);
-    this.showOnBoard(model);
+    this.showRunning(model);
     this.showTimes(model);
     this.showPrefix(model);
     this.showTenants(model);
@@ -24,10 +24,10 @@ export class ServicePanel {
   }
 
   showTiles(model) {
-    const seats = model.key ? model.key.seats : 0;
+    const maxSlots = model.key ? model.key.seats : 0;
     const rate = ratesOf(model);
     const { blocks } = model;
-    setText(byId("tile-seats"), `${model.seatsTaken} / ${seats}`);
+    setText(byId("tile-slots"), `${model.slotsTaken} / ${maxSlots}`);
     setText(byId("tile-waiting"), formatCount(Object.values(model.reasons).reduce((sum, count) => sum + count, 0)));
     setText(byId("tile-rate"), formatCount(rate.outputs));
     setText(byId("tile-ttft"), formatSeconds(model.times.ttft.percentile(0.5)));
@@ -51,14 +51,14 @@ export class ServicePanel {
     byId("queue-table").hidden = model.waiting.length === 0;
   }
 
-  showOnBoard(model) {
+  showRunning(model) {
     const running = model.occupants.filter((request) => request && request.state === "running");
-    fillRows(byId("board-rows"), running.slice(0, SHOWN_ROWS), (request) => [
-      this.storyButton(request), String(request.seat + 1), formatCount(request.prompt), formatCount(request.outputs),
+    fillRows(byId("running-rows"), running.slice(0, SHOWN_ROWS), (request) => [
+      this.storyButton(request), String(request.slot + 1), formatCount(request.prompt), formatCount(request.outputs),
       formatSeconds(model.now - request.arrival)]);
-    byId("board-empty").hidden = running.length > 0;
-    byId("board-table").hidden = running.length === 0;
-    setText(byId("board-more"), running.length > SHOWN_ROWS ? `and ${running.length - SHOWN_ROWS} more` : "");
+    byId("running-empty").hidden = running.length > 0;
+    byId("running-table").hidden = running.length === 0;
+    setText(byId("running-more"), running.length > SHOWN_ROWS ? `and ${running.length - SHOWN_ROWS} more` : "");
   }
 
   storyButton(request) {
@@ -74,7 +74,7 @@ export class ServicePanel {
   showPrefix(model) {
     const { tokens, lookups } = model;
     setText(byId("prefix-rate"), formatPercent(tokens.prompt ? tokens.cached / tokens.prompt : 0));
-    setText(byId("prefix-said"), `${formatCount(tokens.cached)} of ${formatCount(tokens.prompt)} prompt tokens`);
+    setText(byId("prefix-status"), `${formatCount(tokens.cached)} of ${formatCount(tokens.prompt)} prompt tokens`);
     const misses = Object.entries(lookups).sort((a, b) => b[1] - a[1]);
     byId("prefix-misses").replaceChildren(...misses.map(([reason, count]) =>
       element("li", {}, element("b", { class: "number" }, formatCount(count)), missWords(reason))));

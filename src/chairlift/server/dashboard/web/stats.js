@@ -3,7 +3,7 @@
 export class Reservoir {
   constructor(size = 4096) {
     this.values = new Float64Array(size);
-    this.count = 0; // of all values ever added
+    this.count = 0; // number of values ever added
     this.sorted = null;
   }
 

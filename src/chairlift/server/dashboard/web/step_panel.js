@@ -14,7 +14,7 @@ export class StepPanel {
     this.mask = new Picture(byId("mask-canvas"), (context, width, height) => this.drawMask(context, width, height));
     this.times = new Picture(byId("times-canvas"), (context, width, height) => this.drawTimes(context, width, height));
     byId("mask-canvas").addEventListener("pointermove", (event) => this.explain(event));
-    byId("mask-canvas").addEventListener("pointerleave", () => setText(byId("mask-said"), ""));
+    byId("mask-canvas").addEventListener("pointerleave", () => setText(byId("mask-status"), ""));
   }
 
   get col() {
@@ -48,7 +48,7 @@ export class StepPanel {
     }
     setText(byId("budget-free-count"), formatCount(Math.max(0, most - used - step.padding)));
     const text = `${formatCount(used)} of ${formatCount(step.limit)} tokens (${formatPercent(used / most)})`;
-    setText(byId("budget-said"), text);
+    setText(byId("budget-status"), text);
     byId("budget-bar").setAttribute("aria-label", `Token budget: ${text}; ${step.decode} decodes, ${step.prefill} prompt tokens, ${step.padding} padding`);
   }
 
@@ -98,12 +98,12 @@ export class StepPanel {
 
   explain(event) {
     const found = this.layout && this.layout.at(...pointerOn(byId("mask-canvas"), event));
-    if (!found) return setText(byId("mask-said"), "");
+    if (!found) return setText(byId("mask-status"), "");
     const { box, row, col } = found;
     const position = box.start + row;
     let what = `sees positions 0 to ${position} of its own request: ${box.start} cached, ${row + 1} new`;
     if (col !== null) what = col <= position ? `may see position ${col} (${col < box.start ? "cached" : "new"})` : `may not see position ${col}: it comes later`;
-    setText(byId("mask-said"), `${shortId(box.request.id)}, token ${position} ${what}`);
+    setText(byId("mask-status"), `${shortId(box.request.id)}, token ${position} ${what}`);
   }
 }
 

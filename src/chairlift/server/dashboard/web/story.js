@@ -104,7 +104,7 @@ export class StoryPanel {
 
 function stateWords(request) {
   if (request.end) return request.end.reason;
-  return { waiting: "waiting", running: `on seat ${request.seat + 1}`, idle: "finished", done: "gone" }[request.state];
+  return { waiting: "waiting", running: `on seat ${request.slot + 1}`, idle: "finished", done: "gone" }[request.state];
 }
 
 function factsOf(model, request) {
@@ -112,13 +112,13 @@ function factsOf(model, request) {
   const end = request.end ? request.end.time : model.now;
   const sorted = gapsOf(model, request).sort((a, b) => a - b);
   const gapAt = (share) => (sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))] : null);
-  const board = request.boards[0];
+  const admission = request.admissions[0];
   const facts = [
     ["Prompt tokens", formatCount(request.prompt), "story-prompt"],
-    ["of them cached", board ? `${formatCount(board.cached)} (${formatPercent(board.cached / request.prompt)})` : "–", "story-cached"],
+    ["of them cached", admission ? `${formatCount(admission.cached)} (${formatPercent(admission.cached / request.prompt)})` : "–", "story-cached"],
     ["Output tokens", formatCount(request.outputs), "story-outputs"],
     ["Prompt chunks", chunks.length ? `${chunks.length}: ${listOf(chunks.map((chunk) => chunk.count))}` : "–"],
-    ["Waited", board ? formatSeconds(board.time - request.arrival) : formatSeconds(end - request.arrival)],
+    ["Waited", admission ? formatSeconds(admission.time - request.arrival) : formatSeconds(end - request.arrival)],
     ["First token after", request.firstToken === null ? "–" : formatSeconds(request.firstToken - request.arrival), "story-ttft"],
     ["Between tokens", sorted.length ? `${formatSeconds(gapAt(0.5))} (p95 ${formatSeconds(gapAt(0.95))})` : "–"],
     ["In all", formatSeconds(end - request.arrival)],
@@ -154,10 +154,10 @@ function eventsOf(model, request) {
   const add = (time, what, kind) => events.push({ time, what, kind });
   add(request.arrival, `queued with ${formatCount(request.prompt)} prompt tokens, up to ${formatCount(request.maxNew)} new ones`, "queue");
   for (const wait of request.waits) add(wait.from + 1e-9, `waits: ${waitWords(wait.reason)}`, "wait");
-  for (const board of request.boards) {
-    const miss = board.miss ? `; ${missWords(board.miss)}` : "";
-    const swapped = board.swapped ? `, ${board.swapped} back from host memory` : "";
-    add(board.time, `boards, ${formatCount(board.cached)} tokens cached${swapped}${miss}`, "board");
+  for (const admission of request.admissions) {
+    const miss = admission.miss ? `; ${missWords(admission.miss)}` : "";
+    const swapped = admission.swapped ? `, ${admission.swapped} back from host memory` : "";
+    add(admission.time, `boards, ${formatCount(admission.cached)} tokens cached${swapped}${miss}`, "admit");
   }
   for (const part of request.parts.filter((each) => each.kind === "prefill").slice(0, 40)) {
     const step = model.stepAt(part.col);

@@ -8,7 +8,7 @@ let colours = {};
 
 const COLOUR_NAMES = ["bg", "card", "line", "text", "muted", "faint", "prefill", "decode", "cached", "preempt", "draft",
   "swap", "bubble", "stay", "accent"];
-// Okabe and Ito's colours, which are safe for colour-blind people; owners also differ by a mark.
+// Okabe and Ito's colours, which are safe for colour blindness; owners also differ by a mark.
 const OWNER_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C7AE6", "#B8A800"];
 
 export function palette() {
@@ -19,7 +19,7 @@ export function ownerColour(handle) {
   return OWNER_COLOURS[handle % OWNER_COLOURS.length];
 }
 
-// One of four marks tells requests of the same colour apart.
+// One of four marks distinguishes requests of the same colour.
 export function ownerMark(handle) {
   return Math.floor(handle / OWNER_COLOURS.length) % 4;
 }

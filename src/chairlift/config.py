@@ -43,24 +43,24 @@ def _check_speculate(parameter: str, value: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine runs a model. None means: chosen from the model and the machine."""
+    """Options of an engine. None means that the value is chosen from the model and the machine."""
 
     load_format: str = option(
         "auto",
-        help="How weights are read; dummy fills a config.json with random weights.",
+        help="How weights are read; dummy creates random weights from config.json.",
         group=MODEL,
         choices=LOAD_FORMATS,
     )
     max_model_len: int | None = option(
         None,
-        help="Maximum number of tokens of a prompt and its output together.",
+        help="Maximum number of tokens of a prompt plus its output.",
         group=MODEL,
         check=at_least(1),
         default_text="the model's limit",
     )
     device: str = option(
         "auto",
-        help="Where the model runs; auto takes a GPU if there is one.",
+        help="Device to run on; auto uses a GPU if there is one.",
         group=DEVICE,
         check=_check_device,
         metavar="[auto|cpu|cuda|cuda:N]",
@@ -73,7 +73,7 @@ class EngineConfig:
     )
     quantization: str | None = option(
         "auto",
-        help="Format of the weights: int8 on a CPU, fp8 on a GPU. auto takes int8 where it is faster, unless a dtype "
+        help="Format of the weights: int8 on a CPU, fp8 on a GPU. auto uses int8 where it is faster, unless a dtype "
         "is given.",
         group=DEVICE,
         choices=lambda: ("auto", *FORMATS.names()),
@@ -87,7 +87,7 @@ class EngineConfig:
     )
     attention: str = option(
         "auto",
-        help="Attention backend; auto takes the fastest one that supports the model.",
+        help="Attention backend; auto uses the fastest one that supports the model.",
         group=DEVICE,
         choices=lambda: ("auto", *BACKENDS.names()),
     )
@@ -104,7 +104,7 @@ class EngineConfig:
     )
     max_batch_tokens: int | None = option(
         None,
-        help="Maximum number of tokens per step, of all requests together.",
+        help="Maximum number of tokens per step, over all requests.",
         group=BATCHING,
         check=at_least(1),
         aliases=("max_num_batched_tokens",),
@@ -112,10 +112,10 @@ class EngineConfig:
     )
     max_prefill_tokens: int | None = option(
         None,
-        help="Maximum number of prompt tokens among them.",
+        help="Maximum number of prompt tokens per step.",
         group=BATCHING,
         check=at_least(1),
-        default_text="all of them",
+        default_text="as --max-batch-tokens",
     )
     max_batch_requests: int | None = option(
         None,
@@ -135,14 +135,14 @@ class EngineConfig:
     )
     target_tpot_ms: float | None = option(
         None,
-        help="Time per output token to keep for running requests while others arrive.",
+        help="Target time per output token of running requests.",
         group=BATCHING,
         check=above(0),
         default_text="none",
     )
     target_ttft_ms: float | None = option(
         None,
-        help="Time to the first token to keep for new requests.",
+        help="Target time to the first token of new requests.",
         group=BATCHING,
         check=above(0),
         default_text="none",
@@ -211,7 +211,7 @@ class EngineConfig:
     )
     memory_share: float | None = option(
         None,
-        help="Instead of --kv-memory: this share of the memory that is free after loading.",
+        help="Share of the memory free after loading that the KV cache gets, instead of --kv-memory.",
         group=KV_CACHE,
         check=strictly_between(0, 1),
         aliases=("gpu_memory_utilization",),
@@ -219,7 +219,7 @@ class EngineConfig:
     )
     prefix_caching: bool = option(
         True,
-        help="Reuse the cached KV blocks of earlier prompts that start the same.",
+        help="Reuse the cached KV blocks of earlier prompts with the same prefix.",
         group=KV_CACHE,
         aliases=("enable_prefix_caching",),
     )
@@ -238,15 +238,15 @@ class EngineConfig:
         group=SPECULATION,
         check=at_least(1),
         aliases=("num_speculative_tokens",),
-        default_text="as many as pay off",
+        default_text="from the measured speedup",
     )
     seed: int | None = option(
         None,
-        help="Makes requests without a seed of their own repeatable.",
+        help="Seed for requests that have none.",
         group=MODEL,
         check=at_least(0),
         default_text="random",
-        on_command_line=False,  # a command's --seed is that of its requests
+        on_command_line=False,  # on the command line, --seed is a sampling option
     )
 
     def __post_init__(self) -> None:
@@ -276,7 +276,7 @@ class EngineConfig:
 
 
 def check_batch_requests(requests: int, tokens: int) -> None:
-    """Raise if a step could not compute a token of each request."""
+    """Raise if a step cannot hold one token of each request."""
     if requests > tokens:
         raise InvalidParameter(
             "max_batch_requests", f"{requests} requests need a token each, but max_batch_tokens is {tokens}"

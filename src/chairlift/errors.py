@@ -1,10 +1,10 @@
-"""The errors that users of Chairlift can meet, by what can be done about them."""
+"""Exceptions for callers of Chairlift, by what can be done about them."""
 
 from __future__ import annotations
 
 
 class ChairliftError(Exception):
-    """Base class of the errors raised on purpose."""
+    """Base class of the exceptions that Chairlift raises on purpose."""
 
 
 class InvalidParameter(ChairliftError, ValueError):
@@ -17,11 +17,11 @@ class InvalidParameter(ChairliftError, ValueError):
 
 
 class ModelNotFound(ChairliftError):
-    """There is no model of that name, or it could not be fetched."""
+    """No model has this name, or it could not be downloaded."""
 
 
 class UnsupportedModel(ChairliftError):
-    """The architecture of the checkpoint, or a feature of it, is not supported."""
+    """The checkpoint's architecture, or a feature of it, is not supported."""
 
 
 class CorruptCheckpoint(ChairliftError):
@@ -29,7 +29,7 @@ class CorruptCheckpoint(ChairliftError):
 
 
 class TemporaryFailure(ChairliftError):
-    """The failure has nothing to do with the request, which may succeed if repeated."""
+    """The request failed for a reason outside of it; a retry may succeed."""
 
 
 class EngineDead(ChairliftError):

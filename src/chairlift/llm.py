@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
-_PROMPT_OPTIONS = ("cache_salt", "priority", "tenant")  # keys of a prompt besides its text
+_PROMPT_OPTIONS = ("cache_salt", "priority", "tenant")  # optional keys of a prompt
 
 
 class LLM:
@@ -45,7 +45,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", *, progress: bool = True, **options: Any) -> None:
         config = _make_config(options)
-        from chairlift.engine.machine_defaults import for_throughput  # these import torch, which takes seconds
+        from chairlift.engine.machine_defaults import for_throughput  # imported late: torch takes seconds to import
         from chairlift.engine.startup import load_engine
 
         loaded = load_engine(model, for_throughput(config), progress=progress)
@@ -179,9 +179,9 @@ class LLM:
 
     def _step(self) -> None:
         pause = self.engine.pause()
-        if pause > 0:  # sleep(0) would yield the core
+        if pause > 0:  # sleep(0) would yield the core for nothing
             time.sleep(min(pause, 1.0))
-        self.engine.step()  # its events reach every open batch
+        self.engine.step()  # a listener adds the events to every open batch
         self.engine.check_alive()
 
 
@@ -218,7 +218,7 @@ class _Input:
 
 
 class _Batch:
-    """The results of one call, collected from the engine's events."""
+    """Collects the results of one call from the engine's events."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.results: list[RequestOutput] = []
@@ -263,7 +263,7 @@ class _Batch:
                 self._apply(event, self.results[prompt], self.results[prompt].outputs[index])
 
     def _apply(self, event: Event, result: RequestOutput, completion: CompletionOutput) -> None:
-        first = completion.index == 0  # a request's metrics are those of its first completion
+        first = completion.index == 0  # a result has the metrics of its first completion
         match event:
             case RequestAdmitted() if first and result.metrics.boarded is None:
                 result.metrics.boarded = event.time
@@ -305,7 +305,7 @@ class _Batch:
         )
 
     def pieces(self) -> list[StreamedText]:
-        """The output since the last call, one piece for each completion that has any."""
+        """Return the output since the last call: one piece for each completion with new output."""
         changed, self._changed = self._changed, {}
         return [self._piece(request_id) for request_id in changed]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log probability of one token, and its rank among all of them."""
+    """The log-probability of one token, and its rank in the vocabulary."""
 
     logprob: float
     rank: int | None
@@ -19,7 +19,7 @@ class RequestMetrics:
     """Times of a request, in seconds on the engine's clock."""
 
     arrival: float
-    boarded: float | None = None  # first admission
+    boarded: float | None = None  # time of the first admission
     token_times: list[float] = field(default_factory=list)
     finished: float | None = None
     preemptions: int = 0
@@ -54,7 +54,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length, cancelled, deadline, error
     stop_reason: int | str | None = None  # the stop token id or stop string, or the message of an error
-    score: float | None = None  # of beam search and best_of
+    score: float | None = None  # set by beam search and best_of
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ def generation_progress(num_requests: int, *, enabled: bool) -> Iterator[Advance
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:  # rich is for the command line; without it there is no bar
+    except ImportError:  # rich is an optional dependency
         yield lambda num_open, num_tokens: None
         return
     columns = (

@@ -30,11 +30,11 @@ Choice = TypeVar("Choice")
 
 
 class Registry(Generic[T]):
-    """All choices of one parameter, by name. A module is imported when its choice is first asked for."""
+    """All choices of one parameter, by name. A module is imported when its choice is first requested."""
 
     def __init__(self, parameter: str, package: str, module: str = "", *, separator: str = "-") -> None:
-        """With `module`, a choice is a folder of the package, and that module of it registers the choice. `separator`
-        stands between the words of a choice's name, where module names have an underscore."""
+        """With `module`, each choice is a folder of the package that contains a module of this name. `separator`
+        replaces the underscores of module names in the names of choices."""
         self.parameter = parameter
         self.package = package
         self._module = f".{module}" if module else ""
@@ -42,7 +42,7 @@ class Registry(Generic[T]):
         self._registered: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[Choice], Choice]:
-        """Decorator: make an object the choice `name`."""
+        """Return a decorator that registers an object as the choice `name`."""
 
         def add(choice: Choice) -> Choice:
             if self._registered.get(name, choice) is not choice:
@@ -82,7 +82,7 @@ class Registry(Generic[T]):
 
 @cache
 def load_plugins() -> None:
-    """Import the modules that CHAIRLIFT_PLUGINS and installed packages name, once."""
+    """Import the plugins named by CHAIRLIFT_PLUGINS and by installed packages, once."""
     for name in filter(None, os.environ.get(PLUGINS_VARIABLE, "").split(",")):
         _import_plugin(name.strip())
     for entry_point in entry_points(group="chairlift.plugins"):

@@ -76,7 +76,7 @@ def test_the_page_model_agrees_with_the_scheduler(tmp_path: Path) -> None:
         assert found["bubbles"] == run.idle
         assert found["taken"] == 0
         assert found["breaks"] == []
-        assert  <= run.scheduler.max_batch_requests
+        assert found["slots"] <= run.scheduler.max_batch_requests
         assert sum(found["finished"].values()) == len(run.outputs)
         assert found["outputs"] == run.outputs
         assert found["tables"] == 0
@@ -91,7 +91,7 @@ def test_a_page_that_is_late_or_lost_frames_continues_from_a_keyframe(tmp_path: 
     joined = [late.frames[0], {"t": "lost", "frames": 3}, *run.frames[half:]]
     whole, broken = ask_model([run.frames, joined], tmp_path)
     assert broken["taken"] == whole["taken"] == 0
-    assert  <= run.scheduler.max_batch_requests
+    assert broken["slots"] <= run.scheduler.max_batch_requests
 
 
 def test_a_page_that_reconnects_does_not_count_repeated_frames_twice(tmp_path: Path) -> None:

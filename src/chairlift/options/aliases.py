@@ -8,7 +8,7 @@ from typing import Any
 from chairlift.errors import InvalidParameter
 from chairlift.options.declaration import Option
 
-# Options of vLLM for which this engine has one behaviour: the values that ask for it, and why others are refused.
+# Options of vLLM with a fixed behaviour in this engine: the accepted values, and why others are refused.
 FIXED_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code that comes with a model is never run"),
     "tensor_parallel_size": ((1,), "one device per engine"),
@@ -19,7 +19,7 @@ FIXED_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def translate_options(given: Mapping[str, Any], options: tuple[Option, ...]) -> dict[str, Any]:
-    """The given values by the options' own names."""
+    """Return the given values by the options' own names."""
     names = {name: option.name for option in options for name in (option.name, *option.aliases)}
     opposites = {name: option.name for option in options for name in option.opposite_aliases}
     translated: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def translate_options(given: Mapping[str, Any], options: tuple[Option, ...]) -> 
 
 
 def alias_flags(options: tuple[Option, ...]) -> dict[str, str]:
-    """The aliases as they are typed, without dashes, and what each stands for: max-num-seqs -> max-batch-requests."""
+    """Return the flags of aliases and the flag that each stands for: max-num-seqs -> max-batch-requests."""
     flags: dict[str, str] = {}
     for option in options:
         own = option.long_flag.removeprefix("--")

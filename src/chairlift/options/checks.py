@@ -1,4 +1,4 @@
-"""Checks of single values, for the declarations of options."""
+"""Validators for the declarations of options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def above(limit: float) -> Check:
 
 
 def between(lowest: float, highest: float) -> Check:
-    """Both limits are allowed."""
+    """Check that a value lies between two limits, both of which are allowed."""
 
     def check(parameter: str, value: Any) -> None:
         if not lowest <= value <= highest:

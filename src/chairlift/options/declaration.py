@@ -27,23 +27,23 @@ _SCALARS = {str: "a text", Path: "a path", float: "a number", int: "an integer",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One option: what is known from its field and from its declaration."""
+    """One option: the name and type of its field, and its declaration."""
 
     name: str = ""
     default: Any = None
-    types: frozenset[type] = frozenset()  # accepted in Python; empty if only `check` can tell
-    optional: bool = False  # None is accepted
+    types: frozenset[type] = frozenset()  # accepted in Python; empty if `check` decides
+    optional: bool = False  # whether None is accepted
     help: str
     group: str
     choices: Callable[[], Sequence[str]] | None = None
     check: Check | None = None
-    aliases: tuple[str, ...] = ()  # other names, those of vLLM
-    opposite_aliases: tuple[str, ...] = ()  # other names that mean the opposite
+    aliases: tuple[str, ...] = ()  # vLLM's names
+    opposite_aliases: tuple[str, ...] = ()  # vLLM's names for the negated option
     metavar: str | None = None
-    default_text: str | None = None  # describes the default where the value says too little
-    flag: str | None = None  # the long name on the command line if it is not the field's name
+    default_text: str | None = None  # shown instead of the default value
+    flag: str | None = None  # the long flag if it differs from the field's name
     short: str | None = None
-    negatable: bool = True  # a flag has a --no- form
+    negatable: bool = True  # whether a flag has a --no- form
     on_command_line: bool = True
     in_environment: bool = True
 
@@ -62,7 +62,7 @@ class Option:
         return f"CHAIRLIFT_{self.name.upper()}" if self.in_environment else None
 
     def check_value(self, value: Any, parameter: str | None = None) -> None:
-        """Raise InvalidParameter, with the name `parameter`, if the value cannot be right whatever the others are."""
+        """Raise InvalidParameter, with the name `parameter`, if this value alone is invalid."""
         parameter = parameter or self.name
         if value is None and self.optional:
             return

@@ -17,7 +17,7 @@ def beam_candidates(chunks: Sequence[Chunk], logits: Tensor, *, one_by_one: bool
 
     logits: [S, V], a row for each chunk that samples and for each of its drafts, in the order of `chunks`.
     """
-    if all(chunk.request.group is None for chunk in chunks):  # as in nearly every step
+    if all(chunk.request.group is None for chunk in chunks):  # the common case
         return {}
     beams, row = {}, 0
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""One token per row: the arg max, the random draw, and the acceptance test for draft tokens that were drawn."""
+"""Choose one token per row: arg max, random draw, and rejection sampling of draft tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MAX_BLOCK = 512
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The most likely token of each row [S], the lowest id of several that tie; BAD_LOGITS where it is not finite."""
+    """Return the most likely token of each row [S]: the lowest id among ties, BAD_LOGITS where it is not finite."""
     tokens = _argmax(logits)
     chosen = logits.gather(1, tokens[:, None]).squeeze(1)
     return tokens.where(chosen.isfinite(), BAD_LOGITS)
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """The first highest value of each row; a NaN counts as higher than any number, so that it is detected."""
+    """Return the first maximum of each row. NaN counts as the largest value, so that it is detected."""
     if logits.device.type == "cpu":
         # torch's CPU arg max is not vectorised: numpy's is about ten times faster.
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
@@ -29,10 +29,10 @@ def _argmax(logits: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """One token per row [R] by inverting the cumulative weights, in vocabulary order, at each row's uniform number.
+    """Draw one token per row [R]: invert the cumulative weights, in vocabulary order, at the row's uniform number.
 
-    In two levels, so that no cumulative sum over the whole vocabulary is needed: first the block of tokens, then the
-    token in it. BAD_LOGITS where the weights of a row have no positive sum.
+    Works in two levels (block of tokens, then token in the block), which avoids a cumulative sum over the whole
+    vocabulary. The result is BAD_LOGITS where the weights of a row have no positive sum.
     """
     rows, vocab = weights.shape
     blocks = weights.view(rows, -1, _block_size(vocab))
@@ -53,26 +53,26 @@ def accept_or_draw(
     draft_probabilities: Tensor,
     acceptance_uniforms: Sequence[float],
 ) -> Tensor:
-    """One token per row [R], distributed as `weights`, though each draft was drawn from `draft_probabilities` [R, V].
+    """Return one token per row [R], distributed as `weights`, given drafts drawn from `draft_probabilities` [R, V].
 
     A draft is accepted with probability min(1, weight / draft probability). Otherwise the token is drawn from the
     positive part of the difference (speculative sampling: Leviathan, Kalman and Matias, 2023). Each row of
-    `draft_probabilities` sums to 1. The weights are changed.
+    `draft_probabilities` sums to 1. `weights` is changed in place.
     """
     weights /= weights.sum(dim=-1, keepdim=True)
     draft = torch.tensor(drafts, device=weights.device)[:, None]
     uniform = torch.tensor(acceptance_uniforms, dtype=weights.dtype, device=weights.device)[:, None]
     accepted = uniform * draft_probabilities.gather(1, draft) < weights.gather(1, draft)
     rest = (weights - draft_probabilities).clamp_(min=0)
-    none_left = rest.sum(dim=-1, keepdim=True) <= 0  # the two distributions are equal but for rounding
+    none_left = rest.sum(dim=-1, keepdim=True) <= 0  # the two distributions differ only by rounding
     return draft.squeeze(1).where(accepted.squeeze(1), draw(rest.where(~none_left, weights), uniforms))
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The index at which each row first exceeds its target, and the sum before that index. All [R, 1].
+    """Return the index at which each row first exceeds its target, and the sum before that index. All are [R, 1].
 
-    The target is kept below the row's total, so that rounding never leads past the end, and the sum grows at the index
-    found, so that a token of weight zero is never drawn.
+    The target is kept below the row's total, so that rounding never leads past the end. A token of weight zero is never
+    found, since the sum must grow at the index.
     """
     end = cumulative[:, -1:]
     target = torch.minimum(target, torch.nextafter(end, torch.zeros_like(end)))
@@ -83,5 +83,5 @@ def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _block_size(vocab: int) -> int:
-    """The largest divisor of the vocabulary size up to MAX_BLOCK: no row needs padding."""
+    """Return the largest divisor of the vocabulary size up to MAX_BLOCK, so that no row needs padding."""
     return max(size for size in range(1, min(vocab, MAX_BLOCK) + 1) if vocab % size == 0)

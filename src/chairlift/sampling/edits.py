@@ -1,4 +1,4 @@
-"""The edits of logits that a request's parameters ask for, applied to a whole batch."""
+"""Logit edits for a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chairlift.sampling.parameters.base import EditedRow, LogitsEdit, SampledReq
 
 
 def edits_of(request: SampledRequest) -> tuple[LogitsEdit, ...]:
-    """One edit for each implementation that the request's parameters need; none for most requests."""
+    """Create the logit edits that the request's parameters need; most requests need none."""
     names = request.params.implementations(Stage.LOGITS)
     return tuple(cast(type[LogitsEdit], SAMPLING_PARAMETERS.get(name))(request) for name in names)
 

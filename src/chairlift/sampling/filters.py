@@ -1,4 +1,4 @@
-"""The filters of probabilities that a request's parameters ask for, applied to a whole batch."""
+"""Probability filters for a batch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from chairlift.core.sampling.parameter import SAMPLING_PARAMETERS, Stage
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.sampling.parameters.base import ProbabilityFilter
 
-Filters: TypeAlias = tuple[tuple[type[ProbabilityFilter], Any], ...]  # each with the request's value
+Filters: TypeAlias = tuple[tuple[type[ProbabilityFilter], Any], ...]  # filters with the request's parameter values
 
 
 def filters_of(params: SamplingParams) -> Filters:
-    """The filters that a request's parameters need."""
+    """Return the filters that a request's parameters need."""
     names = params.implementations(Stage.FILTER)
     return tuple((cast(type[ProbabilityFilter], SAMPLING_PARAMETERS.get(name)), params.value(name)) for name in names)
 
 
 def filter_probabilities(weights: Tensor, filters: Sequence[Filters]) -> None:
-    """Set the probabilities that each row's filters exclude to zero, in place. weights: [R, V], rows sum to 1."""
+    """Zero the probabilities that each row's filters exclude, in place. weights: [R, V], rows sum to 1."""
     kinds: dict[type[ProbabilityFilter], list[tuple[int, Any]]] = {}
     for row, of_row in enumerate(filters):
         for kind, value in of_row:

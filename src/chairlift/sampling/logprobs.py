@@ -14,13 +14,13 @@ from chairlift.layers import rows
 def token_logprobs(
     raw: Tensor, tokens: Sequence[int], top_n: Sequence[int], *, one_by_one: bool = False
 ) -> list[TokenLogprobs]:
-    """Logprob, rank and top-n of each row's token. raw: [R, V], the logits before any change.
+    """Return the logprob, the rank and the top n of each row's token. raw: [R, V], the unedited logits.
 
     Tokens are ordered by logit rather than by logprob, which rounding could make equal.
     """
     logprobs = log_softmax(raw, one_by_one=one_by_one)
     chosen = torch.tensor(tokens, device=raw.device)[:, None]
-    # Comparing into floats is several times faster than into booleans, and exact: a vocabulary is below 2**24.
+    # A float result is several times faster than a boolean one, and exact for vocabularies below 2**24.
     above = torch.gt(raw, raw.gather(1, chosen), out=torch.empty_like(raw))
     ranks = above.sum(dim=-1).long() + 1
     ids = top_ids(raw, max(top_n))  # [R, n]
@@ -33,17 +33,20 @@ def token_logprobs(
 
 
 def log_softmax(logits: Tensor, *, one_by_one: bool) -> Tensor:
-    """[R, V] -> [R, V]. `one_by_one`: each row by itself in aligned memory, as the order of a sum depends on both."""
+    """Compute log-probabilities [R, V] -> [R, V].
+
+    With `one_by_one`, each row is computed alone in aligned memory: the order of a sum depends on both.
+    """
     if not one_by_one:
         return logits.log_softmax(dim=-1)
     return rows.one_by_one(lambda row: row.clone().log_softmax(dim=-1), logits)
 
 
 def top_ids(logits: Tensor, n: int) -> Tensor:
-    """The ids [R, n] of each row's highest logits, highest first, the lower id first among equals.
+    """Return the ids [R, n] of each row's highest logits, highest first, the lower id first among equals.
 
-    `topk` leaves the order of equals open. One more value than needed shows the rows where that decides which ids are
-    in the list; they are few and are computed again with a stable sort.
+    `topk` does not define the order of equals. One more value than needed reveals the few rows where this affects the
+    result; they are sorted again with a stable sort.
     """
     n = min(n, logits.shape[1])
     values, ids = logits.topk(min(n + 1, logits.shape[1]))

@@ -1,4 +1,4 @@
-"""The sampler: the next token of every request of a step.
+"""The sampler: chooses the next token of every request in a step.
 
     logits ─► masks ─► edits ─► arg max ────────────────────────► token
       │       grammar  bias,     │ greedy
@@ -6,8 +6,8 @@
       │                penalties                   top-k, top-p, min-p
       └──────────────────────────────────────► logprobs (of the model itself)
 
-No row's token depends on another row. A draw uses one number that is a hash of the request's seed and the index of the
-token, so a seeded request gets the same tokens alone, in any batch, and after a preemption.
+Rows do not affect each other. A draw uses one random number, a hash of the request's seed and the token's index, so a
+seeded request gets the same tokens alone, in any batch, and after a preemption.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from chairlift.sampling.token_masks import TokenMasks, apply_masks
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """One entry per row. A token of BAD_LOGITS (-1) means that the row's logits were not usable (NaN, infinite or
-    all banned): that request should end with an error; the other rows are not affected."""
+    """The sampled tokens, one entry per row. BAD_LOGITS (-1) marks a row with unusable logits (NaN, infinite or all
+    banned), whose request should end with an error."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]  # None for rows without logprobs, or whose token is BAD_LOGITS
-    accepted: list[int] = field(default_factory=list)  # for each request: the number of accepted drafts
+    accepted: list[int] = field(default_factory=list)  # number of accepted drafts of each request
 
 
 @dataclass(frozen=True, slots=True)
 class _SamplingState:
-    """What the sampler keeps about a request from step to step."""
+    """The sampler's state of one request."""
 
     params: SamplingParams
     seed: int
@@ -59,16 +59,16 @@ class _Row:
 
     request: _SamplingState
     position: int  # the index of the token in the request's output
-    drafts: Sequence[int] = ()  # the draft tokens before it
-    draft: int | None = None  # the draft of the token itself; None in the last row of a request
-    draft_probabilities: Tensor | None = None  # [V]: the distribution that the draft was drawn from, if it was drawn
+    drafts: Sequence[int] = ()  # draft tokens before this token
+    draft: int | None = None  # draft for this token; None in the last row of a request
+    draft_probabilities: Tensor | None = None  # [V]: the distribution that `draft` was drawn from, if it was drawn
 
 
 class Sampler:
-    """Samples on the host what its requests' parameters ask for."""
+    """Samples on the host, with all parameters of each request."""
 
     def __init__(self, vocab_size: int, device: torch.device, *, one_by_one: bool = False) -> None:
-        """`one_by_one`: each row is drawn by itself, so that no rounding depends on the number of rows."""
+        """With `one_by_one`, each row is drawn alone, so that rounding does not depend on the number of rows."""
         self.vocab_size = vocab_size
         self.device = device
         self._one_by_one = one_by_one
@@ -77,7 +77,7 @@ class Sampler:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def follow(self, request: Request) -> None:
-        """Add a request unless it is known already."""
+        """Add a request unless it was added before."""
         if request.id not in self._requests:
             self.add(
                 request.id,
@@ -105,7 +105,7 @@ class Sampler:
         self._requests[request_id] = _SamplingState(
             params=params,
             seed=seed,
-            greedy=params.temperature < MIN_TEMPERATURE or params.beam_width is not None,  # beam search draws nothing
+            greedy=params.temperature < MIN_TEMPERATURE or params.beam_width is not None,  # beam search does not draw
             edits=edits_of(SampledRequest(params, prompt, output, eos_ids, self.vocab_size)),
             filters=filters_of(params),
         )
@@ -130,10 +130,10 @@ class Sampler:
         drafts: Sequence[Sequence[int]] | None = None,
         draft_probabilities: Sequence[Tensor | None] | None = None,
     ) -> SampledBatch:
-        """Choose one token per row. The logits are changed in place.
+        """Choose one token per row. `logits` is changed in place.
 
-        logits: [S, V] float32, contiguous. output_lengths[i]: how many tokens the request has generated so far, which
-        is the index of the token chosen now. masks: the tokens that structured requests may get.
+        logits: [S, V] float32, contiguous. output_lengths[i]: the number of tokens the request has generated, which is
+        the index of the token chosen now. masks: the tokens allowed for structured requests.
 
         drafts[i]: draft tokens for the request's next tokens. The request then has a row for its next token and one for
         the token after each draft. Every row's token is chosen as if the drafts before it were the request's output;
@@ -147,10 +147,10 @@ class Sampler:
         rows = _rows(requests, output_lengths, drafts, draft_probabilities)
         assert logits.shape == (len(rows), self.vocab_size)
         assert logits.device.type == self.device.type
-        if not rows:  # a step of nothing but unfinished prefills
+        if not rows:  # the step has only unfinished prefills
             return SampledBatch([], [])
         scored = [index for index, row in enumerate(rows) if row.request.params.logprobs is not None]
-        raw = _copy_rows(logits, scored) if scored else None  # what follows changes the logits
+        raw = _copy_rows(logits, scored) if scored else None  # before the logits are edited
 
         if masks is not None:
             apply_masks(logits, masks)
@@ -169,8 +169,8 @@ class Sampler:
         if len(drawn) == len(rows) and not self._one_by_one:
             tokens = _draw(logits, rows)
         else:
-            tokens = greedy(logits)  # of every row: cheaper than picking the greedy ones out
-            # A copy begins where memory is aligned: on a GPU the order of a sum depends on that too.
+            tokens = greedy(logits)  # of all rows: cheaper than selecting the greedy ones
+            # A copy starts at aligned memory: on a GPU the order of a sum depends on the alignment too.
             for group in filter(None, [[index] for index in drawn] if self._one_by_one else [drawn]):
                 tokens[group] = _draw(_copy_rows(logits, group), [rows[index] for index in group])
         chosen: list[int] = tokens.tolist()
@@ -242,7 +242,7 @@ def _draw(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
 
 
 def _verify(tokens: Sequence[int], rows: Sequence[_Row]) -> tuple[list[int], list[int]]:
-    """The rows up to each request's first rejected draft, and how many drafts of each request were accepted."""
+    """Return the rows up to each request's first rejected draft, and the number of accepted drafts of each request."""
     kept, accepted = [], []
     num_accepted, rejected = 0, False
     for index, (token, row) in enumerate(zip(tokens, rows, strict=True)):
@@ -257,7 +257,7 @@ def _verify(tokens: Sequence[int], rows: Sequence[_Row]) -> tuple[list[int], lis
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raise for token ids that the model does not have."""
+    """Raise if a parameter contains token ids beyond the vocabulary."""
     named = {"logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_ids}
     for name, ids in named.items():
         highest = max(ids, default=0)

@@ -1,4 +1,4 @@
-"""The tokens that a grammar allows, as bit masks over the vocabulary."""
+"""Bit masks of the tokens that a grammar allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 Bits: TypeAlias = NDArray[np.uint32]
 
-# For each byte of a mask, what is added to the logits of its eight tokens: 0 where the bit is set, else -inf.
+# For each value of a mask byte, the numbers added to the logits of its eight tokens: 0 where the bit is set, else -inf.
 _ADDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
 _ADDED = _ADDED.astype(np.float32)
 
@@ -22,11 +22,11 @@ class TokenMasks:
     """The tokens that are allowed in some rows of a step."""
 
     rows: list[int]
-    allowed: Bits  # [R, W]: a bit per token, 32 to a word; bits beyond the vocabulary have no meaning
+    allowed: Bits  # [R, W]: a bit per token, 32 per word; bits beyond the vocabulary are ignored
 
 
 def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
-    """Set the logits of all tokens that are not allowed to -inf, in place; other rows stay as they are."""
+    """Set the logits of tokens that are not allowed to -inf, in place. Rows without a mask are unchanged."""
     if logits.device.type == "cpu":
         _apply_by_row(logits, masks)
     else:

@@ -1,4 +1,4 @@
-"""The random numbers of `core.sampling.randomness`, for many requests at once."""
+"""Vectorised version of `core.sampling.randomness`."""
 
 from __future__ import annotations
 

@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What compiling may cost. Limits of length and depth are in core/sampling/structure.py and grammar_source.py."""
+    """Limits on compilation. Limits on length and depth are in core/sampling/structure.py and grammar_source.py."""
 
-    seconds: float = 3.0  # to compile
-    cached: int = 128  # compiled grammars kept
-    cached_characters: int = 4 << 20  # of the sources of those
-    workers: int = 2  # compiling at the same time
+    seconds: float = 3.0  # per compilation
+    cached: int = 128  # number of cached grammars
+    cached_characters: int = 4 << 20  # total length of their sources
+    workers: int = 2  # threads
 
 
 def mask_words(vocab_size: int) -> int:
-    """The number of 32-bit words in a mask: one bit for each token, and at least one more."""
+    """Return the number of 32-bit words in a mask: one bit for each token, and at least one more."""
     return vocab_size // 32 + 1
 
 
 class GrammarCompiler:
-    """Compiles structures in threads of its own. Only one thread may call it.
+    """Compiles structures in worker threads. Must be called from one thread only.
 
-    Compiled grammars and errors of invalid ones are cached, and those used least recently are evicted.
+    Compiled grammars and the errors of invalid ones are kept in an LRU cache.
     """
 
     def __init__(
@@ -57,10 +57,11 @@ class GrammarCompiler:
         self._cache: OrderedDict[Structure, Future[LLMatcher]] = OrderedDict()
         self._workers = ThreadPoolExecutor(limits.workers, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._trials: dict[int, TrialProcess] = {}  # by thread
+        self._trials: dict[int, TrialProcess] = {}  # by thread id
 
     def compile(self, structure: Structure) -> Future[LLMatcher]:
-        """A future matcher at the start of the grammar, to be copied; it raises BadStructure for an invalid one."""
+        """Return the future of a matcher at the start of the grammar, to be copied. Its error is BadStructure if the
+        structure is invalid."""
         if self._unsupported is not None:
             raise InvalidParameter(structure.parameter, self._unsupported)
         future = self._cache.get(structure)
@@ -71,13 +72,13 @@ class GrammarCompiler:
         return future
 
     def cancel(self, structure: Structure) -> None:
-        """Do not compile this structure if that has not begun."""
+        """Cancel a compilation that has not started."""
         future = self._cache.get(structure)
         if future is not None and future.cancel():
             del self._cache[structure]
 
     def shut_down(self) -> None:
-        """Stop compiling, without waiting for what is in flight."""
+        """Stop without waiting for compilations in flight."""
         self._workers.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for trial in self._trials.values():
@@ -85,7 +86,7 @@ class GrammarCompiler:
 
     @cached_property
     def _unsupported(self) -> str | None:
-        """Why this model or installation has no structured output; None if it has."""
+        """Return why this model or installation does not support structured output; None if it does."""
         if find_spec("llguidance") is None:
             return "structured output needs the llguidance package, which is not installed"
         if not self._tokenizer.has_token_bytes:
@@ -116,7 +117,8 @@ class GrammarCompiler:
         return matcher
 
     def _trial(self) -> TrialProcess:
-        """The trial process of this thread: one each, so that a slow grammar does not delay all others."""
+        """Return the trial process of this thread. Each thread has one, so that a slow grammar does not delay the
+        others."""
         with self._lock:
             thread = threading.get_ident()
             if thread not in self._trials:
@@ -126,9 +128,9 @@ class GrammarCompiler:
     @cached_property
     def _vocabulary(self) -> GrammarVocabulary:
         tokens = [self._tokenizer.token_bytes(token) for token in range(self._vocab_size)]
-        padding = [b""] * (32 * mask_words(self._vocab_size) - len(tokens))  # an id without text is never allowed
+        padding = [b""] * (32 * mask_words(self._vocab_size) - len(tokens))  # ids without text are never allowed
         markers = sorted(token for token in self._tokenizer.marker_ids if token < self._vocab_size)
-        # llguidance needs an EOS token: a model without one gets an id that it cannot sample.
+        # llguidance requires an EOS token; for a model without one, use an id that cannot be sampled.
         return GrammarVocabulary(tokens + padding, markers, self._eos_ids or [self._vocab_size])
 
     @cached_property
@@ -137,17 +139,17 @@ class GrammarCompiler:
 
 
 def _may_be_retried(future: Future[LLMatcher]) -> bool:
-    """Whether compiling failed for a reason other than the structure itself."""
+    """Return whether the compilation failed for a reason other than the structure."""
     return future.done() and future.exception() is not None and not isinstance(future.exception(), BadStructure)
 
 
 def _readable(error: str, structure: Structure) -> str:
-    """The message without what llguidance adds: the whole source, and positions in source that was generated here."""
+    """Remove what llguidance adds to its message: the whole source, and positions in generated source."""
     lines = error.replace("<non-verbose/>", "").strip().splitlines() or ["cannot be compiled"]
     place = re.match(r"(?:at )?(\d+)\((\d+)\): ", lines[0])
     message = lines[0][place.end() if place else 0 :].removeprefix("failed to compile JSON schema: ").strip()
     cause = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    if cause is not None:  # the first line quoted the whole regular expression
+    if cause is not None:  # the first line quotes the whole regular expression
         message = f"a regular expression is not valid: {cause}"
     if place and structure.kind is StructureKind.GRAMMAR:
         message = f"line {place[1]}, column {place[2]}: {message}"

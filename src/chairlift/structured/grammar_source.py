@@ -8,23 +8,23 @@ from typing import Any
 
 from chairlift.core.sampling.structure import Structure, StructureKind
 
-MAX_DEPTH = 64  # of the JSON of a schema
+MAX_DEPTH = 64  # nesting depth of a schema
 
-# Between two tokens of JSON: nothing, a space, or a line break with its indentation. If white space were unbounded, a
-# small model could generate nothing else.
+# Between two tokens of JSON: nothing, a space, or a line break with indentation. With unbounded white space, a small
+# model could generate nothing else.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,20}", "coerce_one_of": True}
 
-# Without this, llguidance forces text that has no alternative to its canonical tokens. That takes time in proportion to
-# the text: seconds per token for a{100000}. Written last, so that nothing overrides it.
+# Without this, llguidance forces text without alternatives to its canonical tokens, in time proportional to the text:
+# seconds per token for a{100000}. Must come last, so that it is not overridden.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 
 class BadStructure(ValueError):
-    """A structure is invalid; the message is for the caller."""
+    """A structure is invalid; the message is shown to the client."""
 
 
 def grammar_of(structure: Structure) -> str:
-    """The grammar of a structure; raises BadStructure."""
+    """Return the grammar of a structure; raises BadStructure."""
     try:
         return _rules(structure) + _NO_FORCING
     except RecursionError:
@@ -40,7 +40,7 @@ def _rules(structure: Structure) -> str:
         case StructureKind.REGEX:
             return _regex_rule(structure.text)
         case StructureKind.CHOICE:
-            # One terminal is much faster than a rule with as many alternatives.
+            # One terminal is much faster than a rule with many alternatives.
             return "start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, _choices(structure.text)))
         case StructureKind.GRAMMAR:
             return _lark(structure.text)
@@ -104,7 +104,7 @@ def _parsed(text: str) -> Any:
 
 
 def _depth(value: Any) -> int:
-    """The nesting depth of lists and objects, counted without recursion."""
+    """Return the nesting depth of lists and objects, without recursion."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, (dict, list))]:
         depth += 1

@@ -1,4 +1,4 @@
-"""Structured output: the grammar state of every open request, and the token masks of a step."""
+"""Structured output: grammar states of open requests and token masks of steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOO_COMPLEX = "became too complex to follow during generation: simplify it"
 
 
 class MaskJob:
-    """Masks that another thread is computing."""
+    """Masks that are being computed in another thread."""
 
     def __init__(self, rows: list[int], filling: Future[Bits]) -> None:
         self._rows = rows
@@ -35,9 +35,9 @@ class MaskJob:
 
 
 class StructuredOutput:
-    """Holds a grammar matcher for each open request. The engine opens and closes requests; the runner reads masks.
+    """Holds a grammar matcher for each open request. The engine opens and closes requests; the runner gets masks.
 
-    A matcher depends on nothing but the request's output, so a preemption does not affect it.
+    A matcher depends only on the request's output, so a preemption does not affect it.
     """
 
     def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
@@ -56,7 +56,7 @@ class StructuredOutput:
         _compiled(structure, self._compiler.compile(structure))
 
     def check(self, structure: Structure) -> None:
-        """Start to compile a structure; raises InvalidParameter if it is already known to be invalid."""
+        """Start to compile a structure; raises InvalidParameter if a cached result shows that it is invalid."""
         future = self._compiler.compile(structure)
         if future.done():
             _compiled(structure, future)
@@ -68,7 +68,7 @@ class StructuredOutput:
         self._compiling[request.id] = structure, self._compiler.compile(structure)
 
     def newly_compiled(self) -> list[tuple[str, Ending | None]]:
-        """The requests whose grammars were compiled since the last call; with an ending if that failed."""
+        """Return the requests whose grammars were compiled since the last call, with an ending if it failed."""
         found: list[tuple[str, Ending | None]] = []
         for request_id, (structure, future) in list(self._compiling.items()):
             if not future.done():
@@ -79,19 +79,19 @@ class StructuredOutput:
                 self._states[request_id] = _GrammarState(_compiled(structure, future).deep_copy())
             except InvalidParameter as error:
                 ending = Ending(FinishReason.ERROR, error.problem, error.parameter)
-            except Exception as error:  # the compiler itself failed, for example to start a process
+            except Exception as error:  # the compiler failed, for example to start a process
                 problem = f"the grammar could not be compiled: {error}"
                 ending = Ending(FinishReason.ERROR, problem, temporary=True)
             found.append((request_id, ending))
         return found
 
     def wait_for_compiler(self, seconds: float) -> None:
-        """Wait until a grammar is compiled, at most `seconds`. Does nothing if none is being compiled."""
+        """Wait until a grammar is compiled, at most `seconds`; return at once if none is being compiled."""
         if self._compiling:
             wait([future for _, future in self._compiling.values()], seconds, return_when="FIRST_COMPLETED")
 
     def close(self, request_id: str) -> None:
-        """Drop the state of a request, whether or not it was ever admitted."""
+        """Drop the state of a request, which may not have been admitted yet."""
         self._states.pop(request_id, None)
         structure, _ = self._compiling.pop(request_id, (None, None))
         if structure is not None and all(structure != other for other, _ in self._compiling.values()):
@@ -100,10 +100,10 @@ class StructuredOutput:
     def shut_down(self) -> None:
         self._compiler.shut_down()
 
-    # ---- following -----------------------------------------------------------------------------------------------
+    # ---- endings ------------------------------------------------------------------------------------------------
 
     def ending(self, request: Request) -> Ending | None:
-        """How a request ends, if its grammar allows nothing after its last token."""
+        """Return the ending of a request whose grammar allows nothing after its last token, else None."""
         state = self._states.get(request.id)
         if state is None:
             return None
@@ -116,7 +116,7 @@ class StructuredOutput:
     # ---- masks ---------------------------------------------------------------------------------------------------
 
     def begin_masks(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None = None) -> MaskJob | None:
-        """Start to compute the masks of those among `requests` that have a grammar.
+        """Start to compute the masks of the `requests` that have a grammar.
 
         A request has a row for its next token and one for the token after each of its drafts.
         """
@@ -137,12 +137,12 @@ class StructuredOutput:
         return MaskJob([row for task in tasks for row in task.rows], self._filling)
 
     def _wait_for_masks(self) -> None:
-        """Wait for masks of an interrupted step: a matcher may be used by one thread at a time."""
+        """Wait for the masks of an interrupted step: matchers are not thread-safe."""
         if self._filling is not None:
             wait([self._filling])
 
     def num_allowed(self, request: Request, drafts: Sequence[int]) -> int:
-        """How many of these draft tokens the grammar allows after the request's output; all if it has no grammar."""
+        """Return the number of leading draft tokens that the request's grammar allows; all without a grammar."""
         state = self._states.get(request.id)
         if state is None:
             return len(drafts)
@@ -151,7 +151,7 @@ class StructuredOutput:
         return int(state.matcher.validate_tokens(list(drafts)))
 
     def _suppressed(self, request: Request, ahead: int) -> Bits | None:
-        """The tokens that must not end the request `ahead` tokens from now, because of min_tokens or ignore_eos."""
+        """Return the end tokens that min_tokens or ignore_eos bans `ahead` tokens from now."""
         params = request.params
         early = request.num_output + ahead < params.min_tokens
         ends = [*(request.eos_ids if early or params.ignore_eos else ()), *(params.stop_ids if early else ())]
@@ -186,13 +186,13 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class _MaskTask:
-    """The masks of one request: of its next token, and of the token after each of its drafts."""
+    """The masks to compute for one request: for its next token and for the token after each draft."""
 
     request: Request
     state: _GrammarState
     first_row: int
     drafts: tuple[int, ...]
-    suppressed: list[Bits | None]  # for each of its rows
+    suppressed: list[Bits | None]  # one entry per row
 
     @property
     def rows(self) -> range:
@@ -200,7 +200,8 @@ class _MaskTask:
 
 
 def _suppress(mask: Bits, matcher: LLMatcher, suppressed: Bits | None) -> None:
-    """Remove tokens from a mask, unless the grammar allows no others: then ending early is better than breaking it."""
+    """Remove tokens from a mask unless the grammar allows no others: output may end early but never break the
+    grammar."""
     if matcher.is_error():
         mask[:] = 0
     elif suppressed is not None and (others := mask & ~suppressed).any():
@@ -208,8 +209,8 @@ def _suppress(mask: Bits, matcher: LLMatcher, suppressed: Bits | None) -> None:
 
 
 def _fill_after_drafts(masks: Bits, task: _MaskTask) -> None:
-    """Advance the matcher along the drafts, and roll it back. No mask is needed after a draft that is not allowed: the
-    mask before it excludes that draft."""
+    """Fill the masks after each draft: advance the matcher along the drafts, then roll it back. No mask is needed after
+    a draft that is not allowed, since the mask before it excludes that draft."""
     from llguidance.numpy import fill_next_token_bitmask
 
     matcher, consumed = task.state.matcher, 0
@@ -218,7 +219,7 @@ def _fill_after_drafts(masks: Bits, task: _MaskTask) -> None:
         if not allowed or matcher.is_stopped() or not matcher.consume_token(draft):
             break
         consumed += 1
-        if not matcher.is_stopped():  # else the request ends here
+        if not matcher.is_stopped():  # otherwise the request ends here
             fill_next_token_bitmask(matcher, masks.view(np.int32), index + 1)
             _suppress(masks[index + 1], matcher, task.suppressed[index + 1])
     if consumed:
@@ -233,7 +234,7 @@ class _GrammarState:
         self._num_tokens = 0
 
     def follow(self, request: Request) -> None:
-        """Bring the matcher to the end of the request's output: forward, or back if tokens were removed from it."""
+        """Advance the matcher to the end of the request's output, or roll it back if tokens were removed."""
         ahead = self._num_tokens - request.num_output
         if ahead > 0:
             self.matcher.rollback(ahead)

@@ -1,8 +1,8 @@
 """A process that compiles each grammar once, as a trial, before the engine process does.
 
 llguidance limits its own work and rejects most grammars that are too expensive, but not all: some take minutes, some
-recurse so deeply that the process crashes. In this process that does no harm. The kernel ends it when its time or
-memory limit is reached, and the next grammar gets a new process.
+recurse so deeply that the process crashes. Here that is harmless: the kernel kills this process at its time or memory
+limit, and the next grammar gets a new one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MEMORY = 4 << 30  # bytes of address space
-STACK = 1 << 20  # half of the smallest stack in the engine: what fits here fits there
-TOKENS = 24  # how many tokens of a grammar are followed
-MAX_LEXER_STATES = 20_000  # about 2 KB each, for every request
+STACK = 1 << 20  # bytes; half of the engine's smallest stack, so that what fits here fits there
+TOKENS = 24  # random tokens to generate with each grammar
+MAX_LEXER_STATES = 20_000  # about 2 KB per state and request
 ATTEMPTS = 2
-# Sent by an administrator, or by the kernel when other processes use up the memory: not the grammar's fault.
+# Sent by an administrator, or by the kernel when memory is exhausted: unrelated to the grammar.
 EXTERNAL_KILLS = (-signal.SIGKILL, -signal.SIGTERM)
 
 
@@ -40,7 +40,7 @@ class GrammarVocabulary:
     """A model's tokens, as llguidance needs them."""
 
     tokens: list[bytes]
-    markers: list[int]  # tokens that are not text; grammars name them as <tool_call> or <[151657]>
+    markers: list[int]  # tokens that are not text, written as <tool_call> or <[151657]> in grammars
     eos_ids: list[int]  # at least one
 
     def tokenizer(self) -> LLTokenizer:
@@ -74,7 +74,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 class TrialProcess:
-    """The parent's side of the process, which is started when it is first needed. Used by one thread at a time."""
+    """The parent's handle on the process, which is started on first use. Not thread-safe, except for `close`."""
 
     def __init__(self, vocabulary: GrammarVocabulary, seconds: float) -> None:
         self._vocabulary = vocabulary
@@ -84,8 +84,8 @@ class TrialProcess:
         self._closed = False
 
     def problem(self, grammar: str) -> str | None:
-        """What is wrong with a grammar; None if it can be used. If the process is killed from outside, the grammar is
-        tried once more, and if it is killed again, this raises TemporaryFailure."""
+        """Return the problem with a grammar; None if it can be used. If the process is killed from outside, the grammar
+        is tried once more; if it is killed again, this raises TemporaryFailure."""
         for _ in range(ATTEMPTS):
             process = self._process or self._start()
             reply = _request(process, [grammar, self._seconds])
@@ -117,7 +117,7 @@ class TrialProcess:
             encoding="utf-8",
         )
         self._terminate = weakref.finalize(self, _terminate, process)
-        if self._closed:  # `close` may have run before this process existed
+        if self._closed:  # `close` may have been called before the process existed
             process.kill()
         tokens = [token.decode("latin-1") for token in self._vocabulary.tokens]
         if not _request(process, asdict(self._vocabulary) | {"tokens": tokens}):
@@ -139,8 +139,8 @@ def _request(process: subprocess.Popen[str], message: Any) -> str:
 
 
 def _terminate(process: subprocess.Popen[str]) -> None:
-    process.kill()  # does nothing if it has ended by itself
-    with suppress(OSError), process:  # closes the pipes and waits
+    process.kill()  # has no effect if the process has exited
+    with suppress(OSError), process:  # closes the pipes and waits for the exit
         pass
 
 
@@ -148,7 +148,7 @@ def _terminate(process: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    """Read a vocabulary and then grammars from stdin; write what is wrong with each to stdout."""
+    """Read a vocabulary and then grammars from stdin; write the problem with each grammar to stdout."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def _set_timers(seconds: float) -> None:
-    """Limit the CPU time, and the wall time to ten times that: signals then end this process."""
+    """Limit the CPU time, and the wall time to ten times that; signals end the process at the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
 
@@ -181,7 +181,7 @@ def _run_on_small_stack(tokenizer: LLTokenizer, grammar: str) -> str | None:
 
 
 def _try_out(tokenizer: LLTokenizer, grammar: str) -> str | None:
-    """Compile a grammar and follow it for some random tokens: computing masks can be too expensive too."""
+    """Compile a grammar and generate some random tokens with it, since computing masks can be too expensive too."""
     matcher = make_matcher(tokenizer, grammar)
     rng = random.Random(0)
     for _ in range(TOKENS):
@@ -197,7 +197,7 @@ def _try_out(tokenizer: LLTokenizer, grammar: str) -> str | None:
 
 
 def _random_set_bit(mask: bytes, rng: random.Random) -> int | None:
-    """A set bit of the first byte that has one, from a random byte on: listing all bits would take too long."""
+    """Return a set bit of the first non-zero byte after a random position; listing all bits would take too long."""
     start = rng.randrange(len(mask))
     rotated = mask[start:] + mask[:start]
     found = rotated.lstrip(b"\0")

@@ -1,4 +1,4 @@
-"""The parts of a model's output: content for the user, and tool calls."""
+"""The parts of a model's output: content and tool calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More text for the user."""
+    """More content."""
 
     text: str
 
@@ -37,16 +37,16 @@ class AssistantParser(Protocol):
     """Parses one completion's text as it is generated. The joined parts do not depend on how the text is cut."""
 
     def push(self, text: str) -> list[AssistantPart]:
-        """Add text; returns the parts that are certain. Text that may still begin a tool call is held back."""
+        """Add text and return the complete parts. Text that may begin a tool call is held back."""
         ...
 
     def close(self) -> list[AssistantPart]:
-        """End the text; returns the remaining parts."""
+        """End the text and return the remaining parts."""
         ...
 
 
 class PlainParser:
-    """Treats all text as content, for requests without tools."""
+    """Returns all text as content, for requests without tools."""
 
     def push(self, text: str) -> list[AssistantPart]:
         return [ContentDelta(text)] if text else []

@@ -23,16 +23,16 @@ from jinja2.utils import Namespace
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.text.messages import checked_messages, plain_data
 
-MAX_OUTPUT = 8 * 2**20  # characters
-MAX_ITERATIONS = 1_000_000  # over all calls of range() in one rendering
+MAX_OUTPUT = 8 * 2**20  # characters of a rendered prompt
+MAX_ITERATIONS = 1_000_000  # sum over all calls of range() in one rendering
 
 
 class RefusedByTemplate(InvalidParameter):
-    """The template itself raised an exception about these messages."""
+    """The template called `raise_exception` for these messages."""
 
 
 class ChatTemplate:
-    """A compiled template. Templates that write today's date read `clock`."""
+    """A compiled template. `clock` provides the date to templates that write it."""
 
     def __init__(self, source: str, *, clock: Callable[[], datetime] = datetime.now) -> None:
         self._clock = clock
@@ -56,7 +56,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str | None] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render the prompt. Unknown `variables`, and tools that the template would not show, raise."""
+        """Render the prompt; raises for unknown `variables` and for tools that the template would not show."""
         context: dict[str, Any] = {
             "messages": checked_messages(messages),
             "tools": self._checked_tools(tools),
@@ -85,7 +85,7 @@ class ChatTemplate:
             raise RefusedByTemplate("messages", f"refused by the model's chat template: {refusal}") from refusal
         except InvalidParameter:
             raise
-        except Exception as error:  # the template's own code may raise anything
+        except Exception as error:  # the template's code may raise any exception
             raise UnsupportedModel(f"the model's chat template failed on these messages: {error}") from error
         return "".join(pieces)
 
@@ -106,7 +106,7 @@ class ChatTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with the functions that templates expect and limits on the result of one operation."""
+    """The sandbox, with the functions that templates expect and limits on operators."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -136,7 +136,7 @@ class _Generation(Extension):
 
 
 class _PublicNamespace(Namespace):
-    """A namespace without private attributes: code outside the sandbox would call one named `__html__`."""
+    """A namespace without private attributes: code outside the sandbox would call `__html__`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = dict(*args, **kwargs)
@@ -150,7 +150,7 @@ class _PublicNamespace(Namespace):
 
 
 class _BoundedRange:
-    """`range` for one rendering, with a limit that all its calls share, because nested loops multiply."""
+    """`range` with one limit for all calls in a rendering, because nested loops multiply."""
 
     def __init__(self) -> None:
         self._left = MAX_ITERATIONS
@@ -190,5 +190,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja's own filter would escape for HTML and sort the keys."""
+    """Encode as plain JSON: jinja's own filter escapes HTML and sorts the keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

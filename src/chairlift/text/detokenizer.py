@@ -1,7 +1,7 @@
-"""Token ids to text, one token at a time, with the same result as decoding all at once.
+"""Incremental detokenization, with the same result as decoding all tokens at once.
 
 A character may be spread over several tokens. Complete characters are emitted at once and the rest is held back, so no
-piece contains half a character. The work per token does not depend on how many came before.
+piece contains half a character. The cost per token does not depend on the length of the text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_MAX_PENDING = 16  # tokens held back at most until a character is complete
+_MAX_PENDING = 16  # maximum number of tokens held back until a character is complete
 
 # Backends with byte fallback write one replacement character for each invalid byte, not one per sequence.
 _EACH_BYTE = "chairlift.replace-each-byte"
@@ -28,30 +28,30 @@ codecs.register_error(
 
 
 class IncrementalDetokenizer(Protocol):
-    """The text of one request. The joined pieces equal what the backend decodes from all ids together."""
+    """Detokenizes one request. The joined pieces equal the backend's decoding of all ids."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; often "", for example in the middle of a character."""
+        """Add a token and return the text that it completes, which may be empty, as in the middle of a character."""
         ...
 
     def flush(self) -> str:
-        """The text still held back after the last token; an incomplete character becomes U+FFFD."""
+        """Return the text held back after the last token; an incomplete character becomes U+FFFD."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingRules:
-    """What a backend's decoder does, if it can be done token by token."""
+    """The rules of a backend's decoder that works token by token."""
 
     byte_level: bool = False  # each character of a token stands for one byte
     byte_fallback: bool = False  # tokens such as <0xE2> stand for one byte
-    replacements: tuple[tuple[str, str], ...] = ()  # in the text of every token
-    first_replacements: tuple[tuple[str, str], ...] | None = None  # instead of those, in the first token
-    strip: tuple[str, int] = (" ", 0)  # (character, how often it is removed from the start at most)
+    replacements: tuple[tuple[str, str], ...] = ()  # applied to the text of every token
+    first_replacements: tuple[tuple[str, str], ...] | None = None  # applied to the first token instead
+    strip: tuple[str, int] = (" ", 0)  # (character, maximum number removed from the start)
 
 
 class TokenPieces:
-    """The text that each token of a tokenizer adds; shared by the detokenizers of all requests.
+    """The text of each token, shared by the detokenizers of all requests.
 
     A piece of `bytes` begins or continues a character; a piece of `str`, as most are, consists of whole characters.
     """
@@ -62,7 +62,7 @@ class TokenPieces:
         self._pieces: dict[int, bytes | str | None] = {}
 
     def piece(self, token_id: int) -> bytes | str | None:
-        """The piece of a token; None for an id that the tokenizer lacks, as models often pad their vocabulary."""
+        """Return the piece of a token; None for an unknown id, since models often pad their vocabulary."""
         try:
             return self._pieces[token_id]
         except KeyError:
@@ -78,7 +78,7 @@ class TokenPieces:
         if token is None:
             return None
         if self.rules.byte_level:
-            # An added token may contain characters that encode no byte; it is then literal text.
+            # An added token with characters that encode no byte is literal text.
             known = all(character in _BYTE_OF for character in token)
             return _as_text(bytes(_BYTE_OF[character] for character in token)) if known else token
         if self.rules.byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
@@ -89,7 +89,7 @@ class TokenPieces:
 
 
 def _as_text(raw: bytes) -> bytes | str:
-    """Decoded if these are whole characters, which neighbouring tokens cannot change."""
+    """Decode bytes that are whole characters, which neighbouring tokens cannot change; return others unchanged."""
     try:
         return raw.decode() or raw
     except UnicodeDecodeError:
@@ -97,14 +97,14 @@ def _as_text(raw: bytes) -> bytes | str:
 
 
 class PieceDetokenizer:
-    """For decoders that work token by token: byte-level BPE and everything in the style of SentencePiece."""
+    """For decoders that work token by token: byte-level BPE and SentencePiece."""
 
     def __init__(self, pieces: TokenPieces, skip: Set[int], *, verbatim: bool = False) -> None:
         self._pieces = pieces
         self._skip = skip
         errors = "replace" if pieces.rules.byte_level else _EACH_BYTE
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
-        self._in_character = False  # whether the decoder may hold bytes of an incomplete character
+        self._in_character = False  # whether the decoder may hold an incomplete character
         self._first = not verbatim
         self._strip, self._strips_left = (" ", 0) if verbatim else pieces.rules.strip
 
@@ -139,13 +139,13 @@ class PieceDetokenizer:
 class WindowDetokenizer:
     """For any other decoder (WordPiece, CTC, …): decode the last few tokens again and emit the new text.
 
-    The tokens before the new ones are decoded with them because they may determine a space in between.
+    The preceding tokens are decoded again because they may determine a space before the new text.
     """
 
     def __init__(self, backend: Backend, skip: Set[int]) -> None:
         self._backend = backend
         self._skip = skip
-        self._before: list[int] = []  # emitted with the last text
+        self._before: list[int] = []  # tokens of the text emitted last
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -172,10 +172,10 @@ class WindowDetokenizer:
 
 
 def decoding_rules(backend: Backend) -> DecodingRules | None:
-    """The rules of the backend's decoder, or None if it needs more than one token at a time."""
+    """Return the rules of the backend's decoder, or None if it needs more than one token at a time."""
     if backend.decoder is None:
         return None
-    # The pickled state is the decoder's JSON alone; `to_str()` would write out the whole vocabulary.
+    # The pickled state is the decoder's JSON; `to_str()` would also serialise the whole vocabulary.
     decoder = json.loads(cast(bytes, backend.decoder.__getstate__()))
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     names = [step["type"] for step in steps]
@@ -188,7 +188,7 @@ def decoding_rules(backend: Backend) -> DecodingRules | None:
 
 
 def _sentencepiece_rules(steps: list[dict[str, Any]], names: list[str]) -> DecodingRules | None:
-    """Replace…, then ByteFallback, then Fuse, then Strip from the start; each of them may be absent."""
+    """Return the rules of the steps Replace…, ByteFallback, Fuse, Strip in this order, each of which may be absent."""
     count = names.count("Replace")
     replaces, rest = steps[:count], names[count:]
     shapes = [["ByteFallback"], ["Fuse"], ["ByteFallback", "Fuse"], ["Fuse", "Strip"]]
@@ -209,7 +209,8 @@ def _sentencepiece_rules(steps: list[dict[str, Any]], names: list[str]) -> Decod
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one visible character: itself if printable, else one from U+0100 on."""
+    """Return the byte of each character in byte-level BPE: printable bytes stand for themselves, others are from U+0100
+    on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -9,11 +9,11 @@ from typing import Any
 from chairlift.errors import InvalidParameter
 
 MAX_DEPTH = 32
-MAX_VALUES = 100_000  # in one message, or one variable of a template
+MAX_VALUES = 100_000  # per message or template variable
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Copies of the messages with text content; errors name the path, such as `messages[2].content`."""
+    """Return validated copies of messages with text content. Errors name the path, such as `messages[2].content`."""
     if not _is_list(messages) or not messages:
         raise InvalidParameter("messages", "must be a non-empty list of messages")
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
@@ -25,7 +25,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidParameter(f"{name}.role", f"must be a name such as 'user', got {role!r}")
-    # Null means absent: templates test whether a key is there.
+    # Drop nulls: templates test whether a key exists.
     checked = {key: item for key, item in plain_data(name, message).items() if item is not None}
     calls = checked.get("tool_calls")
     if calls is not None:
@@ -56,7 +56,7 @@ def _part(name: str, part: Any) -> str:
 
 
 def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as an object; callers send the JSON text that the model generated."""
+    """Return tool calls with parsed arguments; clients send the JSON text that the model generated."""
     if not _is_list(calls) or not all(isinstance(call, dict) for call in calls):
         raise InvalidParameter(name, "must be a list of objects")
     for i, call in enumerate(calls):
@@ -77,7 +77,7 @@ def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def plain_data(name: str, value: Any, depth: int = 0) -> Any:
-    """A deep copy made of JSON types only, so that a template gets no object with methods and no list of the caller."""
+    """Return a deep copy of JSON types, so that a template gets neither methods nor the caller's objects."""
     if depth == 0:
         _check_size(name, value)
     if depth > MAX_DEPTH:
@@ -95,7 +95,7 @@ def plain_data(name: str, value: Any, depth: int = 0) -> Any:
 
 
 def _check_size(name: str, value: Any) -> None:
-    """Bound the number of values: millions of empty lists are a short text but a lot of work."""
+    """Limit the number of values: a short text can contain millions of empty lists."""
     level, count = [value], 0
     for _ in range(MAX_DEPTH + 1):  # plain_data refuses deeper nesting
         level = [child for one in level for child in _children(one)]

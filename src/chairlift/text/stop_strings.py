@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Passes text on, except what may still become a stop string.
+    """Passes text on and holds back what may become a stop string.
 
-    The stop string that is *complete* first wins, at that very character; of several that end at the same character,
-    the longest. So the result does not depend on how the text is cut into pieces.
+    The stop string that is complete first wins; among those that end at the same character, the longest. The result
+    does not depend on how the text is split into pieces.
     """
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
@@ -19,9 +19,9 @@ class StopStrings:
         self._found: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that can be shown, and the stop string if one is complete.
+        """Add text; return the text that can be shown, and the stop string if one is complete.
 
-        With a match, the text ends before the stop string, or after it if it is to be included; later text is dropped.
+        With a match, the text ends before the stop string, or after it with `include`; later text is dropped.
         """
         if not self._searches:
             return text, None
@@ -41,7 +41,7 @@ class StopStrings:
         return text[:shown], None
 
     def flush(self) -> str:
-        """The text still held back after the last piece."""
+        """Return the text held back after the last piece."""
         held, self._held = self._held, ""
         return held
 
@@ -49,8 +49,7 @@ class StopStrings:
 class _Search:
     """Searches a text for one pattern, character by character (Knuth, Morris and Pratt).
 
-    `matched` is the length of the longest prefix of the pattern that the text so far ends with, which is exactly what
-    must be held back for this pattern.
+    `matched` is the length of the longest prefix of the pattern that ends the text, which must be held back.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -59,7 +58,7 @@ class _Search:
         self._shorter = _shorter_matches(pattern)
 
     def advance(self, character: str) -> bool:
-        """Read one character; returns whether it completes the pattern. Not called again after that."""
+        """Read one character; return whether it completes the pattern, after which this must not be called."""
         self.matched = _extend(self.pattern, self._shorter, self.matched, character)
         return self.matched == len(self.pattern)
 
@@ -71,7 +70,7 @@ def _extend(pattern: str, shorter: Sequence[int], matched: int, character: str) 
 
 
 def _shorter_matches(pattern: str) -> list[int]:
-    """For each prefix of the pattern: the length of the longest shorter prefix that it ends with."""
+    """Return, for each prefix of the pattern, the length of the longest shorter prefix that it ends with."""
     shorter = [0]
     for character in pattern[1:]:
         shorter.append(_extend(pattern, shorter, shorter[-1], character))

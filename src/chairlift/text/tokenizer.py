@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Conversion between text and token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chairlift.text.detokenizer import (
 from chairlift.text.messages import checked_messages, plain_data
 from chairlift.text.special_tokens import SpecialTokenEscaper
 
-_PROBE = 16  # characters per allowed token in the part of a long text that is encoded to see whether it can fit
+_PROBE = 16  # characters per allowed token: how much of a long text is encoded to test whether it can fit
 _MARKER = re.compile(r"<[^<>]+>")
 
 
@@ -38,7 +38,7 @@ class Tokenizer:
         add_bos: bool = False,
         template_variables: Mapping[str, str] | None = None,
     ) -> None:
-        backend.no_truncation()  # a loaded backend may still have the settings of its training
+        backend.no_truncation()  # tokenizer files may contain the settings used for training
         backend.no_padding()
         self._backend = backend
         self.chat_template = chat_template
@@ -48,12 +48,12 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        # Special tokens, and markers such as <tool_call> that some models add as plain tokens. A grammar can name them.
+        # Special tokens, and markers such as <tool_call> that some models add as plain tokens; grammars can use them.
         self.marker_ids = self.special_ids | {id_ for id_, token in added.items() if _MARKER.fullmatch(token.content)}
         self._prepend = self._bos_to_prepend() if add_bos else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a text. With `max_tokens`, a text that certainly has more raises without being encoded whole."""
+        """Encode a text. With `max_tokens`, raises for a text that is certainly longer, without encoding all of it."""
         self._check_length("prompt", text, max_tokens)
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
@@ -63,11 +63,11 @@ class Tokenizer:
         return [self._with_bos(ids, add_special_tokens) for ids in encoded]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        # As a batch of one: only then does the backend release the GIL.
+        # A batch of one, because only batch calls release the GIL.
         return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds inside a text, which may be half a character; empty for an unknown id."""
+        """Return the bytes that a token adds to a text, which may be half a character; empty for an unknown id."""
         if self._pieces is None:
             return (self._backend.id_to_token(token_id) or "").encode()
         piece = self._pieces.piece(token_id) or b""
@@ -75,7 +75,7 @@ class Tokenizer:
 
     @property
     def has_token_bytes(self) -> bool:
-        """Whether the text of a token is `token_bytes` whatever its neighbours are."""
+        """Whether the text of a token is always `token_bytes`, independent of adjacent tokens."""
         return self._pieces is not None
 
     @cached_property
@@ -86,7 +86,7 @@ class Tokenizer:
     def detokenizer(
         self, skip_special_tokens: bool = True, visible: Iterable[int] = (), *, verbatim: bool = False
     ) -> IncrementalDetokenizer:
-        """A new incremental detokenizer. `visible` are special tokens that are never skipped.
+        """Create an incremental detokenizer. `visible` are special tokens that are never skipped.
 
         With `verbatim`, the first token keeps the space that some tokenizers remove from the start of a text, so that
         the text equals the joined `token_bytes`.
@@ -100,7 +100,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def added_token_id(self, token: str) -> int | None:
-        """The id of an added token, special or not, which is never merged from other tokens."""
+        """Return the id of an added token, special or not; None for other tokens."""
         return self._added_ids.get(token)
 
     @property
@@ -116,7 +116,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation. Encode it with `add_special_tokens=False`: it has its own.
+        """Render the prompt of a conversation. It contains its special tokens: encode it with
+        `add_special_tokens=False`.
 
         `kwargs` are variables of the model's template, such as `enable_thinking`.
         """
@@ -133,8 +134,9 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], /, *, max_tokens: int | None = None, **options: Any
     ) -> tuple[str, list[int]]:
-        """A conversation's prompt as text and as token ids. Options are those of `apply_chat_template`; `max_tokens`
-        is that of `encode`.
+        """Return a conversation's prompt as text and as token ids.
+
+        `options` are those of `apply_chat_template`; `max_tokens` is that of `encode`.
 
         Only the template can write special tokens: one in a message, a tool or a template's variable stays text.
         """
@@ -153,7 +155,7 @@ class Tokenizer:
             return
         too_long = len(text) > self.longest_token * max_tokens
         if not too_long:
-            # Cutting a text changes only the tokens at the cut, so twice the limit leaves no doubt.
+            # Truncating a text changes only the tokens at the cut, so twice the limit is conclusive.
             too_long = len(_encoded(self._backend, [text[: _PROBE * max_tokens]], False, parameter)[0]) > 2 * max_tokens
         if too_long:
             problem = f"has {len(text)} characters, far more than fit into {max_tokens} tokens"
@@ -177,7 +179,7 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
-        # Compiled at first use: plain prompts work even if the template is broken.
+        # Compiled on first use, so that plain prompts work with a broken template.
         return None if self.chat_template is None else ChatTemplate(self.chat_template)
 
     @cached_property

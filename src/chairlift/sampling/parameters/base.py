@@ -1,4 +1,4 @@
-"""The two kinds of sampling parameters that have code of their own: edits of logits and filters of probabilities.
+"""Base classes of the sampling parameters that have an implementation: logit edits and probability filters.
 
 A module of this package implements a field of SamplingParams, which core/sampling/params.py declares. A plugin
 registers the same kind of class, with its own `declaration`.
@@ -25,11 +25,11 @@ Edit = TypeVar("Edit", bound="LogitsEdit")
 
 @dataclass(frozen=True, slots=True)
 class SampledRequest:
-    """What an edit can read about its request when the request enters the sampler."""
+    """The data that an edit is created from."""
 
     params: SamplingParams
     prompt: Sequence[int]
-    output: Sequence[int]  # tokens that were generated before; after a preemption there are some
+    output: Sequence[int]  # tokens generated before a preemption
     eos_ids: Sequence[int]
     vocab_size: int
 
@@ -56,7 +56,7 @@ class LogitsEdit:
         self.request = request
 
     def applies(self, position: int) -> bool:
-        """Whether the token at `position` of the output is affected."""
+        """Return whether the token at `position` of the output is edited."""
         return True
 
     def edit(self, logits: Tensor, drafts: Sequence[int]) -> None:
@@ -70,27 +70,27 @@ class LogitsEdit:
             row.edit.edit(logits[row.index], row.drafts)
 
     def observe(self, token: int) -> None:
-        """The request has generated `token`."""
+        """Update the state after the request generated `token`."""
 
 
 class ProbabilityFilter:
     """A parameter that excludes all tokens whose probability is below a floor.
 
-    So tokens that tie at the floor stay or go together, and no order among equals is invented.
+    Tokens that tie at the floor are kept or excluded together, so no order among equals is needed.
     """
 
     declaration: ClassVar[SamplingParameter | None] = None
     order: ClassVar[int] = 100  # filters with a lower number are applied first
-    sums: ClassVar[bool] = False  # whether it adds up probabilities, so that what is already excluded must be zero
+    sums: ClassVar[bool] = False  # whether it sums probabilities, which needs excluded ones set to zero first
 
     @staticmethod
     def floor(weights: Tensor, values: Sequence[Any]) -> Tensor:
-        """The lowest weight [R, 1] that each row of `weights` [R, V] keeps, given the row's value of the parameter."""
+        """Return the lowest weight [R, 1] that each row of `weights` [R, V] keeps, given the row's parameter value."""
         raise NotImplementedError
 
 
 def flat_index(logits: Tensor, rows: Iterable[tuple[int, Ids]]) -> Tensor:
-    """Positions in the flattened logits of the token ids of each (row, ids)."""
+    """Return the positions of the given token ids of each row in the flattened logits."""
     width = logits.shape[1]
     index = np.concatenate([ids + row * width for row, ids in rows])
     return torch.from_numpy(index).to(logits.device)

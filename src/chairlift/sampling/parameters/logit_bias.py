@@ -1,4 +1,4 @@
-"""logit_bias: numbers to add to the logits of some tokens."""
+"""logit_bias: add a number to the logits of some tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""min_tokens: tokens that would end the output are impossible until it has this length."""
+"""min_tokens: ban the tokens that end the output until it has this length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MinTokens(LogitsEdit):
         ending = params.stop_ids if params.ignore_eos else (*params.stop_ids, *request.eos_ids)
         banned = sorted({token for token in ending if token < request.vocab_size})
         self._banned: Ids = np.array(banned, np.int64)
-        # The mask of a structured request excludes such tokens itself, unless the grammar allows nothing else.
+        # Structured requests get this from their mask, which still allows an end where the grammar allows nothing else.
         self._until = params.min_tokens if banned and params.structure is None else 0
 
     def applies(self, position: int) -> bool:

@@ -1,7 +1,7 @@
-"""repetition_penalty, frequency_penalty and presence_penalty: make tokens that occurred before less likely.
+"""repetition_penalty, frequency_penalty and presence_penalty: make tokens that occurred less likely.
 
-The three share one count of tokens. A request's penalties touch hundreds of tokens of a vocabulary of many thousands,
-so the state is a list of token ids on the host, and an edit is one gather and one scatter for the whole batch.
+The three share one count of tokens. Penalties affect hundreds of tokens of a much larger vocabulary, so the state is a
+list of token ids on the host, and an edit is one gather and one scatter for the whole batch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Penalties(LogitsEdit):
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """The tokens that the penalties of one row apply to. Read-only: the arrays may be those of a TokenCounts."""
+    """The tokens that the penalties of one row apply to. Read-only: the arrays may be shared with a TokenCounts."""
 
     ids: Ids
     counts: Values
@@ -85,7 +85,7 @@ class TokenCounts:
         return self._counts[: len(self._index)]
 
     def after(self, drafts: Sequence[int]) -> SeenTokens:
-        """The state after these draft tokens. Only the counts are copied, however many drafts there are."""
+        """Return the state after these draft tokens. Only the counts are copied."""
         if not drafts:
             return SeenTokens(self.ids, self.counts)
         new = [token for token in dict.fromkeys(drafts) if token not in self._index]

@@ -27,15 +27,16 @@ class TopP(ProbabilityFilter):
 
 
 def nucleus_floor_by_row(weights: Tensor, top_p: Tensor) -> Tensor:
-    """The lowest weight [R, 1] in each row's nucleus, for the CPU: sorting dominates, so sort only candidates.
+    """Return the lowest weight [R, 1] in each row's nucleus. For the CPU: sort only candidates, since sorting
+    dominates.
 
-    Tokens lighter than (1 - top_p) / V of the total are no candidates: all of them together weigh less than 1 - top_p.
+    Tokens lighter than (1 - top_p) / V of the total are not candidates: their sum is less than 1 - top_p.
     """
     floors = np.zeros(len(weights), dtype=np.float32)
     for row, (values, share) in enumerate(zip(weights.numpy(), top_p[:, 0].tolist(), strict=True)):
         total = float(values.sum())
         candidates = values[np.flatnonzero(values >= np.float32((1.0 - share) * total / len(values)))]
-        if len(candidates):  # none in a row of NaN
+        if len(candidates):  # a row of NaN has none
             candidates[::-1].sort()  # heaviest first
             mass = np.cumsum(candidates, dtype=np.float64)
             last = min(int(np.searchsorted(mass, share * total)), len(candidates) - 1)
@@ -44,8 +45,8 @@ def nucleus_floor_by_row(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def nucleus_floor(weights: Tensor, top_p: Tensor) -> Tensor:
-    """The lowest weight [R, 1] in each row's nucleus, for a GPU: the heaviest tokens hold the nucleus of nearly every
-    row, and only the other rows are sorted whole."""
+    """Return the lowest weight [R, 1] in each row's nucleus. For a GPU: the heaviest tokens contain the nucleus of
+    nearly every row; only the other rows are fully sorted."""
     target = top_p * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
     heaviest = weights.topk(min(NUCLEUS_CANDIDATES, weights.shape[1])).values
     floor, complete = _floor_among(heaviest, target)
@@ -57,7 +58,7 @@ def nucleus_floor(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _floor_among(heaviest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight [R, 1] at which the running sum reaches the target, and whether [R] it does."""
+    """Return the weight [R, 1] at which the running sum reaches the target, and whether [R] it does."""
     mass = heaviest.cumsum(dim=-1, dtype=torch.float64)
     last = (mass < target).sum(dim=-1, keepdim=True).clamp_(max=heaviest.shape[1] - 1)
     return heaviest.gather(1, last), mass[:, -1] >= target[:, 0]

@@ -12,15 +12,15 @@ from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.tool import Tool
 
 Message = dict[str, Any]
-Call = tuple[str, str]  # a function's name, and its arguments as JSON
+Call = tuple[str, str]  # (function name, arguments as JSON)
 
 
 class ToolFormat(ABC):
-    """How the models of one family write tool calls."""
+    """The tool-call format of one model family."""
 
     parser: ClassVar[type[CallParser]]
-    markers: ClassVar[tuple[str, ...]] = ()  # may be special tokens, which the text must contain all the same
-    order: ClassVar[int] = 100  # of several formats that recognise a template, the lowest is chosen
+    markers: ClassVar[tuple[str, ...]] = ()  # kept in the text even if they are special tokens
+    order: ClassVar[int] = 100  # the lowest one that recognises a template is chosen
 
     def __init__(self, template: str) -> None:
         self.template = template
@@ -28,18 +28,18 @@ class ToolFormat(ABC):
     @staticmethod
     @abstractmethod
     def recognises(template: str) -> bool:
-        """Whether a chat template is one of this family's."""
+        """Return whether a chat template belongs to this family."""
 
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> str:
-        """A Lark grammar for one call of one of the tools, or for several if `parallel`."""
+        """Return a Lark grammar for one call of one of the tools, or for several if `parallel`."""
 
     @abstractmethod
     def write(self, calls: Sequence[Call]) -> str:
-        """The text with which a model of this family makes these calls."""
+        """Return these calls as a model of this family writes them."""
 
     def history(self, messages: list[Message]) -> list[Message]:
-        """Checked messages in the form that this family's templates require."""
+        """Convert validated messages to the form that this family's templates require."""
         return messages
 
 
@@ -48,9 +48,9 @@ DEFAULT_FORMAT = "hermes"  # the most widespread
 
 
 def choose_format(template: str, name: str | None = None) -> ToolFormat:
-    """The format called `name`, or else the one that the chat template's text shows."""
+    """Return the format called `name`, or the one recognised from the chat template."""
     if name is None and "tools" not in template:
-        name = DEFAULT_FORMAT  # the prompt describes it to the model, see `tools/tool_prompt.py`
+        name = DEFAULT_FORMAT  # `tools/tool_prompt.py` describes it in the prompt
     if name is not None:
         return TOOL_FORMATS.get(name)(template)
     formats = sorted(map(TOOL_FORMATS.get, TOOL_FORMATS.names()), key=lambda format_: format_.order)

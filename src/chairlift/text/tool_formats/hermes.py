@@ -13,7 +13,7 @@ from chairlift.text.tools.tool import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _STRAY_BRACES = re.compile(r"[\s}]*")
-# Families that write other calls between the same tags.
+# Families with other calls between the same tags.
 _OTHER_CALLS = ("<function=", "<arg_key>")
 
 
@@ -53,5 +53,5 @@ class HermesFormat(ToolFormat):
         return "\n".join(f"{OPENING}\n{call_object(*call, 'arguments')}\n{CLOSING}" for call in calls)
 
     def history(self, messages: list[Message]) -> list[Message]:
-        # Templates of this family read the content of every message, also of one with calls only.
+        # Templates of this family read the content of every message, even if it has only calls.
         return [{**message, "content": message["content"] or ""} for message in messages]

@@ -1,4 +1,4 @@
-"""Calls as bare JSON: {"name": …, "arguments": …}, which most models write if they are not trained otherwise."""
+"""Calls as bare JSON, {"name": …, "arguments": …}, which most models write without special training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class JSONParser(BareJSONParser):
 class JSONFormat(ToolFormat):
     """{"name": …, "arguments": …}, alone, in lines, in a list or in a code fence: for unknown templates."""
 
-    order = 1000  # takes any template
+    order = 1000  # the fallback: recognises any template
     parser = JSONParser
 
     @staticmethod

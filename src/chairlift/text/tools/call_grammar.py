@@ -1,4 +1,4 @@
-"""Grammars that allow nothing but tool calls, in llguidance's dialect of Lark."""
+"""Grammars of tool calls, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from chairlift.text.tools.tool import Tool
 
-Marker = Callable[[str], str]  # how a grammar names a marker such as <tool_call>: as one token, or as its letters
+Marker = Callable[[str], str]  # spells a marker such as <tool_call> in a grammar: as one token, or as its letters
 
-MAX_CALLS = 16  # in one completion: a weak model may repeat a call until its context is full
+MAX_CALLS = 16  # per completion: a weak model may repeat a call until its context is full
 
-# As chat templates write JSON. With free white space, a weak model may generate nothing but line breaks.
+# The white space that chat templates use. Without a limit, a weak model may generate only line breaks.
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 
 
@@ -42,7 +42,7 @@ def call_objects(tools: Sequence[Tool], arguments_key: str) -> list[str]:
     """The rule `object` for {"name": …, "arguments": …}, and the rules that it needs."""
 
     def call(index: int, name: str) -> str:
-        # Cut as JSON is, so that a call can share its beginning with other JSON that is allowed.
+        # Split into the tokens of JSON, so that a call can share a prefix with other allowed JSON.
         pieces = ["{", '"name"', ": ", json.dumps(name), ", ", json.dumps(arguments_key), ": "]
         return " ".join([*map(literal, pieces), f"arguments_{index}", literal("}")])
 

@@ -1,4 +1,4 @@
-"""Separate tool calls from content in a model's text as it is generated."""
+"""Separates tool calls from content in a model's streamed text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chairlift.text.tools.reader import SPACES, NotACall, Reader, Reading, prefi
 
 _ARGUMENTS = ("arguments", "parameters")
 _ANYTHING = re.compile(r"(?s:.*)")
-_LABELS = ("type", "id")  # strings that some models add to a call
+_LABELS = ("type", "id")  # optional string fields of a call
 
 
 def new_call_id() -> str:
@@ -25,13 +25,13 @@ class CallParser(ABC):
     """Finds the calls of one format in a text. A subclass defines how calls open and how to read them.
 
     - A call names one of the request's tools; anything else that looks like a call is content.
-    - Until its name is known, a call is held back. Then it is certain: its arguments are passed on as they arrive, even
-      if their JSON turns out to be malformed.
-    - White space around calls is not content. Other than that, no character is lost.
+    - A call is held back until its name is complete. Then its arguments are passed on as they arrive, even if their
+      JSON turns out to be malformed.
+    - White space around calls is dropped. No other character is lost.
     """
 
     openings: ClassVar[tuple[str, ...]]
-    closing: ClassVar[str | None] = None  # text that ends a call, however malformed its arguments are
+    closing: ClassVar[str | None] = None  # text that ends a call even if its arguments are malformed
     arguments_optional: ClassVar[bool] = True
 
     def __init__(
@@ -47,7 +47,7 @@ class CallParser(ABC):
         self._forced = forced  # a grammar allows only calls, so remaining text is a truncated call
         self._new_id = new_id
         self._calls = 0
-        self._spaces = ""  # content if more content follows, dropped if a call does
+        self._spaces = ""  # white space: content if more content follows, dropped before a call
         self._in_arguments = False
         self._parts: list[AssistantPart] = []
         self._opening = re.compile("|".join(map(re.escape, self.openings)))
@@ -56,7 +56,7 @@ class CallParser(ABC):
 
     @abstractmethod
     def read_calls(self) -> Reading[None]:
-        """Read calls from an opening up to where content may begin again. Raises NotACall for other text."""
+        """Read calls from an opening up to where content may begin; raises NotACall for other text."""
 
     # ---- the AssistantParser interface -----------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class CallParser(ABC):
             yield
 
     def _recover(self) -> Reading[None]:
-        """Continue after malformed text: it is content, unless it belongs to the arguments of a certain call."""
+        """Continue after malformed text, which is content unless it belongs to the arguments of a call."""
         if not self._in_arguments:
             self._add_content(self.reader.take())
         elif self.closing is None:
@@ -209,7 +209,7 @@ class CallParser(ABC):
         return str(_decoded(self.reader.text[start : self.reader.at]))
 
     def _held_arguments(self) -> Reading[str]:
-        """Arguments that precede the name of their call, or that are an object encoded as a string."""
+        """Read arguments that precede the name of their call, or that are an object encoded as a string."""
         start = self.reader.at
         yield from self.reader.value()
         text = self.reader.text[start : self.reader.at]
@@ -226,7 +226,7 @@ class _MaxCallsReached(Exception):
 
 
 def _has_lone_surrogates(text: str) -> bool:
-    """JSON can contain lone surrogates; a response in UTF-8 cannot."""
+    """Return whether decoded JSON contains lone surrogates, which UTF-8 cannot encode."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 

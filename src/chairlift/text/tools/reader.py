@@ -1,7 +1,7 @@
-"""Read text that arrives in pieces.
+"""Parsing of text that arrives in pieces.
 
-The methods of the reader are generators: they read as if the whole text were there, and pause (`yield`) where it ends
-for now. So a format is written down once, in the order of its parts, and the text may be cut anywhere.
+The reader's methods are generators that pause (`yield`) when they need more text. So a parser is written as if the
+whole text were present, and the text may be split anywhere.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import TypeVar
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 
-MAX_DEPTH = 64  # of JSON: more than any reasonable call has, and each level is a generator
+MAX_DEPTH = 64  # of JSON; each level is a generator
 SPACES = re.compile(r"[ \t\r\n]*")
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # in a string: neither its end, nor an escape, nor a control character
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # characters of a JSON string except quotes, escapes and control characters
 _NUMBER = re.compile(r"[-+.0-9eE]*")
 _WORDS = {"t": "true", "f": "false", "n": "null"}
 
 
 class NotACall(Exception):
-    """Text that looked like the beginning of a call is not one."""
+    """Text that looked like a call is not one."""
 
 
 class Reader:
@@ -30,7 +30,7 @@ class Reader:
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
-        self.over = False  # no more text will come
+        self.over = False  # whether the text is complete
 
     def take(self) -> str:
         """Remove and return the text that has been read."""
@@ -140,6 +140,6 @@ class Reader:
 
 
 def prefix_at_end(text: str, marker: str) -> int:
-    """The length of the longest prefix of `marker`, shorter than it, that `text` ends with."""
+    """Return the length of the longest proper prefix of `marker` that `text` ends with."""
     longest = min(len(text), len(marker) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)

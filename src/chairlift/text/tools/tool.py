@@ -13,7 +13,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.text.messages import plain_data
 
 MAX_TOOLS = 128
-MAX_TOOLS_BYTES = 512 * 2**10  # of all of them together, as JSON
+MAX_TOOLS_BYTES = 512 * 2**10  # total size as JSON
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_SCHEMA_DEPTH = 24
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -22,12 +22,12 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call through the caller."""
+    """A function of the client that the model may call."""
 
     name: str
-    schema: dict[str, Any]  # of its arguments, which are always an object
-    strict: bool  # refuse a schema that cannot be enforced completely
-    given: dict[str, Any]  # as the caller sent it, for the chat template
+    schema: dict[str, Any]  # JSON schema of the arguments, which are an object
+    strict: bool  # whether to refuse a schema that cannot be enforced completely
+    given: dict[str, Any]  # as sent by the client, for the chat template
 
 
 class Calling(StrEnum):
@@ -36,15 +36,15 @@ class Calling(StrEnum):
     NONE = "none"  # the model does not see the tools
     AUTO = "auto"  # the model decides
     REQUIRED = "required"  # at least one call
-    NAMED = "named"  # exactly one call, of a given function
+    NAMED = "named"  # exactly one call of a given function
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The checked tool_choice of a request."""
+    """The validated tool_choice of a request."""
 
     calling: Calling
-    function: str | None = None  # with NAMED
+    function: str | None = None  # set with NAMED
 
     @property
     def forced(self) -> bool:
@@ -52,7 +52,8 @@ class ToolChoice:
 
 
 def checked_tools(tools: Any) -> list[Tool]:
-    """Check tools in the form of OpenAI's chat API: {"type": "function", "function": {"name", "parameters", …}}."""
+    """Validate tools in the format of OpenAI's chat API: {"type": "function", "function": {"name", "parameters",
+    …}}."""
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
         raise InvalidParameter("tools", "must be a list of tools")
     if len(tools) > MAX_TOOLS:
@@ -110,7 +111,7 @@ def _size(path: str, value: Any) -> int:
 
 
 def _depth(value: Any) -> int:
-    """The nesting depth of lists and objects, without recursion, as callers may send any depth."""
+    """Return the nesting depth of lists and objects, without recursion, since clients may send any depth."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, (dict, list))]:
         depth += 1
@@ -119,7 +120,7 @@ def _depth(value: Any) -> int:
 
 
 def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """OpenAI's tool_choice: "none", "auto", "required" or {"type": "function", "function": {"name"}}."""
+    """Validate OpenAI's tool_choice: "none", "auto", "required" or {"type": "function", "function": {"name"}}."""
     if choice is None:
         return ToolChoice(Calling.AUTO if tools else Calling.NONE)
     if choice in ("none", "auto"):

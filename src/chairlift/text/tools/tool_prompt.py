@@ -1,4 +1,4 @@
-"""Tools for models whose chat template does not show them: described in the prompt, with calls as plain messages."""
+"""Tools for chat templates without tool support: descriptions in the prompt, and calls as plain messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chairlift.text.tools.tool import Tool
 
 
 def describe(tools: Sequence[Tool], format_: ToolFormat) -> str:
-    """Instructions for calling these tools."""
+    """Return the instructions for calling these tools."""
     lines = "\n".join(json.dumps(tool.given, ensure_ascii=False) for tool in tools)
     example = format_.write([("function_name", '{"parameter": "value"}')])
     return (
@@ -42,7 +42,7 @@ def as_plain_messages(messages: list[Message], format_: ToolFormat) -> list[Mess
     """Turn calls into the text that the model generated, and results into user messages."""
     plain: list[Message] = []
     for are_results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
-        if are_results:  # in one message: templates require the two roles to alternate
+        if are_results:  # merged into one message: templates require alternating roles
             results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
             plain.append({"role": "user", "content": "\n".join(results)})
         else:

@@ -1,4 +1,4 @@
-"""The tools of one request: the prompt that shows them, the grammar of forced calls and the parser of the output."""
+"""The tools of one request: prompt, grammar of forced calls and parser of the output."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from chairlift.text.tools.tool_prompt import as_plain_messages, describe, in_sys
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How one request uses tools. Also for requests without tools: their history may contain calls."""
+    """The tool settings of one request, which may have no tools but calls in its history."""
 
     format: ToolFormat
-    tools: Sequence[Tool]  # those that the model sees
+    tools: Sequence[Tool]  # tools shown to the model
     choice: ToolChoice
     parallel: bool = True
 
     @classmethod
     def of(cls, format_: ToolFormat, tools: Any, choice: Any, parallel: bool | None) -> ToolUse:
-        """Check the parameters of a chat request. Errors name `tools`, `tool_choice`, `parallel_tool_calls`."""
+        """Validate the tool parameters of a chat request."""
         checked = checked_tools(tools or [])
         chosen = checked_choice(choice, checked)
         if parallel is not None and not checked:
@@ -44,23 +44,24 @@ class ToolUse:
         return self.choice.forced
 
     def parser(self) -> AssistantParser:
-        """A new parser for one completion's text."""
+        """Create a parser for one completion's text."""
         if not self.tools:
             return PlainParser()
         names = {tool.name for tool in self.tools}
         return self.format.parser(names, max_calls=None if self.parallel else 1, forced=self.forced)
 
     def finish_reason(self, reason: str | None, called: bool) -> str | None:
-        """OpenAI's finish reason: "tool_calls" if the model chose to call, "stop" if the call was forced by name."""
+        """Return OpenAI's finish reason: "tool_calls" if the model chose to call, "stop" if the call was forced by
+        name."""
         return "tool_calls" if reason == "stop" and called and self.choice.calling is not Calling.NAMED else reason
 
     def visible_special_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """The format's markers that are special tokens: the text must contain them for calls to be found."""
+        """Return the ids of markers that are special tokens, which the parser needs in the text."""
         ids = [tokenizer.added_token_id(marker) for marker in self.format.markers] if self.tools else []
         return [token for token in ids if token in tokenizer.special_ids]
 
     def applied_to(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-        """The request's sampling parameters, with what its tools require."""
+        """Add the settings that the tools require to the request's sampling parameters."""
         if not self.tools:
             return params
         return params.clone(
@@ -68,17 +69,17 @@ class ToolUse:
             structure=self.structure(tokenizer, params.structure),
         )
 
-    def structure(self, tokenizer: Tokenizer, wanted: Structure | None = None) -> Structure | None:
-        """The structure of the output: calls if they are forced, else calls or the structure that the caller wants."""
+    def structure(self, tokenizer: Tokenizer, requested: Structure | None = None) -> Structure | None:
+        """Return the structure of the output: calls if they are forced, else calls or the requested structure."""
         if self.forced:
-            # A response_format applies to content, and there will be none; other structures apply to the whole output.
-            if wanted is not None and wanted.parameter not in ("response_format", "text.format"):
-                raise InvalidParameter(wanted.parameter, "does not go with a tool_choice that forces a call")
+            # A response_format applies to content, of which there is none; other structures apply to the whole output.
+            if requested is not None and requested.parameter not in ("response_format", "text.format"):
+                raise InvalidParameter(requested.parameter, "does not go with a tool_choice that forces a call")
             return Structure.grammar(self._calls(tokenizer), "tools")
-        if wanted is None:
+        if requested is None:
             return None
-        grammar = calls_or_json(self._calls(tokenizer), _wanted_schema(wanted))
-        return Structure.grammar(grammar, wanted.parameter)
+        grammar = calls_or_json(self._calls(tokenizer), _requested_schema(requested))
+        return Structure.grammar(grammar, requested.parameter)
 
     def _calls(self, tokenizer: Tokenizer) -> str:
         def marker(text: str) -> str:
@@ -90,7 +91,7 @@ class ToolUse:
         return self.format.grammar(tools, parallel=self.parallel and named is None, marker=marker)
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
-        """The prompt as token ids. `options` are those of `Tokenizer.encode_chat`."""
+        """Return the prompt as token ids. `options` are those of `Tokenizer.encode_chat`."""
         history = checked_messages(messages)
         if tokenizer.template_shows_tools:
             given = [tool.given for tool in self.tools] or None
@@ -101,17 +102,17 @@ class ToolUse:
         description = describe(self.tools, self.format)
         try:
             return tokenizer.encode_chat(in_system_message(history, description), **options)[1]
-        except RefusedByTemplate:  # perhaps because it has no system role
+        except RefusedByTemplate:  # the template may have no system role
             return tokenizer.encode_chat(in_user_message(history, description), **options)[1]
 
 
-def _wanted_schema(wanted: Structure) -> dict[str, Any]:
-    if wanted.kind is StructureKind.JSON_OBJECT:
+def _requested_schema(requested: Structure) -> dict[str, Any]:
+    if requested.kind is StructureKind.JSON_OBJECT:
         return {"type": "object"}
-    if wanted.kind is not StructureKind.JSON_SCHEMA:
-        raise InvalidParameter(wanted.parameter, "cannot be combined with tools; only a JSON schema can")
+    if requested.kind is not StructureKind.JSON_SCHEMA:
+        raise InvalidParameter(requested.parameter, "cannot be combined with tools; only a JSON schema can")
     try:
-        schema = json.loads(wanted.text)
+        schema = json.loads(requested.text)
     except (ValueError, RecursionError):
-        raise InvalidParameter(wanted.parameter, "must be a JSON schema") from None
+        raise InvalidParameter(requested.parameter, "must be a JSON schema") from None
     return schema if isinstance(schema, dict) else {}

@@ -200,7 +200,7 @@ class LoadWorkload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetOptions:
+class LoadTargetOptions:
     """The server, and the parameters of all requests."""
 
     url: Annotated[

@@ -18,7 +18,7 @@ from chairlift.lab.common.workload import LengthRange
 from chairlift.lab.load.client import WORDS
 from chairlift.lab.load.figures import load_row
 from chairlift.lab.load.local_server import local_model_facts
-from chairlift.lab.load.options import JudgeOptions, LoadOptions, LoadWorkload, TargetOptions
+from chairlift.lab.load.options import JudgeOptions, LoadOptions, LoadTargetOptions, LoadWorkload
 from chairlift.lab.load.plot import plot_load
 from chairlift.lab.load.report import LoadTables, watch_load
 from chairlift.lab.load.run import ClosedLoop, LoadRun
@@ -42,7 +42,7 @@ def bench_serve(
     engine: EngineOptions,
     load: LoadOptions,
     work: LoadWorkload,
-    server: TargetOptions,
+    server: LoadTargetOptions,
     judge: JudgeOptions,
 ) -> BenchResult:
     """Measure a server under load as its clients see it: throughput, latencies and goodput.
@@ -68,7 +68,7 @@ def bench_serve(
 
 
 def _check_together(
-    context: typer.Context, load: LoadOptions, work: LoadWorkload, server: TargetOptions, judge: JudgeOptions
+    context: typer.Context, load: LoadOptions, work: LoadWorkload, server: LoadTargetOptions, judge: JudgeOptions
 ) -> None:
     """Refuse options that have no effect beside others."""
     server.request_format("")
@@ -98,7 +98,7 @@ class _Measurement:
         engine: EngineOptions,
         load: LoadOptions,
         work: LoadWorkload,
-        server: TargetOptions,
+        server: LoadTargetOptions,
     ) -> None:
         self._engine, self._load, self._work, self._server = engine, load, work, server
         self._address = None if server.url is None else Address.parse(server.url)

@@ -19,7 +19,7 @@ RUN, UNDERSTAND = "Run a model", "Measure, simulate and understand"
 
 
 class _Chairlift(CommandGroup):
-    """Shows errors raised on purpose as one line instead of a traceback."""
+    """Prints a ChairliftError as one line instead of a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -32,7 +32,7 @@ class _Chairlift(CommandGroup):
 
 
 def _describe(error: ChairliftError, command: Any) -> str:
-    """The error's text, with the option that it is about spelled as it is typed."""
+    """Return the error's message, with the parameter written as its command line flag."""
     if isinstance(error, InvalidParameter):
         flag = _flags(command).get(error.parameter)
         if flag is not None:
@@ -41,7 +41,7 @@ def _describe(error: ChairliftError, command: Any) -> str:
 
 
 def _flags(command: Any) -> dict[str, str]:
-    """The long flags of a command and of those below it, by parameter name and by their own name."""
+    """Return the long flags of a command and its subcommands, by parameter name and by their own name."""
     found: dict[str, str] = {}
     for child in getattr(command, "commands", {}).values():
         found |= _flags(child)
@@ -66,8 +66,8 @@ app = Commands(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"chairlift {__version__}")
         raise typer.Exit
 

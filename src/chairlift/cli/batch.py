@@ -100,14 +100,14 @@ async def _answer(
     from chairlift.server.lifecycle import ServerConfig
     from chairlift.server.limits import Limits
 
-    # Cancelling on SIGTERM, as on Ctrl-C, ends the engine before this process.
+    # Cancel on SIGTERM, as on Ctrl-C, so that the engine exits before this process.
     this = asyncio.current_task()
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     if url is not None:
         target = remote_server(HttpClient(Address.parse(url), api_key=api_key))
     else:
-        limits = Limits(max_waiting=sys.maxsize)  # --concurrency limits them already
+        limits = Limits(max_waiting=sys.maxsize)  # limited by --concurrency
         config = ServerConfig(engine.model, name, engine.config(), limits=limits, quiet=engine.quiet)
         target = own_engine(config)
     async with target as send:

@@ -92,7 +92,7 @@ def _remote_chat(
 
 
 def _typed_lines() -> Iterator[str]:
-    with suppress(ImportError):  # not every Python has it
+    with suppress(ImportError):  # not part of every Python build
         import readline  # noqa: F401 (importing it gives `input` editing and history)
 
     while True:
@@ -123,7 +123,7 @@ def _answer(session: ChatSession, message: str, interactive: bool) -> None:
 
 
 class ChatSession:
-    """The messages so far, and the backend that answers."""
+    """A conversation: its messages and its backend."""
 
     def __init__(self, backend: ChatBackend, *, system: str, show_figures: bool) -> None:
         self._backend = backend
@@ -146,7 +146,7 @@ class ChatSession:
                 note(f"There is no {name}; /help lists the commands.")
 
     def send(self, message: str) -> None:
-        """Print the answer as it comes and keep both messages; of an answer that was stopped, keep what came."""
+        """Print the answer as it arrives and keep both messages, also of an interrupted answer."""
         question = {"role": "user", "content": message}
         pieces: list[str] = []
         answer = self._backend.answer([*self._system_message(), *self._messages, question])
@@ -162,7 +162,7 @@ class ChatSession:
             raise
         finally:
             answer.close()
-            if pieces:  # without any, the message is dropped as well
+            if pieces:  # without any text, the message is dropped too
                 self._messages += [question, {"role": "assistant", "content": "".join(pieces)}]
         if self._show_figures:
             note(self._backend.summary())

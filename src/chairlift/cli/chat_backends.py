@@ -1,4 +1,4 @@
-"""The two sources of a chat's answers: a model in this process, or one on a server."""
+"""Backends of a chat: a model in this process, or a server."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _STANDARD_PARAMETERS = ("temperature", "top_p", "max_tokens")
 
 class ChatBackend(Protocol):
     def answer(self, messages: Messages) -> Generator[str, None, None]:
-        """Yield pieces of text as they come. Ctrl-C raises KeyboardInterrupt between two of them."""
+        """Yield pieces of text as they arrive. Ctrl-C raises KeyboardInterrupt between two pieces."""
         ...
 
     def summary(self) -> str:
-        """Speed and lengths of the latest answer, in one line."""
+        """Return one line with the speed and lengths of the last answer."""
         ...
 
 
 class LocalChat:
-    """Answers with a model in this process."""
+    """Runs a model in this process."""
 
     def __init__(self, llm: LLM, sampling: SamplingOptions) -> None:
         self._llm = llm
@@ -52,7 +52,7 @@ class LocalChat:
 
 
 class RemoteChat:
-    """Answers with an OpenAI-compatible server."""
+    """Calls an OpenAI-compatible server."""
 
     def __init__(self, client: BlockingClient, model: str, sampling: SamplingOptions) -> None:
         self._client = client

@@ -155,7 +155,7 @@ def _print_json(index: int, result: RequestOutput) -> None:
 
 
 def _metrics(metrics: RequestMetrics) -> dict[str, Any]:
-    """Times in seconds; those of tokens are of the prompt's first completion."""
+    """Return times in seconds; token times are those of the prompt's first completion."""
     gaps = metrics.inter_token
     return {
         "queued": metrics.queued,

@@ -1,4 +1,4 @@
-"""The command line's entry point. Importing it is fast: commands import torch when they run, if they need it."""
+"""The entry point of the command line. Fast to import: commands import torch when they run."""
 
 from __future__ import annotations
 

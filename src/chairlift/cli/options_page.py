@@ -26,22 +26,22 @@ In Python, `LLM` and `EngineConfig` take the engine's options as arguments: `LLM
 They read neither variables nor files.
 
 Names in files, variables and Python have `_` where the command line has `-`. In a file, an option that may be repeated
-is a list, `tenant_weights` may also be a mapping, and names that the command does not have are errors. Of flags such as
-`--prefix-caching`, the opposite is typed as `--no-prefix-caching`, and `prefix_caching: false` in a file. A variable
-that is empty counts as not set.
+is a list, `tenant_weights` may also be a mapping, and names that the command does not have are errors. A flag such as
+`--prefix-caching` is turned off with `--no-prefix-caching`, or with `prefix_caching: false` in a file. An empty
+variable counts as not set.
 
 In a Kubernetes cluster, a service that is called `chairlift` sets `CHAIRLIFT_PORT` in every container. Give the service
 another name, or set `enableServiceLinks: false`.
 
-The names that vLLM has for the same things work as well, in Python, in files and on the command line.
+vLLM's names for these options are accepted too, in Python, in files and on the command line.
 
 Shell completion of commands, options and choices: `chairlift --install-completion`.
 """
 
 SECTIONS: Sequence[tuple[str, str, type]] = (
-    ("The engine", "Of every command that runs a model, and of `LLM` (all but `model` and `quiet`).", EngineOptions),
+    ("The engine", "For every command that runs a model, and for `LLM` (all but `model` and `quiet`).", EngineOptions),
     ("The server", "Of `chairlift serve`.", ServerOptions),
-    ("Sampling", "Of `chairlift generate` and `chairlift chat`.", SamplingOptions),
+    ("Sampling", "For `chairlift generate` and `chairlift chat`.", SamplingOptions),
     ("Search", "Of `chairlift generate`.", SearchOptions),
 )
 

@@ -1,4 +1,4 @@
-"""`chairlift profile`: where the time of a step goes."""
+"""`chairlift profile`: the time of a step by part."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def profile(
     shape: ShapeOptions,
     report: JsonOptions,
     model_argument: ModelArgument = None,
-    batch: Annotated[str, typer.Option(help="Numbers of requests that decode together; each gets a table.")] = "1,8,32",
+    batch: Annotated[str, typer.Option(help="Batch sizes to measure; each gets a table.")] = "1,8,32",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     steps: Annotated[int, typer.Option(help="Decode steps to measure for each batch.")] = 32,
     out: Annotated[
@@ -75,12 +75,12 @@ def profile(
         started = load_engine(path, settings.with_slots(config), progress=not engine.quiet)
         found = profile_engine(started, settings, prefill_tokens(config), note)
     _show(found, name)
-    asked = {"batch": list(settings.batches), "prompt_tokens": prompt_tokens, "steps": steps}
-    asked |= model_settings(name, started.runner.model, found.ceilings)
+    parameters = {"batch": list(settings.batches), "prompt_tokens": prompt_tokens, "steps": steps}
+    parameters |= model_settings(name, started.runner.model, found.ceilings)
     if out is not None:
-        write_trace(out, found.trace, asked | {"machine": machine()})
+        write_trace(out, found.trace, parameters | {"machine": machine()})
         Console().print(f"Trace written to {out}: open it in ui.perfetto.dev", highlight=False)
-    report.write("profile", asked, [one.row() for one in found.batches])
+    report.write("profile", parameters, [one.row() for one in found.batches])
 
 
 def _show(found: Profiled, name: str) -> None:

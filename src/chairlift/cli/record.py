@@ -1,4 +1,4 @@
-"""`chairlift record`: a run of a server as a file, to be viewed later or elsewhere."""
+"""`chairlift record`: record a server's dashboard to a file."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class SearchOptions:
 
     def params(self, sampling: SamplingOptions, n: int) -> SamplingParams:
         given: dict[str, Any] = asdict(sampling)
-        if self.beam_width is not None:  # which needs 1 for these, and their defaults were not chosen by the user
+        if self.beam_width is not None:  # requires 1 for these, so replace the defaults
             for field in fields(sampling):
                 if field.name in ("temperature", "top_p") and given[field.name] == field.default:
                     given[field.name] = 1.0

@@ -81,7 +81,7 @@ def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> 
 
 def _api_keys(given: Sequence[str], file: Path | None) -> list[str]:
     keys = [*given]
-    if "CHAIRLIFT_API_KEY" in os.environ:  # an empty one is a mistake, not a request for an open server
+    if "CHAIRLIFT_API_KEY" in os.environ:  # an empty key is an error and must not open the server
         keys.append(os.environ["CHAIRLIFT_API_KEY"])
     if file is not None:
         try:

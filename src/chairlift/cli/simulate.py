@@ -132,7 +132,7 @@ def simulate(
         coming = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests, seed)
     if prefix_caching is not None:
         settings = replace(settings, prefix_caching=prefix_caching)
-    # Different phases, so that not all engines are slow at the same time.
+    # Different phases, so that the engines are not all slow at the same time.
     engines = [settings.make(cost, index / replicas) for index in range(replicas)]
     begun = time.perf_counter()
     with watch(enabled=not quiet) as note:
@@ -140,8 +140,14 @@ def simulate(
     wall = time.perf_counter() - begun
     row = figures(outcome, replicas, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
     _show_figures(row, replicas)
-    asked = {"model": machine.model, "device": device.name, "replicas": replicas, "router": router, "policy": policy}
-    asked |= {
+    parameters = {
+        "model": machine.model,
+        "device": device.name,
+        "replicas": replicas,
+        "router": router,
+        "policy": policy,
+    }
+    parameters |= {
         "order": order,
         "preemption": preemption,
         "rate": rate,
@@ -149,7 +155,7 @@ def simulate(
         "requests": requests,
         "seed": seed,
     }
-    report.write("simulate", asked, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
+    report.write("simulate", parameters, [{"name": policy} | row], lambda path, here: plot_outcome(path, outcome, here))
 
 
 def _compare_with_recording(context: typer.Context, against: Path, report: ReportOptions) -> None:
@@ -249,9 +255,9 @@ def plan(
         replicas = math.ceil(rate / best) if best else None
         rows.append([f"Replicas for {rate:g} requests/s", f"{replicas:,}" if replicas else "cannot be reached"])
     show_table(f"{machine.model} on {device.name}", ["", ""], rows, "Predicted by a roofline; nothing was run")
-    asked: dict[str, Any] = {"model": machine.model, "device": device.name}
-    asked |= {"dtype": machine.dtype, "kv_dtype": machine.kv_dtype}
-    asked |= {"prompt_len": str(n_in), "output_len": str(n_out), "rate": rate}
+    parameters: dict[str, Any] = {"model": machine.model, "device": device.name}
+    parameters |= {"dtype": machine.dtype, "kv_dtype": machine.kv_dtype}
+    parameters |= {"prompt_len": str(n_in), "output_len": str(n_out), "rate": rate}
     found = {
         "name": machine.model,
         "weight_bytes": model.weight_bytes,
@@ -264,4 +270,4 @@ def plan(
         "replicas": replicas,
     }
     title = f"{machine.model} on {device.name}"
-    report.write("plan", asked, [found], lambda path, here: plot_plan(path, title, curve, goal.tpot, here))
+    report.write("plan", parameters, [found], lambda path, here: plot_plan(path, title, curve, goal.tpot, here))

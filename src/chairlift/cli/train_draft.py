@@ -63,7 +63,7 @@ def train_draft(
         seed=seed,
     )
     try:
-        asked = [] if prompts is None else prompts.read_text().splitlines()
+        questions = [] if prompts is None else prompts.read_text().splitlines()
     except OSError as error:
         raise InvalidParameter("prompts", f"{prompts}: {error.strerror}") from None
-    train(model, output, settings, [line.strip() for line in asked if line.strip()], typer.echo)
+    train(model, output, settings, [line.strip() for line in questions if line.strip()], typer.echo)

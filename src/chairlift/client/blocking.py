@@ -11,7 +11,7 @@ from typing import Any
 from chairlift.client.address import Address, bearer
 from chairlift.errors import ChairliftError
 
-TIMEOUT_SECONDS = 600.0  # without data from the server
+TIMEOUT_SECONDS = 600.0  # between two pieces of data from the server
 
 
 class ServerError(ChairliftError):
@@ -26,7 +26,7 @@ class BlockingClient:
             self._headers["Authorization"] = bearer(api_key)
 
     def served_model(self) -> dict[str, Any]:
-        """The description of the first model that the server lists."""
+        """Return the description of the first model that the server lists."""
         with self._exchange("GET", "/v1/models") as response:
             try:
                 model: dict[str, Any] = json.loads(response.read())["data"][0]
@@ -36,7 +36,7 @@ class BlockingClient:
             return model
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed response; closing the iterator closes the connection."""
+        """Yield the events of a streamed response; closing the iterator closes the connection."""
         with self._exchange("POST", path, json.dumps(dict(body)).encode()) as response:
             for line in response:
                 data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
@@ -46,7 +46,7 @@ class BlockingClient:
                     yield self._event(data)
 
     def watch(self, path: str) -> Iterator[bytes]:
-        """The data of an endless stream of server-sent events."""
+        """Yield the data of an endless stream of server-sent events."""
         with self._exchange("GET", path) as response:
             for line in response:
                 if line.startswith(b"data:"):

@@ -1,6 +1,6 @@
 """An asynchronous HTTP client that reuses connections, directly on asyncio.
 
-A load generator shares the machine with the server it measures, so its work per received piece matters: here it is one
+A load generator shares the machine with the measured server, so the cost of each received piece matters: here it is one
 call of `data_received`.
 """
 
@@ -22,7 +22,7 @@ class HttpResponse:
 
 
 class HttpClient:
-    """Requests to one server, any number at a time, each on its own connection."""
+    """Sends any number of concurrent requests to one server, each on its own connection."""
 
     def __init__(self, address: Address, *, api_key: str | None = None) -> None:
         self.address = address
@@ -33,7 +33,7 @@ class HttpClient:
         self._shared_head = f"{host}Content-Type: application/json\r\n{key}"
 
     async def post(self, path: str, body: bytes, on_body: Callable[[bytes], None]) -> HttpResponse:
-        """Send JSON; the body of the response goes to `on_body` as it arrives."""
+        """Send JSON and pass the body of the response to `on_body` as it arrives."""
         head = f"POST {self.address.root}{path} HTTP/1.1\r\n{self._shared_head}Content-Length: {len(body)}\r\n\r\n"
         message = head.encode() + body
         while self._idle:
@@ -41,7 +41,7 @@ class HttpClient:
             try:
                 return await self._use(connection, message, on_body)
             except _Stale:
-                continue  # the server closed it while it was idle and never read the request
+                continue  # closed while idle: the server never read the request
         return await self._use(await self._connect(), message, on_body)
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class HttpClient:
         try:
             reader = await connection.exchange(message, on_body)
         except BaseException:
-            connection.close()  # also when cancelled, which tells the server to stop
+            connection.close()  # also on cancellation, so that the server stops
             raise
         if reader.reusable:
             self._idle.append(connection)
@@ -106,7 +106,7 @@ class _Connection(asyncio.Protocol):
             return
         try:
             self._reader.feed(data)
-        except Exception as error:  # of the reader or of `on_body`
+        except Exception as error:  # from the reader or from `on_body`
             self._complete.set_exception(error)
             return
         if self._reader.done:

@@ -1,4 +1,4 @@
-"""Parses an HTTP/1.1 response as its bytes arrive."""
+"""Incremental parser of HTTP/1.1 responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _State(Enum):
 
 
 class ResponseReader:
-    """Parses bytes as they arrive and passes on the pieces of the body without their framing."""
+    """Parses a response as its bytes arrive and passes the pieces of its body to `on_body`."""
 
     def __init__(self, on_body: Callable[[bytes], None]) -> None:
         self.status = 0
@@ -33,7 +33,7 @@ class ResponseReader:
         self._on_body = on_body
         self._state = _State.HEAD
         self._buffer = b""
-        self._left = 0  # bytes of the body, or of the chunk, still to come
+        self._left = 0  # remaining bytes of the body or chunk
 
     @property
     def begun(self) -> bool:
@@ -54,14 +54,14 @@ class ResponseReader:
             pass
 
     def close(self) -> bool:
-        """Handle the end of the connection; returns whether the response is complete."""
+        """Handle the end of the connection; return whether the response is complete."""
         if self._state is _State.UNTIL_CLOSE:
             self._state = _State.DONE
             self.headers["connection"] = "close"
         return self.done
 
     def _advance(self) -> bool:
-        """Parse the next element; False if it needs more bytes."""
+        """Parse the next element; return False if more bytes are needed."""
         match self._state:
             case _State.HEAD:
                 return self._read_head()

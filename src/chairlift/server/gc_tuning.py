@@ -10,8 +10,8 @@ from contextlib import contextmanager
 def freeze_loaded_objects() -> None:
     """Exclude all present objects from garbage collection; call it once everything is loaded.
 
-    The collector visits every object that may be part of a cycle, again and again. With modules, weights and tokenizers
-    among them, one large request could make it block all others for seconds.
+    Otherwise each full collection visits all modules, weights and tokenizers, and a large request could block all
+    others for seconds.
     """
     gc.collect()
     gc.freeze()

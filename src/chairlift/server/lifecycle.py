@@ -44,15 +44,15 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Sequence[str] = ()
-    isolate_keys: bool = False  # requests with different keys never share cached prefixes
+    isolate_keys: bool = False  # whether requests with different keys share no cached prefixes
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
     allowed_hosts: Sequence[str] = ()  # further host names that a server without keys answers to
     drain_timeout: float = 30.0
     limits: Limits = field(default_factory=Limits)
     supervision: Supervision = field(default_factory=Supervision)
-    tool_format: str | None = None  # how the model writes tool calls; None: detected from the chat template
-    dashboard: bool = True  # serve the live page at /dashboard
-    policy_switch: bool | None = None  # clients may change the policy; None: only if the server is local
+    tool_format: str | None = None  # tool-call format; None: detected from the chat template
+    dashboard: bool = True  # whether to serve /dashboard
+    policy_switch: bool | None = None  # whether clients may change the policy; None: only if the server is local
     quiet: bool = False
 
     def may_switch_policy(self) -> bool:
@@ -70,7 +70,7 @@ async def serve_forever(
     second signal cut the draining short.
     """
     _raise_file_limit()
-    resolve_model(config.model, progress=not config.quiet)  # first, so that its errors are reported at once
+    resolve_model(config.model, progress=not config.quiet)  # first, so that errors are reported at once
     hosts = HostNames(config.host, config.allowed_hosts)
     listener = _listen(config.host, config.port)
     service = make_service(config)
@@ -83,7 +83,7 @@ async def serve_forever(
         address = listener.getsockname()
         return await _run(config, service, server, serving, signals, lambda: on_ready(service, address[1]))
     finally:
-        # Before the server exits, so that unfinished requests are answered with an error.
+        # Before the server exits, so that unfinished requests get an error response.
         await service.engine.stop(timeout=0.0 if signals.second else 5.0)
         server.should_exit = True
         await serving
@@ -91,7 +91,7 @@ async def serve_forever(
 
 def make_service(config: ServerConfig) -> Service:
     """Build the front end without HTTP. The application's lifespan starts the engine."""
-    # The front end only needs the tokenizer; fetching the model here, once, shows its progress bar.
+    # The front end needs only the tokenizer; the model is downloaded here to show a progress bar.
     path = resolve_model(config.model, progress=not config.quiet)
     tokenizer = make_tokenizer(open_checkpoint(path))
     metrics = Metrics()
@@ -158,7 +158,7 @@ async def _run(
 
 
 async def _drain(service: Service, server: _Server, timeout: float, signals: _Signals) -> None:
-    """Refuse new requests and wait until those in flight are answered."""
+    """Refuse new requests and wait for those in flight."""
     service.admission.draining = True
     service.subscribers.close()
     deadline = asyncio.get_running_loop().time() + timeout
@@ -182,14 +182,14 @@ class _Signals:
 
 
 def _raise_file_limit() -> None:
-    """Allow many connections: each takes a file descriptor, and the usual soft limit is 1,024."""
+    """Raise the limit on file descriptors, usually 1,024: each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class _Server(uvicorn.Server):
     def capture_signals(self) -> Any:
-        """Leave signals to `_Signals`: uvicorn would stop without draining."""
+        """Disable uvicorn's signal handlers, which would stop without draining; see `_Signals`."""
         return nullcontext()

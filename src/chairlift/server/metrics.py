@@ -27,7 +27,7 @@ class Metrics:
         def histogram(name: str, text: str) -> Histogram:
             return Histogram(f"chairlift_{name}_seconds", text, buckets=_LATENCIES, registry=registry)
 
-        self._last_wait_reasons: set[str] = set()  # those in the last report
+        self._last_wait_reasons: set[str] = set()  # reasons in the last report
         self.running = gauge("requests_running", "Requests in the last step")
         self.open = gauge("requests_open", "Sequences that the front end has accepted and not yet answered")
         self.waiting = gauge("requests_waiting", "Requests in the engine's queue")
@@ -115,7 +115,7 @@ class Metrics:
         self._last_wait_reasons = set(counts)
 
     def values(self) -> dict[str, float]:
-        """All metrics as a map, without zeros and histogram buckets: "requests_total stop" -> 3."""
+        """Return all metrics as a dict, without zeros and histogram buckets: "requests_total stop" -> 3."""
         found = {}
         for family in self._registry.collect():
             for sample in family.samples:

@@ -1,4 +1,4 @@
-"""The options of `chairlift serve` besides those of the engine."""
+"""The server's own options."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ SERVER, ACCESS, SUPERVISION = "Server", "Access", "Supervision"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     host: str = option("127.0.0.1", help="Address to listen on; 0.0.0.0 accepts other machines.", group=SERVER)
-    port: int = option(8000, help="Port to listen on; 0 takes a free one.", group=SERVER, check=between(0, 65535))
+    port: int = option(8000, help="Port to listen on; 0 uses a free one.", group=SERVER, check=between(0, 65535))
     served_model_name: str | None = option(
         None, help="Name of the model in the API.", group=SERVER, default_text="as --model"
     )
     max_waiting: int = option(
-        256, help="Completions that may wait to be admitted; more get 429.", group=SERVER, check=at_least(0)
+        256, help="Completions that may wait in the queue; more are refused with 429.", group=SERVER, check=at_least(0)
     )
     request_timeout: float | None = option(
-        None, help="Seconds after which a request ends.", group=SERVER, check=at_least(0.001), default_text="never"
+        None,
+        help="Seconds after which a request is cancelled.",
+        group=SERVER,
+        check=at_least(0.001),
+        default_text="never",
     )
     tool_format: str | None = option(
         None,
-        help="How the model writes tool calls.",
+        help="Format of the model's tool calls.",
         group=SERVER,
         choices=TOOL_FORMATS.names(),
         default_text="from its chat template",
@@ -45,7 +49,7 @@ class ServerOptions:
         help="Require this key, or 'NAME KEY'; may be repeated. Also read from CHAIRLIFT_API_KEY.",
         group=ACCESS,
         metavar="KEY",
-        in_environment=False,  # the variable adds a key to those given, and must not be empty
+        in_environment=False,  # CHAIRLIFT_API_KEY adds a key to the others, and must not be empty
     )
     api_key_file: Path | None = option(
         None, help="Require one of the keys in this file, one per line.", group=ACCESS, metavar="FILE"
@@ -67,7 +71,7 @@ class ServerOptions:
         metavar="NAME",
     )
     drain_timeout: float = option(
-        30.0, help="Seconds that running requests get at shutdown.", group=SUPERVISION, check=at_least(0)
+        30.0, help="Seconds for running requests to finish at shutdown.", group=SUPERVISION, check=at_least(0)
     )
     step_timeout: float = option(
         300.0,

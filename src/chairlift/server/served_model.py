@@ -1,4 +1,4 @@
-"""The model as clients see it: its name, tokenizer and tool format."""
+"""The served model: name, tokenizer and tool format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ServedModel:
 
     @classmethod
     def create(cls, name: str, tokenizer: Tokenizer, tool_format: str | None = None) -> ServedModel:
-        """`tool_format` names how the model writes tool calls; without it, the chat template decides."""
+        """Without `tool_format`, the format is detected from the chat template."""
         return cls(name, tokenizer, choose_format(tokenizer.chat_template or "", tool_format))
 
     def check_name(self, name: str | None) -> None:

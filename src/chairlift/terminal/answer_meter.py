@@ -1,4 +1,4 @@
-"""Speed and lengths of an answer, for the line below it."""
+"""Measures the speed and lengths of an answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chairlift.errors import ChairliftError
 
 
 class AnswerMeter:
-    """Times the latest request from the engine's events, where requests run one at a time."""
+    """Measures the last request from the engine's events; requests must run one at a time."""
 
     def __init__(self) -> None:
         self._arrival = 0.0
@@ -56,7 +56,7 @@ def answer_summary(
     *,
     cut_off: bool,
 ) -> str:
-    """One line about an answer whose pieces came at `times`. `prompt_tokens` may be unknown."""
+    """Return one line about an answer whose pieces arrived at `times`; `prompt_tokens` is None if unknown."""
     prompt = f" · prompt of {prompt_tokens} tokens, {cached_tokens} of them cached" if prompt_tokens is not None else ""
     if not times:
         return f"no tokens{prompt}"

@@ -19,13 +19,13 @@ from typer.core import TyperCommand, TyperGroup
 from chairlift.terminal.option_groups import source_of, with_option_groups
 
 MAX_HELP_WIDTH = 100
-_FLAGS_WIDTH = 30  # of the column of flags; the help of longer ones starts on the next line
+_FLAGS_WIDTH = 30  # width of the flags column; longer flags have their help on the next line
 
 Register = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _GroupedHelp:
-    """Help in plain text. Mixed into typer's classes, whose tables cut long flags off at 80 columns."""
+    """Mixin for help in plain text, because typer's tables truncate long flags at 80 columns."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         command: Any = self
@@ -52,7 +52,7 @@ class Command(_GroupedHelp, TyperCommand):
         except typer.BadParameter as error:
             parameter = error.param
             if parameter is not None and source_of(ctx, parameter.name) == "ENVIRONMENT":
-                error.param_hint = f"the variable {parameter.envvar}"  # the option was not typed
+                error.param_hint = f"the variable {parameter.envvar}"  # the value came from the environment
             raise
 
 
@@ -116,7 +116,7 @@ def _write_sections(formatter: Any, sections: dict[str, list[tuple[str, str]]]) 
 
 
 def _wrap_example(line: str, width: int, indent: str) -> str:
-    """A command over several lines if it is long, as a shell accepts it: broken before options only."""
+    """Wrap a long command as a shell accepts it, with line breaks before options only."""
     lines = [""]
     for part in re.split(r" (?=-)", line):
         if lines[-1] and len(indent + lines[-1] + part) + 3 > width:

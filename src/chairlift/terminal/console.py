@@ -13,14 +13,14 @@ _CONTROL_CODES = dict.fromkeys(code for code in (*range(32), *range(127, 160)) i
 
 
 def write_text(text: str) -> None:
-    """Print a piece of a model's output at once, without control characters if it goes to a terminal."""
+    """Print a piece of a model's output at once, without control characters on a terminal."""
     sys.stdout.write(text.translate(_CONTROL_CODES) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def note(message: str, style: str = "dim") -> None:
     """Print a line about progress."""
-    # A new console each time, since tests and callers may have replaced sys.stderr.
+    # A new console each time, since sys.stderr may have been replaced.
     Console(stderr=True, soft_wrap=True).print(Text(message.translate(_CONTROL_CODES), style))
 
 
@@ -35,7 +35,7 @@ class _Notes(logging.Handler):
 
 
 def show_log(*, quiet: bool) -> None:
-    """Print the engine's log as notes; if quiet, only warnings."""
+    """Print the engine's log as notes; only warnings if `quiet`."""
     log = logging.getLogger("chairlift")
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.handlers = [_Notes()]

@@ -1,4 +1,4 @@
-"""Ctrl-C while an engine runs in this process."""
+"""Handling of Ctrl-C while an engine runs in this process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from chairlift.core.events import Event
 class InterruptBetweenSteps:
     """Turns Ctrl-C into a KeyboardInterrupt between two steps.
 
-    Within a step, it would leave the scheduler's accounting half done. As a listener of the engine, this raises at
-    the end of the step instead. A second Ctrl-C raises at once.
+    Within a step, an exception would leave the scheduler's state inconsistent. As a listener of the engine, this raises
+    at the end of the step instead. A second Ctrl-C raises at once.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class InterruptBetweenSteps:
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """Handle Ctrl-C in this way for as long as the context lasts."""
+        """Handle Ctrl-C in this way within the context."""
         self._pressed = False
         previous = signal.signal(signal.SIGINT, self._on_signal)
         try:

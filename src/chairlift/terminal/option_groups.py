@@ -65,7 +65,7 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def field_names(group: Any) -> list[str]:
-    """The fields of a group that are options on the command line. Its own come before inherited ones."""
+    """Return the fields of a group that are options on the command line: its own, then inherited ones."""
     hidden = {option.name for option in options_of(group) if not option.on_command_line}
     names = [field.name for field in fields(group) if field.name not in hidden]
     return sorted(names, key=lambda name: name not in group.__annotations__)
@@ -88,7 +88,7 @@ def _field_parameters(group: Any) -> list[inspect.Parameter]:
 
 
 def _annotation(option: Option) -> Any:
-    """What typer needs to know of an option."""
+    """Return the annotation of an option for typer."""
     flags = [option.long_flag]
     if option.kind is bool and option.negatable:
         flags = [f"{option.long_flag}/--no-{option.long_flag.removeprefix('--')}"]
@@ -112,7 +112,7 @@ def _annotation(option: Option) -> Any:
 def _show_choices(choices: Callable[[], Iterable[str]]) -> str:
     try:
         return f"[{'|'.join(choices())}]"
-    except InvalidParameter:  # a plugin is missing; importing a command must not fail, checking its options will
+    except InvalidParameter:  # a plugin is missing: fail when options are checked, not on import
         return "NAME"
 
 
@@ -121,7 +121,7 @@ def _completer(choices: Callable[[], Iterable[str]]) -> Callable[[str], list[str
 
 
 def _build(group: type, values: Mapping[str, Any], context: typer.Context) -> Any:
-    """The dataclass of these values. An error about a value from the environment names the variable."""
+    """Build the dataclass. An error about a value from the environment names the variable."""
     try:
         return group(**values)
     except InvalidParameter as error:
@@ -148,7 +148,7 @@ def _config_parameter(declared: tuple[Option, ...]) -> inspect.Parameter:
 
 
 def _typed(value: Any) -> Any:
-    """A value of a config file as it would be typed: a mapping is typed as a repeated NAME=VALUE."""
+    """Convert a value of a config file to command line form: a mapping becomes a repeated NAME=VALUE."""
     return [f"{name}={number}" for name, number in value.items()] if isinstance(value, Mapping) else value
 
 
@@ -156,18 +156,18 @@ def _typed(value: Any) -> Any:
 
 
 def refuse_given(context: typer.Context, names: Iterable[str], problem: str) -> None:
-    """Raise if any of these options was given: an option without effect must not look as if it had one."""
+    """Raise if any of these options was given, since it would have no effect."""
     for name in names:
         if given(context, name):
             raise InvalidParameter(name, problem)
 
 
 def given(context: typer.Context, name: str) -> bool:
-    """Whether an option was given in this call, even with its default value: typed, or in the --config file."""
+    """Return whether an option was given on the command line or in the --config file, even with its default value."""
     return source_of(context, name) in ("COMMANDLINE", "DEFAULT_MAP")
 
 
 def source_of(context: Any, name: str) -> str:
-    """COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (a config file), DEFAULT, or nothing if there is no such option."""
+    """Return COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (a config file), DEFAULT, or "" for an unknown option."""
     source = context.get_parameter_source(name)
     return "" if source is None else str(source.name)

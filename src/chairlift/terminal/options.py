@@ -1,4 +1,4 @@
-"""The option groups that several commands share: the engine's and the sampling parameters'."""
+"""Option groups shared by several commands: engine and sampling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions(EngineConfig):
-    """Which model to run, and the engine's config."""
+    """The model and the options of the engine."""
 
     model: str = option(
         DEFAULT_MODEL,
@@ -61,22 +61,26 @@ def refuse_engine_options(context: typer.Context) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How to choose tokens: fields of `SamplingParams`, with defaults for answers that a person reads."""
+    """Sampling parameters, with defaults for interactive use."""
 
-    temperature: float = option(0.7, help="Randomness; 0 always takes the likeliest token.", group=SAMPLING)
-    top_k: int = option(0, help="Sample among the k likeliest tokens; 0 means all.", group=SAMPLING)
+    temperature: float = option(0.7, help="Sampling temperature; 0 is greedy.", group=SAMPLING)
+    top_k: int = option(0, help="Sample from the k most likely tokens; 0 means all.", group=SAMPLING)
     top_p: float = option(
-        0.95, help="Sample among the likeliest tokens whose probabilities sum up to this.", group=SAMPLING
+        0.95, help="Sample from the most likely tokens whose probabilities sum to this.", group=SAMPLING
     )
-    min_p: float = option(0.0, help="Drop tokens less likely than this share of the likeliest one.", group=SAMPLING)
-    repetition_penalty: float = option(1.0, help="Above 1, tokens seen so far become less likely.", group=SAMPLING)
+    min_p: float = option(
+        0.0, help="Exclude tokens less likely than this fraction of the most likely one.", group=SAMPLING
+    )
+    repetition_penalty: float = option(
+        1.0, help="Values above 1 make tokens that occurred less likely.", group=SAMPLING
+    )
     presence_penalty: float = option(
         0.0, help="Subtracted from the logit of every token generated so far.", group=SAMPLING
     )
     frequency_penalty: float = option(
         0.0, help="Subtracted from a token's logit for each time it was generated.", group=SAMPLING
     )
-    seed: int | None = option(None, help="Makes the output repeatable.", group=SAMPLING, default_text="random")
+    seed: int | None = option(None, help="Random seed, for repeatable output.", group=SAMPLING, default_text="random")
     max_tokens: int = option(256, help="Maximum length of the output, in tokens.", group=SAMPLING)
     min_tokens: int = option(0, help="Minimum length of the output, in tokens.", group=SAMPLING)
     stop: list[str] | None = option(None, help="End the output before this text; may be repeated.", group=SAMPLING)

@@ -1,4 +1,4 @@
-"""Reads batch files in OpenAI's format: one request per line of JSON, each with its own custom_id."""
+"""Reading of batch files in OpenAI's format: one JSON request per line, each with a unique custom_id."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_LINE_BYTES = 16 * 2**20
 class BatchLine:
     """One line: a request, or the problem with it."""
 
-    number: int  # from 1
+    number: int  # counted from 1
     custom_id: str | None
     path: str = ""
     body: bytes = b""
@@ -29,7 +29,7 @@ class BatchLine:
 
 @dataclass(slots=True)
 class LineSet:
-    """A set of lines in a few bytes each: by custom_id, or by number for lines without one."""
+    """A memory-efficient set of lines, identified by custom_id, or by number for lines without one."""
 
     ids: set[int] = field(default_factory=set)
     numbers: set[int] = field(default_factory=set)
@@ -51,13 +51,13 @@ class LineSet:
 
 
 def _fingerprint(custom_id: str) -> int:
-    """64 bits: among ten million ids, two collide once in 400,000 files."""
+    """Return a 64-bit hash: among ten million ids, two collide in one of 400,000 files."""
     digest = hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def scan(path: Path) -> LineSet:
-    """Read the whole file once: return its lines, and raise if a custom_id is used twice."""
+    """Read the file once and return its lines; raises if a custom_id is used twice."""
     lines = LineSet()
     for line in read_lines(path):
         if line.custom_id is not None and lines.has(line.custom_id, line.number):

@@ -1,7 +1,7 @@
-"""Writes the responses to a batch, one per line, so that an interrupted run can be resumed.
+"""Output file of a batch: one response per line, so that an interrupted run can be resumed.
 
-Each line is written in one call when its request is answered. A crash can therefore only truncate the last line, which
-is removed at the next start, and its request repeated.
+Each line is written in one call when its response is complete. A crash can therefore only truncate the last line, which
+is removed at the next start; its request is then repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BatchOutput:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Not "a": a truncated line must be removed.
+            # Not mode "a": a truncated line must be removed.
             self._file: IO[bytes] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -42,7 +42,7 @@ class BatchOutput:
         self._file.close()
 
     def write_response(self, line: BatchLine, status: int, request_id: str, body: bytes) -> None:
-        """`body` is JSON."""
+        """Write a response; `body` is JSON."""
         response = b'{"status_code":%d,"request_id":%b,"body":%b}' % (status, _json(request_id), body)
         self._write(line, response, b"null")
 
@@ -61,15 +61,15 @@ class BatchOutput:
         self._unsynced = True
 
     def sync(self) -> None:
-        """Flush to disk, so that a power failure loses nothing that was written."""
+        """Flush to disk, so that a power failure loses nothing."""
         if self._unsynced:
             self._unsynced = False
             os.fsync(self._file.fileno())
 
     def _recover(self) -> LineSet:
-        """Read the responses of an earlier run, and remove a truncated one at the end."""
+        """Read the responses of an earlier run and remove a truncated last line."""
         done, good, number = LineSet(), 0, 0
-        with open(self._file.fileno(), "rb", closefd=False) as lines:  # buffered
+        with open(self._file.fileno(), "rb", closefd=False) as lines:
             for data in lines:
                 number += 1
                 if not self._parse(data, done):
@@ -83,7 +83,7 @@ class BatchOutput:
         return done
 
     def _parse(self, data: bytes, done: LineSet) -> bool:
-        """Add the line that a response belongs to; False if the response is truncated."""
+        """Add the line of a response to `done`; return False if the response is truncated."""
         try:
             fields: Any = json.loads(data) if data.endswith(b"\n") else None
         except ValueError:

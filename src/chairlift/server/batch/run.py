@@ -14,7 +14,7 @@ from chairlift.server.batch.output import BatchOutput
 
 SYNC_SECONDS = 1.0  # a power failure loses at most the responses of this interval
 RETRY_SECONDS = 0.5
-MAX_ATTEMPTS = 3  # for a request whose engine died: one that crashes the engine must not do so for ever
+MAX_ATTEMPTS = 3  # for a request whose engine died, since the request may be the cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ ProgressCallback = Callable[["BatchRun"], None]
 
 
 class BatchRun:
-    """One run over a batch file; lines that an earlier run has answered are skipped."""
+    """One run over a batch file; lines with a response from an earlier run are skipped."""
 
     def __init__(self, source: Path, target: Path, *, concurrency: int) -> None:
         if target.exists() and source.exists() and target.samefile(source):
@@ -53,7 +53,7 @@ class BatchRun:
         return self.done_before + self.answered + self.failed == self.total
 
     async def run(self, send: Send, on_progress: ProgressCallback) -> None:
-        """Answer every line without a response, `concurrency` at a time."""
+        """Run all lines without a response, `concurrency` at a time."""
         todo = self._todo()
         syncing = asyncio.create_task(self._keep_synced())
         try:
@@ -86,8 +86,8 @@ class BatchRun:
         for _ in range(MAX_ATTEMPTS - 1):
             if response.status != 503:
                 break
-            # The engine died, perhaps because of this request. Suspects are retried one at a time, so that the other
-            # requests get their responses.
+            # The engine died, perhaps because of this request. Such requests are retried one at a time, so that they
+            # do not fail others.
             async with self._suspects:
                 response = await self._send_until_accepted(line, send)
         self.output.write_response(line, response.status, response.request_id, response.body)
@@ -109,7 +109,7 @@ class BatchRun:
 
 
 def _output_tokens(body: bytes) -> int:
-    """The output tokens in a response's usage; used for the progress display only."""
+    """Return the output tokens in a response's usage, for the progress display."""
     usage = json.loads(body).get("usage")
     counts = [usage.get("completion_tokens"), usage.get("output_tokens")] if isinstance(usage, dict) else []
     return next((count for count in counts if isinstance(count, int)), 0)

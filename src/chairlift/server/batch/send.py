@@ -1,4 +1,4 @@
-"""Sends the requests of a batch: to the application in this process, or to another server."""
+"""Sending of batch requests: to the application in this process, or to another server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from chairlift.server.http.app import make_app
 from chairlift.server.lifecycle import ServerConfig, make_service
 from chairlift.server.process.engine_client import EngineClient, EngineState
 
-UNREACHABLE_SECONDS = 60.0  # after which a server that cannot be reached ends the run
+UNREACHABLE_SECONDS = 60.0  # an unreachable server ends the run after this time
 RETRY_SECONDS = 1.0
 
 
 @asynccontextmanager
 async def own_engine(config: ServerConfig) -> AsyncIterator[Send]:
-    """Start an engine and answer requests exactly as the server does, without a network in between."""
+    """Start an engine and handle requests as the server does, without a network."""
     service = make_service(config)
     app = make_app(service)
     try:
@@ -47,7 +47,7 @@ async def _require_ready(engine: EngineClient) -> None:
 
 
 async def call(app: FastAPI, path: str, body: bytes) -> BatchResponse:
-    """POST to an ASGI application as a client that never disconnects."""
+    """Send a POST request to an ASGI application; the client never disconnects."""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -65,7 +65,7 @@ async def call(app: FastAPI, path: str, body: bytes) -> BatchResponse:
     async def receive() -> Message:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        await asyncio.get_running_loop().create_future()  # never completes: the caller is cancelled
+        await asyncio.get_running_loop().create_future()  # never completes: there is no disconnect
         raise AssertionError
 
     async def send(message: Message) -> None:
@@ -79,7 +79,7 @@ async def call(app: FastAPI, path: str, body: bytes) -> BatchResponse:
 
 @asynccontextmanager
 async def remote_server(http: HttpClient) -> AsyncIterator[Send]:
-    """Send to a running server, and wait for one that is temporarily unreachable."""
+    """Send to a running server; wait while it is temporarily unreachable."""
 
     async def send(path: str, body: bytes) -> BatchResponse:
         end = time.monotonic() + UNREACHABLE_SECONDS
@@ -105,8 +105,8 @@ async def remote_server(http: HttpClient) -> AsyncIterator[Send]:
 
 
 def _as_json_line(body: bytes) -> bytes:
-    """A body as one line of JSON, as the output file needs it. Other servers may send several lines, and proxies may
-    send HTML pages: those become an error that quotes them."""
+    """Convert a body to one line of JSON for the output file. Other servers may send several lines; an HTML page of a
+    proxy becomes an error that quotes it."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """The engine process's side of the dashboard: records steps and sends frames while a page is open.
 
-Errors in the recorder never affect requests. Each is counted and reported, and the recorder starts again; after too
-many in a short time it stays off until the engine is restarted.
+Errors in the recorder never affect requests. They are counted and reported, and the recorder is restarted; after too
+many errors in a short time it stays off until the engine is restarted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("chairlift")
 
 FRAME_SECONDS = 0.1  # between frames: short enough to look live
-IDLE_FRAME_SECONDS = 1.0  # the same while no steps run
+IDLE_FRAME_SECONDS = 1.0  # between frames while no steps run
 MAX_FRAME_SHARE = 0.003  # of the engine's time; large frames are sent less often, down to one per second
 MIN_KEYFRAME_SECONDS = 0.5  # between keyframes
 MAX_KEYFRAME_SHARE = 0.01  # of the engine's time; large keyframes are sent less often
@@ -42,7 +42,7 @@ class FramePublisher:
         self._send = send
         self._recorder: StepRecorder | None = None  # None while no page is open
         self._keyframe_wanted = False
-        self._has_news = False  # whether a step ran since the last frame
+        self._has_news = False  # whether events were recorded since the last frame
         self._last_frame = 0.0
         self._interval = FRAME_SECONDS
         self._next_keyframe = 0.0
@@ -95,7 +95,7 @@ class FramePublisher:
         begun = time.thread_time()
         if self._recorder is None:
             self._recorder = StepRecorder(SchedulerObserver(self._engine.scheduler, SHOWN_WAITING))
-        else:  # pages that are in sync need the events until now
+        else:  # pages in sync need the events before the keyframe
             self._publish(self._recorder, self._recorder.frame(self._engine.now()))
         self._publish(self._recorder, self._recorder.keyframe(self._engine.now(), time.time()), is_key=True)
         cost = time.thread_time() - begun

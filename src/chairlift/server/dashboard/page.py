@@ -1,4 +1,4 @@
-"""Builds the dashboard page as one file, so that it also works without a server.
+"""The dashboard page as a single file, which also works without a server.
 
 The scripts under `web/` are ordinary modules, which are joined into one. A module's imports must be at its beginning,
 one per line, and all modules share one namespace, so no two may declare the same name.
@@ -18,7 +18,7 @@ _SCRIPT = re.compile(r'<script type="module">(.*?)</script>', re.DOTALL)
 
 
 def dashboard_page(recording: bytes | None = None) -> str:
-    """The whole page. With a recording embedded, it plays that and needs no server."""
+    """Return the page. With an embedded recording, it plays the recording and needs no server."""
     page = _page_without_recording()
     if recording is None:
         return page
@@ -33,7 +33,7 @@ def _page_without_recording() -> str:
 
 
 def joined_modules(entry: str) -> str:
-    """`entry` and all modules it imports, each once and after its own imports."""
+    """Return `entry` and all modules it imports, each once and after its imports."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
@@ -48,7 +48,7 @@ def joined_modules(entry: str) -> str:
 
 
 def content_policy(page: str) -> str:
-    """The Content-Security-Policy of the page: only its own script, only requests to its own server."""
+    """Return a Content-Security-Policy that allows only the page's own script and server."""
     script = _SCRIPT.search(page)
     assert script is not None
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()

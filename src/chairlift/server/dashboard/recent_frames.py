@@ -1,4 +1,4 @@
-"""The last keyframe and all frames after it, so that a new page can start without a keyframe of its own."""
+"""Cache of the last keyframe and the frames after it, with which new pages start."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from chairlift.server.process.messages import DashboardFrame
 
 MAX_UNREAD = 50  # frames that a page may leave unread; there are about ten per second
-MAX_FRAMES = MAX_UNREAD // 2 - 1  # a page that was just sent all of these has room for as many more
-MAX_BYTES = 2**20  # of the frames after the keyframe
+MAX_FRAMES = MAX_UNREAD // 2 - 1  # leaves a page that gets all of these room for as many more
+MAX_BYTES = 2**20  # total size of the frames after the keyframe
 
 
 class RecentFrames:
     def __init__(self) -> None:
-        self._frames: list[DashboardFrame] = []  # the first one is a keyframe; empty if it is missing or too old
+        self._frames: list[DashboardFrame] = []  # starts with a keyframe; empty if there is none or it is too old
         self._size = 0
 
     def add(self, frame: DashboardFrame) -> None:

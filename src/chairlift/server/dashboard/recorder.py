@@ -1,6 +1,6 @@
 """Records the engine's steps as compact frames for the live page.
 
-The engine waits while this runs, so it does little work per step. Most steps repeat the one before, one token further:
+The engine waits while this runs, so the work per step is small. Most steps decode the next token of the same requests:
 a decoding request is recorded as one *run* of many steps, and a step with the same requests as the last one costs one
 comparison of two lists. Frames therefore grow with the requests plus the steps, not with their product.
 docs/dashboard.md describes the frames.
@@ -32,9 +32,9 @@ from chairlift.server.dashboard.tenant_numbers import TenantNumbers
 FrameData = dict[str, Any]
 
 FORMAT = 1
-SHOWN_WAITING = 60  # requests at the front of the queue; all are counted
-UNKNOWN = -1  # `num_sent` of a table that changed other than by growing
-_FREQUENT = frozenset({TokenProduced, TextProduced})  # hundreds of them in every step
+SHOWN_WAITING = 60  # waiting requests listed in a frame; all are counted
+UNKNOWN = -1  # `num_sent` of a table that did not only grow
+_FREQUENT = frozenset({TokenProduced, TextProduced})  # hundreds per step
 
 
 class _Known:
@@ -43,9 +43,9 @@ class _Known:
     __slots__ = ("finished", "handle", "num_sent", "request")
 
     def __init__(self, handle: int, request: Request) -> None:
-        self.handle = handle  # the small number that stands for it in all frames
+        self.handle = handle  # identifies the request in frames
         self.request = request
-        self.num_sent = 0  # number of blocks of its table that were sent
+        self.num_sent = 0  # number of blocks of its table sent so far
         self.finished = request.status is Status.FINISHED
 
 
@@ -56,8 +56,8 @@ class _Run:
 
     def __init__(self, handle: int, first: int, start: int) -> None:
         self.handle = handle
-        self.first = first  # index of its first step in the frame
-        self.start = start  # position of its token in that step
+        self.first = first  # index of the first step in the frame
+        self.start = start  # position of the token in that step
 
 
 class StepRecorder:
@@ -65,16 +65,16 @@ class StepRecorder:
 
     def __init__(self, observer: SchedulerObserver) -> None:
         self._observer = observer
-        self._limits: StepLimits | None = None  # of the last step
+        self._limits: StepLimits | None = None  # limits of the last step
         self._known: dict[str, _Known] = {}
         self._num_handles = 0
-        self._cancelled: dict[str, int] = {}  # handles of requests that were queued and cancelled before a step
+        self._cancelled: dict[str, int] = {}  # handles of requests cancelled before their first step
         self._tenants = TenantNumbers()
-        self._decoding: list[Request] = []  # in the last step
+        self._decoding: list[Request] = []  # requests that decoded in the last step
         self._decoding_set: set[Request] = set()  # the same
-        self._runs: dict[str, _Run] = {}  # that have not ended, by request
+        self._runs: dict[str, _Run] = {}  # open runs by request id
         self._policy = ""
-        self._chunks: Sequence[Chunk] = ()  # of the present step
+        self._chunks: Sequence[Chunk] = ()  # chunks of the current step
         self._clear()
 
     def _clear(self) -> None:
@@ -116,7 +116,7 @@ class StepRecorder:
         return self._lists.setdefault(name, [])
 
     def _queue(self, request_id: str, time: float, num_prompt: int) -> None:
-        if self._get_known(request_id) is None:  # it was cancelled before the next step
+        if self._get_known(request_id) is None:  # cancelled before the next step
             self._cancelled[request_id] = self._num_handles
             self._list("new").append(
                 [self._num_handles, request_id, _seconds(time), num_prompt, 0, self._tenants.number_of(""), 0]
@@ -130,7 +130,7 @@ class StepRecorder:
         return known
 
     def _get_known(self, request_id: str) -> _Known | None:
-        """The request, announced to the page if it is new; None if the scheduler no longer has it."""
+        """Return the request, announced to the page if it is new; None if the scheduler no longer has it."""
         known = self._known.get(request_id)
         if known is None:
             request = self._observer.find(request_id) or self._find_in_step(request_id)
@@ -142,7 +142,7 @@ class StepRecorder:
         return known
 
     def _find_in_step(self, request_id: str) -> Request | None:
-        """A request that was queued and finished within one step."""
+        """Find a request that was queued and finished within one step."""
         return next((chunk.request for chunk in self._chunks if chunk.request.id == request_id), None)
 
     def _description(self, known: _Known) -> list[Any]:
@@ -156,7 +156,7 @@ class StepRecorder:
         known = self._known.get(request_id)
         if known is not None:
             known.finished = True
-            keeps_slot = int(self._observer.keeps_slots)  # until its batch ends, if it was running
+            keeps_slot = int(self._observer.keeps_slots)  # of a running request, until its batch ends
             num_output = known.request.num_output
             self._list("end").append([known.handle, self._num_steps, time, reason, num_output, keeps_slot])
 
@@ -183,7 +183,7 @@ class StepRecorder:
             ]
         )
         if done.prefill_tokens or done.decode_tokens > len(plan.chunks):
-            # Chunk's own test for a plain decode, inlined: a call for each would take longer.
+            # Inlined test for a plain decode: a call per chunk takes longer.
             decoding = [one.request for one in plan.chunks if one.count == 1 and one.start >= one.request.num_prompt]
             others = [one for one in plan.chunks if one.count > 1 or one.start < one.request.num_prompt]
             self._record_chunks(others, index, accepted)
@@ -201,7 +201,7 @@ class StepRecorder:
                 self._list("chunks").append([known.handle, index, chunk.start, chunk.count, *drafts])
 
     def _change_runs(self, chunks: Sequence[Chunk], decoding: list[Request], index: int) -> None:
-        """End the runs of requests that no longer decode, and begin runs for those that now do."""
+        """End the runs of requests that no longer decode and start runs for those that began to."""
         now, before = set(decoding), self._decoding_set
         for request in before - now:
             run = self._runs.pop(request.id, None)
@@ -215,7 +215,7 @@ class StepRecorder:
         self._decoding, self._decoding_set = decoding, now
 
     def _cut_runs(self) -> None:
-        """Write the runs up to now into the frame; they continue in the next one."""
+        """Write all open runs to the frame; they continue in the next one."""
         runs, steps = self._list("runs"), self._num_steps
         for run in self._runs.values():
             count = steps - run.first
@@ -227,7 +227,7 @@ class StepRecorder:
     # ---- frames --------------------------------------------------------------------------------------------------
 
     def frame(self, now: float) -> FrameData:
-        """Everything since the last frame, and the present state of the queue."""
+        """Return the events since the last frame and the state of the queue."""
         self._cut_runs()
         snapshot = self._observer.snapshot(known.request for known in self._known.values())
         self._record_tables(snapshot)
@@ -238,13 +238,13 @@ class StepRecorder:
         return frame
 
     def keyframe(self, now: float, wall: float) -> FrameData:
-        """The complete state, for a page that has none. `frame` must have been called for earlier events."""
+        """Return the complete state, for a new page. `frame` must be called for earlier events first."""
         setup = self._observer.start()
         self._limits = setup.limits
         for request in setup.requests:
             self._get_known(request.id)
-        self._lists.pop("new", None)  # the keyframe has them all
-        self._policy = ""  # to include it again
+        self._lists.pop("new", None)  # the keyframe contains all requests
+        self._policy = ""  # include the policy again
         snapshot = self._observer.snapshot(known.request for known in self._known.values())
         return {
             "t": "key",
@@ -262,7 +262,7 @@ class StepRecorder:
         }
 
     def take_tenant_names(self, *, all_of_them: bool = False) -> dict[int, str]:
-        """The names of tenant numbers that were not sent yet, or of all."""
+        """Return the names of tenant numbers that were not sent yet, or of all numbers."""
         return self._tenants.take_all() if all_of_them else self._tenants.take_unsent()
 
     def _full_description(self, known: _Known, snapshot: SchedulerSnapshot) -> list[Any]:
@@ -299,7 +299,7 @@ class StepRecorder:
 
 
 def _flat(blocks: Sequence[BlockState]) -> list[int]:
-    """block, references, cached; block, references, cached; …"""
+    """Flatten block states to [block, references, cached, block, references, cached, …]."""
     return [number for state in blocks for number in (state.block, state.references, int(state.cached))]
 
 

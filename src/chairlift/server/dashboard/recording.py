@@ -1,4 +1,4 @@
-"""Recorded runs as files: dashboard frames as lines of JSON, compressed."""
+"""Files of recorded runs: dashboard frames as compressed lines of JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunSummary:
     steps: int
     requests: int
     seconds: float
-    lost: int  # frames that the recording client was too slow to read
+    lost: int  # frames dropped because the client read too slowly
     has_keyframe: bool  # without one, nothing can be drawn
 
     @classmethod

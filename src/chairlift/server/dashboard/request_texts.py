@@ -1,4 +1,4 @@
-"""The texts of recent requests, which the dashboard shows; kept only while a page is open."""
+"""The texts of recent requests for the dashboard, kept only while a page is open."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_CHARACTERS = 4000
 
 @dataclass(slots=True)
 class _Text:
-    key: bytes | None  # of the request
-    prompt: Sequence[int]  # its last tokens: the first ones are mostly the same for all requests
+    key: bytes | None  # API key of the request
+    prompt: Sequence[int]  # the last tokens: many prompts share the first ones
     prompt_is_whole: bool
     pieces: list[str] = field(default_factory=list)
     size: int = 0
@@ -42,7 +42,7 @@ class RequestTexts:
             text.size += len(update.text)
 
     def find(self, request_id: str, key: bytes | None) -> dict[str, str | bool] | None:
-        """The texts of a request; None if they are not kept or the request had another key."""
+        """Return the texts of a request; None if they are not kept or belong to another key."""
         text = self._texts.get(request_id)
         if text is None or text.key != key:
             return None

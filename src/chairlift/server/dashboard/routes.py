@@ -21,7 +21,7 @@ PATH = "/dashboard"
 
 class PolicyRequest(StrictModel):
     policy: str
-    max_delay_ms: float | None = None  # that a static or dynamic batch waits to be filled
+    max_delay_ms: float | None = None  # how long a static or dynamic batch waits to be filled
 
 
 def add_dashboard_routes(app: FastAPI, service: Service) -> None:

@@ -1,4 +1,4 @@
-"""Open dashboard pages: each reads the engine's frames at its own pace, and none can slow down the others."""
+"""Open dashboard pages, which read the engine's frames independently of each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_SUBSCRIBERS = 32
 MAX_UNREAD_BYTES = 4 * 2**20
 SERVICE_SECONDS = 1.0
 LEASE_SECONDS = 10.0  # the engine stops recording this long after the last RecordSteps message
-SAFE_LEASE_SECONDS = 0.8 * LEASE_SECONDS  # it certainly still records, even if that message was delayed
+SAFE_LEASE_SECONDS = 0.8 * LEASE_SECONDS  # within this time it still records, even if the message was delayed
 
 _encode = msgspec.json.Encoder().encode
 
@@ -35,9 +35,9 @@ class Subscriber:
 
     def __init__(self, key: bytes | None, tenant: str | None) -> None:
         self.key = key
-        self.tenant = tenant  # the name of the key's owner, if there are keys
+        self.tenant = tenant  # tenant name of the API key, if there are keys
         self.num_lost = 0
-        self.synced = False  # it got a keyframe and every frame since
+        self.synced = False  # whether it got a keyframe and every frame since
         self.wakeup = asyncio.Event()
         self._unread: deque[list[bytes]] = deque()  # the messages for each frame
         self._size = 0
@@ -55,7 +55,7 @@ class Subscriber:
             self._size += self._queue(frame, tenants)
 
     def catch_up(self, recent: Iterable[tuple[DashboardFrame, dict[int, str]]]) -> None:
-        """Queue the last keyframe and the frames after it. They need no limit: they are kept for all pages anyway."""
+        """Queue the last keyframe and the frames after it, without a limit: these are in memory anyway."""
         for frame, tenants in recent:
             self._queue(frame, tenants)
 
@@ -106,8 +106,8 @@ class Subscribers:
         self._service: tuple[float, bytes] = (float("-inf"), b"")
         self._closed = False
         self._recent = RecentFrames()
-        self._recent_from: Loaded | None = None  # the engine process that the recent frames are from
-        self._recorder_off_in: Loaded | None = None  # the engine process whose recorder is switched off
+        self._recent_from: Loaded | None = None  # engine process that sent the recent frames
+        self._recorder_off_in: Loaded | None = None  # engine process with its recorder switched off
         engine.on_frame = self.receive
 
     @property
@@ -123,11 +123,11 @@ class Subscribers:
 
     @property
     def is_recording(self) -> bool:
-        """False if the engine's recorder failed too often, until the engine is restarted."""
+        """Whether the engine's recorder is on; after too many failures it is off until the engine is restarted."""
         return self._recorder_off_in is None or self._recorder_off_in is not self._engine.loaded
 
     def receive(self, message: DashboardFrame | RecorderFault) -> None:
-        """Handle a message of the engine. Errors stay in here: the caller also delivers the engine's updates."""
+        """Handle a message of the engine. Never raises, since the caller also delivers the engine's updates."""
         try:
             if isinstance(message, RecorderFault):
                 self._note_fault(message)
@@ -151,7 +151,7 @@ class Subscribers:
             self._recorder_off_in = self._engine.loaded
 
     def _names_for(self, subscriber: Subscriber, tenants: dict[int, str]) -> dict[int, str]:
-        """With isolated keys, a page only sees the name of its own tenant."""
+        """Return the tenant names that a page may show: with isolated keys, only its own tenant's."""
         if not self._isolate_keys:
             return tenants
         return {number: name if name == subscriber.tenant else f"key {number + 1}" for number, name in tenants.items()}
@@ -170,7 +170,7 @@ class Subscribers:
             self.texts.clear()
 
     async def stream(self, subscriber: Subscriber) -> AsyncIterator[bytes]:
-        """The page's server-sent events, until it is closed."""
+        """Yield the page's server-sent events until it is closed."""
         yield _event(_encode({"t": "hello", **self._greeting(), "tenant": subscriber.tenant}))
         service_sent = float("-inf")
         while not self._closed:
@@ -184,10 +184,10 @@ class Subscribers:
                 yield b"".join(map(_event, unread))
 
     def _keep_recording(self, subscriber: Subscriber) -> None:
-        """Renew the engine's lease, and get the page a keyframe if it needs one."""
+        """Renew the engine's lease and request a keyframe if the page needs one."""
         now = time.monotonic()
         if now - self._lease_renewed > SAFE_LEASE_SECONDS or self._recent_from is not self._engine.loaded:
-            self._recent.clear()  # the engine may have stopped recording since, or is another process
+            self._recent.clear()  # the engine may have stopped recording or restarted since
         if not subscriber.synced:
             subscriber.catch_up((frame, self._names_for(subscriber, frame.tenants)) for frame in self._recent.all())
         keyframe = not subscriber.synced and self.is_recording and now - self._keyframe_requested > SERVICE_SECONDS / 2

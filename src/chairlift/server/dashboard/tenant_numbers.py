@@ -6,16 +6,15 @@ MAX_TENANTS = 1000
 
 
 class TenantNumbers:
-    """Assigns a number to each tenant and remembers the most recent ones, since clients may send any name.
+    """Assigns numbers to tenants and keeps the most recent ones, since clients may send any name.
 
-    A tenant that was forgotten and comes back gets a new number. Numbers are never reused: pages add up by name, so
-    their old numbers stay valid. A name is sent once, and then only with keyframes, so pages must remember at least as
-    many.
+    A tenant that was dropped and returns gets a new number. Numbers are never reused: pages aggregate by name, so old
+    numbers stay valid. A name is sent once, and then only with keyframes, so pages must keep at least as many names.
     """
 
     def __init__(self, max_tenants: int = MAX_TENANTS) -> None:
         self._max_tenants = max_tenants
-        self._numbers: dict[str, int] = {}  # the most recent one comes last
+        self._numbers: dict[str, int] = {}  # ordered by last use
         self._next = 0
         self._unsent: dict[int, str] = {}
 
@@ -30,10 +29,10 @@ class TenantNumbers:
         return number
 
     def take_unsent(self) -> dict[int, str]:
-        """The names of the numbers assigned since the last call."""
+        """Return the names of the numbers assigned since the last call."""
         names, self._unsent = self._unsent, {}
         return names
 
     def take_all(self) -> dict[int, str]:
-        """The names of all remembered numbers, and of those assigned since the last call."""
+        """Return the names of all kept numbers, and of those assigned since the last call."""
         return {number: name for name, number in self._numbers.items()} | self.take_unsent()

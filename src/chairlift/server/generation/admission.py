@@ -19,7 +19,7 @@ class AdmissionControl:
         self._engine = engine
         self._metrics = metrics
         self._limits = limits
-        self._preparing = 0  # sequences that are reserved but not submitted to the engine yet
+        self._preparing = 0  # sequences reserved but not yet submitted to the engine
         self._text_jobs = 0
 
     @contextmanager
@@ -46,7 +46,7 @@ class AdmissionControl:
 
     @contextmanager
     def reserve_text_job(self) -> Iterator[None]:
-        """Reserve one text job: a text that is only parsed, tokenized or detokenized, without the engine."""
+        """Reserve one text job: parsing, tokenization or detokenization without the engine."""
         self._check_not_draining()
         if self._text_jobs >= self._limits.max_text_jobs:
             self._metrics.refused.labels("429").inc()

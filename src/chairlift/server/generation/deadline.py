@@ -13,13 +13,13 @@ from chairlift.server.http.errors import timed_out
 
 class Deadline:
     def __init__(self, arrived: float, timeout: float | None) -> None:
-        """`arrived` is a time of the monotonic clock. Without a timeout there is no deadline."""
+        """`arrived` is a time of the monotonic clock; without a timeout there is no deadline."""
         if timeout is not None and not timeout > 0:
             raise InvalidParameter("timeout", f"must be a number of seconds above 0, got {timeout!r}")
         self._end = None if timeout is None else arrived + timeout
 
     def seconds_left(self) -> float | None:
-        """The positive number of seconds left; raises a 408 error once the deadline has passed."""
+        """Return the seconds left; raises a 408 error once the deadline has passed."""
         if self._end is None:
             return None
         left = self._end - time.monotonic()

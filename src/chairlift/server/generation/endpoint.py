@@ -1,4 +1,4 @@
-"""What the generation endpoints have in common, and where each of them differs."""
+"""The interface of the generation endpoints."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class ResponseBuilder(Protocol):
         """Add an update to the whole response."""
 
     def body(self) -> dict[str, Any]:
-        """The whole response, from all updates that were added."""
+        """Return the whole response."""
 
     def events(self, update: Update) -> Iterable[bytes]:
-        """The stream's events for an update."""
+        """Return the stream's events for an update."""
 
     def end_events(self) -> Iterable[bytes]:
-        """The events that end a complete stream."""
+        """Return the events that end a complete stream."""
 
     def error_events(self, error: APIError) -> Iterable[bytes]:
-        """The events that end a stream which failed."""
+        """Return the events that end a failed stream."""
 
 
 class GenerationRequest(ABC):
@@ -49,8 +49,8 @@ class GenerationRequest(ABC):
     and feeds the engine's updates to the response builder.
     """
 
-    id_prefix: ClassVar[str]  # of the response's id
-    prompt_parameter: ClassVar[str]  # the endpoint's name for its prompt, in errors
+    id_prefix: ClassVar[str]  # prefix of the response's id
+    prompt_parameter: ClassVar[str]  # name of the prompt in errors
     num_prompts: int = 1
 
     def __init__(self, body: GenerationBody, params: SamplingParams) -> None:
@@ -63,8 +63,8 @@ class GenerationRequest(ABC):
 
     @abstractmethod
     def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
-        """The builder of this endpoint's response; called after `tokenize`."""
+        """Create the builder of the response; called after `tokenize`."""
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
-        """The error with its parameter as this endpoint names it."""
+        """Translate the parameter of an error to this endpoint's name."""
         return error

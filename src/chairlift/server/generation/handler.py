@@ -78,7 +78,7 @@ class GenerationHandler:
             async with deadline.enforced():
                 work = self._tokenizer_pool.run(len(await http.body()), tokenize)
                 tokenized = await unless_disconnected(http, work)
-            # The engine checks this too; checked here, a prompt that is too long never reaches its loop.
+            # The engine checks this too, but here a prompt that is too long does not reach its loop.
             loaded.limits.check_prompt_length(max(map(len, tokenized.prompts)), request.prompt_parameter)
 
             response_id = f"{request.id_prefix}{uuid.uuid4().hex}"
@@ -101,14 +101,15 @@ class GenerationHandler:
                 timeout=deadline.seconds_left(),
                 cache_salt=self._cache_salt(body, http),
                 priority=body.priority or 0,
-                # The owner of a key cannot get a larger share of the engine by sending other names as `user`.
+                # With keys, the `user` parameter must not change the tenant, which would give a client a larger share.
                 tenant=http.state.tenant or body.user or "",
             )
             for index, prompt in enumerate(tokenized.prompts)
         ]
 
     def _cache_salt(self, body: GenerationBody, http: HTTPRequest) -> str:
-        """Requests share cached prefixes if their salts are equal; with isolated keys, a salt includes the API key."""
+        """Return the cache salt: requests with equal salts share cached prefixes. With isolated keys it contains the
+        key."""
         given, key = body.cache_salt or "", http.state.key
         if not self._isolate_keys or key is None:
             return given

@@ -10,8 +10,8 @@ from chairlift.server.process.messages import Update
 
 
 class StreamMetrics:
-    """Observes an update stream as the front end receives it, so a client that reads slowly does not make the engine
-    look slow. Times count from the request's arrival."""
+    """Records metrics when updates arrive at the front end, so that slow clients do not affect them. Times count from
+    the request's arrival."""
 
     def __init__(self, metrics: Metrics, arrived: float, texts: RequestTexts | None = None) -> None:
         self._metrics = metrics
@@ -27,8 +27,8 @@ class StreamMetrics:
         if update.tokens:
             self._count_tokens(update.request_id, len(update.tokens), now)
         if update.cached_tokens is not None and update.request_id not in self._admitted:
-            self._admitted.add(update.request_id)  # a preempted completion is admitted again
-            if "#" not in update.request_id:  # completions of one prompt share it: count it once
+            self._admitted.add(update.request_id)  # again after a preemption
+            if "#" not in update.request_id:  # completions of one prompt share it, so count only the first
                 self._metrics.cached_tokens.inc(update.cached_tokens)
         if update.finish_reason is not None:
             self._metrics.end_to_end.observe(now - self._arrived)

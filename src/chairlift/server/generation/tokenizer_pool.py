@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class TokenizerPool:
-    """Two pools, so that short texts never wait behind long ones."""
+    """Two thread pools, so that short texts never wait for long ones."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(2, thread_name_prefix="short-text")

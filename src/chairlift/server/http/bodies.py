@@ -1,8 +1,8 @@
 """Parsing request bodies, large ones in threads.
 
 Parsing a body with the largest allowed number of values takes tens of milliseconds, and validating it takes as long.
-Both hold the GIL, so streams wait meanwhile in any case; the limit on values bounds for how long. Threads let the
-streams run between the two, and between one body and the next when many arrive at once.
+Both hold the GIL, so streams wait meanwhile; the limit on values bounds this time. Threads let the streams run between
+the two, and between bodies when many arrive at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def threaded_body_route(admission: AdmissionControl) -> type[APIRoute]:
-    """The class of routes that parse large bodies in threads, once the request is admitted."""
+    """Return a route class that parses large bodies in threads after the request is admitted."""
     threads = ThreadPoolExecutor(2, thread_name_prefix="body")
 
     class Route(APIRoute):
@@ -51,7 +51,7 @@ def threaded_body_route(admission: AdmissionControl) -> type[APIRoute]:
 
 
 class _ThreadedBody(Request):
-    """A request whose `json()` returns a validated model if the body is large; FastAPI accepts that as it is."""
+    """A request whose `json()` returns a validated model for a large body, which FastAPI accepts."""
 
     def __init__(
         self, request: Request, body_type: type[BaseModel], admission: AdmissionControl, threads: ThreadPoolExecutor
@@ -70,7 +70,8 @@ class _ThreadedBody(Request):
             return await unless_disconnected(self, parsing)
 
     def _reservation(self) -> AbstractContextManager[Any]:
-        """Bodies of refused requests are not parsed. The number of completions is not known yet: reserve one."""
+        """Reserve one completion, so that bodies of refused requests are not parsed; their real number is not known
+        yet."""
         if issubclass(self._body_type, GenerationBody):
             return self._admission.reserve(1, 1)
         return self._admission.reserve_text_job()
@@ -85,9 +86,9 @@ def _parse(body_type: type[BaseModel], body: bytes) -> BaseModel:
 
 
 def invalid_value(first: Any) -> APIError:
-    """The first of pydantic's errors about a body, with the name of the parameter."""
+    """Return the first of pydantic's errors with the name of the parameter."""
     location = [str(part) for part in first["loc"] if part != "body"]
-    # Further parts of the location name alternatives of a union, which are internal.
+    # Further parts of the location are internal: alternatives of a union.
     param = location[0] if location else None
     problem = "unknown parameter" if first["type"] == "extra_forbidden" else str(first["msg"])
     return APIError(400, f"{param or 'body'}: {problem}", param=param, code="invalid_value")

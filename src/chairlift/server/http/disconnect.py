@@ -1,4 +1,4 @@
-"""Stopping work for clients that disconnect."""
+"""Cancellation of work for disconnected clients."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ class APIError(HTTPException):
 
 
 def _encodable(text: str) -> str:
-    """Replace lone surrogates, which an error may quote from a JSON body but a response cannot carry."""
+    """Replace lone surrogates, which an error may quote but UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def as_api_error(error: Exception) -> APIError:
-    """The error as clients may see it: never a path, a traceback or a class name."""
+    """Convert an exception to an error for clients, without paths, tracebacks or class names."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, InvalidParameter):

@@ -24,8 +24,8 @@ from chairlift.server.metrics import Metrics
 
 log = logging.getLogger("chairlift.server")
 
-KEYLESS_PATHS = frozenset({"/health", "/dashboard"})  # need no API key
-ANY_HOST_PATHS = frozenset({"/health", "/ready"})  # answer to any host name: they reveal nothing
+KEYLESS_PATHS = frozenset({"/health", "/dashboard"})  # paths without an API key
+ANY_HOST_PATHS = frozenset({"/health", "/ready"})  # paths for any host name: they reveal nothing
 
 
 class OutermostMiddleware:
@@ -48,7 +48,7 @@ class OutermostMiddleware:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        # uvicorn itself omits the body of a response to HEAD.
+        # uvicorn omits the body of a response to HEAD.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
             await self._app(inner, receive, send_with_id)
@@ -91,7 +91,7 @@ class RequestGuard:
             body.release()
 
     def _key(self, scope: Scope) -> bytes | None:
-        """The digest of the client's API key, or None if it is missing or wrong."""
+        """Return the digest of the client's API key, or None if it is missing or wrong."""
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         # Compare with every key, in constant time, so that timing reveals nothing.
@@ -121,14 +121,14 @@ class RequestGuard:
 
 
 def _tenants(api_keys: Iterable[str]) -> Iterator[tuple[bytes, str]]:
-    """The digest and the tenant name of each key: "alice KEY" names it; otherwise it is numbered."""
+    """Yield the digest and the tenant name of each key: "alice KEY" has the name alice; others are numbered."""
     for number, text in enumerate(api_keys, start=1):
         name, _, key = text.strip().rpartition(" ")
         yield hashlib.sha256(key.encode()).digest(), name.strip() or f"key-{number}"
 
 
 class _HeldBytes:
-    """The bytes of the bodies of all requests in flight; bounds many large bodies at once."""
+    """The total size of the bodies of all requests in flight, which is limited."""
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
         self.size = 0
@@ -144,7 +144,7 @@ class _HeldBytes:
 class _LimitedBody:
     """An ASGI `receive` that limits a body's bytes, values and time of arrival.
 
-    The byte limit holds whatever Content-Length says. A request counts as arrived once its body is complete.
+    The byte limit does not rely on Content-Length. A request has arrived when its body is complete.
     """
 
     def __init__(self, receive: Receive, limits: Limits, held: _HeldBytes, state: dict[str, object]) -> None:
@@ -158,7 +158,7 @@ class _LimitedBody:
         self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
 
     async def __call__(self) -> Message:
-        if self._complete:  # the next message is the disconnect, which has no time limit
+        if self._complete:  # the next message is the disconnect, without a time limit
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline):

@@ -1,8 +1,8 @@
-"""The host names that a server without API keys answers to, which protects it from other web pages.
+"""Host name checks that protect a server without API keys from DNS rebinding.
 
-A browser lets a page talk to the server that it came from. The owner of a domain can point its name at a server on your
-machine or network after the page has loaded (DNS rebinding), and the browser then treats that server as the page's own.
-But the browser still sends the name in the Host header. Numeric addresses cannot be rebound, so they are allowed.
+A browser lets a page call the server that it came from. The owner of a domain can point its name at a server on your
+machine or network after the page has loaded, and the browser then treats that server as the page's own. But the browser
+still sends the name in the Host header. Numeric addresses cannot be rebound, so they are allowed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class HostNames:
         self._names = {"localhost", listens_on.lower(), socket.gethostname().lower(), *names}
 
     def allow(self, host: str) -> bool:
-        """Whether a Host header is allowed. Browsers never send an empty one, so that is."""
+        """Return whether a Host header is allowed. An empty one is, since browsers never send it."""
         name = without_port(host.strip().lower()).removesuffix(".")
         return self._any or not name or name in self._names or name.endswith(".localhost") or _is_address(name)
 

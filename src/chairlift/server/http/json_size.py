@@ -10,14 +10,14 @@ _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 class ValueCounter:
     """Counts the values of a JSON text as it arrives in pieces.
 
-    Each value begins a list or an object, or follows a comma, outside of strings. Parsing millions of values blocks the
-    server for seconds; counting those of one piece takes a millisecond.
+    The count is that of `[`, `{` and `,` outside of strings. Parsing millions of values blocks the server for seconds;
+    counting those of one piece takes a millisecond.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self._in_string = False
-        self._escaping = False  # the last piece ended with a backslash that escapes the next byte
+        self._escaping = False  # whether the last piece ended with an escaping backslash
 
     def feed(self, piece: bytes) -> None:
         if self._escaping:

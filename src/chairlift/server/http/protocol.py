@@ -1,4 +1,4 @@
-"""HTTP connections with time limits, so that clients cannot hold them open for nothing.
+"""HTTP connections with time limits, so that idle clients cannot hold them open.
 
 Adds to uvicorn: time limits on headers, on the rest of a body after its response, and on clients that stop reading;
 detection of a disconnect while further requests are queued behind the one in flight; and OpenAI's error format for
@@ -20,15 +20,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from chairlift.server.http.errors import APIError
 from chairlift.server.limits import Limits
 
-MAX_PIPELINED = 64 * 2**10  # bytes of further requests that are read while one is in flight
+MAX_PIPELINED = 64 * 2**10  # bytes of pipelined requests read while one is in flight
 
 
 class GuardedProtocol(H11Protocol):
     def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
-        self._read_timer = _Timer()  # runs while the client has data to send
-        self._write_timer = _Timer()  # runs while it has data to read
+        self._read_timer = _Timer()  # runs while the server waits for data
+        self._write_timer = _Timer()  # runs while the client has data to read
 
     # ---- reading -----------------------------------------------------------------------------------
 
@@ -37,7 +37,7 @@ class GuardedProtocol(H11Protocol):
         self._limit_reading()
 
     def data_received(self, data: bytes) -> None:
-        self._write_timer.stop()  # a client that sends is alive
+        self._write_timer.stop()  # data from the client shows that it is alive
         super().data_received(data)
         self._keep_listening()
         self._limit_reading()
@@ -55,12 +55,12 @@ class GuardedProtocol(H11Protocol):
         self._write_timer.stop()
 
     def _keep_listening(self) -> None:
-        """uvicorn stops reading when a further request arrives, and would not notice a disconnect."""
+        """Resume reading, which uvicorn pauses when a pipelined request arrives, to detect a disconnect."""
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MAX_PIPELINED:
             self.flow.resume_reading()
 
     def _limit_reading(self) -> None:
-        """One timer per expected message, which partial data does not restart."""
+        """Run one timer per expected message, which partial data does not restart."""
         if not self._is_sending or self.transport.is_closing():
             self._read_timer.stop()
         else:
@@ -68,13 +68,13 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def _is_sending(self) -> bool:
-        if self.conn.their_state is h11.IDLE:  # headers; between requests, the keep-alive timer applies
+        if self.conn.their_state is h11.IDLE:  # expects headers; between requests, the keep-alive timer applies
             return self.cycle is None or bool(self.conn.trailing_data[0])
-        # The rest of a body whose request has been answered.
+        # Expects the rest of a body after its response.
         return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
 
     def _too_slow(self) -> None:
-        if not self.conn.trailing_data[0]:  # nothing was sent, so there is nothing to answer
+        if not self.conn.trailing_data[0]:  # no data, so no response
             self.transport.close()
             return
         self._refuse(APIError(408, "the request did not arrive in time", type_="timeout_error", code="timeout"))
@@ -83,7 +83,7 @@ class GuardedProtocol(H11Protocol):
         self._refuse(APIError(400, "this is not a valid HTTP request, or its headers are too large", code="bad_http"))
 
     def _refuse(self, error: APIError) -> None:
-        """Answer data that is not a request, if a response can still be sent, and close the connection."""
+        """Send an error, if a response can still be sent, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
             response: Response = error.response()
             headers = [*response.raw_headers, (b"x-request-id", f"req-{uuid.uuid4().hex}".encode())]
@@ -115,7 +115,7 @@ class GuardedProtocol(H11Protocol):
         self._limit_writing()
 
     def _limit_writing(self) -> None:
-        """Require the client to read at least some data in each interval while its buffer is not empty."""
+        """Require the client to read some data in each interval while its buffer is not empty."""
         unread = self.transport.get_write_buffer_size()
         if unread:
             self._write_timer.start(self._limits.stall_seconds, partial(self._check_writing, unread))

@@ -30,7 +30,7 @@ from chairlift.server.service import Service
 from chairlift.text.tools.tool_use import ToolUse
 
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
-# "default" also removes FastAPI's own description of a validation error, which this server never sends.
+# "default" also removes FastAPI's description of validation errors, which this server never sends.
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys(
     ("default", 400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503), _ERROR
 )
@@ -114,7 +114,7 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready", responses=_ERRORS)
     async def ready() -> Response:
-        """As /health, and 503 while the server is shutting down."""
+        """Like /health, but also 503 while the server is shutting down."""
         if service.admission.draining:
             return unavailable("the server is shutting down").response()
         return await health()

@@ -1,4 +1,4 @@
-"""Responses from a stream of updates: collected into one body, or sent as server-sent events."""
+"""Responses from a stream of updates: one body, or server-sent events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chairlift.server.generation.endpoint import ResponseBuilder
 from chairlift.server.http.errors import APIError, as_api_error, timed_out
 from chairlift.server.process.messages import Update
 
-# A comment, which clients skip; it keeps proxies from closing a connection without traffic.
+# A comment, which clients ignore, so that proxies do not close a connection without traffic.
 PING = b": waiting\n\n"
 
 
@@ -25,7 +25,7 @@ async def collect(updates: AsyncIterator[list[Update]], builder: ResponseBuilder
 
 
 async def first_updates(updates: AsyncIterator[list[Update]]) -> list[Update]:
-    """The first updates of a stream. An error among them can still be answered with its own status."""
+    """Return the first updates of a stream. An error among them still gets its own status code."""
     batch = await anext(updates)
     for update in batch:
         _raise_if_cut_short(update)
@@ -35,7 +35,7 @@ async def first_updates(updates: AsyncIterator[list[Update]]) -> list[Update]:
 async def response_events(
     first: list[Update], updates: AsyncIterator[list[Update]], builder: ResponseBuilder
 ) -> AsyncIterator[bytes]:
-    """The events of a streamed response. Errors become events too, because the status has been sent."""
+    """Yield the events of a streamed response. Errors become events, because the status was already sent."""
     try:
         if data := _events(first, builder):
             yield data
@@ -49,7 +49,7 @@ async def response_events(
 
 
 def _events(batch: list[Update], builder: ResponseBuilder) -> bytes:
-    """All events of a batch as one write: each write costs a system call and wakes the client."""
+    """Join the events of several updates: each write costs a system call and wakes the client."""
     events: list[bytes] = []
     for update in batch:
         builder.usage.add(update)

@@ -29,7 +29,7 @@ class ChatGeneration(GenerationRequest):
 
     @cached_property
     def tools(self) -> ToolUse:
-        """Checked when first read, which is in a thread: schemas may be large."""
+        """The tool settings, validated on first use, which is in a thread since schemas may be large."""
         body = self._body
         return ToolUse.of(self._model.tool_format, body.tools, body.tool_choice, body.parallel_tool_calls)
 

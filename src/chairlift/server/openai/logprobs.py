@@ -1,6 +1,6 @@
-"""Log-probabilities as the endpoints return them.
+"""Log-probabilities in the formats of the endpoints.
 
-A token may be part of a character, so its bytes are authoritative and its text is derived from them.
+A token may be part of a character, so the text of a token is derived from its bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from chairlift.text.tokenizer import Tokenizer
 
 
 def token_text(data: bytes) -> str:
-    """A token's bytes as text, or escaped as in `\\xf0\\x9f` if they are not valid UTF-8."""
+    """Decode a token's bytes, or escape them as in `\\xf0\\x9f` if they are not valid UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -21,7 +21,7 @@ def token_text(data: bytes) -> str:
 
 
 def chat_logprobs(logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Log-probabilities of a chat completion or a response: one object per token."""
+    """Return the logprobs of a chat completion or a response: one object per token."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
@@ -40,12 +40,12 @@ class CompletionLogprobs:
         self._detokenizer: IncrementalDetokenizer | None = None
 
     def add(self, logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
-        """The lists for the next tokens of the completion."""
+        """Return the lists for the next tokens of the completion."""
         self._detokenizer = self._detokenizer or tokenizer.detokenizer()
         offsets = []
         for item in logprobs:
             offsets.append(self._length)
-            # A character of several tokens counts with the last of them.
+            # A character of several tokens counts for the last of them.
             self._length += len(self._detokenizer.push(item.token_id))
         return {
             "tokens": [_key(tokenizer.token_bytes(item.token_id)) for item in logprobs],
@@ -56,8 +56,8 @@ class CompletionLogprobs:
 
 
 def _top(item: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
-    """The top log-probabilities by text; of tokens with the same text (a special token and its spelling), the most
-    probable one."""
+    """Return the top log-probabilities by text. Of tokens with the same text (a special token and its spelling), the
+    most probable one is kept."""
     top: dict[str, float] = {}
     for token, logprob in item.top:  # in order of probability
         top.setdefault(_key(tokenizer.token_bytes(token)), logprob)

@@ -22,7 +22,7 @@ _json = msgspec.json.Encoder()
 
 @dataclass(slots=True)
 class Choice:
-    """One completion as far as it has been generated."""
+    """One completion, possibly incomplete."""
 
     index: int
     parts: list[str] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None
-    started: bool = False  # whether a chunk of it has been streamed
+    started: bool = False  # whether a chunk was streamed
     completion_logprobs: CompletionLogprobs = field(default_factory=CompletionLogprobs)
 
     @property
@@ -46,16 +46,16 @@ class Choice:
 
 
 class ChoiceFormat(Protocol):
-    """The JSON of one endpoint's choices."""
+    """The JSON format of one endpoint's choices."""
 
     object: str
     stream_object: str
 
     def choice(self, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
-        """A whole choice."""
+        """Return a whole choice."""
 
     def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-        """The streamed chunks for one update."""
+        """Return the streamed chunks for one update."""
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ MAX_PARAMETERS = 256
 
 
 def max_entries(limit: int) -> BeforeValidator:
-    """Limit the entries of an object before any of them is validated: each invalid one is an error of its own, and
-    half a million errors take seconds to format. (Lists have `fail_fast` for that.)"""
+    """Limit the entries of an object before validation: formatting half a million errors takes seconds. (Lists have
+    `fail_fast` for that.)"""
     return BeforeValidator(lambda data: _check_count(data, limit, "entries"))
 
 
@@ -22,7 +22,7 @@ def _check_count(data: Any, limit: int, what: str) -> Any:
 
 
 class StrictModel(BaseModel):
-    """A body without type coercion ("3" is not 3) that refuses unknown parameters."""
+    """A model without type coercion ("3" is not 3) that refuses unknown parameters."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -18,7 +18,7 @@ Choices = Annotated[list[str], Field(fail_fast=True)]
 class JSONSchema(StrictModel):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     schema_: Annotated[Schema, Field(alias="schema")]
-    # Not shown to the model, which only sees the messages.
+    # Not shown to the model.
     description: Annotated[str | None, Field(max_length=MAX_STRUCTURE_LENGTH)] = None
     strict: bool | None = None  # ignored: the schema is always enforced
 
@@ -72,5 +72,5 @@ class StructuredOutputs(StrictModel):
 
 
 def as_structure(make: Callable[[Any, str], Structure], value: Any, parameter: str) -> list[Structure]:
-    """The structure that a parameter requests, or an empty list if it is absent."""
+    """Return the structure that a parameter requests, or an empty list if it is absent."""
     return [] if value is None else [make(value, parameter)]

@@ -17,7 +17,7 @@ class ToolCallChoiceFormat(ChatChoiceFormat):
     def __init__(self, with_logprobs: bool, tools: ToolUse) -> None:
         super().__init__(with_logprobs)
         self._tools = tools
-        self._parsers: dict[int, AssistantParser] = {}  # of streamed choices, by index
+        self._parsers: dict[int, AssistantParser] = {}  # parsers of streamed choices, by index
         self._called: set[int] = set()  # indices of choices with a call
 
     def choice(self, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class ToolCallChoiceFormat(ChatChoiceFormat):
         return super().choice(choice, tokenizer) | {"message": message, "finish_reason": reason}
 
     def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-        """One chunk per part. An update may yield several parts, or none while the parser holds text back."""
+        """Return one chunk per part. An update may have several parts, or none while the parser holds text back."""
         parser = self._parsers.setdefault(choice.index, self._tools.parser())
         parts = parser.push(update.text)
         if update.finish_reason is not None:
@@ -57,7 +57,7 @@ class ToolCallChoiceFormat(ChatChoiceFormat):
 
 
 def join_parts(parts: list[AssistantPart]) -> tuple[str, list[dict[str, Any]]]:
-    """The content and the tool calls of a whole message."""
+    """Return the content and the tool calls of a whole message."""
     content = "".join(part.text for part in parts if isinstance(part, ContentDelta))
     arguments: dict[int, str] = {}
     for part in parts:

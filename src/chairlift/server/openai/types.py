@@ -1,4 +1,4 @@
-"""Request bodies. An explicit null means absent; unknown parameters are refused by name."""
+"""Request bodies. A null means absent; unknown parameters are refused by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from chairlift.server.openai.structure_types import Choices, ResponseFormat, Sch
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
 
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what a message to the engine can carry
-TokenIds = Annotated[list[Integer], Field(fail_fast=True)]  # one error is enough for a million invalid ids
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # 64-bit integers, which messages to the engine can encode
+TokenIds = Annotated[list[Integer], Field(fail_fast=True)]  # stop at the first of a million invalid ids
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
@@ -53,14 +53,14 @@ class GenerationBody(StrictModel):
     timeout: float | None = None
     cache_salt: Annotated[str | None, Field(max_length=256)] = None
     priority: Integer | None = None
-    # A label that does not change the output; with fair scheduling it names the tenant.
+    # Does not change the output; with fair scheduling it is the tenant.
     user: Annotated[str | None, Field(max_length=256)] = None
     guided_json: str | Schema | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
-    _extra_args: dict[str, Any] = PrivateAttr(default_factory=dict)  # parameters that plugins register
+    _extra_args: dict[str, Any] = PrivateAttr(default_factory=dict)  # parameters registered by plugins
 
     @model_validator(mode="wrap")
     @classmethod
@@ -71,7 +71,7 @@ class GenerationBody(StrictModel):
         return body
 
     def structure(self) -> Structure | None:
-        """The requested structure, by whichever parameter."""
+        """Return the requested structure."""
         found = self.structures()
         if len(found) > 1:
             first, second = (structure.parameter for structure in found[:2])
@@ -90,7 +90,7 @@ class GenerationBody(StrictModel):
         ]
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        """The engine's sampling parameters; those that are absent keep their defaults."""
+        """Return the sampling parameters; absent ones keep their defaults."""
         given = {
             name: getattr(self, name)
             for name in (
@@ -140,7 +140,7 @@ class CompletionBody(GenerationBody):
         return params
 
     def _selection(self, n: int) -> dict[str, Any]:
-        """The parameters of best-of sampling or beam search; with beam search, best_of means the beam width."""
+        """Return the parameters of best-of sampling or beam search; with beam search, best_of is the beam width."""
         if self.use_beam_search is False and self.beam_width is not None:
             raise InvalidParameter("use_beam_search", "is false, but beam_width was given")
         if not self.use_beam_search and self.beam_width is None:
@@ -233,7 +233,7 @@ class DetokenizeRequest(StrictModel):
 
 
 def check_token_ids(parameter: str, tokens: list[int]) -> list[int]:
-    """Refuse ids that a message to the engine cannot carry; the engine checks them against its vocabulary."""
+    """Refuse ids that messages to the engine cannot encode; the engine checks them against its vocabulary."""
     for token in tokens:
         if not 0 <= token < 2**31:
             raise InvalidParameter(parameter, f"token id {str(token)[:40]} is out of range")
@@ -241,7 +241,7 @@ def check_token_ids(parameter: str, tokens: list[int]) -> list[int]:
 
 
 def _check_unicode(parameter: str, texts: Iterable[str]) -> None:
-    """Refuse lone surrogates: JSON can carry them, but messages to the engine cannot."""
+    """Refuse lone surrogates, which JSON can encode but messages to the engine cannot."""
     if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
         raise InvalidParameter(parameter, "must be valid Unicode")
 

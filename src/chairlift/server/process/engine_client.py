@@ -1,4 +1,4 @@
-"""The front end's side of the engine process: starts it, supervises it, restarts it and exchanges messages with it."""
+"""Client of the engine process, which it starts, supervises and restarts."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
-    FAILED = "failed"  # permanently: it cannot load, or died too often
+    FAILED = "failed"  # permanently: the engine cannot load or died too often
     STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """When an engine counts as hung, and how it is restarted."""
+    """Timeouts of the engine process, and limits on restarts."""
 
     heartbeat_timeout: float = 10.0  # seconds without a message after which it is killed
-    loading_silence: float = 300.0  # the same while it loads: imports and weights can block its heartbeat
-    step_timeout: float = 300.0  # seconds that one step may take; a large prefill on a slow CPU takes many
-    max_restarts: int = 5  # in a row, without `healthy_after` seconds of normal operation between them
+    loading_silence: float = 300.0  # heartbeat timeout while it loads, since imports and weights can block heartbeats
+    step_timeout: float = 300.0  # seconds per step; a large prefill on a slow CPU is slow
+    max_restarts: int = 5  # in a row, with less than `healthy_after` seconds of operation in between
     first_backoff: float = 0.25  # seconds, doubled at every restart
     healthy_after: float = 60.0
 
@@ -74,7 +74,7 @@ class EngineClient:
     ) -> None:
         self.state = EngineState.STARTING
         self.loaded: Loaded | None = None
-        self.problem = ""  # why it failed, for the log
+        self.problem = ""  # reason of the failure, for the log
         self.restarts = 0
         self.on_frame: Callable[[DashboardFrame | RecorderFault], None] = lambda frame: None
         self._model = model
@@ -112,9 +112,9 @@ class EngineClient:
         """Submit all prompts of one HTTP request and return the stream of their updates."""
         if self.state is not EngineState.READY:
             raise EngineDead(f"the engine is {self.state.value}")
-        messages = [encode(request) for request in requests]  # all before the first is sent: encoding may fail
+        messages = [encode(request) for request in requests]  # encode all before sending any: encoding may fail
         ids = [one_id for request in requests for one_id in completion_ids(request.request_id, request.params.n)]
-        # Sequences without updates of their own count with the first completion: all of a search end together.
+        # Sequences without updates are counted with the first completion: all sequences of a search end together.
         sequences = {one.request_id: 1 + one.params.num_sequences - one.params.n for one in requests}
         stream = UpdateStream(ids, observer, sequences)
         self._streams.update(dict.fromkeys(stream.ids, stream))
@@ -123,15 +123,14 @@ class EngineClient:
         return stream
 
     def send(self, message: RecordSteps | SwitchPolicy) -> bool:
-        """Send a message that concerns no request; False if the engine is not ready."""
+        """Send a message that is not about a request; return False if the engine is not ready."""
         ready = self._handle is not None and self.state is EngineState.READY
         if ready:
             self._send(encode(message))
         return ready
 
     def cancel(self, stream: UpdateStream) -> None:
-        """Cancel the open completions of a stream. Does not wait, so that a task that is being cancelled can call
-        it."""
+        """Cancel the open completions of a stream. Never waits, so that a cancelled task can call it."""
         self._end(stream, "cancelled")
 
     def _end(self, stream: UpdateStream, reason: str, error: Exception | None = None) -> None:
@@ -147,7 +146,7 @@ class EngineClient:
 
     async def stop(self, timeout: float = 5.0) -> None:
         """Stop the engine process, by force after `timeout` seconds, and wait for its exit."""
-        ready = self.state is EngineState.READY  # while it loads, it does not receive messages
+        ready = self.state is EngineState.READY  # it receives no messages while loading
         self._set_state(EngineState.STOPPED)
         self._fail_all(EngineDead("the server is shutting down"))
         if self._handle is not None and ready:
@@ -161,7 +160,7 @@ class EngineClient:
         self._context.destroy(linger=0)
 
     def _send(self, message: bytes) -> None:
-        """Never waits: a process that has just died receives nothing, and must not block the caller."""
+        """Send without waiting, since a dead process must not block the caller."""
         assert self._handle is not None
         self._handle.commands.send(message)
 
@@ -176,7 +175,7 @@ class EngineClient:
             healthy = False
             try:
                 healthy = await self._run_process()
-            except (OSError, zmq.ZMQError) as error:  # out of file descriptors or memory: a retry may succeed
+            except (OSError, zmq.ZMQError) as error:  # no file descriptors or memory: a retry may succeed
                 log.error("the engine cannot be started: %s", error)
             finally:
                 self._fail_all(EngineDead(DIED))
@@ -209,7 +208,7 @@ class EngineClient:
                     log.error("the engine %s: killing it", problem)
                     handle.process.kill()
                     await exited
-            await asyncio.wait([receiver], timeout=0.2)  # messages sent before the exit may still arrive
+            await asyncio.wait([receiver], timeout=0.2)  # messages sent before the exit may be in flight
             return handle.ready_at is not None and time.monotonic() - handle.ready_at > self._supervision.healthy_after
         finally:
             receiver.cancel()
@@ -223,7 +222,7 @@ class EngineClient:
         tick, now = min(1.0, self._supervision.heartbeat_timeout / 4), time.monotonic()
         await asyncio.wait(tasks, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
         if time.monotonic() - now > 2 * tick:
-            handle.last_message = time.monotonic()  # this process was suspended: heartbeats may be queued
+            handle.last_message = time.monotonic()  # this process was suspended, so heartbeats may be queued
 
     def _fault(self, handle: EngineHandle) -> str | None:
         supervision = self._supervision
@@ -249,12 +248,12 @@ class EngineClient:
                         self._set_state(EngineState.READY)
                 case FailedToLoad():
                     self.problem = message.problem
-                    if self.loaded is None:  # a model that was loaded before is worth a retry
+                    if self.loaded is None:  # if the model was loaded before, retry
                         self._set_state(EngineState.FAILED)
                 case Refused():
                     stream = self._streams.get(message.request_id)
                     if stream is not None:
-                        # The other prompts of the same HTTP request end with it.
+                        # The other prompts of the HTTP request end too.
                         self._end(stream, "refused", _error(message))
                 case DashboardFrame() | RecorderFault():
                     self.on_frame(message)
@@ -264,7 +263,7 @@ class EngineClient:
     def _deliver(self, update: Update) -> None:
         stream = self._streams.get(update.request_id)
         if stream is None:
-            return  # it was cancelled
+            return  # cancelled before
         stream.push(update)
         if update.finish_reason is not None:
             del self._streams[update.request_id]

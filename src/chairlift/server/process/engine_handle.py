@@ -1,4 +1,4 @@
-"""Starting an engine process, and the front end's handle on it."""
+"""The engine process as seen by the front end, and its start."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ import zmq.asyncio
 
 @dataclass(slots=True)
 class EngineHandle:
-    """One engine process. Each has its own sockets, so that no message reaches its successor."""
+    """One engine process with its own sockets, so that no message reaches its successor."""
 
     process: asyncio.subprocess.Process
     commands: zmq.asyncio.Socket
     reports: zmq.asyncio.Socket
     close: Callable[[], None]  # closes the sockets and removes their folder
     last_message: float = field(default_factory=time.monotonic)
-    turn_seconds: float = 0.0  # from its last heartbeat
+    turn_seconds: float = 0.0  # as of the last heartbeat
     ready_at: float | None = None
 
 
 async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any], *, quiet: bool) -> EngineHandle:
     with ExitStack() as opened:  # closed again if the process cannot be started or the task is cancelled
-        folder = Path(tempfile.mkdtemp(prefix="chairlift-"))  # only this user may enter it
+        folder = Path(tempfile.mkdtemp(prefix="chairlift-"))  # only this user has access
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         commands, reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         for socket, name in ((commands, "commands"), (reports, "reports")):

@@ -1,7 +1,7 @@
-"""The engine process: receives requests from a socket, runs steps, and reports them.
+"""The engine process: receives requests from a socket, runs steps and reports their results.
 
 The front end starts it as `python -m chairlift.server.process.engine_process` with its settings as JSON in the first
-argument. It exits on a Shutdown message, or when its parent process is gone.
+argument. It exits on a Shutdown message or when its parent process has exited.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HEARTBEAT_SECONDS = 0.5
 class EngineProcess:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
-        self.parent: int = settings["parent"]  # not os.getppid(): the parent may be gone already
+        self.parent: int = settings["parent"]  # not os.getppid(): the parent may have exited already
         self.context = zmq.Context()
         self.inbox = self.context.socket(zmq.PULL)
         self.outbox = self.context.socket(zmq.PUSH)
@@ -55,7 +55,7 @@ class EngineProcess:
         self.inbox.connect(settings["commands"])
         self.outbox.connect(settings["reports"])
         self.stopping = False
-        self.turn_began: float | None = None  # an iteration of the main loop; None while loading
+        self.turn_began: float | None = None  # start of the current iteration of the main loop; None while loading
 
     def main(self) -> int:
         """Load the engine and serve until stopped. The exit status is 1 only after a failed step."""
@@ -80,7 +80,7 @@ class EngineProcess:
         return 0
 
     def _turn(self) -> None:
-        """Receive messages, then run a step, so that requests cancelled before the step are not in it."""
+        """Receive messages, then run a step, which excludes requests cancelled before it."""
         self.turn_began = time.monotonic()
         prepared = self.engine.prepare()
         self._receive_messages(0 if prepared else min(1000 * self.engine.pause(), IDLE_POLL_MS))
@@ -102,7 +102,7 @@ class EngineProcess:
         self._send(Loaded(self.engine.limits, max_batch_requests))
 
     def _send_heartbeats(self) -> None:
-        """Runs in a thread, with its own socket: sockets are not thread-safe."""
+        """Send heartbeats from a thread with its own socket: sockets are not thread-safe."""
         socket = zmq.Context().socket(zmq.PUSH)  # a separate context, so that the exit does not wait for it
         socket.connect(self.settings["reports"])
         while True:
@@ -162,7 +162,7 @@ def main() -> None:
     try:
         sys.exit(process.main())
     finally:
-        process.context.destroy(linger=1000)  # send what is queued
+        process.context.destroy(linger=1000)  # to send queued messages
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class RecordSteps(msgspec.Struct, tag=True, frozen=True):
     """Send dashboard frames for the next `seconds`."""
 
     seconds: float
-    keyframe: bool = False  # begin with a complete frame, for a page that is new or has lost frames
+    keyframe: bool = False  # start with a keyframe, for a page that is new or lost frames
 
 
 class SwitchPolicy(msgspec.Struct, tag=True, frozen=True):
@@ -75,11 +75,11 @@ class Update(msgspec.Struct):
     request_id: str
     text: str = ""
     tokens: list[int] = []
-    logprobs: list[TokenLogprobs] = []  # of the tokens, if requested
-    cached_tokens: int | None = None  # set at every admission: again after a preemption
+    logprobs: list[TokenLogprobs] = []  # of `tokens`, if requested
+    cached_tokens: int | None = None  # set at every admission, also after a preemption
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    score: float | None = None  # of beam search or best_of
+    score: float | None = None  # with beam search or best_of
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
@@ -90,28 +90,28 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     used_blocks: int
     total_blocks: int
     preemptions: int
-    requests: int = 0  # 0 if nothing was computed and only endings are reported
+    requests: int = 0  # 0 if only endings are reported
     decode_tokens: int = 0
     prefill_tokens: int = 0
     seconds: float = 0.0
-    part_seconds: dict[str, float] = {}  # by part of the step; parts of overlapping steps may add up to more
-    wait_reasons: dict[str, int] = {}  # number of waiting requests by reason
-    lookups: dict[str, int] = {}  # in the prefix cache, by result
+    part_seconds: dict[str, float] = {}  # by part of the step; overlapping steps may sum to more than `seconds`
+    wait_reasons: dict[str, int] = {}  # waiting requests by reason
+    lookups: dict[str, int] = {}  # prefix cache lookups by result
     predicted_seconds: float | None = None
     verifications: int = 0  # requests with draft tokens
-    proposed_at: list[int] = []  # number of draft tokens by position
-    accepted_at: list[int] = []  # number of accepted draft tokens by position
-    speedup: float | None = None  # of speculation, estimated
-    prefill_limit: int | None = None  # prompt tokens that the budget allows, if it changed ...
-    limit_reason: str = ""  # ... and the reason
+    proposed_at: list[int] = []  # draft tokens by position
+    accepted_at: list[int] = []  # accepted draft tokens by position
+    speedup: float | None = None  # estimated speedup of speculation
+    prefill_limit: int | None = None  # prompt tokens that the budget allows, if it changed
+    limit_reason: str = ""  # reason of the change
 
 
 class DashboardFrame(msgspec.Struct, tag=True, frozen=True):
-    """A part of the recording that the dashboard draws."""
+    """A frame of the dashboard's recording."""
 
-    json: bytes  # as sent to the page
+    json: bytes  # the message for the page
     is_key: bool
-    tenants: dict[int, str]  # names of the tenant numbers in it that were not sent before
+    tenants: dict[int, str]  # names of tenant numbers not sent before
 
 
 class RecorderFault(msgspec.Struct, tag=True, frozen=True):
@@ -123,7 +123,7 @@ class RecorderFault(msgspec.Struct, tag=True, frozen=True):
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Sent by a separate thread, so that a long step does not look like a dead engine."""
 
-    turn_seconds: float  # time since the engine's loop began its present iteration, which is at most one step
+    turn_seconds: float  # age of the loop's current iteration, which runs at most one step
 
 
 ToEngine = Submit | Cancel | Shutdown | RecordSteps | SwitchPolicy

@@ -22,18 +22,18 @@ from chairlift.core.events import (
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.server.process.messages import Refused, StepReport, Update
 
-OUTPUT_EVENTS = (TokenProduced, TextProduced)  # by far the most frequent
-CLIENT_EVENTS = (*OUTPUT_EVENTS, RequestAdmitted, RequestFinished)  # those that become updates
+OUTPUT_EVENTS = (TokenProduced, TextProduced)  # the most frequent events
+CLIENT_EVENTS = (*OUTPUT_EVENTS, RequestAdmitted, RequestFinished)  # events that become updates
 
 
 def step_messages(events: Sequence[Event], scheduler: Scheduler) -> list[Refused | StepReport]:
-    """The messages about one step, in the order in which they are sent."""
+    """Return the messages about one step, in the order of sending."""
     others = [event for event in events if not isinstance(event, OUTPUT_EVENTS)]
     return [*_refusals(others), _step_report(events, others, scheduler)]
 
 
 def _refusals(events: Sequence[Event]) -> list[Refused]:
-    """Requests that ended because of a parameter, or that may be retried."""
+    """Return refusals of requests that failed because of a parameter or may be retried."""
     endings = [(event.request_id, event.ending) for event in events if isinstance(event, RequestFinished)]
     return [
         Refused(request_id, ending.parameter, str(ending.detail))
@@ -43,7 +43,7 @@ def _refusals(events: Sequence[Event]) -> list[Refused]:
 
 
 def _step_report(events: Sequence[Event], others: Sequence[Event], scheduler: Scheduler) -> StepReport:
-    """`others` are the events without tokens and text."""
+    """Build the report; `others` are the events except OUTPUT_EVENTS."""
     report = StepReport(
         updates=collect_updates(events),
         waiting=len(scheduler.waiting),
@@ -96,13 +96,13 @@ def _parts(done: StepDone) -> dict[str, float]:
 
 
 def _lookups(events: Sequence[Event]) -> dict[str, int]:
-    """Prefix cache lookups by result: "all_found", or why no longer prefix was found."""
+    """Count prefix cache lookups by result: "all_found", or the reason of the miss."""
     admitted = [event for event in events if isinstance(event, RequestAdmitted)]
     return dict(Counter(event.miss.name.lower() if event.miss else "all_found" for event in admitted))
 
 
 def collect_updates(events: Sequence[Event]) -> list[Update]:
-    """The events of one step, grouped by completion. The engine waits for this, so it must be fast."""
+    """Group the events of one step by completion. Must be fast, since the engine waits for it."""
     updates: dict[str, Update] = {}
     for event in events:
         if not isinstance(event, CLIENT_EVENTS):

@@ -1,4 +1,4 @@
-"""The engine's updates about one HTTP request, on their way from the socket to the client."""
+"""Stream of the engine's updates about one HTTP request."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from chairlift.server.process.messages import Update
 
 
 class UpdateObserver(Protocol):
-    """Is called when updates arrive, however slowly the client reads them."""
+    """Called when updates arrive, independent of how fast the client reads them."""
 
     def on_update(self, update: Update) -> None: ...
 
     def on_cut_short(self, reason: str, count: int) -> None:
-        """`count` completions ended early, without an update."""
+        """Called when `count` completions end early, without an update."""
 
 
 class UpdateStream:
     """Updates about the completions of one HTTP request, merged until they are read.
 
-    A slow reader therefore buffers at most its own unread output, and the engine never waits for it.
+    A slow reader therefore buffers at most its unread output, and the engine never waits.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class UpdateStream:
         self._silent = self._ping_due = False
 
     def ping(self) -> None:
-        """Called at intervals: if nothing arrived since the last call, the reader gets an empty list of updates."""
+        """Send the reader an empty list of updates if nothing arrived since the last call."""
         self._ping_due, self._silent = self._silent, True
         if self._ping_due:
             self._wakeup.set()

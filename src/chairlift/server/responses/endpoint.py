@@ -38,7 +38,7 @@ class ResponsesGeneration(GenerationRequest):
         self._model = model
 
     def tokenize(self, max_tokens: int) -> TokenizedPrompts:
-        _ = self._chat.tools  # errors in tools come before errors in the input
+        _ = self._chat.tools  # validates tools before the input
         messages = InputMessages(self._body.input, self._body.instructions)
         try:
             return self._chat.tokenize_messages(messages.messages, max_tokens)

@@ -1,4 +1,4 @@
-"""Converts the input of /v1/responses, a list of items, to chat messages."""
+"""Conversion of the input of /v1/responses, a list of items, to chat messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound=StrictModel)
 
 
 class _Item(StrictModel):
-    """Fields of every item. Clients send back items of earlier responses with ids and statuses, which are ignored."""
+    """Fields of every item. Ids and statuses, which clients send back from earlier responses, are ignored."""
 
     type: str | None = None
     id: str | None = None
@@ -65,11 +65,11 @@ _KINDS: dict[str, type[_Item]] = {
 
 
 class InputMessages:
-    """Chat messages, and the location in the request that each of them came from."""
+    """Chat messages and the location of each in the request."""
 
     def __init__(self, given: str | list[dict[str, Any]], instructions: str | None = None) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._locations: list[list[str]] = []  # of each message, then of its tool calls
+        self._locations: list[list[str]] = []  # of a message, then of its tool calls
         self._call_ids: set[str] = set()
         if instructions is not None:
             self._add("instructions", {"role": "system", "content": instructions})
@@ -80,7 +80,7 @@ class InputMessages:
                 self._add_item(f"input[{index}]", item)
 
     def location(self, parameter: str) -> str:
-        """The location in the input that `messages[2].tool_calls[0]…` came from; other names are returned as given."""
+        """Return the location in the input of `messages[2].tool_calls[0]…`; other names are returned unchanged."""
         found = re.fullmatch(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\]\.function)?(.*)", parameter, re.DOTALL)
         if found is None:
             return parameter
@@ -102,7 +102,7 @@ class InputMessages:
                 self._add(location, {"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _add(self, location: str, message: dict[str, Any]) -> None:
-        """Append a message. System messages at the beginning are merged: few templates accept more than one."""
+        """Append a message. Leading system messages are merged, since few templates accept more than one."""
         if message["role"] == "system" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
             self.messages[0]["content"] += "\n\n" + message["content"]
             return

@@ -18,7 +18,7 @@ from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantParser, AssistantPart, CallBegun, ContentDelta
 
-ResponseEvent = dict[str, Any]  # the sequence number is added when it is encoded
+ResponseEvent = dict[str, Any]  # without the sequence number, which `_encode` adds
 
 _json = msgspec.json.Encoder()
 
@@ -29,7 +29,7 @@ def _item_id(prefix: str) -> str:
 
 @dataclass(slots=True)
 class MessageItem:
-    """Text for the user."""
+    """An output item with text."""
 
     id: str = field(default_factory=lambda: _item_id("msg"))
     status: str = "in_progress"
@@ -61,7 +61,7 @@ class MessageItem:
 
 @dataclass(slots=True)
 class CallItem:
-    """A tool call, which the client executes."""
+    """An output item with a tool call, which the client executes."""
 
     call_id: str
     name: str
@@ -85,7 +85,7 @@ class CallItem:
 
 
 class ResponseObjectBuilder:
-    """Builds one response. A whole response is built from the same events as a stream, which are then discarded."""
+    """Builds one response. A whole response is built from the events of a stream, which are discarded."""
 
     def __init__(
         self,
@@ -187,10 +187,10 @@ class ResponseObjectBuilder:
 
     def _finish(self, *, cut: bool) -> Iterator[ResponseEvent]:
         self._cut = cut
-        if not self._items:  # an empty output is an empty message
+        if not self._items:  # empty output becomes an empty message
             yield from self._begin(MessageItem())
         if self._pending_logprobs and isinstance(self._items[-1], MessageItem):
-            yield from self._add_text("")  # the end-of-sequence token has a logprob but no text
+            yield from self._add_text("")  # the EOS token has a logprob but no text
         yield from self._close("incomplete" if cut else "completed")
 
     # ---- JSON --------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class ResponseObjectBuilder:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        # Every computed block is cached for later requests; there are no separate writes to count.
+        # Every computed block is cached; there are no separate cache writes.
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
@@ -226,7 +226,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _settings(request: ResponsesRequest) -> dict[str, Any]:
-    """The request's settings with defaults filled in, which the response repeats."""
+    """Return the request's settings, with defaults, for the response."""
 
     def given(value: Any, default: Any) -> Any:
         return default if value is None else value

@@ -26,11 +26,11 @@ _PLACEHOLDER_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": ""}]
 
 class TextOptions(StrictModel):
     format: dict[str, Any] | None = None
-    verbosity: Literal["medium"] | None = None  # the default of OpenAI
+    verbosity: Literal["medium"] | None = None  # OpenAI's default
 
 
 class Reasoning(StrictModel):
-    """Accepted only without effect: whether a model reasons depends on its chat template."""
+    """Accepted without effect: whether a model reasons depends on its chat template."""
 
     effort: Literal["none"] | None = None
     summary: None = None
@@ -68,7 +68,7 @@ class ResponsesRequest(GenerationBody):
     metadata: Annotated[Metadata | None, Field(max_length=MAX_METADATA), max_entries(MAX_METADATA)] = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
-    # Refused with a reason instead of as unknown parameters.
+    # Declared to be refused with a reason instead of as unknown parameters.
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
@@ -92,7 +92,7 @@ class ResponsesRequest(GenerationBody):
             raise InvalidParameter("stream_options", "only goes with stream: true")
 
     def as_chat(self) -> ChatRequest:
-        """The equivalent chat completion request. Its messages are made later, once the request is admitted."""
+        """Return the equivalent chat completion request. Messages are added after admission."""
         shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
         try:
             return ChatRequest(
@@ -114,7 +114,7 @@ class ResponsesRequest(GenerationBody):
 
 
 def _response_format(given: dict[str, Any]) -> Any:
-    """{type, name, schema, strict} becomes {type, json_schema: {name, schema, strict}}."""
+    """Convert {type, name, schema, strict} to {type, json_schema: {name, schema, strict}}."""
     if given == {"type": "text"}:
         return None
     if given.get("type") != "json_schema":
@@ -123,7 +123,7 @@ def _response_format(given: dict[str, Any]) -> Any:
 
 
 def _chat_tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
-    """{type, name, parameters} becomes {type, function: {name, parameters}}."""
+    """Convert {type, name, parameters} to {type, function: {name, parameters}}."""
     kind = tool.get("type")
     if kind != "function":
         problem = f"only function tools are supported: this server runs no tools itself, got {str(kind)[:40]!r}"

@@ -13,7 +13,15 @@ from chairlift.attention.base import AttentionLayer
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.attention_work import AttentionWork, work_by_rows
 from chairlift.kernels.cpu.decoder import Buffers, Step
-from chairlift.kernels.cpu.draft import Certain, Choices, Guessed, HeadWeights, Room, guess, remember
+from chairlift.kernels.cpu.draft import (
+    Choices,
+    DraftBuffers,
+    DraftedTokens,
+    HeadWeights,
+    KnownTokens,
+    draft,
+    store_keys_values,
+)
 from chairlift.kernels.cpu.int8 import PackedWeight
 from chairlift.kernels.cpu.threads import the_team
 from chairlift.layers.rope import Rope
@@ -53,7 +61,7 @@ class FusedHead:
         none = PackedWeight.empty(1, 0, 1).layer(0)
         rows = embedded.bfloat16().contiguous().view(torch.uint16).numpy()
         self._weights = HeadWeights(decoder.network, none if joint is None else joint, mix, head, rows)
-        self._room: Room | None = None
+        self._scratch: DraftBuffers | None = None
 
     def draft(
         self, tasks: Sequence[HeadTask], embedded: np.ndarray, features: np.ndarray, storage: KVStorage
@@ -62,15 +70,15 @@ class FusedHead:
         tables = np.zeros((len(tasks), max(len(one.table) for one in tasks)), dtype=np.int32)
         for row, one in zip(tables, tasks, strict=True):
             row[: len(one.table)] = one.table
-        certain = self._certain(tasks, embedded, features, tables, storage)
-        guessed = self._guessed(tasks, tables, storage.block_size, embedded.shape[1])
+        known = self._known_tokens(tasks, embedded, features, tables, storage)
+        drafted = self._drafted_tokens(tasks, tables, storage.block_size, embedded.shape[1])
         least = np.array(
             [[one.min_chance for one in tasks], [one.min_chance_to_extend for one in tasks]], dtype=np.float32
         )
         chances = np.array([one.chances for one in tasks], dtype=np.float32)
         choices = Choices.none_yet(tasks[0].length, least, chances)
-        room = self._room_for(len(embedded), len(tasks), features.shape[1])
-        the_team().run(guess, self._weights, certain, guessed, self._buffers(embedded), room, choices)
+        scratch = self._scratch_for(len(embedded), len(tasks), features.shape[1])
+        the_team().run(draft, self._weights, known, drafted, self._buffers(embedded), scratch, choices)
         return choices
 
     def store(
@@ -85,23 +93,23 @@ class FusedHead:
         no_table = np.zeros((1, 1), dtype=np.int32)
         work = self._work(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))
         step = self._step(embedded, positions, slots, no_table, work, storage)
-        certain = Certain(step, embedded, features, np.empty(0, dtype=np.int64))
-        room = self._room_for(len(embedded), 1, features.shape[1])
-        the_team().run(remember, self._weights, certain, self._buffers(embedded), room)
+        known = KnownTokens(step, embedded, features, np.empty(0, dtype=np.int64))
+        scratch = self._scratch_for(len(embedded), 1, features.shape[1])
+        the_team().run(store_keys_values, self._weights, known, self._buffers(embedded), scratch)
 
-    def _certain(
+    def _known_tokens(
         self,
         tasks: Sequence[HeadTask],
         embedded: np.ndarray,
         features: np.ndarray,
         tables: np.ndarray,
         storage: KVStorage,
-    ) -> Certain:
+    ) -> KnownTokens:
         rows = [(index, position) for index, one in enumerate(tasks) for position in range(one.start, one.end)]
         sequences, positions = np.array(rows).T
         slots = _slots(tables, sequences, positions, storage.block_size)
         step = self._step(embedded, positions, slots, tables, self._work(sequences, positions + 1), storage)
-        return Certain(step, embedded, features, np.cumsum([one.end - one.start for one in tasks]) - 1)
+        return KnownTokens(step, embedded, features, np.cumsum([one.end - one.start for one in tasks]) - 1)
 
     def _step(
         self,
@@ -118,7 +126,9 @@ class FusedHead:
         x = np.empty_like(embedded)
         return Step(x, cos, sin, slots, keys, values, tables, work, nothing, np.arange(len(x)), x)
 
-    def _guessed(self, tasks: Sequence[HeadTask], tables: np.ndarray, block_size: int, hidden: int) -> Guessed:
+    def _drafted_tokens(
+        self, tasks: Sequence[HeadTask], tables: np.ndarray, block_size: int, hidden: int
+    ) -> DraftedTokens:
         """Place p holds the token behind `end` + p others. The last draft token is not computed."""
         ends, lengths = np.array([(one.end, one.length) for one in tasks]).T
         places = np.arange(lengths[0] - 1)[:, None]
@@ -128,7 +138,7 @@ class FusedHead:
         cos, sin = self._angles(positions)
         work = self._work(every, ends + np.maximum(lengths - 1, 1))
         rows, requests = work.pieces.rows, wanted.sum(axis=1)
-        return Guessed(
+        return DraftedTokens(
             x=np.empty((len(tasks), hidden), dtype=np.float32),
             cos=cos,
             sin=sin,
@@ -154,13 +164,13 @@ class FusedHead:
     def _buffers(self, embedded: np.ndarray) -> Buffers:
         return self._decoder.room_for(*embedded.shape)
 
-    def _room_for(self, tokens: int, requests: int, features: int) -> Room:
-        had = self._room
+    def _scratch_for(self, tokens: int, requests: int, features: int) -> DraftBuffers:
+        had = self._scratch
         if had is None or len(had.joined) < tokens or len(had.states) < requests:
             if had is not None:
                 tokens, requests = max(tokens, len(had.joined)), max(requests, len(had.states))
             vocab, hidden = self._weights.embedded.shape
-            self._room = had = Room.empty(tokens, requests, hidden, features, vocab)
+            self._scratch = had = DraftBuffers.empty(tokens, requests, hidden, features, vocab)
         return had
 
 

@@ -23,7 +23,7 @@ class HeadWeights(NamedTuple):
     embedded: np.ndarray  # [draft vocab, hidden] bfloat16 as uint16: token embeddings of unit mean square
 
 
-class Certain(NamedTuple):
+class KnownTokens(NamedTuple):
     """Inputs of the first pass: T known tokens of R requests."""
 
     step: Step  # the kernel fills its x
@@ -32,7 +32,7 @@ class Certain(NamedTuple):
     last_rows: np.ndarray  # [R] int64
 
 
-class Guessed(NamedTuple):
+class DraftedTokens(NamedTuple):
     """Inputs of the later passes: P draft positions of R requests, those with the most drafts first."""
 
     x: np.ndarray  # [R, hidden] float32, filled by the kernel
@@ -73,7 +73,7 @@ class Choices(NamedTuple):
         return float(self.clock[1] - self.clock[0]) / 1e9 / later if later else None
 
 
-class Room(NamedTuple):
+class DraftBuffers(NamedTuple):
     """Intermediate results for T tokens and R requests."""
 
     joined: np.ndarray  # [T, hidden] float32
@@ -85,7 +85,7 @@ class Room(NamedTuple):
     state_rows: Rows
 
     @classmethod
-    def empty(cls, tokens: int, requests: int, hidden: int, features: int, draft_vocab: int) -> Room:
+    def empty(cls, tokens: int, requests: int, hidden: int, features: int, draft_vocab: int) -> DraftBuffers:
         return cls(
             aligned((tokens, hidden), np.float32),
             aligned((tokens, 2 * hidden), np.float32),
@@ -98,64 +98,66 @@ class Room(NamedTuple):
 
 
 @compiled_and_kept(FAST)
-def remember(shared: Any, members: int, head: HeadWeights, certain: Certain, buffers: Buffers, room: Room) -> None:
+def store_keys_values(
+    shared: Any, members: int, head: HeadWeights, known: KnownTokens, buffers: Buffers, scratch: DraftBuffers
+) -> None:
     """Store keys and values of tokens without drafting. The head has one layer, so they do not depend on attention."""
-    _mix(shared, members, head, certain, room)
-    store_layer(shared, members, head.net, 0, certain.step, buffers)
+    _mix(shared, members, head, known, scratch)
+    store_layer(shared, members, head.net, 0, known.step, buffers)
 
 
 @compiled_and_kept(FAST)
-def guess(
+def draft(
     shared: Any,
     members: int,
     head: HeadWeights,
-    certain: Certain,
-    guessed: Guessed,
+    known: KnownTokens,
+    drafted: DraftedTokens,
     buffers: Buffers,
-    room: Room,
+    scratch: DraftBuffers,
     choices: Choices,
 ) -> None:
-    step, no_bias = certain.step, np.empty(0, dtype=np.float32)
-    _mix(shared, members, head, certain, room)
+    step, no_bias = known.step, np.empty(0, dtype=np.float32)
+    _mix(shared, members, head, known, scratch)
     decode_layer(shared, members, head.net, 0, step, buffers, False)
-    _choose(shared, members, head, step.x, certain.last_rows, room, choices, 0)
+    _choose(shared, members, head, step.x, known.last_rows, scratch, choices, 0)
     choices.clock[:] = nanoseconds()
-    every = np.arange(guessed.x.shape[0])
-    for place in range(guessed.slots.shape[0]):
-        active, last = guessed.requests[place], guessed.pieces[place]
+    every = np.arange(drafted.x.shape[0])
+    for place in range(drafted.slots.shape[0]):
+        active, last = drafted.requests[place], drafted.pieces[place]
         if not _goes_on(choices, place + 1, active):
             return
-        x, old = guessed.x[:active], guessed.work.pieces
-        multiply(shared, room.pair_rows, active, head.mix, no_bias, False, x)
+        x, old = drafted.x[:active], drafted.work.pieces
+        multiply(shared, scratch.pair_rows, active, head.mix, no_bias, False, x)
         barrier(shared, members)
         pieces = Pieces(
-            old.rows[:last], old.sequences[:last], guessed.lengths[place, :last], old.starts[:last], old.counts[:last]
+            old.rows[:last], old.sequences[:last], drafted.lengths[place, :last], old.starts[:last], old.counts[:last]
         )
-        work = AttentionWork(pieces, guessed.work.tiles, guessed.work.partial, guessed.work.several)
-        cos, sin = guessed.cos[place : place + 1], guessed.sin[place : place + 1]
-        slots = guessed.slots[place]
+        work = AttentionWork(pieces, drafted.work.tiles, drafted.work.partial, drafted.work.several)
+        cos, sin = drafted.cos[place : place + 1], drafted.sin[place : place + 1]
+        slots = drafted.slots[place]
         rows = every[:active]
-        later = Step(x, cos, sin, slots, step.keys, step.values, guessed.tables, work, step.tapped, rows, x)
+        later = Step(x, cos, sin, slots, step.keys, step.values, drafted.tables, work, step.tapped, rows, x)
         decode_layer(shared, members, head.net, 0, later, buffers, False)
-        _choose(shared, members, head, x, rows, room, choices, place + 1)
+        _choose(shared, members, head, x, rows, scratch, choices, place + 1)
         choices.passes[0] = place + 2
         choices.clock[1] = nanoseconds()
 
 
 @compiled(FAST)
-def _mix(shared: Any, members: int, head: HeadWeights, certain: Certain, room: Room) -> None:
+def _mix(shared: Any, members: int, head: HeadWeights, known: KnownTokens, scratch: DraftBuffers) -> None:
     """Compute the layer's input of known tokens."""
-    step, count, no_bias = certain.step, certain.step.x.shape[0], np.empty(0, dtype=np.float32)
-    joined = certain.features
+    step, count, no_bias = known.step, known.step.x.shape[0], np.empty(0, dtype=np.float32)
+    joined = known.features
     if head.joint.numbers.shape[0] > 0:
-        joined = room.joined
-        _unit_and_round(shared, certain.features, certain.embedded.shape[1], head.net.eps, room.feature_rows)
+        joined = scratch.joined
+        _unit_and_round(shared, known.features, known.embedded.shape[1], head.net.eps, scratch.feature_rows)
         barrier(shared, members)
-        multiply(shared, room.feature_rows, count, head.joint, no_bias, False, joined)
+        multiply(shared, scratch.feature_rows, count, head.joint, no_bias, False, joined)
         barrier(shared, members)
-    _pair_up(shared, certain.embedded, joined, head.net.eps, room)
+    _pair_up(shared, known.embedded, joined, head.net.eps, scratch)
     barrier(shared, members)
-    multiply(shared, room.pair_rows, count, head.mix, no_bias, False, step.x)
+    multiply(shared, scratch.pair_rows, count, head.mix, no_bias, False, step.x)
     barrier(shared, members)
 
 
@@ -180,21 +182,28 @@ def _unit_and_round(shared: Any, x: Any, size: int, eps: Any, rows: Rows) -> Non
 
 
 @compiled(FAST)
-def _pair_up(shared: Any, embedded: Any, states: Any, eps: Any, room: Room) -> None:
+def _pair_up(shared: Any, embedded: Any, states: Any, eps: Any, scratch: DraftBuffers) -> None:
     """Concatenate each token's embedding with the state before it, quantized for the mixing product."""
     hidden = embedded.shape[1]
     while True:
         row = claim(shared, 1)
         if row >= embedded.shape[0]:
             return
-        _unit(embedded[row], eps, room.pairs[row, :hidden])
-        _unit(states[row], eps, room.pairs[row, hidden:])
-        round_row(room.pairs[row], room.pair_rows, row)
+        _unit(embedded[row], eps, scratch.pairs[row, :hidden])
+        _unit(states[row], eps, scratch.pairs[row, hidden:])
+        round_row(scratch.pairs[row], scratch.pair_rows, row)
 
 
 @compiled(FAST)
 def _choose(
-    shared: Any, members: int, head: HeadWeights, x: Any, chosen_rows: Any, room: Room, choices: Choices, place: int
+    shared: Any,
+    members: int,
+    head: HeadWeights,
+    x: Any,
+    chosen_rows: Any,
+    scratch: DraftBuffers,
+    choices: Choices,
+    place: int,
 ) -> None:
     """Choose the most likely token after each row and prepare the input of the next pass."""
     count, hidden, net = chosen_rows.shape[0], x.shape[1], head.net
@@ -202,25 +211,25 @@ def _choose(
         row = claim(shared, 1)
         if row >= count:
             break
-        norm_row(x[chosen_rows[row]], net.final_norm, net.eps, room.states[row])
-        round_row(room.states[row], room.state_rows, row)
+        norm_row(x[chosen_rows[row]], net.final_norm, net.eps, scratch.states[row])
+        round_row(scratch.states[row], scratch.state_rows, row)
     barrier(shared, members)
-    multiply(shared, room.state_rows, count, head.head, np.empty(0, dtype=np.float32), False, room.scores)
+    multiply(shared, scratch.state_rows, count, head.head, np.empty(0, dtype=np.float32), False, scratch.scores)
     barrier(shared, members)
     while True:
         row = claim(shared, 1)
         if row >= count:
             break
-        scores, best = room.scores[row], 0
+        scores, best = scratch.scores[row], 0
         for token in range(scores.shape[0]):
             if scores[token] > scores[best]:
                 best = token
         choices.tokens[row, place] = best
         _judge(scores, scores[best], choices, row, place)
         for i in range(hidden):
-            room.pairs[row, i] = widen(head.embedded[best, i])
-        _unit(room.states[row], net.eps, room.pairs[row, hidden:])
-        round_row(room.pairs[row], room.pair_rows, row)
+            scratch.pairs[row, i] = widen(head.embedded[best, i])
+        _unit(scratch.states[row], net.eps, scratch.pairs[row, hidden:])
+        round_row(scratch.pairs[row], scratch.pair_rows, row)
     barrier(shared, members)
 
 

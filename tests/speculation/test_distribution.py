@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.randomness import uniform
 from chairlift.engine.startup import LoadedModel
-from chairlift.lab.training.trainable_head import WholeTexts
+from chairlift.lab.training.trainable_head import WholeTextAttention
 from chairlift.sampling.sampler import Sampler
 from chairlift.sampling.token_masks import TokenMasks
 from chairlift.speculation.first_layers import FirstLayers
@@ -121,7 +121,7 @@ def probabilities_after(loaded: LoadedModel, contexts: list[list[int]], num_laye
     with torch.inference_mode():
         for context in contexts:
             tokens = torch.tensor(context)
-            hidden = model.hidden_states(tokens, torch.arange(len(tokens)), WholeTexts(len(tokens))).last
+            hidden = model.hidden_states(tokens, torch.arange(len(tokens)), WholeTextAttention(len(tokens))).last
             rows.append(model.logits(hidden[-1:])[0].float().softmax(-1).double())
     return torch.stack(rows)
 

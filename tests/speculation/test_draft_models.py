@@ -18,7 +18,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from chairlift.errors import ChairliftError, InvalidParameter
 from chairlift.lab.training.train_draft import TrainSettings, train_draft
-from chairlift.lab.training.trainable_head import Seen, TrainableHead, WholeTexts
+from chairlift.lab.training.trainable_head import KeysValues, TrainableHead, WholeTextAttention
 from chairlift.models.decoder import Decoder
 from chairlift.speculation import draft_head, draft_proposer
 from chairlift.speculation.control.proposer import Draft, DraftTerms
@@ -91,7 +91,7 @@ def test_a_draft_model_catches_up_in_parts_and_keeps_nothing_of_wrong_drafts(
     assert found.accepted < found.proposed
     for tokens, draft_token in drafted:
         row = torch.tensor(tokens)
-        hidden = model.hidden_states(row, torch.arange(len(tokens)), WholeTexts(len(tokens))).last
+        hidden = model.hidden_states(row, torch.arange(len(tokens)), WholeTextAttention(len(tokens))).last
         assert draft_token == int(model.logits(hidden[-1:]).argmax())
 
 
@@ -206,10 +206,10 @@ def offline_drafts(head: TrainableHead, ids: torch.Tensor, model: Decoder, token
     for depth in range(count):
         row = torch.tensor(tokens + drafts)
         # The target's states of draft tokens are unknown to the head, and must not matter: it reads its own there.
-        hidden, taps = model.hidden_states(row, torch.arange(len(row)), WholeTexts(len(row)))
+        hidden, taps = model.hidden_states(row, torch.arange(len(row)), WholeTextAttention(len(row)))
         assert taps is not None
         features = torch.cat([unit(state) for state in (*taps, hidden)], dim=-1)
-        seen: Seen = []
+        seen: KeysValues = []
         previous = head.joint(features)[None]
         for _ in range(depth + 1):
             previous = head(model.embed(row)[None], torch.nn.functional.pad(previous[:, :-1], (0, 0, 1, 0)), seen)

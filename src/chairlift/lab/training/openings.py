@@ -1,6 +1,6 @@
-"""How questions begin. The target ends them itself, which gives more and more natural ones than we could write.
+"""Openings of questions; the target completes them, which makes more, and more natural, questions than a list.
 
-None of them begins a question of `chairlift bench speculation`: a head must not be trained on what it is measured with.
+No question of `chairlift bench speculation` begins with one: a head must not be trained on what it is measured with.
 """
 
 OPENINGS = (

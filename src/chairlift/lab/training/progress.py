@@ -1,4 +1,4 @@
-"""What a training keeps on disk, so that it can go on after an interruption."""
+"""The files from which an interrupted training resumes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from chairlift.lab.training.optimizer import HeadOptimizer
 from chairlift.lab.training.trainable_head import TrainableHead
 
 
-class Progress:
-    """`progress.json`, the texts, and now and then the weights and the optimizer."""
+class TrainingProgress:
+    """`progress.json`, the texts, and checkpoints of the weights and the optimizer."""
 
     def __init__(self, folder: Path, fingerprint: str, steps_done: int, resumed: bool) -> None:
         self.folder = folder
@@ -21,18 +21,18 @@ class Progress:
         self.resumed = resumed
 
     @classmethod
-    def open(cls, folder: Path, fingerprint: str) -> Progress:
+    def open(cls, folder: Path, fingerprint: str) -> TrainingProgress:
         file = folder / "progress.json"
         found = json.loads(file.read_text()) if file.exists() else {}
         same = found.get("settings") == fingerprint
-        if not same:  # what other settings left must not be taken for this one's after an interruption
+        if not same:  # files of other settings must not be resumed from
             for name in ("texts.safetensors", "checkpoint.safetensors"):
                 (folder / name).unlink(missing_ok=True)
         progress = cls(folder, fingerprint, found.get("steps_done", 0) if same else 0, same)
-        progress._note()
+        progress._write()
         return progress
 
-    def _note(self) -> None:
+    def _write(self) -> None:
         progress = {"settings": self.fingerprint, "steps_done": self.steps_done}
         (self.folder / "progress.json").write_text(json.dumps(progress))
 
@@ -49,4 +49,4 @@ class Progress:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self.folder / "checkpoint.new")
         (self.folder / "checkpoint.new").replace(self.folder / "checkpoint.safetensors")
         self.steps_done = steps_done
-        self._note()
+        self._write()

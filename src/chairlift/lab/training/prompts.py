@@ -1,7 +1,7 @@
-"""What to ask a chat model so that it talks about many things.
+"""Questions on many subjects for a chat model.
 
-Neither a question of `chairlift bench speculation` nor one that is nearly the same is among them, nor what those are
-about: a head must not be trained on what it is measured with.
+Questions and subjects of `chairlift bench speculation` are left out, and so is what is nearly the same: a head must not
+be trained on what it is measured with.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from chairlift.lab.training.openings import OPENINGS
 
-HELD_OUT = 32  # one text in so many, with its subjects, is never trained on
-STAYING = 0.25  # the share of later questions that stay with the subject
+HELD_OUT = 32  # one text in 32, and its subjects, is never trained on
+FOLLOW_UP_SHARE = 0.25  # of the questions after the first
 QUESTIONS = (
     "What is {}?",
     "Explain {} to a child.",
@@ -263,29 +263,29 @@ FOLLOW_UPS = (
 )
 
 
-class Questions:
-    """Questions without end. Those to judge by are never among those to train on: they have other subjects."""
+class QuestionSource:
+    """An endless supply of questions. Held-out questions have other subjects than those to train on."""
 
     def __init__(self, prompts: Sequence[str], seed: int, *, held_out: bool) -> None:
-        """`prompts`: what to ask instead."""
+        """`prompts`: questions to use instead of the built-in ones."""
         self._prompts = _part(prompts, held_out) or prompts
         self._subjects = _part(SUBJECTS, held_out)
         self._openings = _part(OPENINGS, held_out)
-        self._chance = random.Random(f"{seed} {held_out}")
+        self._random = random.Random(f"{seed} {held_out}")
 
     def first(self) -> str:
         if self._prompts:
-            return self._chance.choice(self._prompts)
-        question = self._chance.choice(QUESTIONS)
-        return question.format(*self._chance.sample(self._subjects, question.count("{}")))
+            return self._random.choice(self._prompts)
+        question = self._random.choice(QUESTIONS)
+        return question.format(*self._random.sample(self._subjects, question.count("{}")))
 
     def next(self) -> str:
-        """In a conversation: to stay with the subject, or to change it."""
-        return self._chance.choice(FOLLOW_UPS) if self._chance.random() < STAYING else self.first()
+        """A later question of a conversation: a follow-up, or one on another subject."""
+        return self._random.choice(FOLLOW_UPS) if self._random.random() < FOLLOW_UP_SHARE else self.first()
 
     def opening(self) -> str:
-        """How a question begins that someone else ends."""
-        return self._chance.choice(self._openings)
+        """The first words of a question that the target completes."""
+        return self._random.choice(self._openings)
 
 
 def _part(items: Sequence[str], held_out: bool) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Texts that the target writes itself: what a draft has to foresee is what the target says, not what is true."""
+"""Training texts, written by the target: a draft has to match what the target generates, not what people write."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from torch import Tensor
 
 from chairlift.engine.startup import LoadedModel
 from chairlift.lab.training.conversation import Conversations
-from chairlift.lab.training.writer import Writer, most_rows
+from chairlift.lab.training.writer import TextWriter, max_rows
 from chairlift.models.decoder import Decoder
 
-Report = Callable[[str], None]
+LineReport = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class TrainingTexts:
     tokens: Tensor  # [texts, length] int32
-    written: Tensor  # [texts, length] bool: tokens of answers, which the target wrote, but for the last of each
-    held_out: Tensor  # [texts] bool: to judge by, not to train on
+    written: Tensor  # [texts, length] bool: tokens that the target wrote in answers, except the last of each
+    held_out: Tensor  # [texts] bool: for evaluation only
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def save(self, path: Path) -> None:
-        unfinished = path.with_suffix(".new")  # an interruption leaves no half of a file
+        unfinished = path.with_suffix(".new")  # so that an interruption leaves no partial file
         save_file({"tokens": self.tokens, "written": self.written, "held_out": self.held_out}, unfinished)
         unfinished.replace(path)
 
     @classmethod
-    def load(cls, path: Path) -> Texts:
+    def load(cls, path: Path) -> TrainingTexts:
         return cls(**load_file(path))
 
-    def __getitem__(self, chosen: Tensor) -> Texts:
-        return Texts(self.tokens[chosen], self.written[chosen], self.held_out[chosen])
+    def __getitem__(self, chosen: Tensor) -> TrainingTexts:
+        return TrainingTexts(self.tokens[chosen], self.written[chosen], self.held_out[chosen])
 
 
 def write_texts(
@@ -49,25 +49,29 @@ def write_texts(
     length: int,
     seed: int,
     prompts: Sequence[str],
-    say: Report,
+    report: LineReport,
     seconds: float = float("inf"),
-) -> Texts:
-    """`count` texts of `length` tokens, or as many as there is time for."""
+) -> TrainingTexts:
+    """`count` texts of `length` tokens, or as many as `seconds` allow."""
     begun = time.monotonic()
-    rows = min(count, most_rows(target, length))
-    writer = Writer(target, rows, length, seed)
-    found: list[Texts] = []
+    rows = min(count, max_rows(target, length))
+    writer = TextWriter(target, rows, length, seed)
+    found: list[TrainingTexts] = []
     done, slowest = 0, 0.0
     while done < count and (not found or time.monotonic() - begun + slowest < seconds):
         started = time.monotonic()
-        talks = Conversations(loaded, rows, length, prompts, seed, first=done)
+        conversations = Conversations(loaded, rows, length, prompts, seed, first=done)
         for column in range(1, length):
-            talks.take_in(column, writer.next(talks.tokens[:, column - 1], column - 1, talks.temperatures))
-        found.append(Texts(*map(torch.from_numpy, (talks.tokens, talks.written, talks.held_out))))
+            conversations.add_column(
+                column, writer.next(conversations.tokens[:, column - 1], column - 1, conversations.temperatures)
+            )
+        found.append(
+            TrainingTexts(*map(torch.from_numpy, (conversations.tokens, conversations.written, conversations.held_out)))
+        )
         done += rows
         took = time.monotonic() - started
         slowest = max(slowest, took)
-        pace, share = rows * length / took, np.mean(talks.written)
-        say(f"texts      {done:,} of {count:,}, {pace:,.0f} tokens/s, {share:.0%} of them in answers")
+        pace, share = rows * length / took, np.mean(conversations.written)
+        report(f"texts      {done:,} of {count:,}, {pace:,.0f} tokens/s, {share:.0%} of them in answers")
     parts = zip(*((some.tokens, some.written, some.held_out) for some in found), strict=True)
-    return Texts(*(torch.cat(part)[:count] for part in parts))
+    return TrainingTexts(*(torch.cat(part)[:count] for part in parts))

@@ -1,6 +1,6 @@
-"""`chairlift train-draft`: a draft head for a model, trained on what the model itself writes.
+"""`chairlift train-draft`: trains a draft head on texts that its target model writes.
 
-Also runs by itself where the command line's libraries are missing:
+Also runs without the command line's libraries:
 
     python -m chairlift.lab.training.train_draft MODEL --output FOLDER
 """
@@ -26,33 +26,33 @@ from chairlift.config import EngineConfig
 from chairlift.core.sampling.params import MAX_SEED
 from chairlift.engine.startup import LoadedModel, load_model
 from chairlift.errors import ChairliftError, InvalidParameter, UnsupportedModel
-from chairlift.lab.training.judging import judge
-from chairlift.lab.training.learning import Lesson
+from chairlift.lab.training.evaluation import evaluate
+from chairlift.lab.training.objective import DraftObjective
 from chairlift.lab.training.optimizer import HeadOptimizer
-from chairlift.lab.training.progress import Progress
-from chairlift.lab.training.texts import Report, Texts, write_texts
+from chairlift.lab.training.progress import TrainingProgress
+from chairlift.lab.training.texts import LineReport, TrainingTexts, write_texts
 from chairlift.lab.training.trainable_head import TrainableHead
 from chairlift.lab.training.writer import refuse_unusual_attention
 from chairlift.models.decoder import Decoder
 from chairlift.speculation.head_config import HeadConfig
 
-# Not cuDNN's, which prepares itself for every length anew: texts that grow have a new one in every step.
+# Not cuDNN, which compiles a plan for every length: growing texts have a new one in every step.
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-TEXTS_VERSION = 4  # of what is written to disk
-WRITING_SHARE = 0.4  # of the minutes given; the rest is for learning
-REPORTS = 10  # with a checkpoint each, from beginning to end
-MOST_HELD_OUT = 512  # texts to judge by
+TEXTS_VERSION = 4  # of texts.safetensors
+WRITING_SHARE = 0.4  # of the time; the rest is for training
+REPORTS = 10  # with a checkpoint each
+MAX_HELD_OUT = 512  # texts to evaluate with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    texts: int = 262_144  # that the target writes
-    length: int = 192  # of each, in tokens, questions included
+    texts: int = 262_144  # written by the target
+    length: int = 192  # tokens of each, questions included
     epochs: int = 6
-    batch: int = 128  # texts at a time
+    batch: int = 128  # texts per training step
     learning_rate: float = 3e-3
-    draft_vocab: int = 8192  # the tokens that it can guess: those that come up most often
-    minutes: float = 8.0  # for all of it: fewer texts, or fewer epochs, if there is no time for more
+    draft_vocab: int = 8192  # tokens that can be drafted: the most frequent ones
+    minutes: float = 8.0  # in all; a short time means fewer texts or epochs
     device: str = "auto"
     dtype: str = "auto"
     seed: int = 0
@@ -70,16 +70,16 @@ class TrainSettings:
             raise InvalidParameter("seed", f"must be from 0 to {MAX_SEED - self.texts}, got {self.seed}")
 
     def fingerprint(self, model: str, prompts: Sequence[str]) -> str:
-        """What must be the same for a checkpoint to be gone on with."""
+        """What must be the same for a checkpoint to be resumed."""
         kept = {name: value for name, value in asdict(self).items() if name not in ("minutes", "device", "epochs")}
-        asked = hashlib.sha256("\0".join(prompts).encode()).hexdigest()
-        about = {"model": Path(model).name, "texts_version": TEXTS_VERSION, "prompts": asked}
+        prompts_hash = hashlib.sha256("\0".join(prompts).encode()).hexdigest()
+        about = {"model": Path(model).name, "texts_version": TEXTS_VERSION, "prompts": prompts_hash}
         return json.dumps(about | kept, sort_keys=True)
 
 
-def train_draft(model: str, output: Path, settings: TrainSettings, prompts: Sequence[str], say: Report) -> Path:
-    """Write texts, train on them, and save what `speculate="draft:OUTPUT"` loads. What was done before under the same
-    settings is not done again: texts are not written twice, and a head that ran out of time is trained on."""
+def train_draft(model: str, output: Path, settings: TrainSettings, prompts: Sequence[str], report: LineReport) -> Path:
+    """Write texts, train on them, and save what `speculate="draft:OUTPUT"` loads. With the same settings, an
+    interrupted training resumes: texts are not written again, and training continues from the last checkpoint."""
     begun = time.monotonic()
     loaded = load_model(model, EngineConfig(device=settings.device, dtype=settings.dtype))
     target = loaded.model
@@ -87,15 +87,15 @@ def train_draft(model: str, output: Path, settings: TrainSettings, prompts: Sequ
         raise UnsupportedModel("a draft head needs a model that runs on our own decoder, not on transformers")
     refuse_unusual_attention(target.attention_layers)
     output.mkdir(parents=True, exist_ok=True)
-    progress = Progress.open(output, settings.fingerprint(model, prompts))
+    progress = TrainingProgress.open(output, settings.fingerprint(model, prompts))
     seconds = 60 * settings.minutes
     with sdpa_kernel(ATTENTION):
-        texts = _texts(loaded, target, output, settings, prompts, progress, say, WRITING_SHARE * seconds)
+        texts = _texts(loaded, target, output, settings, prompts, progress, report, WRITING_SHARE * seconds)
         spent = time.monotonic() - begun
-        say(f"texts      {len(texts):,} of {texts.tokens.numel():,} tokens, {spent:.0f} s")
-        _Training(target, texts, settings, progress, say).run(max(1.0, seconds - spent))
+        report(f"texts      {len(texts):,} of {texts.tokens.numel():,} tokens, {spent:.0f} s")
+        _Training(target, texts, settings, progress, report).run(max(1.0, seconds - spent))
     size = sum(file.stat().st_size for file in (output / "model.safetensors", output / "config.json"))
-    say(f"saved      {output}, {size / 1e6:.1f} MB, after {time.monotonic() - begun:.0f} s")
+    report(f"saved      {output}, {size / 1e6:.1f} MB, after {time.monotonic() - begun:.0f} s")
     return output
 
 
@@ -105,44 +105,51 @@ def _texts(
     output: Path,
     settings: TrainSettings,
     prompts: Sequence[str],
-    progress: Progress,
-    say: Report,
+    progress: TrainingProgress,
+    report: LineReport,
     seconds: float,
-) -> Texts:
+) -> TrainingTexts:
     file = output / "texts.safetensors"
     if progress.resumed and file.exists():
-        return Texts.load(file)
+        return TrainingTexts.load(file)
     length = min(settings.length, target.max_len)
-    texts = write_texts(loaded, target, settings.texts, length, settings.seed, prompts, say, seconds)
-    gc.collect()  # the keys and values are gone, and their memory is wanted
+    texts = write_texts(loaded, target, settings.texts, length, settings.seed, prompts, report, seconds)
+    gc.collect()  # frees the KV cache before training
     texts.save(file)
     return texts
 
 
 class _Training:
-    def __init__(self, target: Decoder, texts: Texts, settings: TrainSettings, progress: Progress, say: Report) -> None:
+    def __init__(
+        self,
+        target: Decoder,
+        texts: TrainingTexts,
+        settings: TrainSettings,
+        progress: TrainingProgress,
+        report: LineReport,
+    ) -> None:
         self._settings = settings
         self._progress = progress
-        self._say = say
+        self._report = report
         counts = torch.bincount(texts.tokens[texts.written].long(), minlength=target.vocab_size)
         size = min(settings.draft_vocab, target.vocab_size)
-        token_ids = counts.argsort(descending=True, stable=True)[:size]  # the most frequent ones first
-        say(f"guesses    among {size:,} tokens, {counts[token_ids].sum() / counts.sum():.1%} of what is written")
+        token_ids = counts.argsort(descending=True, stable=True)[:size]  # most frequent first
+        report(f"drafts     among {size:,} tokens, {counts[token_ids].sum() / counts.sum():.1%} of what is written")
         self._token_ids = token_ids.to(target.device)
         self._config = _head_config(target, size)
         target.tap(self._config.taps)
         torch.manual_seed(settings.seed)
         self._head = TrainableHead(self._config, target).to(target.device)
-        self._lesson = Lesson(target, self._token_ids)
-        held_out = texts.held_out.nonzero()[:MOST_HELD_OUT, 0]
+        self._objective = DraftObjective(target, self._token_ids)
+        held_out = texts.held_out.nonzero()[:MAX_HELD_OUT, 0]
         trained_on = (~texts.held_out).nonzero()[:, 0]
         self._order: tuple[int, Tensor] | None = None  # an epoch and its order
         self._held_out = texts[held_out]
-        # A handful of texts is only good for trying things out.
+        # Very few texts, as in a test, may all be held out.
         self._texts = texts[trained_on] if len(trained_on) else self._held_out
 
     def run(self, seconds: float) -> None:
-        """All epochs, or as much as there is time for: the learning rate goes down in the time that there is."""
+        """Train for all epochs or until `seconds` are over; the learning rate decays accordingly."""
         settings = self._settings
         optimizer = HeadOptimizer(self._head, settings.learning_rate)
         self._progress.restore(self._head, optimizer)
@@ -153,38 +160,38 @@ class _Training:
             spent = (time.monotonic() - begun) / seconds
             done = max(step / total, first / total + (1 - first / total) * spent)
             if done >= 1:
-                self._say("stopped    the time is over")
+                self._report("stopped    the time is over")
                 break
-            outcome = self._lesson.study(self._head, self._texts[self._batch(step, per_epoch)])
-            optimizer.step(outcome.loss, done)
-            losses.append(outcome.loss.detach())
+            result = self._objective.evaluate(self._head, self._texts[self._batch(step, per_epoch)])
+            optimizer.step(result.loss, done)
+            losses.append(result.loss.detach())
             done = max(done, (step + 1) / total)
             if done - reported >= 1 / REPORTS or step + 1 == total:
-                self._report(f"step {step + 1:,} of {total:,}, {time.monotonic() - begun:.0f} s", losses)
-                self._keep(optimizer, step + 1)
+                self._evaluate(f"step {step + 1:,} of {total:,}, {time.monotonic() - begun:.0f} s", losses)
+                self._save(optimizer, step + 1)
                 reported, losses = done, []
-        self._keep(None, total)
+        self._save(None, total)
         if losses:
-            self._report("in the end", losses)
+            self._evaluate("in the end", losses)
 
     def _batch(self, step: int, per_epoch: int) -> Tensor:
-        """Which texts: every one once in an epoch."""
+        """The texts of a step; an epoch has each text once."""
         epoch, index = divmod(step, per_epoch)
         if self._order is None or self._order[0] != epoch:
-            chance = torch.Generator().manual_seed(epoch)
-            self._order = epoch, torch.randperm(len(self._texts), generator=chance)
+            generator = torch.Generator().manual_seed(epoch)
+            self._order = epoch, torch.randperm(len(self._texts), generator=generator)
         size = self._settings.batch
         return self._order[1][index * size : (index + 1) * size]
 
     @torch.no_grad()
-    def _report(self, where: str, losses: list[Tensor]) -> None:
+    def _evaluate(self, where: str, losses: list[Tensor]) -> None:
         size = self._settings.batch
         parts = torch.arange(len(self._held_out)).split(size)
         held_out = [self._held_out[part] for part in parts]
-        verdict = judge([(self._lesson.study(self._head, some).hits, some.written) for some in held_out])
-        self._say(f"learning   {where}: loss {torch.stack(losses).mean().item():.3f}, {verdict}")
+        accuracy = evaluate([(self._objective.evaluate(self._head, some).hits, some.written) for some in held_out])
+        self._report(f"learning   {where}: loss {torch.stack(losses).mean().item():.3f}, {accuracy}")
 
-    def _keep(self, optimizer: HeadOptimizer | None, steps_done: int) -> None:
+    def _save(self, optimizer: HeadOptimizer | None, steps_done: int) -> None:
         if optimizer is not None:
             self._progress.save(self._head, optimizer, steps_done)
         half = {name: tensor.half().cpu().contiguous() for name, tensor in self._head.tensors().items()}
@@ -197,7 +204,7 @@ def _head_config(target: Decoder, draft_vocab: int) -> HeadConfig:
     first = target.config.layers[0]
     attention = first.attention
     head_dim = attention.head_dim
-    # The speed of the second pair tells theta: theta ** (-2 / head_dim).
+    # The second frequency is theta ** (-2 / head_dim).
     theta = 10_000.0
     if first.rope is not None and len(first.rope.inv_freq) > 1:
         theta = float(round(first.rope.inv_freq[1] ** (-head_dim / 2)))

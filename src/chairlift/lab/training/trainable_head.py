@@ -1,12 +1,12 @@
-"""A draft head as torch trains it: the same numbers as `speculative.head.DraftHead`, over rectangles of whole texts.
+"""A draft head as a torch module: computes the same as `HeadNetwork` of speculation/draft_head.py, on whole texts.
 
-When it is used, a second guess is made from the state of the first: the head then sees keys that it made from the
-target's states, and last its own. It is trained in the same way, for all places of a text at once. What it computes
-from the target's states is its depth 0, what it computes from its states of depth 0 is depth 1, and so on:
+In use, the second draft token is computed from the head's state at the first: the head attends to keys from the
+target's states, and then to keys from its own. It is trained in the same way, at all positions of a text at once.
+Depth 0 is computed from the target's states, depth 1 from the head's states of depth 0, and so on:
 
-    place           t-3   t-2   t-1    t
-    depth 0          x     x     .     .      seen from place t at depth 2: all but the last two places of depth 0,
-    depth 1          .     .     x     .      the place before of depth 1,
+    position        t-3   t-2   t-1    t
+    depth 0          x     x     .     .      visible from t at depth 2: depth 0 up to position t-2,
+    depth 1          .     .     x     .      the position before in depth 1,
     depth 2          .     .     .     x      and itself
 """
 
@@ -22,8 +22,8 @@ from chairlift.models.decoder import Decoder
 from chairlift.speculation.head_config import EPS, HeadConfig
 from chairlift.speculation.head_layers import unit
 
-FIRST_SIZE = 0.3
-Seen = list[tuple[Tensor, Tensor]]  # keys and values of each depth [texts, heads, length, head_dim]
+INITIAL_NORM_SCALE = 0.3
+KeysValues = list[tuple[Tensor, Tensor]]  # keys and values of each depth [texts, heads, length, head_dim]
 
 
 class TrainableHead(nn.Module):
@@ -47,13 +47,13 @@ class TrainableHead(nn.Module):
         self.post_attention_layernorm = _Norm(hidden, EPS)
         self.norm = _Norm(hidden, EPS)
         with torch.no_grad():
-            # Its states are to be of the target's size in the end; but who knows nothing yet should not be so sure.
-            self.norm.weight.copy_(FIRST_SIZE * target.norm.weight)
+            # States end up as large as the target's; smaller ones at first avoid confident wrong drafts.
+            self.norm.weight.copy_(INITIAL_NORM_SCALE * target.norm.weight)
         self.inv_freq = torch.tensor(layer.rope.inv_freq, device=target.device)
 
-    def forward(self, embedded: Tensor, previous: Tensor, seen: Seen) -> Tensor:
-        """Each [texts, length, hidden]: the tokens' embeddings, and the states of the tokens before -> their states.
-        `seen`: of the depths before this one, which adds its own."""
+    def forward(self, embedded: Tensor, previous: Tensor, seen: KeysValues) -> Tensor:
+        """Embeddings of the tokens and states of the tokens before -> states, all [texts, length, hidden].
+        `seen`: keys and values of the depths before; those of this depth are appended."""
         x = self.mix(torch.cat((unit(embedded), unit(previous).to(embedded.dtype)), dim=-1)).float()
         x = x + self.o_proj(self._attend(self.input_layernorm(x), seen))
         y = self.post_attention_layernorm(x)
@@ -61,14 +61,14 @@ class TrainableHead(nn.Module):
         states: Tensor = self.norm(x)
         return states
 
-    def _attend(self, x: Tensor, seen: Seen) -> Tensor:
+    def _attend(self, x: Tensor, seen: KeysValues) -> Tensor:
         q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
         angles = torch.arange(x.shape[1], device=x.device).float()[:, None] * self.inv_freq
         q, k = (_rotate(heads, angles.cos(), angles.sin()) for heads in (q, k))
         shared_by = self.attention.num_heads // self.attention.num_kv_heads
         seen.append((k.repeat_interleave(shared_by, dim=1), v.repeat_interleave(shared_by, dim=1)))
         keys, values = (torch.cat(side, dim=2) for side in zip(*seen, strict=True))
-        mask = None if len(seen) == 1 else seen_from(x.shape[1], len(seen) - 1, x.device)
+        mask = None if len(seen) == 1 else visible_positions(x.shape[1], len(seen) - 1, x.device)
         attended = F.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.attention.scale
         )
@@ -79,7 +79,7 @@ class TrainableHead(nn.Module):
         return heads
 
     def tensors(self) -> dict[str, Tensor]:
-        """Under the names of a checkpoint."""
+        """The weights under their names in a checkpoint."""
         where = {"joint": "joint", "mix": "mix", "norm": "norm"} | {
             name: f"layers.0.{part}{name}"
             for part, names in {
@@ -93,14 +93,14 @@ class TrainableHead(nn.Module):
 
 
 class _Norm(nn.RMSNorm):
-    """In full precision, whatever the products are in."""
+    """RMSNorm in float32, also under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())
 
 
-class WholeTexts:
-    """The attention of a target that reads whole texts of equal length, without a cache."""
+class WholeTextAttention:
+    """Causal attention over whole texts of equal length, without a cache."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -113,10 +113,10 @@ class WholeTexts:
         return out.transpose(1, 2).flatten(0, 1)
 
 
-def seen_from(length: int, depth: int, device: torch.device) -> Tensor:
-    """[length, (depth + 1) * length]: what each place of a depth sees of all depths up to its own."""
-    place = torch.arange(length, device=device)
-    before = place[:, None] - place
+def visible_positions(length: int, depth: int, device: torch.device) -> Tensor:
+    """[length, (depth + 1) * length] bool: the keys of all depths that each position of `depth` attends to."""
+    position = torch.arange(length, device=device)
+    before = position[:, None] - position
     return torch.cat([before >= depth, *(before == depth - other for other in range(1, depth + 1))], dim=1)
 
 

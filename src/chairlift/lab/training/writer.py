@@ -1,7 +1,7 @@
-"""A target that writes many texts of equal length at once.
+"""Generates many texts of equal length at once.
 
-An engine serves requests that come and go, and spends its time on them one by one. Here all texts begin and end
-together, so a step is a few large products and nothing else: some ten times as many tokens per second.
+All texts begin and end together, so a step needs no scheduling, only a few large matrix products: about ten times as
+many tokens per second as the engine.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from chairlift.attention.base import AttentionLayer
 from chairlift.errors import UnsupportedModel
 from chairlift.models.decoder import Decoder
 
-SCORED_AT_ONCE = 1024  # texts, for scores are large
-MOST_ROWS = {"cuda": 4096, "cpu": 32}
-MEMORY_SHARE = 0.5  # of what is free on a GPU, for keys and values
+SCORED_AT_ONCE = 1024  # texts, because logits are large
+MAX_ROWS = {"cuda": 4096, "cpu": 32}
+MEMORY_SHARE = 0.5  # of the free GPU memory, for the KV cache
 
 
-class Writer:
+class TextWriter:
     def __init__(self, target: Decoder, rows: int, length: int, seed: int) -> None:
         self._target = target
-        self._attention = GrowingTexts(target, rows, length)
-        self._chance = torch.Generator(target.device).manual_seed(seed)
+        self._attention = GrowingTextAttention(target, rows, length)
+        self._generator = torch.Generator(target.device).manual_seed(seed)
 
     @torch.inference_mode()
     def next(self, tokens: np.ndarray, column: int, temperatures: np.ndarray) -> np.ndarray:
-        """The tokens [rows] of this column -> what follows them, drawn at these temperatures. Columns in order."""
+        """The tokens [rows] of a column -> the next ones, sampled at these temperatures. Columns come in order."""
         target, device = self._target, self._target.device
         self._attention.column = column
         positions = torch.full((len(tokens),), column, device=device)
         hidden = target.hidden_states(torch.from_numpy(tokens).long().to(device), positions, self._attention).last
-        warmth = torch.from_numpy(temperatures).float().to(device)
-        parts = zip(hidden.split(SCORED_AT_ONCE), warmth.split(SCORED_AT_ONCE), strict=True)
+        temperature = torch.from_numpy(temperatures).float().to(device)
+        parts = zip(hidden.split(SCORED_AT_ONCE), temperature.split(SCORED_AT_ONCE), strict=True)
         chosen = [self._choose(*part) for part in parts]
         found: np.ndarray = torch.cat(chosen).cpu().numpy()
         return found
@@ -42,20 +42,20 @@ class Writer:
     def _choose(self, hidden: Tensor, temperatures: Tensor) -> Tensor:
         scores = self._target.logits(hidden)
         chosen = scores.argmax(dim=-1)
-        drawn = temperatures.nonzero()[:, 0]
-        if len(drawn):
-            weights = (scores[drawn].float() / temperatures[drawn, None]).softmax(dim=-1)
-            # The largest of weights over exponential numbers is each with the probability of its weight.
-            chances = torch.empty_like(weights).exponential_(generator=self._chance).clamp_min_(1e-30)
-            chosen[drawn] = (weights / chances).argmax(dim=-1)
+        sampled = temperatures.nonzero()[:, 0]
+        if len(sampled):
+            weights = (scores[sampled].float() / temperatures[sampled, None]).softmax(dim=-1)
+            # The arg max of weights divided by exponential variates is a sample with those weights.
+            variates = torch.empty_like(weights).exponential_(generator=self._generator).clamp_min_(1e-30)
+            chosen[sampled] = (weights / variates).argmax(dim=-1)
         return chosen
 
 
-class GrowingTexts:
-    """The attention of a target that reads one more token of every text."""
+class GrowingTextAttention:
+    """Attention of one more token of every text, with a contiguous KV cache."""
 
     def __init__(self, target: Decoder, rows: int, length: int) -> None:
-        self.column = 0  # where the new tokens are
+        self.column = 0  # of the new tokens
         layers = target.attention_layers
         refuse_unusual_attention(layers)
         self._cache = [
@@ -68,14 +68,14 @@ class GrowingTexts:
         cache[0, :, :, self.column] = k
         cache[1, :, :, self.column] = v
         keys, values = cache[:, :, :, : self.column + 1]
-        # Heads that share keys stand side by side, as if they were several tokens: the keys are read once for all.
+        # Heads that share keys are laid out as if they were several tokens, so that the keys are read once for all.
         grouped = q.unflatten(1, (layer.num_kv_heads, -1))
         return F.scaled_dot_product_attention(grouped, keys, values, scale=layer.scale).flatten(1, 2)
 
 
-def most_rows(target: Decoder, length: int) -> int:
-    """Texts that can be written at once."""
-    most = MOST_ROWS[target.device.type]
+def max_rows(target: Decoder, length: int) -> int:
+    """The most texts that can be written at once."""
+    most = MAX_ROWS[target.device.type]
     if target.device.type != "cuda":
         return most
     numbers = sum(2 * layer.num_kv_heads * layer.head_dim for layer in target.attention_layers)

@@ -18,7 +18,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.layers.formats import FORMATS
 from chairlift.options.checks import above, at_least, strictly_between
 from chairlift.options.declaration import check_options, option
-from chairlift.speculation.control.option import check_speculate, proposer_factory
+from chairlift.speculation.control.option import check_speculate, proposer_factory, speculate_forms
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "fp8")
@@ -226,10 +226,10 @@ class EngineConfig:
     speculate: str | None = option(
         None,
         help="Draft the next tokens and verify several in one step: from the text so far (ngram), with the model's "
-        "first N layers, or with a draft model (see train-draft). The output does not change.",
+        "first N layers (layers), or with a draft model (draft; see train-draft). The output does not change.",
         group=SPECULATION,
         check=_check_speculate,
-        metavar="[ngram|layers:N|draft:PATH]",
+        forms=speculate_forms,
         default_text="no",
     )
     draft_length: int | None = option(

@@ -100,7 +100,8 @@ def _default(option: Option) -> str:
 
 
 def _meaning(option: Option) -> str:
-    choices = f" One of {', '.join(f'`{choice}`' for choice in option.choices())}." if option.choices else ""
+    shown = option.choices or option.forms
+    choices = f" One of {', '.join(f'`{choice}`' for choice in shown())}." if shown else ""
     accepted = f" `{option.metavar}`".replace("|", "\\|") if option.metavar and option.metavar[0] == "[" else ""
     return option.help + choices + accepted
 

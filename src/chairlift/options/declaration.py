@@ -40,6 +40,7 @@ class Option:
     aliases: tuple[str, ...] = ()  # vLLM's names
     opposite_aliases: tuple[str, ...] = ()  # vLLM's names for the negated option
     metavar: str | None = None
+    forms: Callable[[], Sequence[str]] | None = None  # ways to write a value, shown where `choices` cannot list all
     default_text: str | None = None  # shown instead of the default value
     flag: str | None = None  # the long flag if it differs from the field's name
     short: str | None = None

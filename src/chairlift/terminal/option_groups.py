@@ -102,8 +102,10 @@ def _annotation(option: Option) -> Any:
         "show_envvar": False,
         "show_default": option.default_text or option.default is not None,
     }
+    shown = option.choices or option.forms
+    if shown is not None:
+        settings["metavar"] = _show_choices(shown)
     if option.choices is not None:
-        settings["metavar"] = _show_choices(option.choices)
         settings["autocompletion"] = _completer(option.choices)
     value = list[str] if option.kind is list else option.kind
     return Annotated[value | None if option.default is None else value, typer.Option(*flags, **settings)]

@@ -14,6 +14,12 @@ def proposer_factory(speculate: object) -> ProposerFactory:
     return PROPOSERS.get(name)(argument)
 
 
+def speculate_forms() -> list[str]:
+    """Every choice as it is written: NAME or NAME:ARGUMENT."""
+    arguments = {name: PROPOSERS.get(name).argument for name in PROPOSERS.names()}
+    return [f"{name}:{argument}" if argument else name for name, argument in arguments.items()]
+
+
 def check_speculate(speculate: str | None, draft_length: int | None) -> None:
     if speculate is None:
         if draft_length is not None:

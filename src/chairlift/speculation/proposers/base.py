@@ -23,6 +23,7 @@ class LoadedProposer:
 class ProposerFactory(ABC):
     """What is registered in PROPOSERS, called with the argument behind the colon. Its module imports no torch."""
 
+    argument: str = ""  # what must follow the colon, as help texts show it: N, PATH
     max_length: int  # draft tokens of a request in one step
 
     def __init__(self, argument: str) -> None:

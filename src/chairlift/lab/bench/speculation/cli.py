@@ -55,9 +55,7 @@ def bench_speculation(
     context: typer.Context,
     engine: VariedEngineOptions,
     note: Note,
-    proposers: Annotated[
-        str, typer.Option(help="Sources of draft tokens: ngram, layers:N, draft:PATH, separated by commas.")
-    ] = "ngram",
+    proposers: Annotated[str, typer.Option(help="Values of --speculate to compare, separated by commas.")] = "ngram",
     scenarios: Annotated[str, typer.Option(help="Kinds of text to generate.")] = "extraction,code-edit,quotes,chat",
     batches: Annotated[Sequence[int], number_list("Concurrent requests.")] = (1, 4, 16, 64),
     tokens: Annotated[int, typer.Option(help="Tokens per request.")] = 64,

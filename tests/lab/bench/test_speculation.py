@@ -1,4 +1,4 @@
-"""`chairlift bench speculation` on a tiny model: what it counts is what happened."""
+"""`chairlift bench speculation` on a tiny model: its counts are right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("bench") / "tiny", positions=2048)
 
 
-def test_a_model_that_guesses_itself_is_right_and_takes_fewer_steps(folder: Path) -> None:
+def test_a_model_that_drafts_for_itself_is_always_right_and_takes_fewer_steps(folder: Path) -> None:
     maker = EngineMaker.load(str(folder), {"device": "cpu", "kv_memory": "8MiB"})
     settings = SpeculationSettings(
         proposers=(f"draft:{folder}",), scenarios=("chat",), batches=(1, 3), tokens=16, rounds=2, draft_length=3
@@ -46,7 +46,7 @@ def test_a_model_that_guesses_itself_is_right_and_takes_fewer_steps(folder: Path
 
 
 def test_no_engine_gets_ahead_of_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that make several tokens at once wait for the others, so that noise meets the same tokens of all."""
+    """Engines with several tokens per step wait for the others, so that noise affects the same tokens of all."""
     maker = EngineMaker.load(str(folder), {"device": "cpu", "kv_memory": "8MiB"})
     settings = SpeculationSettings(
         proposers=(f"draft:{folder}",), scenarios=("chat",), batches=(2,), tokens=16, rounds=1, draft_length=3
@@ -54,23 +54,23 @@ def test_no_engine_gets_ahead_of_another(folder: Path, monkeypatch: pytest.Monke
     ahead = []
     take_turns = speculation._take_turns
 
-    def watched(runs: list[Any]) -> None:
+    def recorded(runs: list[Any]) -> None:
         step = speculation._Run.step
 
-        def note(run: Any) -> None:
+        def recorded_step(run: Any) -> None:
             step(run)
             ahead.append(run.num_tokens - min(other.num_tokens for other in runs if not other.done or other is run))
 
-        monkeypatch.setattr(speculation._Run, "step", note)
+        monkeypatch.setattr(speculation._Run, "step", recorded_step)
         take_turns(runs)
         monkeypatch.setattr(speculation._Run, "step", step)
 
-    monkeypatch.setattr(speculation, "_take_turns", watched)
+    monkeypatch.setattr(speculation, "_take_turns", recorded)
     compare_speculation(maker, settings)
-    assert 2 < max(ahead) <= 2 * (1 + 3), "at most what one step makes: two requests, three drafts each"
+    assert 2 < max(ahead) <= 2 * (1 + 3), "at most the tokens of one step: two requests, three drafts each"
 
 
-def test_the_command_writes_what_it_shows(folder: Path, tmp_path: Path) -> None:
+def test_the_command_writes_its_results_to_files(folder: Path, tmp_path: Path) -> None:
     words = ["bench", "speculation", "--model", str(folder), "--device", "cpu", "--kv-memory", "8MiB", "--quiet"]
     words += ["--scenarios", "quotes", "--batches", "2", "--tokens", "8", "--rounds", "1"]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.svg")]
@@ -83,7 +83,7 @@ def test_the_command_writes_what_it_shows(folder: Path, tmp_path: Path) -> None:
     assert "quotes" in (tmp_path / "out.svg").read_text()
 
 
-def test_no_two_requests_of_a_batch_are_the_same() -> None:
+def test_the_requests_of_a_scenario_differ() -> None:
     for text in SCENARIOS.values():
         assert len({text(index) for index in range(64)}) > 7
 
@@ -99,7 +99,7 @@ def test_no_two_requests_of_a_batch_are_the_same() -> None:
         ({"rounds": 0}, "rounds"),
     ],
 )
-def test_nonsense_is_refused(options: dict[str, Any], parameter: str) -> None:
-    with pytest.raises(InvalidParameter) as refusal:
+def test_invalid_settings_are_refused(options: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(InvalidParameter) as error:
         SpeculationSettings(**options)
-    assert refusal.value.parameter == parameter
+    assert error.value.parameter == parameter

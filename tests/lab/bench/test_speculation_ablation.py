@@ -7,11 +7,11 @@ from dataclasses import fields
 import pytest
 
 from chairlift.lab.bench.speculation.ablation import CHANGES, ablate
-from chairlift.lab.bench.speculation.replay import RECORDED_HEAD, Workload, load_recording, replay
+from chairlift.lab.bench.speculation.replay import RECORDED_HEAD, ReplayWorkload, load_recording, replay
 from chairlift.lab.bench.speculation.texts import SCENARIOS
 from chairlift.speculation.control.tuning import SpeculationTuning
 
-SHORT = Workload("short", (("quotes", 2, 4), ("chat", 1, 2)))
+SHORT = ReplayWorkload("short", (("quotes", 2, 4), ("chat", 1, 2)))
 
 
 def test_the_recording_has_drafts_for_all_scenarios() -> None:
@@ -31,7 +31,7 @@ def test_a_replay_always_takes_the_same_seconds(proposer: str | None) -> None:
 
 
 def test_drafts_save_time_in_a_replay() -> None:
-    one = Workload("one", (("quotes", 1, 6),))
+    one = ReplayWorkload("one", (("quotes", 1, 6),))
     plain = replay(one, None)
     assert replay(one, "ngram") < 0.75 * plain
     assert replay(one, RECORDED_HEAD) < 0.85 * plain

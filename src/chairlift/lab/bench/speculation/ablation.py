@@ -1,4 +1,4 @@
-"""What each constant of speculation is worth: replays with it neutralised, against replays with the default."""
+"""Measures what each tuned constant of speculation is worth: replays with it neutralised, relative to the default."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
-from chairlift.lab.bench.speculation.replay import RECORDED_HEAD, Workload, replay
+from chairlift.lab.bench.speculation.replay import RECORDED_HEAD, ReplayWorkload, replay
 from chairlift.lab.report.progress import Note
 from chairlift.speculation.control.tuning import SpeculationTuning
 
 PROPOSERS = ("ngram", RECORDED_HEAD)
 NEVER = 10**9  # steps
 
-# Each constant, or several that make up one mechanism, with values that take its effect away.
+# Each constant, or the constants of one mechanism, with values that neutralise it.
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "level_prior_weight": {"level_prior_weight": 0.01},
     "calibration": {"level_prior_weight": 1e9},
@@ -29,27 +29,27 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 }
 
 WORKLOADS = (
-    Workload("quotes, batch 1", (("quotes", 1, 8),) * 2),
-    Workload("chat, batch 1", (("chat", 1, 8),) * 2),
-    Workload("quotes, batch 4", (("quotes", 4, 16),) * 3),
-    Workload("chat, batch 4", (("chat", 4, 16),) * 3),
-    Workload("code-edit, batch 4", (("code-edit", 4, 16),) * 3),
-    Workload("quotes, batch 16", (("quotes", 16, 48),) * 3),
-    Workload("chat, batch 16", (("chat", 16, 320),)),
-    Workload("chat, batch 64", (("chat", 64, 128),)),
-    Workload(
+    ReplayWorkload("quotes, batch 1", (("quotes", 1, 8),) * 2),
+    ReplayWorkload("chat, batch 1", (("chat", 1, 8),) * 2),
+    ReplayWorkload("quotes, batch 4", (("quotes", 4, 16),) * 3),
+    ReplayWorkload("chat, batch 4", (("chat", 4, 16),) * 3),
+    ReplayWorkload("code-edit, batch 4", (("code-edit", 4, 16),) * 3),
+    ReplayWorkload("quotes, batch 16", (("quotes", 16, 48),) * 3),
+    ReplayWorkload("chat, batch 16", (("chat", 16, 320),)),
+    ReplayWorkload("chat, batch 64", (("chat", 64, 128),)),
+    ReplayWorkload(
         "all sizes",
         (("quotes", 1, 4), ("chat", 16, 48), ("quotes", 4, 16), ("chat", 4, 16), ("code-edit", 16, 32), ("chat", 2, 8)),
     ),
-    Workload("machine slows down", (("quotes", 4, 16),) * 4, slowdown=1.4),
-    Workload("machine speeds up", (("chat", 2, 8), ("chat", 4, 16)) * 3, slowdown=0.6),
-    Workload("overconfident head", (("chat", 1, 4), ("chat", 4, 16), ("quotes", 16, 48)), overconfident=4),
+    ReplayWorkload("machine slows down", (("quotes", 4, 16),) * 4, slowdown=1.4),
+    ReplayWorkload("machine speeds up", (("chat", 2, 8), ("chat", 4, 16)) * 3, slowdown=0.6),
+    ReplayWorkload("overconfident head", (("chat", 1, 4), ("chat", 4, 16), ("quotes", 16, 48)), overconfident=4),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AblationPoint:
-    """One change against the default: the time that all replays take, relative to the default's."""
+    """The time of all replays with one change, relative to the default."""
 
     name: str
     changed: Mapping[str, Any]
@@ -63,7 +63,7 @@ class AblationPoint:
 
     @property
     def earns_its_place(self) -> bool:
-        """A gain beyond the noise on average, or of 3% where it is needed."""
+        """Whether the constant saves time beyond the noise on average, or 3% in one workload."""
         return math.log(self.ratio) > 2 * self.noise or self.worst[1] > 1.03
 
     def row(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class AblationPoint:
 
 
 def ablate(seeds: int = 1, note: Note = lambda text: None) -> list[AblationPoint]:
-    """Replays of all workloads with each change. The same seeds make the same noise for all of them."""
+    """Replay all workloads with each change, all with the same seeds and so the same noise."""
     cases = [(workload, proposer, seed) for workload in WORKLOADS for proposer in PROPOSERS for seed in range(seeds)]
     with ProcessPoolExecutor() as pool:
 
@@ -87,7 +87,7 @@ def ablate(seeds: int = 1, note: Note = lambda text: None) -> list[AblationPoint
     return points
 
 
-def _replay(case: tuple[Workload, str, int, SpeculationTuning]) -> float:
+def _replay(case: tuple[ReplayWorkload, str, int, SpeculationTuning]) -> float:
     workload, proposer, seed, tuning = case
     return replay(workload, proposer, tuning, seed)
 
@@ -95,7 +95,7 @@ def _replay(case: tuple[Workload, str, int, SpeculationTuning]) -> float:
 def _compare(
     name: str,
     changed: Mapping[str, Any],
-    cases: Sequence[tuple[Workload, str, int]],
+    cases: Sequence[tuple[ReplayWorkload, str, int]],
     seconds: Sequence[float],
     default: Sequence[float],
 ) -> AblationPoint:

@@ -1,4 +1,4 @@
-"""`chairlift bench speculation` as a picture."""
+"""The plot of `chairlift bench speculation`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Recorded texts and drafts on a virtual clock: the engine's own scheduler and controller, without a model.
+"""Replays recorded answers and drafts on a virtual clock, with the engine's scheduler and controller but no model.
 
-What the default model answered to the bench's prompts was recorded, with what its draft head proposed at every position
-(`recording.json.gz`). A replay verifies the same drafts, and takes the seconds that a profile says: 2 cores of an AMD
-EPYC with AVX-512 VNNI, SmolLM2-135M with 8-bit weights. The machine's noise is part of it, because that is what most of
-the controller's caution is for. Everything is seeded, so a replay always takes the same seconds.
+`recording.json.gz` has answers of SmolLM2-135M to the bench's prompts and what its draft head drafted at every position
+(record.py). A replay verifies the same drafts. Its steps take as long as the constants below say, with noise, because
+noise is the reason for most of the controller's caution. Everything is seeded: a replay always takes the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from importlib import resources
 from typing import Any
 
 from chairlift.core.budgets.fixed import FixedBudget
-from chairlift.core.cost_model import CostModel, StepShape
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.plan import Chunk, StepResult
 from chairlift.core.policies.continuous import ContinuousPolicy
@@ -33,7 +31,9 @@ from chairlift.speculation.proposers.ngram import NgramProposer
 RECORDED_HEAD = "draft:smollm2-135m"
 MAX_BATCH_TOKENS = 512
 
-# Milliseconds, from chairlift bench speculation and chairlift profile on an otherwise idle machine.
+# Milliseconds on 2 cores of an AMD EPYC with AVX-512 VNNI, with 8-bit weights. Those of a step fit three measurements
+# in docs/notes/speculation.md: 139 tokens/s at batch 1, 1,380 at batch 64, and 0.3 ms for a verified row at batch 1.
+# All others, and the noise, are estimates that were set by hand.
 STEP, FIRST_ROWS, LATER_ROWS, FEW_ROWS = 7.2, 0.3, 0.66, 8  # of a step, each of the first 8 rows, each later one
 PROMPT_TOKEN = 0.4
 FIRST_PASS, LATER_PASS, PASS_REQUEST = 0.8, 0.35, 0.06  # of the draft head: and for each request
@@ -44,8 +44,8 @@ OUTLIER_SHARE, OUTLIER = 0.01, (1.5, 4.0)  # steps that the machine interrupts, 
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """One answer of the default model, and the drafts of its head behind each of its tokens."""
+class RecordedAnswer:
+    """An answer of the default model, with what its draft head drafted after each token."""
 
     prompt: list[int]
     output: list[int]
@@ -54,30 +54,30 @@ class Recorded:
 
 
 @cache
-def load_recording() -> dict[str, list[Recorded]]:
+def load_recording() -> dict[str, list[RecordedAnswer]]:
     path = resources.files("chairlift.lab.bench.speculation") / "recording.json.gz"
     found: dict[str, list[dict[str, Any]]] = json.loads(gzip.decompress(path.read_bytes()))
-    return {name: [Recorded(**one) for one in some] for name, some in found.items()}
+    return {name: [RecordedAnswer(**one) for one in some] for name, some in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """`waves` of requests, one after the other; each is (scenario, requests at once, requests in all)."""
+class ReplayWorkload:
+    """`waves` of requests, one after the other; each is (scenario, batch size, number of requests)."""
 
     name: str
     waves: tuple[tuple[str, int, int], ...]
-    slowdown: float = 1.0  # the machine becomes slower by this factor after half of the waves
-    overconfident: int = 0  # levels by which the draft head overrates its draft tokens
+    slowdown: float = 1.0  # factor of all times after half of the waves
+    overconfident: int = 0  # levels by which the draft head overstates its confidence
 
-    def answers(self, wave: int) -> list[Recorded]:
+    def answers(self, wave: int) -> list[RecordedAnswer]:
         scenario, _, count = self.waves[wave]
         recorded = load_recording()[scenario]
         return [recorded[index % len(recorded)] for index in range(count)]
 
 
 @dataclass(slots=True)
-class Machine:
-    """A virtual clock, and the noise of what else the machine does."""
+class VirtualMachine:
+    """A virtual clock with the noise of other load."""
 
     seed: int
     now: float = 0.0
@@ -98,14 +98,14 @@ class Machine:
 
 
 class RecordedHeadProposer(Proposer):
-    """Proposes what the draft head proposed, and takes as long."""
+    """Proposes the recorded drafts, and takes the time of the draft head."""
 
     name, max_length = RECORDED_HEAD, 6
 
-    def __init__(self, machine: Machine, overconfident: int = 0) -> None:
-        """`overconfident`: levels by which its confidence is higher than the recorded one."""
+    def __init__(self, machine: VirtualMachine, overconfident: int = 0) -> None:
+        """`overconfident`: levels to add to the recorded confidence."""
         self._overconfident = overconfident
-        self.answers: dict[str, Recorded] = {}
+        self.answers: dict[str, RecordedAnswer] = {}
         self._machine = machine
 
     def propose(self, requests: Sequence[Request], terms: DraftTerms) -> list[Draft | None]:
@@ -139,9 +139,11 @@ def _decode_milliseconds(rows: int) -> float:
     return STEP + FIRST_ROWS * min(rows - 1, FEW_ROWS - 1) + LATER_ROWS * max(0, rows - FEW_ROWS)
 
 
-def replay(workload: Workload, proposer: str | None, tuning: SpeculationTuning | None = None, seed: int = 0) -> float:
-    """Seconds for all requests of a workload, with `proposer` or without speculation."""
-    machine, cost = Machine(seed), CostModel()
+def replay(
+    workload: ReplayWorkload, proposer: str | None, tuning: SpeculationTuning | None = None, seed: int = 0
+) -> float:
+    """Virtual seconds for all requests of a workload, with `proposer` or without speculation."""
+    machine = VirtualMachine(seed)
     head = RecordedHeadProposer(machine, workload.overconfident)
     speculation = None
     if proposer is not None:
@@ -163,15 +165,14 @@ def replay(workload: Workload, proposer: str | None, tuning: SpeculationTuning |
             params = SamplingParams(temperature=0.0, max_tokens=len(one.output))
             scheduler.submit(Request(request_id, one.prompt, params, max_new_tokens=len(one.output), arrival=0.0), 0.0)
         while scheduler.has_work:
-            _step(scheduler, answers, machine, cost, 1 + OBSERVING * (proposer == RECORDED_HEAD))
+            _step(scheduler, answers, machine, 1 + OBSERVING * (proposer == RECORDED_HEAD))
     return machine.now
 
 
 def _step(
     scheduler: Scheduler,
-    answers: dict[str, Recorded],
-    machine: Machine,
-    cost: CostModel,
+    answers: dict[str, RecordedAnswer],
+    machine: VirtualMachine,
     overhead: float,
 ) -> None:
     begun = machine.now
@@ -190,14 +191,12 @@ def _step(
     machine.spend(overhead * taken)
     result = StepResult(plan, tokens, [None] * len(tokens), accepted=accepted)
     scheduler.apply(result, machine.now)
-    seconds = machine.now - begun
     if scheduler.speculation is not None:
-        seconds = scheduler.speculation.observe(result, seconds)
-    cost.observe(StepShape.of(plan), seconds)
+        scheduler.speculation.observe(result, machine.now - begun)
     scheduler.drain_events()
 
 
-def _num_accepted(chunk: Chunk, answer: Recorded) -> int:
+def _num_accepted(chunk: Chunk, answer: RecordedAnswer) -> int:
     first, right = chunk.known_end - chunk.request.num_prompt, 0
     while right < len(chunk.drafts) and chunk.drafts[right] == answer.output[first + right]:
         right += 1

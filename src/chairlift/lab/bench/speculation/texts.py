@@ -1,4 +1,4 @@
-"""What `chairlift bench speculation` asks for: three kinds of text that repeat the prompt, and one that does not."""
+"""Prompts of `chairlift bench speculation`: three scenarios whose output repeats the prompt, and one whose does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STORY = (
 
 
 def extraction(index: int) -> str:
-    """Copy what is asked for out of a table."""
+    """Copy a table."""
     rows = [
         f"{name}, {_TOWNS[(index + place) % len(_TOWNS)]}, {name.split()[0].lower()}{index}@example.com"
         for place, name in enumerate(_NAMES)
@@ -40,7 +40,7 @@ def extraction(index: int) -> str:
 
 
 def code_edit(index: int) -> str:
-    """Write a program once more with a small change."""
+    """Rewrite a program with a small change."""
     thing = _THINGS[index % len(_THINGS)]
     program = (
         f"def best_{thing}(items):\n    best = None\n    for item in items:\n        if item.{thing} is None:\n"
@@ -53,13 +53,13 @@ def code_edit(index: int) -> str:
 
 
 def quotes(index: int) -> str:
-    """Tell what a text says in its own words."""
+    """Summarise a text with quotes from it."""
     story = _STORY.format(town=_TOWNS[index % len(_TOWNS)], name=_NAMES[index % len(_NAMES)])
     return f"{story}\n\nSummarise this text. Quote the most important sentences word for word."
 
 
 def chat(index: int) -> str:
-    """Anything: nothing in the prompt tells what the answer will be."""
+    """Answer an open question, without repeating the prompt."""
     question = _QUESTIONS[index % len(_QUESTIONS)]
     return question if index < len(_QUESTIONS) else f"{question} (Answer no. {index}.)"
 

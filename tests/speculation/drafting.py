@@ -14,13 +14,13 @@ from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Pr
 from tests.core.driving import deterministic_token
 
 Continue = Callable[[Request, int], Sequence[int]]
-"""The next tokens that a request would get without drafts, as many as asked for."""
+"""The next tokens that a request would get without drafts, at most the given number."""
 Pattern = Callable[[int], bool]
 """Whether something happens in a step, by its number."""
 
 
 class RandomProposer(Proposer):
-    """Right for a random stretch, then wrong; sometimes without a draft, or with a shorter one than asked for."""
+    """Right for a random stretch, then wrong; sometimes without a draft, or with a shorter one than allowed."""
 
     name, max_length = "random", 7
 
@@ -47,7 +47,7 @@ class RandomProposer(Proposer):
 
 
 class FixedProposer(RandomProposer):
-    """Always has as many draft tokens as asked for, those of `right`, with full confidence."""
+    """Always has as many draft tokens as allowed, those of `right`, with full confidence."""
 
     def propose(self, requests: Sequence[Request], terms: DraftTerms) -> Sequence[Draft | None]:
         lengths = [terms.length(request) for request in requests]

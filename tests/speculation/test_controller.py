@@ -69,7 +69,7 @@ def decode(
     size: int = 1,
     tokens: int = 300,
 ) -> tuple[SpeculationController, list[StepPlan], float]:
-    """Decode on a virtual clock, where `seconds` are those of a step of so many tokens. Returns the plans that only
+    """Decode on a virtual clock, where `seconds(tokens)` is the time of a step. Returns the plans that only
     decode, and the seconds of all steps."""
     speculation = SpeculationController(proposer, clock=proposer.clock)
     scheduler = make_scheduler(num_blocks=4000, max_batch_tokens=2000, max_batch_requests=size, speculation=speculation)
@@ -201,13 +201,13 @@ def test_draft_tokens_that_a_grammar_forbids_are_neither_verified_nor_counted_as
 
 @dataclass
 class Waiting(Proposer):
-    """Foresees drafts for requests whose last token is not read yet, or not."""
+    """Expects drafts of one level, or none, for requests whose last token is not read yet."""
 
     level: int | None
     name: str = "waiting"
     max_length: int = 7
 
-    def foresee(self, request: Request) -> int | None:
+    def expected_level(self, request: Request) -> int | None:
         return self.level
 
     def propose(self, requests: Sequence[Request], terms: DraftTerms) -> list[Draft | None]:
@@ -215,7 +215,7 @@ class Waiting(Proposer):
 
 
 @pytest.mark.parametrize(("level", "expected"), [(None, False), (0, False), (9, True)])
-def test_the_next_token_is_waited_for_if_a_likely_draft_is_foreseen(level: int | None, expected: bool) -> None:
+def test_the_next_token_is_waited_for_if_a_likely_draft_is_expected(level: int | None, expected: bool) -> None:
     speculation = SpeculationController(Waiting(level))
     scheduler = make_scheduler(speculation=speculation)
     scheduler.submit(make_request("a", 10, 30), 0.0)

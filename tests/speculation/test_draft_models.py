@@ -67,7 +67,7 @@ def test_a_draft_model_catches_up_in_parts_and_keeps_nothing_of_wrong_drafts(
     draft_by_pattern(engine.scheduler.speculation, lambda step: step % 40 > 32)
     sizes: list[int] = []
     drafted: list[tuple[list[int], int]] = []
-    caught_up: list[bool] = []  # in each step in which drafts are asked for
+    caught_up: list[bool] = []  # in each step with a call of `propose`
     scores, propose = proposer._scores, proposer.propose
 
     def note_sizes(chunks: Sequence[Chunk]) -> torch.Tensor:

@@ -28,7 +28,7 @@ def test_ngrams_propose_what_followed_the_latest_match() -> None:
     proposer = NgramProposer()
     assert propose(proposer, request, 3) == ([5, 6, 9], TWO)
     request.extend([5, 6])
-    assert proposer.foresee(request) == FOUR
+    assert proposer.expected_level(request) == FOUR
     assert propose(proposer, request, 2) == ([9, 3], FOUR), "asking before has changed nothing"
     request.append(7)
     assert propose(proposer, request, 2) is None

@@ -100,14 +100,14 @@ class ScriptedProposer(Proposer):
         self.right, self.share, self.max_length = right, share, max_length
         self.proposed: list[int] = []
 
-    def foresee(self, request: Request) -> int | None:
+    def expected_level(self, request: Request) -> int | None:
         return LEVELS - 1 if request.num_known % 100 < 100 * self.share else None
 
     def propose(self, requests: Sequence[Request], terms: DraftTerms) -> list[Draft | None]:
         return [self._draft(request, terms) for request in requests]
 
     def _draft(self, request: Request, terms: DraftTerms) -> Draft | None:
-        if self.foresee(request) is None:
+        if self.expected_level(request) is None:
             return None
         length = terms.length(request)
         self.proposed.append(length)

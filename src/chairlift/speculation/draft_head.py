@@ -19,12 +19,12 @@ from chairlift.speculation.draft_proposer import DraftTask
 from chairlift.speculation.head_config import MAX_LENGTH
 from chairlift.speculation.head_layers import DraftHead
 
-MAX_PENDING_STATES = 64  # of a request, kept until its next drafts are asked for
+MAX_PENDING_STATES = 64  # of a request, kept until its next draft
 
 
 class HeadNetwork:
     """Computes prompts when the target does, because they stay in the prefix cache. The target's states of generated
-    tokens are kept until drafts are asked for.
+    tokens are kept until the next draft.
 
     Every block is cleared when its first token is written. So where the head has not computed a token it reads zeros,
     or a wrong draft token, but never what another request left there. (Zeros give better drafts than masking.)"""
@@ -155,7 +155,7 @@ class HeadNetwork:
         return chunk.decodes and pending is not None and pending.end == chunk.start + 1
 
     def _compute_prompts(self, step: ComputedBatch, features: Tensor) -> None:
-        """Compute the whole step, since it is one batch: decodes are computed again when drafts are asked for."""
+        """Compute the whole step, since it is one batch: decodes are computed again for the next draft."""
         batch, attend = step.batch, step.attend
         places = [*zip(batch.layout.offsets, step.plan.chunks, strict=False)]
         previous = torch.zeros_like(features)

@@ -13,7 +13,7 @@ from chairlift.models.read_config import decoder_config
 MODEL_TYPE = "chairlift_draft_head"
 EPS = 1e-5
 TRAINED_LENGTH = 4  # draft tokens that a head is trained for
-MAX_LENGTH = 6  # and asked for: after four that are right, it is right as often as before
+MAX_LENGTH = 6  # in use: after four right draft tokens, the next is right as often as before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

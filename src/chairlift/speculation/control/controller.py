@@ -114,7 +114,7 @@ class SpeculationController:
         return not self.may_pause or self.payoff.allows_drafts(len(plan.chunks))
 
     def _expects_draft(self, request: Request, terms: DraftTerms) -> bool:
-        level = self.proposer.foresee(request)
+        level = self.proposer.expected_level(request)
         return level is not None and terms.chances_for(request)[level] >= terms.min_chance
 
     # ---- how many -------------------------------------------------------------------------------------------------

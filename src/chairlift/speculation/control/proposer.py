@@ -1,4 +1,4 @@
-"""The proposer seam: what the controller asks for, and what a source of draft tokens answers."""
+"""The interface between the controller and a source of draft tokens."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ class Proposer(ABC):
     def forget(self, request_id: str) -> None:  # noqa: B027
         """Drop all state of a finished request."""
 
-    def foresee(self, request: Request) -> int | None:
-        """The confidence level of a draft for a request whose last token is still being computed; None for no draft.
-
-        The answer decides whether the next step is planned after that token is read. Optional."""
+    def expected_level(self, request: Request) -> int | None:
+        """The confidence level to expect of a draft for a request whose last token is still being computed; None for no
+        draft. It decides whether the next step is planned after that token is read. Optional."""
         return LEVELS - 1

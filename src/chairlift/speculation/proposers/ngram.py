@@ -56,7 +56,7 @@ class NgramProposer(StandaloneProposer):
             drafts.append(Draft(index.following(request.tokens, length), [level] * length))
         return drafts
 
-    def foresee(self, request: Request) -> int | None:
+    def expected_level(self, request: Request) -> int | None:
         index = self._index(request)
         return index.find(request.tokens) if request.num_known - index.num_indexed <= FEW else None
 

@@ -1,4 +1,4 @@
-"""Greedy tokens of ours against those of transformers, with honest treatment of ties."""
+"""Comparison of our greedy tokens with those of transformers, allowing only ties."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | No
 
 
 def compare(hf_model: Any, prompt: Sequence[int], expected: Sequence[int], actual: Sequence[int]) -> str | None:
-    """None if equal; a note if they part at a tie within 1e-4; fails otherwise."""
+    """Return None if equal, or a note if they differ first at a tie within 1e-4; fails otherwise."""
     place = first_difference(expected, actual)
     if place is None:
         return None
@@ -46,9 +46,9 @@ def compare(hf_model: Any, prompt: Sequence[int], expected: Sequence[int], actua
 
 
 def check_greedy(hf_model: Any, prompt: Sequence[int], actual: Sequence[int]) -> list[str]:
-    """Each token must be the one that transformers chooses after those before it, or tie with it within 1e-4; returns
-    notes on ties. Token by token that makes the whole what transformers itself would write, for the price of one
-    forward pass instead of one for each token."""
+    """Check that each token is the one that transformers chooses after the preceding tokens, or ties within 1e-4;
+    return notes on ties. This is equivalent to comparing with the output of transformers, but needs one forward pass
+    instead of one per token."""
     with torch.inference_mode():
         ids = torch.tensor([[*prompt, *actual[:-1]]], device=hf_model.device)
         logits = hf_model(ids, logits_to_keep=len(actual)).logits[0].double()

@@ -1,4 +1,4 @@
-"""Few rows in which any two values of different factors meet at least once."""
+"""Pairwise test design: few rows that contain every pair of values of different factors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Pair = frozenset[tuple[str, int]]
 
 
 def pairwise_rows(factors: Mapping[str, Sequence[Value]], *, seed: int = 0, tries: int = 60) -> list[Row[Value]]:
-    """Each row is the best of some random ones: greedy, but always complete, and the same for the same arguments."""
+    """Choose each row greedily as the best of some random ones. All pairs are covered; the result is deterministic."""
     rng = random.Random(seed)
     missing = _all_pairs(factors)
     rows: list[Row[Value]] = []
     while missing:
-        wanted = min(missing, key=sorted)  # so that every row meets at least one pair that is missing
-        candidates = [_random_row(factors, dict(wanted), rng) for _ in range(tries)]
+        pair = min(missing, key=sorted)  # every row covers at least this missing pair
+        candidates = [_random_row(factors, dict(pair), rng) for _ in range(tries)]
         best = max(candidates, key=lambda row: len(missing & _pairs(row)))
         missing -= _pairs(best)
         rows.append({name: factors[name][index] for name, index in best.items()})

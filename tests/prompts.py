@@ -40,5 +40,5 @@ CHATS = [
 
 
 def long_text() -> str:
-    """Some thousand words of plain English: the licence of this project."""
+    """Return some thousand words of English: the licence of this project."""
     return (Path(__file__).parent.parent / "LICENSE").read_text()

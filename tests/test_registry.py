@@ -33,7 +33,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry[type]:
     return module.CHOICES  # type: ignore[no-any-return]
 
 
-def test_a_module_of_the_package_is_found_by_name_and_imported_when_asked_for(registry: Registry[type]) -> None:
+def test_a_module_of_the_package_is_found_by_name_and_imported_on_first_use(registry: Registry[type]) -> None:
     assert registry.names() == ("dark-red",)
     assert f"{PACKAGE}.dark_red" not in sys.modules
     assert registry.get("dark-red").__name__ == "DarkRed"

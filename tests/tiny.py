@@ -38,7 +38,7 @@ def byte_level_tokenizer(vocab_size: int = 320, more_special: Sequence[str] = ()
 def write_tiny_checkpoint(
     folder: Path, *, chat_template: str = CHATML, more_special: Sequence[str] = (), positions: int = 256
 ) -> Path:
-    """Llama, two layers."""
+    """Write a random Llama model with two layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)

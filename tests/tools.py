@@ -10,9 +10,9 @@ import pytest
 
 
 def require_tool(*names: str) -> str:
-    """The path of the first of these programs that is installed; the test is skipped without any.
+    """Return the path of the first of these programs that is installed; skip the test if none is.
 
-    With CHAIRLIFT_REQUIRE_TOOLS=1 the test fails instead, so that a run which must be complete cannot skip it.
+    With CHAIRLIFT_REQUIRE_TOOLS=1 the test fails instead, so that a complete run cannot skip it.
     """
     found = [path for name in names if (path := shutil.which(name))]
     if not found:

@@ -179,7 +179,7 @@ class LLM:
 
     def _step(self) -> None:
         pause = self.engine.pause()
-        if pause > 0:  # sleep(0) would yield the core for nothing
+        if pause > 0:  # sleep(0) would still yield the core
             time.sleep(min(pause, 1.0))
         self.engine.step()  # a listener adds the events to every open batch
         self.engine.check_alive()

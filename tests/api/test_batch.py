@@ -1,4 +1,4 @@
-"""`chairlift batch`: every line answered exactly once, despite failures."""
+"""`chairlift batch`: every line gets exactly one response, despite failures."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ BAD_LINES = [
 ]
 
 
-def test_a_bad_line_is_answered_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_line_gets_an_error_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_input, "MAX_LINE_BYTES", 200_000)
     content = [line for line, _, _ in BAD_LINES[:-1]]
     source = write(tmp_path / "in.jsonl", ["", *content, "x" * 300_000, request("good")])
@@ -156,7 +156,7 @@ def test_two_runs_never_share_an_output(tmp_path: Path) -> None:
     BatchOutput(tmp_path / "out.jsonl").close()
 
 
-def test_marks_tell_numbers_from_ids() -> None:
+def test_a_line_set_distinguishes_numbers_from_ids() -> None:
     lines = LineSet()
     lines.add("3", 1)
     lines.add(None, 4)
@@ -167,7 +167,7 @@ def test_marks_tell_numbers_from_ids() -> None:
     assert len(lines) == 2
 
 
-# ---- runs, with a stand-in for the engine ------------------------------------------------------------------------
+# ---- runs with a fake engine -------------------------------------------------------------------------------------
 
 
 def run_batch(source: Path, target: Path, send: Any, concurrency: int = 4) -> BatchRun:
@@ -284,7 +284,8 @@ def test_answers_equal_those_of_the_server(tiny: str, tmp_path: Path) -> None:
     assert statuses == {"text": 200, "chat": 200, "response": 200, "wrong model": 404, "wrong value": 400}
     assert body("wrong name")["error"]["param"] == "frobnicate"
     assert body("too long")["status"] == 400
-    assert found[None]["error"] == {"code": "invalid_json", "message": "line 4: is not valid JSON", "line": 4}  # type: ignore[index]
+    # type: ignore[index]
+    assert found[None]["error"] == {"code": "invalid_json", "message": "line 4: is not valid JSON", "line": 4}
     assert found["embedding"]["error"]["code"] == "invalid_url"
     # Repeating a finished command reports that and loads nothing.
     before = target.read_bytes()
@@ -312,7 +313,7 @@ def test_a_killed_run_can_be_continued(tiny: str, tmp_path: Path) -> None:
         with target.open("ab") as file:
             file.write(b'{"id":"batch_req_torn","custom_id":"request 1')
     done = target.read_bytes().count(b"\n")
-    assert done < 150, "it was over before it was killed"
+    assert done < 150, "the run was complete before it was killed"
     process = start(tiny, source, target, "--concurrency", "8")
     _, notes = process.communicate(timeout=180)
     assert process.returncode == 0, notes
@@ -368,7 +369,7 @@ def test_a_batch_can_be_sent_to_a_server(tiny: str, tmp_path: Path) -> None:
     ],
 )
 def test_any_response_of_a_remote_server_becomes_one_line(tmp_path: Path, body: bytes) -> None:
-    class Strange:
+    class FakeClient:
         address = "localhost:1"
 
         async def post(self, path: str, body_: bytes, on_body: Callable[[bytes], None]) -> HttpResponse:
@@ -379,7 +380,7 @@ def test_any_response_of_a_remote_server_becomes_one_line(tmp_path: Path, body: 
             pass
 
     async def check() -> None:
-        async with remote_server(Strange()) as send:  # type: ignore[arg-type]
+        async with remote_server(FakeClient()) as send:  # type: ignore[arg-type]
             await BatchRun(source, target, concurrency=1).run(send, lambda _: None)
 
     source, target = write(tmp_path / "in.jsonl", [request("a"), request("b")]), tmp_path / "out.jsonl"

@@ -21,7 +21,7 @@ Found = list[tuple[list[int], float]]
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """Batches are small: more threads would mostly wait for each other."""
+    """Batches are too small for more threads."""
 
 
 def search(model: LoadedModel, prompts: list[list[int]], params: SamplingParams) -> list[Found]:
@@ -66,10 +66,10 @@ def check(model: LoadedModel, hf: Any, texts: list[str], width: int, new: int) -
     prompts = [model.tokenizer.encode(text) for text in texts]
     eos = sorted(model.eos_ids)
     for prompt, found in zip(prompts, search(model, prompts, params), strict=True):
-        for (tokens, score), (wanted, wanted_score) in zip(found, reference(hf, prompt, params, eos), strict=True):
-            assert tokens == wanted[: len(tokens)]
-            assert set(wanted[len(tokens) :]) <= {eos[0]}
-            assert score == pytest.approx(wanted_score, abs=2e-4)
+        for (tokens, score), (best, best_score) in zip(found, reference(hf, prompt, params, eos), strict=True):
+            assert tokens == best[: len(tokens)]
+            assert set(best[len(tokens) :]) <= {eos[0]}
+            assert score == pytest.approx(best_score, abs=2e-4)
 
 
 def test_beams_of_one_prompt_equal_transformers(default_model: LoadedModel, hf_default: Any) -> None:

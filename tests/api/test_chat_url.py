@@ -40,9 +40,9 @@ OPTIONS = ["--max-tokens", "4", "--ignore-eos", "--temperature", "0"]
 
 
 def test_answers_of_a_server_equal_those_of_the_model(server: LocalServer, tiny: str) -> None:
-    said = "a chairlift never stops\n/system be brief\nand neither does the engine\n"
-    there = chat("--url", server.url, *OPTIONS, stdin=said)
-    here = chat("--model", tiny, "--device", "cpu", "--kv-memory", "2MiB", *OPTIONS, stdin=said)
+    lines = "a chairlift never stops\n/system be brief\nand neither does the engine\n"
+    there = chat("--url", server.url, *OPTIONS, stdin=lines)
+    here = chat("--model", tiny, "--device", "cpu", "--kv-memory", "2MiB", *OPTIONS, stdin=lines)
     assert there.exit_code == here.exit_code == 0, there.output
     assert there.stdout == here.stdout
     figures = r"4 tokens.* · first after .* · prompt of (\d+) tokens, (\d+) of them cached · cut off"
@@ -103,14 +103,14 @@ def test_options_of_an_engine_are_refused(server: LocalServer) -> None:
 
 class Failing(BaseHTTPRequestHandler):
     answer = b""
-    asked: dict[str, Any]
+    request_body: dict[str, Any]
     key = ""
 
     def do_GET(self) -> None:
         self.reply(b'{"data": [{"id": "some-model"}]}' if self.path == "/v1/models" else b"{}")
 
     def do_POST(self) -> None:
-        Failing.asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Failing.request_body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         Failing.key = self.headers.get("Authorization", "")
         self.reply(Failing.answer)
 
@@ -135,14 +135,14 @@ def event(body: Any) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
-SAID = event({"choices": [{"delta": {"content": "well"}, "finish_reason": None}]})
+DELTA = event({"choices": [{"delta": {"content": "well"}, "finish_reason": None}]})
 
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (SAID + event({"error": {"message": "out of memory"}}), "the server failed: out of memory"),
-        (SAID + b"data: {\n\n", "not what OpenAI has"),
+        (DELTA + event({"error": {"message": "out of memory"}}), "the server failed: out of memory"),
+        (DELTA + b"data: {\n\n", "not what OpenAI has"),
         (event({"error": "busy"}), "the server failed: busy"),
     ],
 )
@@ -151,16 +151,16 @@ def test_a_failing_server_is_an_error(failing: str, answer: bytes, problem: str)
     result = chat("--url", failing, "--quiet")
     assert result.exit_code == 2
     assert problem in result.stderr
-    assert result.stdout == ("well\n" if SAID in answer else "")
+    assert result.stdout == ("well\n" if DELTA in answer else "")
 
 
 def test_only_standard_and_changed_parameters_are_sent(failing: str) -> None:
-    Failing.answer = SAID + b"data: [DONE]\n\n"
+    Failing.answer = DELTA + b"data: [DONE]\n\n"
     result = chat("--url", failing, "--api-key", "secret", "--seed", "3", "--top-k", "5")
     assert result.exit_code == 0, result.output
     expected = {"model", "stream", "stream_options", "messages", "temperature", "top_p", "max_tokens", "seed", "top_k"}
-    assert set(Failing.asked) == expected
-    assert Failing.asked["model"] == "some-model"
+    assert set(Failing.request_body) == expected
+    assert Failing.request_body["model"] == "some-model"
     assert Failing.key == "Bearer secret"
     assert "1 token · first after" in result.stderr
     assert "prompt of" not in result.stderr  # this server reports no usage

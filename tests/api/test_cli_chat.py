@@ -25,7 +25,7 @@ def cached_tokens(notes: str) -> list[tuple[int, int]]:
     return [(int(prompt), int(cached)) for prompt, cached in found]
 
 
-def test_chat_remembers_and_reuses_the_conversation(tiny: str) -> None:
+def test_chat_keeps_the_conversation_and_reuses_its_cache(tiny: str) -> None:
     result = run("chat", "--model", tiny, *CHAT, stdin="a chairlift never stops\nand neither does the engine\n")
     assert result.exit_code == 0, result.output
     (first, nothing), (second, cached) = cached_tokens(result.stderr)
@@ -36,8 +36,8 @@ def test_chat_remembers_and_reuses_the_conversation(tiny: str) -> None:
 
 
 def test_chat_commands(tiny: str) -> None:
-    said = ["hello", "/system be brief", "hello", "/reset", "hello", "/system", "hello", "/dance", "/help", "/quit"]
-    result = run("chat", "--model", tiny, *CHAT, stdin="\n".join([*said, "never read"]))
+    lines = ["hello", "/system be brief", "hello", "/reset", "hello", "/system", "hello", "/dance", "/help", "/quit"]
+    result = run("chat", "--model", tiny, *CHAT, stdin="\n".join([*lines, "never read"]))
     assert result.exit_code == 0, result.output
     plain, system, anew, *rest = [prompt for prompt, _ in cached_tokens(result.stderr)]
     assert plain < anew < system

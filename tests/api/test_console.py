@@ -1,4 +1,4 @@
-"""What the terminal shows."""
+"""Output on the terminal."""
 
 from __future__ import annotations
 

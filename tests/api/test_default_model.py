@@ -25,7 +25,7 @@ SHORT_PROMPT = 100  # longer ones are tested by `make test-all`
 class Reference:
     prompts: list[list[int]]
     hf: Any
-    good: set[tuple[int, ...]] = field(default_factory=set)  # outputs that were checked, each after its prompt's number
+    good: set[tuple[int, ...]] = field(default_factory=set)  # checked outputs, each preceded by its prompt index
 
     def check(self, outputs: list[list[int]], prompts: Sequence[int] | None = None) -> None:
         """Compare the outputs of these prompts (by default all) with transformers; print ties."""
@@ -38,7 +38,7 @@ class Reference:
                 self.good.add((i, *actual))
 
     def short(self, longest: int) -> list[int]:
-        """The numbers of the prompts up to that length."""
+        """Return the indices of the prompts up to this length."""
         return [i for i, prompt in enumerate(self.prompts) if len(prompt) <= longest]
 
 
@@ -117,11 +117,11 @@ def test_small_chunks_of_every_prompt(default_model: LoadedModel, reference: Ref
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_with_preemptions(default_model: LoadedModel, reference: Reference, prefix_caching: bool) -> None:
-    # With blocks of 2 every request allocates while it decodes; the pool just holds the longest one.
+    # With blocks of 2, every request allocates while decoding; the pool just holds the longest request.
     few = reference.short(160)
     assert len(few) >= 30
     options = {"kv_memory": (160 + NEW_TOKENS) * 46_080, "block_size": 2, "prefix_caching": prefix_caching}
-    options["max_batch_requests"] = 32  # the default would be as many as fit into this pool
+    options["max_batch_requests"] = 32  # the default is the number that fits into this pool
     run = run_and_check(engine_for(default_model, **options), reference, few)
     assert run.num_preemptions > 0
     print(f"{run.num_preemptions} preemptions")

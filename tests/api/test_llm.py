@@ -179,10 +179,10 @@ def test_logprobs(llm: LLM) -> None:
 
 
 def test_chat_one_and_many(llm: LLM) -> None:
-    talk = [{"role": "user", "content": "when does the lift stop?"}]
-    (one,) = llm.chat(talk, GREEDY, use_tqdm=False)
+    messages = [{"role": "user", "content": "when does the lift stop?"}]
+    (one,) = llm.chat(messages, GREEDY, use_tqdm=False)
     assert one.prompt == "<|im_start|>user\nwhen does the lift stop?<|im_end|>\n<|im_start|>assistant\n"
-    both = llm.chat([talk, [{"role": "user", "content": "never"}]], GREEDY, use_tqdm=False)
+    both = llm.chat([messages, [{"role": "user", "content": "never"}]], GREEDY, use_tqdm=False)
     assert len(both) == 2
     assert both[0].outputs[0].token_ids == one.outputs[0].token_ids
 
@@ -219,7 +219,7 @@ def test_a_stream_that_is_never_read_queues_nothing(llm: LLM) -> None:
 
 
 def test_generate_while_streams_are_open(llm: LLM) -> None:
-    """Every call gets its own results, whichever call steps the engine."""
+    """Each call gets its own results, even if another call steps the engine."""
     prompts, params = ["a chairlift", "many sequences"], GREEDY.clone(max_tokens=12)
     whole = llm.generate(prompts, params, use_tqdm=False)
     stream = llm.stream(prompts, params)
@@ -279,7 +279,7 @@ def test_max_tokens_none_fills_the_context(llm: LLM) -> None:
         (["a", "b"], [GREEDY], "sampling_params"),
     ],
 )
-def test_bad_input_is_named_and_nothing_is_queued(llm: LLM, prompt: Any, params: Any, parameter: str) -> None:
+def test_bad_input_raises_with_its_name_and_queues_nothing(llm: LLM, prompt: Any, params: Any, parameter: str) -> None:
     with pytest.raises(InvalidParameter) as refusal:
         llm.generate(prompt, params, use_tqdm=False)
     assert refusal.value.parameter == parameter
@@ -314,7 +314,7 @@ def test_one_bad_prompt_among_good_ones_queues_none(llm: LLM) -> None:
         ({"max_num_seqs": 2, "max_batch_requests": 2}, "max_batch_requests"),
     ],
 )
-def test_bad_options_are_named(folder: Path, options: dict[str, Any], parameter: str) -> None:
+def test_errors_name_the_invalid_option(folder: Path, options: dict[str, Any], parameter: str) -> None:
     with pytest.raises(InvalidParameter) as refusal:
         LLM(str(folder), **options)
     assert refusal.value.parameter == parameter
@@ -325,7 +325,7 @@ def test_every_field_of_the_config_is_a_declared_option() -> None:
     assert [option.name for option in options_of(EngineConfig)] == names
 
 
-def test_names_of_vllm_are_accepted(folder: Path) -> None:
+def test_option_names_of_vllm_are_accepted(folder: Path) -> None:
     llm = LLM(
         model=str(folder),
         max_num_seqs=3,

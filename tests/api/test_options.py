@@ -28,7 +28,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
-    """The configs with which `chairlift serve` would have started a server."""
+    """Configs that `chairlift serve` passes to the server, which is not started."""
     configs: list[ServerConfig] = []
 
     async def record(config: ServerConfig, on_ready: object) -> int:
@@ -44,7 +44,7 @@ def serve(*arguments: str, **variables: str) -> Any:
 
 
 def wrong_value(option: Option) -> str | None:
-    """A value on the command line that cannot be right; None if every value of its type can be."""
+    """Return an invalid value for the command line; None if every value of the type is valid."""
     if option.choices is not None:
         return "no-such-choice"
     return "-1" if option.check is not None else None
@@ -225,7 +225,7 @@ def test_errors_in_a_config_file_name_the_file_and_the_key(
     assert not served
 
 
-def test_names_of_vllm_work_on_the_command_line(served: list[ServerConfig]) -> None:
+def test_option_names_of_vllm_work_on_the_command_line(served: list[ServerConfig]) -> None:
     arguments = ["--max-num-seqs", "4", "--max-num-batched-tokens=99", "--gpu-memory-utilization", "0.5"]
     result = serve(*arguments, "--enforce-eager", "--kv-cache-dtype", "bfloat16")
     assert result.exit_code == 0, result.output
@@ -254,8 +254,8 @@ def test_a_shell_completes_commands_options_and_choices(words: str, expected: li
     assert done.stdout.split() == expected
 
 
-def test_the_page_about_options_is_current() -> None:
-    # In a process of its own, since other tests register choices of their own in this one.
+def test_the_options_page_is_up_to_date() -> None:
+    # In a separate process, since other tests register choices in this one.
     command = [sys.executable, "-m", "chairlift.cli.options_page"]
     page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert (DOCS / "options.md").read_text() == page, "run `make options-page`"

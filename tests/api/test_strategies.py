@@ -1,4 +1,4 @@
-"""Every policy and every ordering on a real (tiny) model: different schedules, the same tokens."""
+"""Every policy and every ordering on a real (tiny) model: schedules differ, tokens do not."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_prompts_carry_their_priority_and_tenant(folder: Path) -> None:
         ({"preemption": "swap", "swap_memory": "much"}, "swap_memory"),
     ],
 )
-def test_bad_strategies_are_named(options: dict[str, Any], parameter: str) -> None:
+def test_errors_name_the_invalid_option(options: dict[str, Any], parameter: str) -> None:
     with pytest.raises(InvalidParameter) as refusal:
         EngineConfig(device="cpu", **options)
     assert refusal.value.parameter == parameter

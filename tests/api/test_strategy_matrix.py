@@ -1,7 +1,7 @@
-"""Policy x attention x budget x ordering x preemption x prefix caching: different schedules, the same greedy tokens.
+"""Policy x attention x budget x ordering x preemption x prefix caching: schedules differ, greedy tokens do not.
 
-Any two values of different factors meet in some row (`tests/pairwise.py`): 20 runs instead of 1,080. Memory is short in
-all of them, so that requests are preempted, and requests come while others run.
+Any two values of different factors occur in a common row (`tests/pairwise.py`): 20 runs instead of 1,080. Memory is
+short in all of them, so that requests are preempted, and requests arrive while others run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FACTORS: dict[str, tuple[Options, ...]] = {
     "caching": ({"prefix_caching": True}, {"prefix_caching": False}),
 }
 ROWS = pairwise_rows(FACTORS)
-BLOCK_SIZE, NUM_BLOCKS, SEATS = 4, 20, 5
+BLOCK_SIZE, NUM_BLOCKS, MAX_BATCH_REQUESTS = 4, 20, 5
 # (prompt tokens, output tokens) of the requests; the longest takes 12 of the 20 blocks
 TINY_WORK = [(1 + 11 * i % 37, 1 + 5 * i % 12) for i in range(12)]
 SMALL_WORK = [(3 + 5 * i % 17, 6 + 5 * i % 5) for i in range(6)]
@@ -62,7 +62,7 @@ def generate(loaded: LoadedModel, work: list[tuple[int, int]], options: Options)
     roomy = {"kv_memory": NUM_BLOCKS * BLOCK_SIZE * bytes_per_token(model.attention_layers, model.dtype)}
     config = EngineConfig(
         **(
-            {"device": "cpu", "dtype": "float32", "block_size": BLOCK_SIZE, "max_batch_requests": SEATS}
+            {"device": "cpu", "dtype": "float32", "block_size": BLOCK_SIZE, "max_batch_requests": MAX_BATCH_REQUESTS}
             | roomy
             | options
         )

@@ -202,7 +202,7 @@ def test_a_recorded_page_needs_no_server(browser: Any, lift_server: RunningServe
     assert page.problems() == []
 
 
-def test_the_page_asks_for_the_api_key(browser: Any, tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_page_prompts_for_the_api_key(browser: Any, tiny_folder: Path, tmp_path: Path) -> None:
     server = start_server(tiny_folder, tmp_path / "log", "--api-key", "sesame")
     try:
         page = Page(browser)

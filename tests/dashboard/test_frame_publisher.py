@@ -18,7 +18,7 @@ from tests.core.driving import make_request, make_scheduler, run_plan
 
 
 class Clock:
-    """A clock that advances only when a test says so."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -33,7 +33,7 @@ class Clock:
         return self.worked
 
 
-class Watched:
+class RecordedEngine:
     """A running scheduler with a frame publisher."""
 
     def __init__(self, clock: Clock) -> None:
@@ -60,43 +60,45 @@ class Watched:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedEngine:
     clock = Clock()
     monkeypatch.setattr(frame_publisher, "time", clock)
-    return Watched(clock)
+    return RecordedEngine(clock)
 
 
 def breaking(_: StepRecorder, events: Any) -> None:
     raise KeyError("lost count")
 
 
-def test_a_fault_is_reported_and_the_recorder_restarts(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched.publisher.extend_lease(RecordSteps(100.0, keyframe=True))
-    watched.scheduler.submit(make_request("a", 4, 30), 0.0)
-    watched.turn()
-    assert watched.kinds() == ["key"]
+def test_a_fault_is_reported_and_the_recorder_restarts(
+    recorded: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded.publisher.extend_lease(RecordSteps(100.0, keyframe=True))
+    recorded.scheduler.submit(make_request("a", 4, 30), 0.0)
+    recorded.turn()
+    assert recorded.kinds() == ["key"]
     with monkeypatch.context() as patch:
         patch.setattr(StepRecorder, "record", breaking)
-        watched.turn()
+        recorded.turn()
     for _ in range(3):
-        watched.turn()
-    assert watched.kinds() == ["fault False", "key", "batch"]
+        recorded.turn()
+    assert recorded.kinds() == ["fault False", "key", "batch"]
 
 
 @pytest.mark.parametrize("where", ["record", "frame", "keyframe", "take_tenant_names", "stop"])
 def test_faults_are_contained_and_switch_the_recorder_off(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+    recorded: RecordedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     monkeypatch.setattr(StepRecorder, where, breaking if where == "record" else fail)
     if where == "stop":
         monkeypatch.setattr(StepRecorder, "record", breaking)
     request = make_request("a", 4, 30)
-    watched.scheduler.submit(request, 0.0)
-    watched.publisher.extend_lease(RecordSteps(100.0, keyframe=True))
+    recorded.scheduler.submit(request, 0.0)
+    recorded.publisher.extend_lease(RecordSteps(100.0, keyframe=True))
     with caplog.at_level(logging.CRITICAL, "chairlift"):
         for _ in range(20):
-            watched.turn()
-    kinds = watched.kinds()
+            recorded.turn()
+    kinds = recorded.kinds()
     assert [kind for kind in kinds if kind.startswith("fault")] == ["fault False"] * (MAX_FAULTS - 1) + ["fault True"]
     assert kinds[-1] == "fault True"  # nothing follows
     assert request.num_output == 20  # a token in every step, despite the faults
@@ -106,35 +108,35 @@ def fail(*_: Any, **__: Any) -> None:
     raise ValueError("cannot")
 
 
-def test_rare_faults_do_not_switch_it_off(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rare_faults_do_not_switch_it_off(recorded: RecordedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(MAX_FAULTS + 2):
-        watched.publisher.extend_lease(RecordSteps(10.0, keyframe=True))
+        recorded.publisher.extend_lease(RecordSteps(10.0, keyframe=True))
         with monkeypatch.context() as patch:
             patch.setattr(StepRecorder, "keyframe", fail)
-            watched.turn()
-        watched.turn()
-        assert watched.kinds() == ["fault False", "key"]
-        watched.clock.now += 60.0
-        watched.turn()  # the lease has ended
+            recorded.turn()
+        recorded.turn()
+        assert recorded.kinds() == ["fault False", "key"]
+        recorded.clock.now += 60.0
+        recorded.turn()  # the lease has ended
 
 
-def test_recording_stops_when_the_lease_ends(watched: Watched) -> None:
-    watched.publisher.extend_lease(RecordSteps(1.0, keyframe=True))
-    watched.turn()
-    watched.clock.now += 2.0
-    watched.turn()
-    watched.turn()
-    assert watched.kinds() == ["key"]
-    assert not watched.scheduler.kv.take_changes().blocks
+def test_recording_stops_when_the_lease_ends(recorded: RecordedEngine) -> None:
+    recorded.publisher.extend_lease(RecordSteps(1.0, keyframe=True))
+    recorded.turn()
+    recorded.clock.now += 2.0
+    recorded.turn()
+    recorded.turn()
+    assert recorded.kinds() == ["key"]
+    assert not recorded.scheduler.kv.take_changes().blocks
 
 
 @pytest.mark.parametrize(("work", "most"), [(0.0, 200), (0.02, 25), (0.2, 3)])
 def test_keyframes_take_a_small_share_of_the_engines_time(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch, work: float, most: int
+    recorded: RecordedEngine, monkeypatch: pytest.MonkeyPatch, work: float, most: int
 ) -> None:
     def working(method: Any) -> Any:
         def wrapped(*given: Any) -> Any:
-            watched.clock.worked += work
+            recorded.clock.worked += work
             return method(*given)
 
         return wrapped
@@ -142,11 +144,11 @@ def test_keyframes_take_a_small_share_of_the_engines_time(
     for name in ("frame", "keyframe"):
         monkeypatch.setattr(StepRecorder, name, working(getattr(StepRecorder, name)))
     seconds = 100.0
-    end = watched.clock.now + seconds
-    while watched.clock.now < end:
-        watched.publisher.extend_lease(RecordSteps(10.0, keyframe=True))  # as if pages reconnected all the time
-        watched.turn()
-    keys = watched.kinds().count("key")
+    end = recorded.clock.now + seconds
+    while recorded.clock.now < end:
+        recorded.publisher.extend_lease(RecordSteps(10.0, keyframe=True))  # as if pages reconnected all the time
+        recorded.turn()
+    keys = recorded.kinds().count("key")
     assert most / 2 <= keys <= most
     # Each but the first has a frame before it, and the time of the last one is spent after it.
     assert (2 * (keys - 1) - 1) * work <= MAX_KEYFRAME_SHARE * seconds

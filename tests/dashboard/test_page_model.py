@@ -16,7 +16,7 @@ from tests.dashboard.drafting import drafting
 from tests.dashboard.recorded import RecordedRun, random_run
 from tests.tools import require_tool
 
-ASK = """
+RUN_MODEL = """
 const fs = await import("node:fs");
 const found = JSON.parse(fs.readFileSync(0, "utf8")).map((frames) => {
   const model = new Model();
@@ -41,7 +41,7 @@ console.log(JSON.stringify(found));
 """
 
 
-TENANTS = """
+TENANT_NAMES = """
 const fs = await import("node:fs");
 const model = new Model();
 const shown = JSON.parse(fs.readFileSync(0, "utf8")).map((frame) => {
@@ -52,16 +52,16 @@ console.log(JSON.stringify([shown, model.tenants.size]));
 """
 
 
-def ask_model(runs: list[list[Any]], tmp_path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = on_node(ASK, runs, tmp_path)
+def run_model(runs: list[list[Any]], tmp_path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run_on_node(RUN_MODEL, runs, tmp_path)
     return found
 
 
-def on_node(question: str, about: list[Any], tmp_path: Path) -> Any:
-    script = tmp_path / "ask.mjs"
-    script.write_text(joined_modules("model") + question)
+def run_on_node(script_text: str, data: list[Any], tmp_path: Path) -> Any:
+    script = tmp_path / "model_test.mjs"
+    script.write_text(joined_modules("model") + script_text)
     done = subprocess.run(
-        [require_tool("node"), script], input=json.dumps(about), capture_output=True, text=True, timeout=60
+        [require_tool("node"), script], input=json.dumps(data), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -70,7 +70,7 @@ def on_node(question: str, about: list[Any], tmp_path: Path) -> Any:
 def test_the_page_model_agrees_with_the_scheduler(tmp_path: Path) -> None:
     runs = [random_run(seed, policy=("continuous", "static")[seed % 2]) for seed in range(8)]
     runs += [random_run(seed, speculation=drafting(seed)) for seed in range(20, 23)]
-    for run, found in zip(runs, ask_model([run.frames for run in runs], tmp_path), strict=True):
+    for run, found in zip(runs, run_model([run.frames for run in runs], tmp_path), strict=True):
         shapes = [sorted([name, start, count] for name, start, count in shape) for shape in run.shapes]
         assert [sorted(cells) for cells in found["cells"]] == shapes
         assert found["bubbles"] == run.idle
@@ -89,7 +89,7 @@ def test_a_page_that_is_late_or_lost_frames_continues_from_a_keyframe(tmp_path: 
     late = random_run(2)
     half = len(late.frames) // 2
     joined = [late.frames[0], {"t": "lost", "frames": 3}, *run.frames[half:]]
-    whole, broken = ask_model([run.frames, joined], tmp_path)
+    whole, broken = run_model([run.frames, joined], tmp_path)
     assert broken["taken"] == whole["taken"] == 0
     assert broken["slots"] <= run.scheduler.max_batch_requests
 
@@ -110,44 +110,44 @@ def test_a_page_that_reconnects_does_not_count_repeated_frames_twice(tmp_path: P
     hello = {"t": "hello", "model": "m"}
     again = [*run.frames[:heard], hello, *run.frames[key:]]
     missed = [*run.frames[:key], hello, *run.frames[key + 2 :]]
-    whole, twice, gap = ask_model([run.frames, again, missed], tmp_path)
+    whole, twice, gap = run_model([run.frames, again, missed], tmp_path)
     assert twice == whole
     assert whole["breaks"] == []
     assert len(gap["breaks"]) == 1
 
 
-def test_the_page_knows_every_tenant_that_the_engine_remembers(tmp_path: Path) -> None:
+def test_the_page_keeps_every_tenant_name_that_the_engine_does_not_repeat(tmp_path: Path) -> None:
     numbers, frames, expected = TenantNumbers(), list[dict[str, Any]](), list[list[str]]()
     handles = count()
 
-    def tell(tenants: dict[int, str], frame: dict[str, Any], names: list[str]) -> None:
+    def add_frame(tenants: dict[int, str], frame: dict[str, Any], names: list[str]) -> None:
         frames.extend([{"t": "tenants", "names": tenants}, frame])
         expected.extend([[], names])
 
-    def ask(names: list[str]) -> None:
+    def add_requests(names: list[str]) -> None:
         new = [[next(handles), f"{len(frames)}-{name}", 0.0, 4, 8, numbers.number_of(name), 0] for name in names]
         batch = {"t": "batch", "now": float(len(frames)), "new": new, "waiting": [], "reasons": {}, "evictions": 0}
-        tell(numbers.take_unsent(), batch, names)
+        add_frame(numbers.take_unsent(), batch, names)
 
-    def key() -> None:
+    def add_keyframe() -> None:
         now = float(len(frames))
         sizes = {"seats": 4, "num_blocks": 1, "block_size": 16, "requests": [], "blocks": []}
         standing: dict[str, Any] = {"waiting": [], "reasons": {}, "evictions": 0}
-        tell(numbers.take_all(), {"t": "key", "now": now, "wall": now} | sizes | standing, [])
+        add_frame(numbers.take_all(), {"t": "key", "now": now, "wall": now} | sizes | standing, [])
 
     old = [f"t{number}" for number in range(1000)]
     for name in [*old, *reversed(old)]:  # the smallest numbers are the most recent ones
         numbers.number_of(name)
-    key()
+    add_keyframe()
     for first in range(0, 990, 90):
-        ask([f"n{number}" for number in range(first, first + 90)])
-    ask(old[:5])  # just before they are forgotten
-    key()
+        add_requests([f"n{number}" for number in range(first, first + 90)])
+    add_requests(old[:5])  # just before the engine drops them
+    add_keyframe()
     for wave in range(4):
-        ask([f"w{wave}-{number}" for number in range(999)])
-        ask([old[0]])
-    ask([f"m{number}" for number in range(2500)])  # more than either side remembers
-    shown, kept = on_node(TENANTS, frames, tmp_path)
+        add_requests([f"w{wave}-{number}" for number in range(999)])
+        add_requests([old[0]])
+    add_requests([f"m{number}" for number in range(2500)])  # more than either side keeps
+    shown, kept = run_on_node(TENANT_NAMES, frames, tmp_path)
     assert shown == expected
     assert kept == 2000
 

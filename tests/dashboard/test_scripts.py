@@ -22,7 +22,7 @@ def check_syntax(path: Path) -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_each_script_is_a_valid_module(name: str, tmp_path: Path) -> None:
-    module = tmp_path / f"{name.removesuffix('.js')}.mjs"  # the suffix tells node to expect a module
+    module = tmp_path / f"{name.removesuffix('.js')}.mjs"  # node loads .mjs files as modules
     module.write_text((WEB / name).read_text(encoding="utf-8"))
     check_syntax(module)
 

@@ -1,6 +1,6 @@
 """Measures the host's share of a GPU decode step: `python -m tests.engine.host_speed [REQUESTS ...]`.
 
-Kernels are left out. All requests decode and none waits; each figure is the 20th percentile of some 180 steps. The last
+Kernels are not run. All requests decode; each figure is the 20th percentile of about 180 steps. The last
 figure of a line is the time to submit all requests, of 562 tokens on average.
 """
 
@@ -36,7 +36,7 @@ VOCAB = 300
 
 
 class WithoutKernels(GPURunner):
-    """Returns the same token for every request at once."""
+    """A runner that returns a constant token without running kernels."""
 
     def _forward(self, shape: BatchShape) -> ComputedStep:
         return ComputedStep(torch.empty(0), torch.full((shape.samples,), 5, dtype=torch.int32), None)

@@ -24,14 +24,14 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 300, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def generate(engine: Engine, asked: list[list[int]]) -> tuple[list[Scored], int]:
+def generate(engine: Engine, prompt_ids: list[list[int]]) -> tuple[list[Scored], int]:
     """The scored tokens of each prompt, greedy or sampled by its length, and the number of preemptions."""
-    for index, prompt in enumerate(asked):
+    for index, prompt in enumerate(prompt_ids):
         params = SamplingParams(
             temperature=float(len(prompt) % 2), seed=3, max_tokens=10, ignore_eos=True, logprobs=0, detokenize=False
         )
         engine.submit(prompt, params, request_id=str(index))
-    found: list[Scored] = [[] for _ in asked]
+    found: list[Scored] = [[] for _ in prompt_ids]
     preemptions = 0
     while engine.has_work:
         for event in engine.step():
@@ -44,14 +44,14 @@ def generate(engine: Engine, asked: list[list[int]]) -> tuple[list[Scored], int]
 
 
 def check_all_batches(loaded: LoadedModel, **options: object) -> None:
-    asked = prompts()
-    alone = [generate(start_engine(loaded, config(**options)).engine, [prompt])[0][0] for prompt in asked]
-    together, _ = generate(start_engine(loaded, config(**options)).engine, asked)
+    prompt_ids = prompts()
+    alone = [generate(start_engine(loaded, config(**options)).engine, [prompt])[0][0] for prompt in prompt_ids]
+    together, _ = generate(start_engine(loaded, config(**options)).engine, prompt_ids)
     assert together == alone
     chunked = start_engine(loaded, config(**options, max_batch_tokens=19, max_batch_requests=6)).engine
-    assert generate(chunked, asked)[0] == alone
+    assert generate(chunked, prompt_ids)[0] == alone
     memory = 2**14 * loaded.model.dtype.itemsize
     cramped = start_engine(loaded, config(**options | {"kv_memory": memory}, max_batch_requests=8)).engine
-    again, preemptions = generate(cramped, asked)
-    assert preemptions > 0, "nothing was computed a second time"
+    again, preemptions = generate(cramped, prompt_ids)
+    assert preemptions > 0, "no request was preempted"
     assert again == alone

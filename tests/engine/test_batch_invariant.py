@@ -36,9 +36,9 @@ def test_tokens_of_a_mixture_of_experts_are_the_same_in_any_batch(tmp_path: Path
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     loaded = load_model(str(tmp_path), config(load_format="dummy"), progress=False)
-    asked = prompts()
-    together, _ = generate(start_engine(loaded, config(max_batch_tokens=50)).engine, asked)
-    for prompt, scored in zip(asked[:3], together, strict=False):
+    prompt_ids = prompts()
+    together, _ = generate(start_engine(loaded, config(max_batch_tokens=50)).engine, prompt_ids)
+    for prompt, scored in zip(prompt_ids[:3], together, strict=False):
         assert generate(start_engine(loaded, config()).engine, [prompt])[0][0] == scored
 
 
@@ -55,10 +55,10 @@ def test_models_large_enough_for_two_threads_are_invariant_too(tmp_path: Path, o
     torch.set_num_threads(2)
     try:
         loaded = load_model(str(tmp_path), config(load_format="dummy"), progress=False)
-        asked = prompts()
-        together, _ = generate(start_engine(loaded, config(max_batch_tokens=190)).engine, asked)
+        prompt_ids = prompts()
+        together, _ = generate(start_engine(loaded, config(max_batch_tokens=190)).engine, prompt_ids)
         for place in (1, 4):
-            assert generate(start_engine(loaded, config()).engine, [asked[place]])[0][0] == together[place]
+            assert generate(start_engine(loaded, config()).engine, [prompt_ids[place]])[0][0] == together[place]
     finally:
         torch.set_num_threads(threads)
 

@@ -21,7 +21,7 @@ from tests.engine.fake_executor import PARAMS, interrupt, make_engine, run_to_en
 
 @pytest.mark.parametrize("interrupted_step", range(5))
 def test_an_interrupted_step_is_computed_again(interrupted_step: int) -> None:
-    """No block and no token is lost, whatever part of the step was done."""
+    """No block and no token is lost, in whichever part of the step the interruption occurs."""
     prompts = [list(range(10, 20)), list(range(30, 60))]
     outputs = []
     for disturbed in (False, True):
@@ -154,7 +154,7 @@ def test_beam_search_needs_an_executor_that_finds_candidates() -> None:
         engine.submit([3], SamplingParams(beam_width=2, n=2, max_tokens=4))
 
 
-def test_the_executor_prepares_only_while_there_is_nothing_to_do() -> None:
+def test_the_executor_prepares_only_while_the_engine_is_idle() -> None:
     engine, executor = make_engine()
     executor.num_to_prepare = 2
     assert engine.prepare()

@@ -1,4 +1,4 @@
-"""A plan as tensors: ragged, with idle rows, and as a rectangle."""
+"""The tensors of a plan: ragged, with idle rows, and rectangular."""
 
 from __future__ import annotations
 

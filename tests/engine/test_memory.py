@@ -1,4 +1,4 @@
-"""Planning KV memory, and how much of a device counts as free."""
+"""Planning of KV memory, and the free memory of a device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_log_shows_the_arithmetic_as_documented() -> None:
         assert line in documented
 
 
-def test_a_share_of_free_memory_but_no_more_than_a_full_batch_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_gets_a_share_of_free_memory_limited_to_a_full_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     per_block = 46_080 * 16
     monkeypatch.setattr(memory_plan, "free_memory", lambda device: 4 * 1000 * per_block)
     assert plan(None).num_blocks == 1000
@@ -98,7 +98,7 @@ def test_a_container_limit_counts_but_reclaimable_file_pages_do_not(
     assert device_memory.free_memory(CPU) == 500
 
 
-def test_no_more_requests_run_than_short_sequences_fit() -> None:
+def test_the_batch_size_is_limited_to_the_short_sequences_that_fit() -> None:
     whole = plan("2GiB")
     assert whole.max_requests(64) == 64
     small = plan(whole.bytes_per_token * whole.block_size * 20)

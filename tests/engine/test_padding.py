@@ -1,4 +1,4 @@
-"""How much padding each attention backend computes, and that it changes no token."""
+"""Each attention backend computes the expected padding, which changes no token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = [list(range(5, 5 + length)) for length in (3, 40, 1, 17)]
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """The model is so small that a second thread only waits."""
+    """The model is too small for more threads."""
 
 
 @pytest.fixture(scope="module")

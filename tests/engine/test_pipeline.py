@@ -1,4 +1,4 @@
-"""The engine launches steps ahead of reading their results, if the executor can and drafts do not forbid it."""
+"""The engine launches steps ahead of reading their results, if the executor supports it and steps have no drafts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokeni
 
 @dataclass
 class RecordingExecutor(Executor):
-    """Works one step ahead and records in which order steps are launched and read."""
+    """An executor that works one step ahead and records the order of launches and reads."""
 
     steps_ahead: int = 1
     calls: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class RecordedStep:
 
 
 class Drafting:
-    """Speculation that wants to read each step before the next is planned, but drafts nothing."""
+    """Speculation that requires each step to be read before the next is planned, but drafts nothing."""
 
     drafting = True
     speedup = 1.0
@@ -92,10 +92,11 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
 
 
 @pytest.mark.parametrize("drafting", [True, False])
-def test_each_step_is_read_first_if_it_must_be(drafting: bool) -> None:
+def test_each_step_is_read_first_with_drafts_or_a_synchronous_executor(drafting: bool) -> None:
     """While steps carry drafts, or with an executor that does not work ahead."""
     executor = RecordingExecutor(steps_ahead=1 if drafting else 0)
-    engine = make_engine(executor, make_scheduler(speculation=Drafting() if drafting else None))  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    engine = make_engine(executor, make_scheduler(speculation=Drafting() if drafting else None))
     engine.submit([3, 4, 5], PARAMS)
     while engine.has_work:
         engine.step()

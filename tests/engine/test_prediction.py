@@ -25,7 +25,7 @@ from tests.tiny import write_tiny_checkpoint
 
 
 class TimedExecutor(Executor):
-    """Its steps take as long as `cpu_like` predicts, on its own clock."""
+    """An executor with a virtual clock, on which steps take the time that `cpu_like` predicts."""
 
     def __init__(self) -> None:
         self.now = 0.0

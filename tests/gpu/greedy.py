@@ -38,26 +38,26 @@ def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], count: int, 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How tokens in a 16-bit type compare with those that transformers chooses after the same tokens.
+    """Comparison of 16-bit tokens with those that transformers chooses after the same tokens.
 
     Both round after every operation, each in different places. `noise` is the largest effect of that on a score in
     transformers: its scores in the 16-bit type against those of the same weights in float32.
     """
 
     tokens: int
-    different: int  # from the likeliest token of transformers in the 16-bit type
+    different: int  # tokens that differ from those of transformers in the 16-bit type
     theirs_different: int  # tokens of transformers that differ from its own in float32
-    largest_gap: float  # between the score of the likeliest token in float32 and that of ours
+    largest_gap: float  # largest float32 score difference between the best token and ours
     noise: float
 
     @property
     def all_near_ties(self) -> bool:
-        """Whether rounding explains all differences: scores further apart than twice the noise cannot change places."""
+        """Whether rounding explains all differences: scores further apart than twice the noise cannot swap."""
         return self.largest_gap <= 2 * self.noise
 
 
 def compare_rounded(hf: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Rounding:
-    """Compare `outputs` of ours with `hf`, which computes in the 16-bit type."""
+    """Compare our `outputs` with `hf`, which computes in the 16-bit type."""
     exact = torch.nn.Module.float(copy.deepcopy(hf))  # the method of transformers refuses models from GGUF files
     tokens = different = theirs_different = 0
     largest_gap = noise = 0.0
@@ -89,8 +89,8 @@ def count_ties(
 ) -> int:
     """How many outputs differ from the expected tokens by a tie within 1e-4; fails for any other difference."""
     return sum(
-        compare(hf, prompt, wanted[: len(output)], output) is not None
-        for prompt, wanted, output in zip(prompts, expected, outputs, strict=True)
+        compare(hf, prompt, expected_tokens[: len(output)], output) is not None
+        for prompt, expected_tokens, output in zip(prompts, expected, outputs, strict=True)
     )
 
 

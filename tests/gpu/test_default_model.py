@@ -27,7 +27,7 @@ def loaded(default_model_file: Path) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def asked(loaded: LoadedModel) -> list[list[int]]:
+def prompt_ids(loaded: LoadedModel) -> list[list[int]]:
     tokenizer = loaded.tokenizer
     texts = [tokenizer.encode(text) for text in SHORT]
     texts += [tokenizer.encode_chat([{"role": "user", "content": question}])[1] for question in CHATS]
@@ -45,11 +45,11 @@ def hf(default_model_file: Path) -> Any:
 
 
 def test_greedy_tokens_equal_transformers(
-    loaded: LoadedModel, hf: Any, asked: list[list[int]], record_property: Any, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, hf: Any, prompt_ids: list[list[int]], record_property: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [reference_tokens(hf, prompt, NEW_TOKENS) for prompt in asked]
+    expected = [reference_tokens(hf, prompt, NEW_TOKENS) for prompt in prompt_ids]
     runs = [
-        generate(loaded, asked, NEW_TOKENS, **options)
+        generate(loaded, prompt_ids, NEW_TOKENS, **options)
         for options in (
             {},
             {"cuda_graphs": False},
@@ -60,10 +60,10 @@ def test_greedy_tokens_equal_transformers(
         )
     ]
     monkeypatch.setattr(gpu_runner, "STEPS_AHEAD", 0)
-    runs += [generate(loaded, asked, NEW_TOKENS), generate(loaded, asked, NEW_TOKENS, cuda_graphs=False)]
+    runs += [generate(loaded, prompt_ids, NEW_TOKENS), generate(loaded, prompt_ids, NEW_TOKENS, cuda_graphs=False)]
     assert runs[4].num_preemptions > 0
     assert runs[5].num_preemptions > 0
-    ties = sum(count_ties(hf, asked, expected, run.outputs) for run in runs)
+    ties = sum(count_ties(hf, prompt_ids, expected, run.outputs) for run in runs)
     tokens = sum(map(len, expected))
     record_property(
         "greedy", {"model": "the default model", "settings": len(runs), "tokens": tokens, "ties within 1e-4": ties}
@@ -71,10 +71,10 @@ def test_greedy_tokens_equal_transformers(
 
 
 def test_rounded_tokens_differ_at_near_ties_only(
-    default_model_file: Path, hf: Any, asked: list[list[int]], record_property: Any
+    default_model_file: Path, hf: Any, prompt_ids: list[list[int]], record_property: Any
 ) -> None:
     rounded = load_model(str(default_model_file), EngineConfig(device="cuda", dtype="bfloat16"), progress=False)
-    outputs = generate(rounded, asked, NEW_TOKENS).outputs
-    found = compare_rounded(hf.bfloat16(), asked, outputs)  # no later test uses it in float32
+    outputs = generate(rounded, prompt_ids, NEW_TOKENS).outputs
+    found = compare_rounded(hf.bfloat16(), prompt_ids, outputs)  # no later test uses it in float32
     record_property("rounding", rounding_row("the default model", found))
     assert found.all_near_ties, found

@@ -36,17 +36,19 @@ def test_greedy_tokens_equal_transformers(
     hf = make_reference(CONFIGS[name]()).to(DEVICE)
     save(hf, tmp_path)
     loaded = load_tiny(tmp_path, DEVICE, torch.float32)
-    asked = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40)]
-    expected = [reference_tokens(hf, prompt, NEW_TOKENS) for prompt in asked]
+    prompt_ids = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40)]
+    expected = [reference_tokens(hf, prompt, NEW_TOKENS) for prompt in prompt_ids]
     runs = {}
     for waits in (False, True):  # whether a step is read before the next one is queued
         if waits:
             monkeypatch.setattr(gpu_runner, "STEPS_AHEAD", 0)
         for setting, options in SETTINGS.items():
-            runs[setting, waits] = generate(loaded, asked, NEW_TOKENS if "num_blocks" not in options else 10, **options)
+            runs[setting, waits] = generate(
+                loaded, prompt_ids, NEW_TOKENS if "num_blocks" not in options else 10, **options
+            )
     ties = 0
     for (setting, _), run in runs.items():
-        ties += count_ties(hf, asked, expected, run.outputs)
+        ties += count_ties(hf, prompt_ids, expected, run.outputs)
         assert setting not in ("preempted", "swapped") or run.num_preemptions > 0
     together = runs["together", False].outputs
     assert all(
@@ -63,9 +65,9 @@ def test_rounded_tokens_differ_at_near_ties_only(name: str, tmp_path: Path, reco
     hf = make_reference(CONFIGS[name]()).to(DEVICE).bfloat16()
     save(hf, tmp_path)
     loaded = load_tiny(tmp_path, DEVICE, torch.bfloat16)
-    asked = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40, 60)]
-    outputs = generate(loaded, asked, 60).outputs
-    found = compare_rounded(hf, asked, outputs)
+    prompt_ids = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40, 60)]
+    outputs = generate(loaded, prompt_ids, 60).outputs
+    found = compare_rounded(hf, prompt_ids, outputs)
     record_property("rounding", rounding_row(name, found))
     assert found.all_near_ties, found
 
@@ -90,8 +92,8 @@ def test_fused_layers_differ_at_near_ties_only(
     hf = make_reference(getattr(transformers, config)(**(EVEN | FUSED[config]))).to(DEVICE, dtype)
     save(hf, tmp_path)
     loaded = load_tiny(tmp_path, DEVICE, dtype)
-    asked = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40, 60)]
-    outputs = generate(loaded, asked, 60).outputs
-    found = compare_rounded(hf, asked, outputs)
+    prompt_ids = [tokens.tolist() for tokens in prompts(1, 3, 9, 17, 26, 40, 60)]
+    outputs = generate(loaded, prompt_ids, 60).outputs
+    found = compare_rounded(hf, prompt_ids, outputs)
     record_property("rounding", rounding_row(f"{config}, fused, {str(dtype).removeprefix('torch.')}", found))
     assert found.all_near_ties, found

@@ -62,22 +62,22 @@ def test_invariant_tokens_of_a_tiny_model(tmp_path: Path, dtype: str) -> None:
 def test_invariant_tokens_in_every_execution_mode(
     tmp_path: Path, shape: str, rounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device samples the same tokens with graphs and without, ahead and not, alone and together."""
+    """The device samples the same tokens with and without graphs, pipelining and other requests."""
     if rounded and shape == "Qwen3MoeConfig":
         pytest.skip("experts are not rounded")
     loaded = wide(tmp_path, shape, batch_invariant=True, quantization="fp8" if rounded else "none")
     options: dict[str, Any] = {"batch_invariant": True, "prefix_caching": False}
     options |= {"kv_dtype": "fp8"} if rounded else {}
-    asked = prompts()
-    together = generate(loaded, asked, 40, **options).outputs
-    assert len(set(map(tuple, together))) == len(asked), "tokens that do not depend on the prompt would show nothing"
+    prompt_ids = prompts()
+    together = generate(loaded, prompt_ids, 40, **options).outputs
+    assert len(set(map(tuple, together))) == len(prompt_ids), "the tokens do not depend on the prompt"
     for place in (0, 1, 4):
-        assert generate(loaded, [asked[place]], 40, **options).outputs == [together[place]]
-    assert generate(loaded, asked, 40, cuda_graphs=False, **options).outputs == together
-    assert generate(loaded, asked, 40, max_prefill_tokens=11, **options).outputs == together
+        assert generate(loaded, [prompt_ids[place]], 40, **options).outputs == [together[place]]
+    assert generate(loaded, prompt_ids, 40, cuda_graphs=False, **options).outputs == together
+    assert generate(loaded, prompt_ids, 40, max_prefill_tokens=11, **options).outputs == together
     monkeypatch.setattr(gpu_runner, "STEPS_AHEAD", 0)
-    assert generate(loaded, asked, 40, **options).outputs == together
-    assert generate(loaded, asked, 40, cuda_graphs=False, **options).outputs == together
+    assert generate(loaded, prompt_ids, 40, **options).outputs == together
+    assert generate(loaded, prompt_ids, 40, cuda_graphs=False, **options).outputs == together
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -22,7 +22,7 @@ __all__ = ["device"]
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """The interpreter runs one program after the other: spare it hundreds that have nothing to do."""
+    """Reduce the number of programs, which the interpreter runs sequentially."""
     if device.type == "cpu":
         monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
 
@@ -45,7 +45,7 @@ def tiny(folder: Path, device: torch.device) -> LoadedModel:
 @pytest.fixture
 def paged_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """`attention="auto"` means the GPU's backend on a CPU too."""
-    if device.type == "cpu":  # contexts are not split: the interpreter would compute one part after the other
+    if device.type == "cpu":  # contexts are not split: the interpreter is sequential
         monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 1)
 
     def choose(name: str, *rest: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Engines around a small random model, on the GPU's runner and on the CPU's, which computes the same."""
+"""Engines with a small random model, on the GPU runner and on the CPU runner as reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When steps are captured, and that replaying one computes the same; without a GPU, by a stand-in for CUDA graphs."""
+"""Capture and replay of steps; without a GPU, with a fake CUDA graph."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MIXED = BatchShape(128, 4, 4, 17, 4, 8)
 
 
 class ReplayedGraph:
-    """Computes a step again into the tensors of the first time, as a graph does, but by the same calls."""
+    """Repeats the calls of a step and writes to the tensors of the first run, as a graph does."""
 
     count = 0
 
@@ -95,7 +95,7 @@ def test_missed_shapes_are_captured_before_likely_ones_in_idle_time(graphs: Grap
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_gc_is_disabled_while_a_step_is_captured(collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freeing graphs of another engine would spoil the capture."""
+    """Freeing graphs of another engine would invalidate the capture."""
     collected: list[bool] = []
 
     def forward(shape: BatchShape) -> ComputedStep:
@@ -131,7 +131,7 @@ def test_steps_go_on_without_graphs_when_memory_runs_out(
 
     monkeypatch.setattr(Graphs, "_record", fail)
     assert [graphs.find(MIXED) for _ in range(2 * CAPTURE_MIXED_AFTER)] == [None] * (2 * CAPTURE_MIXED_AFTER)
-    assert graphs.is_typical(MORE_DECODES), "it will never be captured"
+    assert graphs.is_typical(MORE_DECODES), "the shape is never captured"
     assert graphs.find(DECODES) is not None
     assert not graphs.capture_next()
     assert [record.message.split(":")[0] for record in caplog.records] == ["no memory is left for captured steps"]
@@ -164,7 +164,7 @@ def runner_of(engine: Engine) -> GPURunner:
 
 
 @pytest.mark.parametrize("long", [16, 10**6])
-def test_the_attention_backend_decides_where_long_contexts_matter(
+def test_the_attention_backend_decides_which_batch_sizes_have_a_shape_for_long_contexts(
     tiny: LoadedModel, long: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 512)
@@ -173,9 +173,9 @@ def test_the_attention_backend_decides_where_long_contexts_matter(
     rows = [64, 96, 128, 200, 600]
     found = [runner.shapes.decode(size, long=True).long for size in rows]
     spec = runner.attention.batch_spec(runner.model.attention_layers, runner.model.dtype)
-    wanted = [spec.splits_more(size) for size in rows]
-    assert any(wanted)
-    assert found == (wanted if long == 16 else [False] * len(rows))
+    splits = [spec.splits_more(size) for size in rows]
+    assert any(splits)
+    assert found == (splits if long == 16 else [False] * len(rows))
 
 
 def test_the_largest_step_is_measured_before_the_cache_is_sized(
@@ -184,7 +184,7 @@ def test_the_largest_step_is_measured_before_the_cache_is_sized(
     monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [16])
     monkeypatch.setattr(runner_factory, "_measures_steps", lambda device: True)
     done: list[object] = []
-    taken: list[int] = []  # just the 1000 where there is no GPU
+    taken: list[int] = []  # only the 1000 without a GPU
     measure, plan_memory = GPURunner.measure_largest_step, runner_factory.plan_memory
 
     def measured(runner: GPURunner) -> int:
@@ -214,7 +214,7 @@ def test_the_largest_step_is_measured_before_the_cache_is_sized(
 def test_memory_of_a_draft_head_is_part_of_the_largest_step(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It observes the largest step before the cache is sized, and what it keeps from step to step is added."""
+    """The head observes the largest step before the cache is sized, and its persistent state is added."""
     assert isinstance(tiny.model, Decoder)
     monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [16])
     monkeypatch.setattr(runner_factory, "_measures_steps", lambda device: True)
@@ -230,7 +230,7 @@ def test_memory_of_a_draft_head_is_part_of_the_largest_step(
         assert isinstance(runner.drafter, DraftModelProposer)
         network = runner.drafter.network
         assert isinstance(network, HeadNetwork)
-        assert not network._pending, "nothing is kept of padding"
+        assert not network._pending, "no state is kept for padding"
         tokens = runner.largest_shape.tokens
         assert observed == [tokens]
         runner.draft_observer = None
@@ -294,7 +294,7 @@ def test_replayed_steps_compute_the_same(
     assert [shape.tokens for shape in decodes] == [1, 2, 4, 8]  # up to twice the requests of a batch
     shapes, compiled = runner_of(engine).shapes, runner_of(engine).preparation.compiled
     assert {beside for shape in decodes for beside in shapes.beside_prompts(shape)} <= compiled
-    assert turns == 2 * len(decodes) - 1, "what warm-up has compiled is not compiled again"
+    assert turns == 2 * len(decodes) - 1, "warm-up results are not compiled again"
 
 
 def test_speculation_is_measured_after_its_steps_are_captured(

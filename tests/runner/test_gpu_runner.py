@@ -24,11 +24,11 @@ def test_greedy_tokens_equal_those_of_the_cpu_runner(model: CausalLM) -> None:
     requests = [(prompt, GREEDY.clone(max_tokens=6)) for prompt in random_prompts(4)]
     expected, _ = generate(make_engine(model, gpu=False), requests)
     assert generate(make_engine(model, gpu=True), requests)[0] == expected
-    assert len({token for tokens in expected.values() for token in tokens}) > 10, "the tokens vary"
+    assert len({token for tokens in expected.values() for token in tokens}) > 10, "the tokens vary too little"
 
 
 def test_the_tokens_depend_on_attention(device: torch.device) -> None:
-    """Else the tests of this module would pass with an attention that returns zeros."""
+    """Otherwise the tests of this module would pass with attention that returns zeros."""
     requests = [(prompt, GREEDY.clone(max_tokens=6)) for prompt in random_prompts(4)]
     expected, _ = generate(make_engine(random_model(device), gpu=False), requests)
     without_attention = random_model(device, zeroed="o_proj")
@@ -119,7 +119,7 @@ def test_measuring_the_largest_step_changes_nothing(model: CausalLM, monkeypatch
 def test_a_step_that_samples_nothing_ends_with_the_last_attention(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rows are left for what follows, and kernels that copy tiles do not take a tensor without rows."""
+    """No rows remain after it, and kernels that copy tiles do not accept a tensor without rows."""
     model = random_model(device, {"num_hidden_layers": 2}, dtype=torch.float16)
     rest, rows = DecoderLayer.rest, list[int]()
 

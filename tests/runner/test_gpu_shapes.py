@@ -49,7 +49,7 @@ def test_every_batch_fits_its_shape_and_the_largest() -> None:
             assert recurs or {shape.singles, shape.samples} <= {0, *shapes.decode_buckets, shape.tokens}
 
 
-def test_a_few_single_tokens_with_a_long_context_do_without_a_graph() -> None:
+def test_a_few_single_tokens_with_a_long_context_use_no_graph() -> None:
     shapes = make_shapes(128, lambda rows: rows > 2)
     needs = {"tokens": 600, "chunks": 120, "tiles": 40, "samples": 120, "updates": 9}
     for singles, longest, captured in ((2, LONG_CONTEXT, True), (2, LONG_CONTEXT + 1, False), (90, 10**5, True)):
@@ -73,7 +73,7 @@ def test_long_contexts_get_a_shape_of_their_own_only_where_they_are_split_furthe
         assert {short[0], long[0]} <= {*decodes}
 
 
-def test_kernels_of_steps_with_long_prompts_are_known_beforehand() -> None:
+def test_kernels_of_steps_with_long_prompts_are_compiled_at_startup() -> None:
     shapes = make_shapes(256, lambda rows: rows == 32)
     prepared = [beside for shape in shapes.decodes(shapes.decode_buckets) for beside in shapes.beside_prompts(shape)]
     kinds = {(shape.singles, shape.long, shape.deep) for shape in prepared}

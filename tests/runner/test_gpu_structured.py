@@ -1,4 +1,4 @@
-"""Structured output on the GPU's runner, whose steps are queued one ahead: the same tokens as on the CPU's."""
+"""Structured output on the GPU runner, which works one step ahead, has the same tokens as on the CPU runner."""
 
 from __future__ import annotations
 

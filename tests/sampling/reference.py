@@ -1,4 +1,4 @@
-"""The sampler for one row, written in the most direct way: the reference of the tests."""
+"""Reference implementation of the sampler for one row."""
 
 from __future__ import annotations
 

@@ -139,10 +139,10 @@ def test_tied_logprobs_are_listed_by_id_and_share_a_rank() -> None:
 
 def test_each_row_gets_its_own_number_of_logprobs() -> None:
     sampler = Sampler(4, CPU)
-    wanted = {"none": None, "zero": 0, "two": 2, "more than there are": 20}
-    for name, count in wanted.items():
+    counts = {"none": None, "zero": 0, "two": 2, "more than there are": 20}
+    for name, count in counts.items():
         sampler.add(name, greedy(logprobs=count), [], seed=0, eos_ids=[])
-    batch = sampler.sample(torch.tensor([[1.0, 2.0, 3.0, 4.0]]).repeat(4, 1), list(wanted), [0] * 4)
+    batch = sampler.sample(torch.tensor([[1.0, 2.0, 3.0, 4.0]]).repeat(4, 1), list(counts), [0] * 4)
     counts = [None if entry is None else len(entry.top) for entry in batch.logprobs]
     assert counts == [None, 0, 2, 4]
     assert all(entry.rank == 1 for entry in batch.logprobs if entry)

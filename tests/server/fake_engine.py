@@ -1,4 +1,4 @@
-"""A stand-in for the engine process, which fails in the way that its model's name says."""
+"""A fake engine process that fails as its model name specifies."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ while True:
     if fault == "babbles" and num_starts == 0:
         socket.send(b"\xff not a message")
     hangs = fault == "hangs" and num_starts == 0
-    # The long steps of a healthy engine end at some point.
+    # Long steps of a healthy engine end eventually.
     send(Heartbeat(age if hangs else age % 0.4))

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Answer:
-    """The part of a response that has arrived."""
+    """The received part of a response."""
 
     status: int = 0
     texts: dict[int, str] = field(default_factory=dict)  # by choice
@@ -27,7 +27,7 @@ class Answer:
 
 
 class RawClient:
-    """Uses HTTP/1.0, so that the server closes the connection after the response."""
+    """A client with HTTP/1.0, so that the server closes the connection after the response."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -57,7 +57,7 @@ class RawClient:
             if line == b"data: [DONE]\n":
                 answer.complete = True
             elif line.startswith((b"data: ", b"{")):
-                _take_in(answer, json.loads(line.removeprefix(b"data: ")))
+                _add_chunk(answer, json.loads(line.removeprefix(b"data: ")))
         self.close()
         return answer
 
@@ -71,7 +71,7 @@ class RawClient:
         self.writer.transport.abort()
 
 
-def _take_in(answer: Answer, body: dict[str, Any]) -> None:
+def _add_chunk(answer: Answer, body: dict[str, Any]) -> None:
     answer.error = body.get("error", answer.error)
     for choice in body.get("choices", ()):
         index = choice["index"]
@@ -79,7 +79,7 @@ def _take_in(answer: Answer, body: dict[str, Any]) -> None:
         answer.reasons[index] = choice["finish_reason"] or answer.reasons.get(index)
 
 
-async def ask(url: str, body: dict[str, Any]) -> Answer:
+async def post(url: str, body: dict[str, Any]) -> Answer:
     client = await RawClient.post(url, body)
     async with asyncio.timeout(240):
         return await client.answer()

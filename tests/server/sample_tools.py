@@ -1,4 +1,4 @@
-"""Tools that tests offer to the model of `tool_server`, and its template."""
+"""Tools and chat template for tests with `tool_server`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TOOL_TEMPLATE = (
     "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Short enough for a random model to finish.
+# Arguments short enough for a random model to complete.
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -25,4 +25,4 @@ WEATHER: dict[str, Any] = {
     },
 }
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "get_time", "description": "The time of day"}}
-ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather?"}]
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather?"}]

@@ -37,7 +37,7 @@ def stuck_on_long_texts(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> Iter
             go_on.set()
 
 
-def ask(front: FrontEnd, prompt: str) -> int:
+def post_prompt(front: FrontEnd, prompt: str) -> int:
     return HTTP.post(front.url + PATH, json={"model": NAME, "prompt": prompt}).status_code
 
 

@@ -1,4 +1,4 @@
-"""Clients that disconnect in every phase of a request.
+"""Requests are cancelled when their client disconnects, in every phase.
 
 The engine is suspended and resumed in between, so that nothing depends on the speed of the machine.
 """
@@ -21,7 +21,7 @@ from tests.server.running_server import NAME, RunningServer, start_server, wait_
 from tests.tiny import write_tiny_checkpoint
 
 PATH = "/v1/completions"
-# Long enough not to finish in a moment even on a busy machine.
+# Long enough not to finish early.
 ENDLESS = {"model": NAME, "max_tokens": 3000, "ignore_eos": True}
 SHORT, LONG = [7, 8, 9], [11] * 1000
 # The long prompt takes 125 steps, its output thousands. The engine's reaction to a cancellation is exact (see
@@ -41,7 +41,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 class Pause:
-    """Suspends the engine; `until` resumes it for moments."""
+    """Suspends the engine; `until` resumes it briefly until a condition holds."""
 
     def __init__(self, server: RunningServer) -> None:
         self.server = server
@@ -58,7 +58,7 @@ class Pause:
     def until(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + 60
         while not condition():
-            assert time.monotonic() < end, "the engine does not get there"
+            assert time.monotonic() < end, "the engine did not reach the condition"
             os.kill(self.pid, signal.SIGCONT)
             time.sleep(0.004)
             os.kill(self.pid, signal.SIGSTOP)
@@ -88,7 +88,7 @@ def computing_prompts(server: RunningServer) -> Callable[[], bool]:
     before, generated = prefilled(), tokens_generated(server)
 
     def arrived() -> bool:
-        assert tokens_generated(server) == generated, "it went past the prompt"
+        assert tokens_generated(server) == generated, "the prompt was computed too soon"
         return prefilled() > before
 
     return arrived
@@ -123,17 +123,17 @@ def test_no_more_is_computed_for_a_client_that_disconnects(small: RunningServer,
     async def check() -> float:
         with Pause(small) as engine:
             arrived = reached(small)
-            asking = await clients()
+            connected = await clients()
             expected = sum(body.get("n", 1) * (3 if phase == "several prompts" else 1) for body in bodies)
             while small.metric("chairlift_requests_open") != expected:
                 await asyncio.sleep(0.02)
             engine.until(arrived)
             assert small.metric("chairlift_requests_open") == expected
             steps = engine.settled_steps()
-            for client in asking:
+            for client in connected:
                 client.reset()
             await asyncio.sleep(0)
-            wait_for(lambda: small.metric("chairlift_requests_open") == 0, 30, "the front end to notice")
+            wait_for(lambda: small.metric("chairlift_requests_open") == 0, 30, "the front end to cancel the requests")
         small.wait_idle()
         assert small.metric_of("chairlift_requests_total", reason="cancelled") == cancelled + expected
         return small.metric("chairlift_steps_total") - steps
@@ -165,15 +165,15 @@ def test_a_full_queue_sets_retry_after_and_requests_that_never_fit_are_refused(s
 def test_a_second_signal_exits_at_once(small: RunningServer) -> None:
     """Must be the last test of this file, because it ends the server."""
     answers = []
-    with Pause(small) as engine:  # so that nothing can finish
+    with Pause(small) as engine:  # so that no request can finish
         open_ = threading.Thread(target=lambda: answers.append(small.post(PATH, ENDLESS | {"prompt": SHORT})))
         open_.start()
-        wait_for(lambda: small.metric("chairlift_requests_open") == 1, 30, "the request to be taken in")
+        wait_for(lambda: small.metric("chairlift_requests_open") == 1, 30, "the request to be admitted")
         small.process.send_signal(signal.SIGTERM)
         small.wait_until("/ready", 503)
         small.process.send_signal(signal.SIGINT)
         assert small.process.wait(60) == 128 + signal.SIGINT, small.tail()
         open_.join(30)
         assert answers[0].status_code == 503
-        wait_for(lambda: not Path(f"/proc/{engine.pid}").exists(), 30, "the engine process to be gone")
-        engine.pid = os.getpid()  # the engine is gone
+        wait_for(lambda: not Path(f"/proc/{engine.pid}").exists(), 30, "the engine process to exit")
+        engine.pid = os.getpid()  # the engine process has exited

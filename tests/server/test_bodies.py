@@ -1,4 +1,4 @@
-"""Parsing large bodies: only for admitted clients that are still connected, and beside long texts."""
+"""Large bodies are parsed only for admitted, connected clients, and not delayed by long texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chairlift.server.limits import Limits
 from chairlift.server.process.engine_client import EngineState
 from tests.server.front_end import NAME, FrontEnd, front_end
 from tests.server.running_server import HTTP, wait_for
-from tests.server.stuck_tokenizer import LONG_TEXT, ask, preparing, stuck_on_long_texts
+from tests.server.stuck_tokenizer import LONG_TEXT, post_prompt, preparing, stuck_on_long_texts
 
 PATH = "/v1/completions"
 LARGE = {"model": NAME, "prompt": LONG_TEXT}
@@ -27,7 +27,7 @@ def post(front: FrontEnd, path: str, **body: Any) -> httpx.Response:
 
 
 class StuckParsers:
-    """Block on every body until `go_on` is set."""
+    """Parsers that block on every body until `go_on` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
@@ -53,7 +53,7 @@ def stuck_parsers(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> Iterator[t
 
 
 @contextmanager
-def asking(front: FrontEnd, count: int, path: str = PATH, **body: Any) -> Iterator[list[int]]:
+def requests_in_flight(front: FrontEnd, count: int, path: str = PATH, **body: Any) -> Iterator[list[int]]:
     """Send `count` requests at once; yields their statuses, complete at exit."""
     statuses: list[int] = []
     threads = [
@@ -69,9 +69,12 @@ def asking(front: FrontEnd, count: int, path: str = PATH, **body: Any) -> Iterat
 def test_only_bodies_of_admitted_requests_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(max_waiting=0, max_text_jobs=1)  # and 8 slots
     with stuck_parsers(monkeypatch, limits) as (front, parsers):
-        with asking(front, 8, **LARGE) as statuses, asking(front, 1, "/tokenize", prompt=LONG_TEXT) as texts:
-            wait_for(lambda: preparing(front) == 8, 30, "the places to be taken")
-            wait_for(lambda: front.service.admission._text_jobs == 1, 30, "the text to be taken in")
+        with (
+            requests_in_flight(front, 8, **LARGE) as statuses,
+            requests_in_flight(front, 1, "/tokenize", prompt=LONG_TEXT) as texts,
+        ):
+            wait_for(lambda: preparing(front) == 8, 30, "the slots to be reserved")
+            wait_for(lambda: front.service.admission._text_jobs == 1, 30, "the text job to be admitted")
             assert post(front, PATH, **LARGE).status_code == 429
             assert post(front, "/tokenize", prompt=LONG_TEXT).status_code == 429
             front.engine.state = EngineState.RESTARTING
@@ -92,23 +95,23 @@ def test_bodies_of_disconnected_clients_are_not_parsed(monkeypatch: pytest.Monke
         connections = [front.connect() for _ in range(5)]
         for connection in connections:
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        wait_for(lambda: preparing(front) == 5, 30, "all to be taken in")
+        wait_for(lambda: preparing(front) == 5, 30, "all requests to be admitted")
         for connection in connections:
             connection.close()
-        wait_for(lambda: preparing(front) == 0, 30, "their places to be free again")
+        wait_for(lambda: preparing(front) == 0, 30, "their reservations to be released")
         parsers.go_on.set()
         assert post(front, PATH, **LARGE).status_code == 400  # after the abandoned bodies
-        assert len(parsers.begun) == 3  # the two that were being parsed, and this one
+        assert len(parsers.begun) == 3  # two that were being parsed, and this one
         assert not front.engine.received
 
 
 def test_refusals_do_not_wait_for_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     with stuck_on_long_texts(monkeypatch, Limits(max_waiting=0)) as (front, go_on):
-        with asking(front, 3, **LARGE) as statuses:
-            wait_for(lambda: preparing(front) == 3, 30, "the long ones to be taken in")
+        with requests_in_flight(front, 3, **LARGE) as statuses:
+            wait_for(lambda: preparing(front) == 3, 30, "the long requests to be admitted")
             assert post(front, PATH, **LARGE, n="many").status_code == 400
             assert post(front, PATH, model="another", prompt=LONG_TEXT).status_code == 404
             assert post(front, PATH, **LARGE, n=8).status_code == 429
             go_on.set()
         assert statuses == [200] * 3
-        assert ask(front, "short") == 200
+        assert post_prompt(front, "short") == 200

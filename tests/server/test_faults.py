@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.raw_client import Answer, RawClient, ask
+from tests.server.raw_client import Answer, RawClient, post
 from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for
 
 PATH = "/v1/completions"
@@ -37,7 +37,7 @@ def long_request(index: int) -> dict[str, Any]:
 async def start_streams(server: RunningServer) -> list[asyncio.Task[Answer]]:
     """Many clients with unfinished streams. The engine is suspended when this returns, so none can finish."""
     before, engine = server.metric("chairlift_output_tokens_total"), server.engine_pid()
-    os.kill(engine, signal.SIGSTOP)  # until all requests have arrived
+    os.kill(engine, signal.SIGSTOP)  # until all requests arrived
     clients = [await RawClient.post(server.url + PATH, long_request(index)) for index in range(NUM_CLIENTS)]
     answers = [asyncio.create_task(client.answer()) for client in clients]
     while server.metric("chairlift_requests_open") < NUM_CLIENTS:
@@ -84,7 +84,7 @@ def test_an_engine_that_dies_under_load_ends_all_streams_and_is_restarted(
         assert answer.status in (200, 503)  # 503 if it had no output yet
         assert answer.error is not None
         assert answer.error["type"] == "service_unavailable"
-        assert full.text.startswith(answer.text), "it got the words of another"
+        assert full.text.startswith(answer.text), "the text belongs to another request"
         assert full.complete
     restartable.wait_idle()
     assert restartable.metric("chairlift_requests_open") == 0
@@ -92,7 +92,7 @@ def test_an_engine_that_dies_under_load_ends_all_streams_and_is_restarted(
 
 
 async def all_responses(server: RunningServer) -> list[Answer]:
-    return await asyncio.gather(*(ask(server.url + PATH, long_request(index)) for index in range(NUM_CLIENTS)))
+    return await asyncio.gather(*(post(server.url + PATH, long_request(index)) for index in range(NUM_CLIENTS)))
 
 
 def test_sigterm_under_load_drains_and_leaves_no_child(restartable: RunningServer) -> None:
@@ -119,7 +119,7 @@ def test_sigterm_under_load_drains_and_leaves_no_child(restartable: RunningServe
     assert [answer.text for answer in finished] == [answer.text for answer in expected]
     assert all(answer.complete for answer in finished)
     for child in children:
-        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 30, "the children to be gone")
+        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 30, "the children to exit")
 
 
 def test_an_engine_exits_when_its_front_end_is_killed(tiny_folder: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_an_engine_exits_when_its_front_end_is_killed(tiny_folder: Path, tmp_pat
     server.process.kill()
     server.process.wait(30)
     for child in children:
-        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 60, "the engine to be gone")
+        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 60, "the engine to exit")
 
 
 def test_sigterm_while_loading_exits(tiny_folder: Path) -> None:
@@ -140,7 +140,7 @@ def test_sigterm_while_loading_exits(tiny_folder: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     for child in children:
-        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 60, "the engine to be gone")
+        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 60, "the engine to exit")
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_every_route_but_health_needs_a_key(locked: RunningServer) -> None:
 
 
 def test_keys_do_not_share_cached_prefixes(locked: RunningServer) -> None:
-    prompt = "my private prompt, which nobody else should be able to find in the cache by its time"
+    prompt = "my private prompt, which no other key may find in the cache by its timing"
 
     def cached(key: str, salt: str | None = None) -> int:
         body = {"model": NAME, "prompt": prompt, "max_tokens": 1, "cache_salt": salt}

@@ -1,4 +1,4 @@
-"""Forced tool calls: even a random model makes valid calls of the right tools."""
+"""Forced tool calls: even a random model makes valid calls."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from tests.server.running_server import NAME, RunningServer
-from tests.server.sample_tools import ASK, CLOCK, WEATHER
+from tests.server.sample_tools import CLOCK, MESSAGES, WEATHER
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-ASKED: dict[str, Any] = {"model": NAME, "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 300}
+REQUEST: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "tools": [WEATHER, CLOCK], "max_tokens": 300}
 
 
 def check(function: Any) -> None:
@@ -27,12 +27,12 @@ def check(function: Any) -> None:
 
 
 def assembled(chunks: Iterable[Any], n: int = 1) -> list[dict[str, Any]]:
-    """The choices of a stream, assembled from chunks whose form is checked."""
+    """Assemble the choices of a stream and check the format of its chunks."""
     choices: list[dict[str, Any]] = [{"content": "", "calls": [], "reason": None} for _ in range(n)]
     for chunk in chunks:
         for outcome in chunk.choices:
             choice = choices[outcome.index]
-            assert choice["reason"] is None, "nothing follows a finish reason"
+            assert choice["reason"] is None, "no chunk may follow a finish reason"
             choice["content"] += outcome.delta.content or ""
             choice["reason"] = outcome.finish_reason
             for call in outcome.delta.tool_calls or []:
@@ -46,16 +46,16 @@ def assembled(chunks: Iterable[Any], n: int = 1) -> list[dict[str, Any]]:
     return choices
 
 
-def towards(server: RunningServer, token: str) -> dict[str, float]:
+def bias_towards(server: RunningServer, token: str) -> dict[str, float]:
     """A logit bias that makes a token probable wherever the grammar allows it."""
-    (wanted,) = server.post("/tokenize", {"prompt": token, "add_special_tokens": False}).json()["tokens"]
-    return {str(wanted): 9.0}
+    (token_id,) = server.post("/tokenize", {"prompt": token, "add_special_tokens": False}).json()["tokens"]
+    return {str(token_id): 9.0}
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_forced_calls_in_whole_responses(tool_server: RunningServer, choice: Any) -> None:
-    bias = towards(tool_server, "<|im_end|>")
-    answer = tool_server.client().chat.completions.create(**ASKED, tool_choice=choice, seed=1, n=4, logit_bias=bias)
+    bias = bias_towards(tool_server, "<|im_end|>")
+    answer = tool_server.client().chat.completions.create(**REQUEST, tool_choice=choice, seed=1, n=4, logit_bias=bias)
     for outcome in answer.choices:
         assert outcome.message.content is None
         calls = outcome.message.tool_calls
@@ -72,9 +72,14 @@ def test_forced_calls_in_whole_responses(tool_server: RunningServer, choice: Any
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_streams_add_up_to_whole_responses(tool_server: RunningServer, choice: Any) -> None:
     client = tool_server.client()
-    asked = ASKED | {"tool_choice": choice, "seed": 7, "n": 2, "logit_bias": towards(tool_server, "<|im_end|>")}
-    whole = client.chat.completions.create(**asked)
-    streamed = assembled(client.chat.completions.create(**asked, stream=True), n=2)
+    request_body = REQUEST | {
+        "tool_choice": choice,
+        "seed": 7,
+        "n": 2,
+        "logit_bias": bias_towards(tool_server, "<|im_end|>"),
+    }
+    whole = client.chat.completions.create(**request_body)
+    streamed = assembled(client.chat.completions.create(**request_body, stream=True), n=2)
     for outcome, streamed_choice in zip(whole.choices, streamed, strict=True):
         assert streamed_choice["content"] == ""
         assert streamed_choice["reason"] == outcome.finish_reason
@@ -84,21 +89,22 @@ def test_streams_add_up_to_whole_responses(tool_server: RunningServer, choice: A
         for call in outcome.message.tool_calls or []:
             check(call.function)
             if call.function.name == "get_weather":
-                pieces = streamed_choice["calls"][outcome.message.tool_calls.index(call)]["pieces"]  # type: ignore[union-attr]
-                assert len(pieces) > 3, "the arguments come while they are written"
+                # type: ignore[union-attr]
+                pieces = streamed_choice["calls"][outcome.message.tool_calls.index(call)]["pieces"]
+                assert len(pieces) > 3, "the arguments must be streamed"
 
 
 def test_parallel_tool_calls_allows_several_calls_or_one(tool_server: RunningServer) -> None:
     client = tool_server.client()
-    asked = ASKED | {"tool_choice": "required", "seed": 1, "n": 4}
-    many = client.chat.completions.create(**(asked | {"max_tokens": 120}))
+    request_body = REQUEST | {"tool_choice": "required", "seed": 1, "n": 4}
+    many = client.chat.completions.create(**(request_body | {"max_tokens": 120}))
     assert max(len(outcome.message.tool_calls or []) for outcome in many.choices) > 1
     for outcome in many.choices:
         calls = outcome.message.tool_calls or []
         assert len({call.id for call in calls}) == len(calls)
-        for call in calls[:-1]:  # the last may have been cut off by max_tokens
+        for call in calls[:-1]:  # the last one may be truncated by max_tokens
             check(call.function)
-    for outcome in client.chat.completions.create(**asked, parallel_tool_calls=False).choices:
+    for outcome in client.chat.completions.create(**request_body, parallel_tool_calls=False).choices:
         (call,) = outcome.message.tool_calls or []
         check(call.function)
         assert outcome.finish_reason == "tool_calls"
@@ -106,12 +112,12 @@ def test_parallel_tool_calls_allows_several_calls_or_one(tool_server: RunningSer
 
 def test_a_truncated_call_has_finish_reason_length(tool_server: RunningServer) -> None:
     for stream in (False, True):
-        asked = ASKED | {"tool_choice": NAMED, "max_tokens": 45, "seed": 1}
+        request_body = REQUEST | {"tool_choice": NAMED, "max_tokens": 45, "seed": 1}
         if stream:
-            (outcome,) = assembled(tool_server.client().chat.completions.create(**asked, stream=True))
+            (outcome,) = assembled(tool_server.client().chat.completions.create(**request_body, stream=True))
             arguments, reason = "".join(outcome["calls"][0]["pieces"]), outcome["reason"]
         else:
-            whole = tool_server.client().chat.completions.create(**asked).choices[0]
+            whole = tool_server.client().chat.completions.create(**request_body).choices[0]
             arguments, reason = (whole.message.tool_calls or [])[0].function.arguments, whole.finish_reason
         assert arguments.startswith("{")
         assert reason == "length"
@@ -120,16 +126,16 @@ def test_a_truncated_call_has_finish_reason_length(tool_server: RunningServer) -
 def test_a_call_its_result_and_a_text_answer(tool_server: RunningServer) -> None:
     """The message of the first response is sent back unchanged."""
     client = tool_server.client()
-    first = client.chat.completions.create(**ASKED, tool_choice=NAMED, seed=1).choices[0].message
+    first = client.chat.completions.create(**REQUEST, tool_choice=NAMED, seed=1).choices[0].message
     (call,) = first.tool_calls or []
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "snow"}'}
     for called in (first, first.model_dump()):
-        asked = ASKED | {"messages": [*ASK, called, result], "max_tokens": 8, "seed": 1}
-        asked["extra_body"] = {"ignore_eos": True}
-        answer = client.chat.completions.create(**asked, tool_choice="none").choices[0].message
+        request_body = REQUEST | {"messages": [*MESSAGES, called, result], "max_tokens": 8, "seed": 1}
+        request_body["extra_body"] = {"ignore_eos": True}
+        answer = client.chat.completions.create(**request_body, tool_choice="none").choices[0].message
         assert answer.tool_calls is None
         assert answer.content
-    messages = [*ASK, first.model_dump(exclude_none=True), result]
+    messages = [*MESSAGES, first.model_dump(exclude_none=True), result]
     tokens = tool_server.post("/tokenize", {"messages": messages}).json()["tokens"]
     prompt = tool_server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
     assert "snow" in prompt
@@ -138,11 +144,11 @@ def test_a_call_its_result_and_a_text_answer(tool_server: RunningServer) -> None
 
 def test_calls_have_logprobs(tool_server: RunningServer) -> None:
     client = tool_server.client()
-    asked = ASKED | {"tool_choice": NAMED, "seed": 1, "logprobs": True, "top_logprobs": 2}
-    whole = client.chat.completions.create(**asked)
+    request_body = REQUEST | {"tool_choice": NAMED, "seed": 1, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**request_body)
     content = whole.choices[0].logprobs.content  # type: ignore[union-attr]
     assert len(content or []) == whole.usage.completion_tokens  # type: ignore[union-attr]
-    chunks = client.chat.completions.create(**asked, stream=True)
+    chunks = client.chat.completions.create(**request_body, stream=True)
     outcome = [
         entry.token for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
     ]
@@ -154,8 +160,8 @@ def test_stream_helpers_of_the_official_client(tool_server: RunningServer) -> No
 
     async def run() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{tool_server.url}/v1", api_key="none", timeout=60) as client:
-            asked = ASKED | {"tool_choice": NAMED, "seed": 3}
-            async with client.chat.completions.stream(**asked) as stream:
+            request_body = REQUEST | {"tool_choice": NAMED, "seed": 3}
+            async with client.chat.completions.stream(**request_body) as stream:
                 events = [event.type async for event in stream]
                 return events, await stream.get_final_completion()
 
@@ -170,13 +176,15 @@ def test_stream_helpers_of_the_official_client(tool_server: RunningServer) -> No
 def test_tools_combine_with_a_json_response_format(tool_server: RunningServer) -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     schema["additionalProperties"] = False
-    wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema, "strict": True}}
-    asked = ASKED | {"response_format": wanted, "seed": 1, "parallel_tool_calls": False}
+    response_format = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema, "strict": True}}
+    request_body = REQUEST | {"response_format": response_format, "seed": 1, "parallel_tool_calls": False}
     client = tool_server.client()
-    call = client.chat.completions.create(**asked, logit_bias=towards(tool_server, "<tool_call>")).choices[0]
+    call = client.chat.completions.create(**request_body, logit_bias=bias_towards(tool_server, "<tool_call>")).choices[
+        0
+    ]
     check((call.message.tool_calls or [])[0].function)
     assert (call.message.content, call.finish_reason) == (None, "tool_calls")
-    answer = client.chat.completions.create(**asked, logit_bias=towards(tool_server, "{")).choices[0]
+    answer = client.chat.completions.create(**request_body, logit_bias=bias_towards(tool_server, "{")).choices[0]
     jsonschema_rs.validate(schema, json.loads(answer.message.content or ""))
     assert (answer.message.tool_calls, answer.finish_reason) == (None, "stop")
 
@@ -194,7 +202,7 @@ def test_schemas_that_cannot_be_enforced_are_refused(
     tool_server: RunningServer, schema: dict[str, Any], stream: bool
 ) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
-    body = ASKED | {"tools": [tool], "tool_choice": "required", "stream": stream}
+    body = REQUEST | {"tools": [tool], "tool_choice": "required", "stream": stream}
     response = tool_server.post("/v1/chat/completions", body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == "tools"
@@ -202,12 +210,12 @@ def test_schemas_that_cannot_be_enforced_are_refused(
 
 def test_tools_work_with_a_template_without_tools(described_server: RunningServer) -> None:
     client = described_server.client()
-    outcome = client.chat.completions.create(**ASKED, tool_choice=NAMED, seed=1).choices[0]
+    outcome = client.chat.completions.create(**REQUEST, tool_choice=NAMED, seed=1).choices[0]
     (call,) = outcome.message.tool_calls or []
     check(call.function)
-    answered = [*ASK, outcome.message, {"role": "tool", "tool_call_id": call.id, "content": "snow"}]
+    answered = [*MESSAGES, outcome.message, {"role": "tool", "tool_call_id": call.id, "content": "snow"}]
     extra = {"messages": answered, "max_tokens": 8, "seed": 1, "extra_body": {"ignore_eos": True}}
-    assert client.chat.completions.create(**(ASKED | extra)).choices[0].message.content
+    assert client.chat.completions.create(**(REQUEST | extra)).choices[0].message.content
 
 
 def test_no_blocks_or_requests_remain(tool_server: RunningServer) -> None:

@@ -11,7 +11,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.server.http.host_names import HostNames
 from tests.server.front_end import NAME, front_end
 
-ASKED = {"model": NAME, "prompt": "the lift", "max_tokens": 2}
+REQUEST = {"model": NAME, "prompt": "the lift", "max_tokens": 2}
 
 OWN = ("localhost", "LOCALHOST:8000", "a.localhost:80", "127.0.0.1:8000", "[::1]:8000", "192.168.1.7", "localhost.", "")
 FOREIGN = (
@@ -51,7 +51,7 @@ def test_other_host_names_only_reach_the_health_routes() -> None:
             assert refused["code"] == "host_not_allowed", path
             assert "gpu-box.lan:8000" in refused["message"]
             assert "--allowed-host" in refused["message"]
-        for path, body in (("/v1/completions", ASKED), ("/dashboard/policy", {"policy": "static"})):
+        for path, body in (("/v1/completions", REQUEST), ("/dashboard/policy", {"policy": "static"})):
             assert client.post(front.url + path, json=body, headers={"Host": "evil.example"}).status_code == 403
         assert not front.engine.received
         assert [get(path, "evil.example").status_code for path in ("/health", "/ready")] == [200, 200]
@@ -67,6 +67,6 @@ def test_allowed_names_work_and_servers_with_keys_accept_any_name() -> None:
     with front_end(api_keys=["sesame"]) as front:
         keyed = foreign | {"Authorization": "Bearer sesame"}
         assert httpx.get(f"{front.url}/v1/models", headers=keyed).status_code == 200
-        assert httpx.post(f"{front.url}/v1/completions", json=ASKED, headers=keyed).status_code == 200
+        assert httpx.post(f"{front.url}/v1/completions", json=REQUEST, headers=keyed).status_code == 200
         assert httpx.get(f"{front.url}/dashboard", headers=foreign).status_code == 200
         assert httpx.get(f"{front.url}/dashboard/stream", headers=foreign).status_code == 401

@@ -53,7 +53,7 @@ def test_offsets_continue_across_chunks() -> None:
     assert pieces == whole.add(scored(ids), BYTES)["text_offset"]
 
 
-def test_of_tokens_with_the_same_text_the_most_probable_is_kept() -> None:
+def test_the_most_probable_of_tokens_with_the_same_text_is_kept() -> None:
     tokenizer = metaspace()
     a, byte_a = tokenizer.token_id("a"), tokenizer.token_id("<0x61>")
     assert a is not None

@@ -39,7 +39,7 @@ def test_prediction_errors_and_the_budget_are_recorded() -> None:
     assert 'chairlift_budget_decisions_total{reason="tpot"} 1.0' in shown
 
 
-def test_every_metric_is_documented_and_nothing_else() -> None:
+def test_the_docs_list_exactly_the_existing_metrics() -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     documented = set(re.findall(r"^\| `(chairlift_\w+)`", page, flags=re.MULTILINE))
     kinds = re.findall(r"^# TYPE (chairlift_\w+) (\w+)", Metrics().render().decode(), flags=re.MULTILINE)
@@ -100,8 +100,8 @@ def test_the_numbers_of_a_real_engine_add_up(server: RunningServer) -> None:
 
 def test_latency_does_not_depend_on_when_the_client_reads() -> None:
     with front_end() as front:
-        asked = {"model": SCRIPTED, "prompt": "hello", "stream": True}
-        with HTTP.stream("POST", front.url + "/v1/completions", json=asked) as answer:
+        request_body = {"model": SCRIPTED, "prompt": "hello", "stream": True}
+        with HTTP.stream("POST", front.url + "/v1/completions", json=request_body) as answer:
             wait_for(lambda: front.metric("end_to_end_seconds_count") == 1, 20, "the engine's answer")
             arrived = front.metric("end_to_end_seconds_sum")
             time.sleep(0.3)
@@ -111,7 +111,7 @@ def test_latency_does_not_depend_on_when_the_client_reads() -> None:
         assert front.metric("inter_token_seconds_count") == 1
 
 
-def refuse_to_end(engine: ScriptedEngine, message: ToEngine) -> None:
+def never_finish(engine: ScriptedEngine, message: ToEngine) -> None:
     if isinstance(message, Submit):
         engine.publish(Update(message.request_id, text="o", tokens=[5]))
     elif isinstance(message, Cancel):
@@ -119,10 +119,14 @@ def refuse_to_end(engine: ScriptedEngine, message: ToEngine) -> None:
 
 
 def test_completions_of_disconnected_clients_are_counted_once() -> None:
-    with front_end(refuse_to_end) as front:
-        asked = {"model": SCRIPTED, "prompt": "hello", "n": 3, "stream": True}
-        with HTTP.stream("POST", front.url + "/v1/completions", json=asked) as answer:
+    with front_end(never_finish) as front:
+        request_body = {"model": SCRIPTED, "prompt": "hello", "n": 3, "stream": True}
+        with HTTP.stream("POST", front.url + "/v1/completions", json=request_body) as answer:
             next(answer.iter_lines())
-        wait_for(lambda: front.metric("requests_total", reason="cancelled") == 3, 20, "the cancelled ones to count")
+        wait_for(
+            lambda: front.metric("requests_total", reason="cancelled") == 3,
+            20,
+            "the cancelled completions to be counted",
+        )
         assert front.metric("requests_total", reason="length") == 0
         assert front.engine.num_open == 0

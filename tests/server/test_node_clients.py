@@ -64,8 +64,8 @@ def found(tool_server: RunningServer) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(tool_server: RunningServer) -> str:
-    talk = [{"role": "user", "content": QUESTION}]
-    answer = tool_server.client().chat.completions.create(model=NAME, messages=talk, max_tokens=12, temperature=0)
+    messages = [{"role": "user", "content": QUESTION}]
+    answer = tool_server.client().chat.completions.create(model=NAME, messages=messages, max_tokens=12, temperature=0)
     return str(answer.choices[0].message.content)
 
 

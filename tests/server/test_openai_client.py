@@ -10,12 +10,12 @@ import pytest
 
 from tests.server.running_server import NAME, RunningServer
 
-TALK = [{"role": "user", "content": "when does the lift stop?"}]
+MESSAGES = [{"role": "user", "content": "when does the lift stop?"}]
 GREEDY = {"model": NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 def test_chat(server: RunningServer) -> None:
-    answer = server.client().chat.completions.create(messages=TALK, max_tokens=12, **GREEDY)
+    answer = server.client().chat.completions.create(messages=MESSAGES, max_tokens=12, **GREEDY)
     assert answer.object == "chat.completion"
     assert answer.model == NAME
     (choice,) = answer.choices
@@ -28,11 +28,11 @@ def test_chat(server: RunningServer) -> None:
 
 def test_streamed_chat_adds_up(server: RunningServer) -> None:
     client = server.client()
-    whole = client.chat.completions.create(messages=TALK, max_tokens=20, n=2, seed=5, model=NAME, temperature=1.0)
+    whole = client.chat.completions.create(messages=MESSAGES, max_tokens=20, n=2, seed=5, model=NAME, temperature=1.0)
     texts, reasons, roles = ["", ""], [None, None], [0, 0]
     usage = None
     stream = client.chat.completions.create(
-        messages=TALK,
+        messages=MESSAGES,
         max_tokens=20,
         n=2,
         seed=5,
@@ -82,7 +82,7 @@ def test_stop_strings_and_logprobs(server: RunningServer) -> None:
     cut = client.completions.create(prompt="the engine", max_tokens=20, stop=[stop], **GREEDY).choices[0]
     assert cut.text == whole[: whole.index(stop)]
     assert cut.finish_reason == "stop"
-    chat = client.chat.completions.create(messages=TALK, max_tokens=4, logprobs=True, top_logprobs=3, **GREEDY)
+    chat = client.chat.completions.create(messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=3, **GREEDY)
     content = chat.choices[0].logprobs.content
     assert len(content) == 4
     assert all(len(entry.top_logprobs) == 3 for entry in content)
@@ -97,13 +97,13 @@ def test_stop_strings_and_logprobs(server: RunningServer) -> None:
 
 
 def test_concurrent_requests_get_their_own_responses(server: RunningServer) -> None:
-    async def ask(client: openai.AsyncOpenAI, index: int) -> str:
+    async def complete(client: openai.AsyncOpenAI, index: int) -> str:
         answer = await client.completions.create(prompt=f"request number {index}", max_tokens=8, **GREEDY)
         return answer.choices[0].text
 
     async def all_of_them() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120) as client:
-            return await asyncio.gather(*(ask(client, index % 20) for index in range(100)))
+            return await asyncio.gather(*(complete(client, index % 20) for index in range(100)))
 
     together = asyncio.run(all_of_them())
     client = server.client()
@@ -127,18 +127,18 @@ def test_cached_tokens_are_reported(server: RunningServer) -> None:
     assert after == [before[0] + usage.prompt_tokens, before[1] + cached]
 
 
-def test_models_and_errors_as_the_client_sees_them(server: RunningServer) -> None:
+def test_models_and_errors_of_the_official_client(server: RunningServer) -> None:
     client = server.client()
     (model,) = client.models.list().data
     assert model.id == NAME
     assert model.max_model_len == 256
     assert client.models.retrieve(NAME).id == NAME
     with pytest.raises(openai.NotFoundError) as missing:
-        client.chat.completions.create(model="gpt-9", messages=TALK)
+        client.chat.completions.create(model="gpt-9", messages=MESSAGES)
     assert missing.value.param == "model"
     with pytest.raises(openai.BadRequestError) as bad:
-        client.chat.completions.create(model=NAME, messages=TALK, temperature=-1)
+        client.chat.completions.create(model=NAME, messages=MESSAGES, temperature=-1)
     assert bad.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as bad:
-        list(client.chat.completions.create(model=NAME, messages=TALK, temperature=-1, stream=True))
+        list(client.chat.completions.create(model=NAME, messages=MESSAGES, temperature=-1, stream=True))
     assert bad.value.param == "temperature"

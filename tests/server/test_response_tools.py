@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from tests.server.response_events import in_order, sse
 from tests.server.running_server import NAME, RunningServer
-from tests.server.sample_tools import ASK, CLOCK, WEATHER
+from tests.server.sample_tools import CLOCK, MESSAGES, WEATHER
 
 PATH = "/v1/responses"
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -48,26 +48,31 @@ def chat_call(item: dict[str, Any]) -> dict[str, Any]:
 
 def test_calls_and_results_become_the_same_prompt_as_in_a_chat(tool_server: RunningServer) -> None:
     client = tool_server.client()
-    said = {"role": "assistant", "content": "let me look"}
-    for words in ([said], []):
+    text_item = {"role": "assistant", "content": "let me look"}
+    for text_items in ([text_item], []):
         answer = client.responses.create(
-            input=[*ASK, *words, CALL, SECOND, *RESULTS], tools=TOOLS, max_output_tokens=6, **GREEDY
+            input=[*MESSAGES, *text_items, CALL, SECOND, *RESULTS], tools=TOOLS, max_output_tokens=6, **GREEDY
         )
-        turn = {"role": "assistant", "content": "", **(said if words else {})}
-        talk: list[Any] = [
-            *ASK,
+        turn = {"role": "assistant", "content": "", **(text_item if text_items else {})}
+        messages: list[Any] = [
+            *MESSAGES,
             turn | {"tool_calls": [chat_call(CALL), chat_call(SECOND)]},
             {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
             {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
         ]
-        chat = client.chat.completions.create(messages=talk, tools=[WEATHER, CLOCK], max_tokens=6, **GREEDY)
+        chat = client.chat.completions.create(messages=messages, tools=[WEATHER, CLOCK], max_tokens=6, **GREEDY)
         assert answer.usage.input_tokens == chat.usage.prompt_tokens
         assert answer.output_text == chat.choices[0].message.content
 
 
 def test_the_response_repeats_the_tools(tool_server: RunningServer) -> None:
-    asked: dict[str, Any] = {"input": "hello", "tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False}
-    answer = tool_server.client().responses.create(max_output_tokens=2, **asked, **GREEDY)
+    request_body: dict[str, Any] = {
+        "input": "hello",
+        "tools": TOOLS,
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+    }
+    answer = tool_server.client().responses.create(max_output_tokens=2, **request_body, **GREEDY)
     assert [tool.name for tool in answer.tools] == ["get_weather", "get_time"]
     assert answer.tools[0].parameters == TOOLS[0]["parameters"]
     assert (answer.tool_choice, answer.parallel_tool_calls) == ("none", False)
@@ -76,8 +81,13 @@ def test_the_response_repeats_the_tools(tool_server: RunningServer) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
 def test_a_forced_call(tool_server: RunningServer, choice: Any) -> None:
     client = tool_server.client()
-    asked: dict[str, Any] = {"input": ASK, "tools": TOOLS[:1], "tool_choice": choice, "parallel_tool_calls": False}
-    answer = client.responses.create(model=NAME, temperature=0, **asked)
+    request_body: dict[str, Any] = {
+        "input": MESSAGES,
+        "tools": TOOLS[:1],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+    }
+    answer = client.responses.create(model=NAME, temperature=0, **request_body)
     assert answer.status == "completed", answer
     (call,) = answer.output
     assert call.type == "function_call"
@@ -87,10 +97,10 @@ def test_a_forced_call(tool_server: RunningServer, choice: Any) -> None:
     assert 1 <= arguments["days"] <= 9
     there = choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice["name"]}}
     chat = client.chat.completions.create(
-        model=NAME, messages=ASK, tools=[WEATHER], tool_choice=there, parallel_tool_calls=False, temperature=0
+        model=NAME, messages=MESSAGES, tools=[WEATHER], tool_choice=there, parallel_tool_calls=False, temperature=0
     )
     assert call.arguments == chat.choices[0].message.tool_calls[0].function.arguments
-    events = sse(tool_server, {"model": NAME, "temperature": 0, **asked})
+    events = sse(tool_server, {"model": NAME, "temperature": 0, **request_body})
     assert in_order(events) == CALL_EVENTS
     deltas = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
     assert len(deltas) > 1
@@ -99,19 +109,19 @@ def test_a_forced_call(tool_server: RunningServer, choice: Any) -> None:
 
 def test_a_call_its_result_and_the_final_response(tool_server: RunningServer) -> None:
     client = tool_server.client()
-    asked: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False}
-    first = client.responses.create(input=ASK, tool_choice="required", model=NAME, temperature=0, **asked)
+    request_body: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False}
+    first = client.responses.create(input=MESSAGES, tool_choice="required", model=NAME, temperature=0, **request_body)
     (call,) = first.output
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    items: list[Any] = [*ASK, *first.output, result]
-    last = client.responses.create(input=items, tool_choice="none", max_output_tokens=6, **asked, **GREEDY)
+    items: list[Any] = [*MESSAGES, *first.output, result]
+    last = client.responses.create(input=items, tool_choice="none", max_output_tokens=6, **request_body, **GREEDY)
     assert [item.type for item in last.output] == ["message"]
-    talk: list[Any] = [
-        *ASK,
+    messages: list[Any] = [
+        *MESSAGES,
         {"role": "assistant", "content": "", "tool_calls": [chat_call(call.to_dict())]},
         {"role": "tool", "tool_call_id": call.call_id, "content": "rain"},
     ]
-    chat = client.chat.completions.create(messages=talk, max_tokens=6, **GREEDY)
+    chat = client.chat.completions.create(messages=messages, max_tokens=6, **GREEDY)
     assert last.usage.input_tokens == chat.usage.prompt_tokens
     assert last.output_text == chat.choices[0].message.content
 
@@ -123,7 +133,7 @@ class GetWeather(BaseModel):
 def test_parsed_arguments(tool_server: RunningServer) -> None:
     tool: Any = openai.pydantic_function_tool(GetWeather)
     answer = tool_server.client().responses.parse(
-        input=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, model=NAME, temperature=0
+        input=MESSAGES, tools=[tool], tool_choice="required", parallel_tool_calls=False, model=NAME, temperature=0
     )
     (call,) = answer.output
     assert isinstance(call.parsed_arguments, GetWeather)
@@ -142,8 +152,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "name": "get_time"}}, "tool_choice"),
-    ({"input": [*ASK, CALL | {"arguments": "{"}]}, "input[1].arguments"),
-    ({"input": [*ASK, CALL, RESULTS[1]]}, "input[2].call_id"),
+    ({"input": [*MESSAGES, CALL | {"arguments": "{"}]}, "input[1].arguments"),
+    ({"input": [*MESSAGES, CALL, RESULTS[1]]}, "input[2].call_id"),
 ]
 
 

@@ -31,7 +31,7 @@ MESSAGE_EVENTS = [
 
 
 class Lift(BaseModel):
-    """Short enough for a random model to finish."""
+    """A schema short enough for a random model to complete."""
 
     side: Literal["north", "south"]
     open: bool
@@ -59,15 +59,15 @@ def test_a_whole_response(server: RunningServer) -> None:
 
 def test_a_response_has_the_same_tokens_as_a_chat(server: RunningServer) -> None:
     client = server.client()
-    talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION}]
-    chat = client.chat.completions.create(messages=talk, max_tokens=16, **GREEDY)
-    asked: list[dict[str, Any]] = [
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION}]
+    chat = client.chat.completions.create(messages=messages, max_tokens=16, **GREEDY)
+    request_bodies: list[dict[str, Any]] = [
         {"input": QUESTION, "instructions": "be brief"},
-        {"input": talk},
-        {"input": [{"role": "developer", "content": "be brief"}, {"type": "message", **talk[1]}]},
-        {"input": [talk[0], {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]},
+        {"input": messages},
+        {"input": [{"role": "developer", "content": "be brief"}, {"type": "message", **messages[1]}]},
+        {"input": [messages[0], {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]},
     ]
-    for how in asked:
+    for how in request_bodies:
         answer = client.responses.create(max_output_tokens=16, **how, **GREEDY)
         assert answer.output_text == chat.choices[0].message.content
         assert answer.usage.input_tokens == chat.usage.prompt_tokens
@@ -79,12 +79,12 @@ def test_output_items_can_be_sent_back_as_input(server: RunningServer) -> None:
     first = client.responses.create(input=items, max_output_tokens=6, **GREEDY)
     items += [*first.output, {"role": "user", "content": "and then?"}]
     second = client.responses.create(input=items, max_output_tokens=6, **GREEDY)
-    talk = [
+    messages = [
         {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "and then?"},
     ]
-    chat = client.chat.completions.create(messages=talk, max_tokens=6, **GREEDY)
+    chat = client.chat.completions.create(messages=messages, max_tokens=6, **GREEDY)
     assert second.output_text == chat.choices[0].message.content
     assert second.usage.input_tokens == chat.usage.prompt_tokens
     assert second.usage.input_tokens_details.cached_tokens > 0
@@ -115,8 +115,8 @@ def test_stream_helpers_of_the_client(server: RunningServer) -> None:
     client = server.client()
     whole = client.responses.create(input=QUESTION, max_output_tokens=20, **GREEDY)
     stop = whole.output_text[6:8]
-    asked = {**GREEDY, "extra_body": {"ignore_eos": True, "stop": stop}}
-    with client.responses.stream(input=QUESTION, max_output_tokens=20, **asked) as stream:
+    request_body = {**GREEDY, "extra_body": {"ignore_eos": True, "stop": stop}}
+    with client.responses.stream(input=QUESTION, max_output_tokens=20, **request_body) as stream:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
     assert final.status == "completed"
@@ -140,14 +140,14 @@ def test_concurrent_streams_get_their_own_responses(server: RunningServer) -> No
     server.wait_idle()
 
 
-@pytest.mark.parametrize("ask", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
-def test_logprobs(server: RunningServer, ask: dict[str, Any]) -> None:
+@pytest.mark.parametrize("logprob_options", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
+def test_logprobs(server: RunningServer, logprob_options: dict[str, Any]) -> None:
     client = server.client()
-    answer = client.responses.create(input=QUESTION, max_output_tokens=6, **ask, **GREEDY)
+    answer = client.responses.create(input=QUESTION, max_output_tokens=6, **logprob_options, **GREEDY)
     scores = answer.output[0].content[0].logprobs
     assert len(scores) == 6
-    assert all(len(entry.top_logprobs) == ask.get("top_logprobs", 0) for entry in scores)
-    stream = client.responses.create(input=QUESTION, max_output_tokens=6, stream=True, **ask, **GREEDY)
+    assert all(len(entry.top_logprobs) == logprob_options.get("top_logprobs", 0) for entry in scores)
+    stream = client.responses.create(input=QUESTION, max_output_tokens=6, stream=True, **logprob_options, **GREEDY)
     result = [entry for event in stream if event.type == "response.output_text.delta" for entry in event.logprobs]
     assert [entry.logprob for entry in result] == [entry.logprob for entry in scores]
     plain = client.responses.create(input=QUESTION, max_output_tokens=6, **GREEDY)
@@ -163,7 +163,7 @@ def test_parsed_responses(server: RunningServer) -> None:
         done = [event.parsed for event in stream if event.type == "response.output_text.done"]
         assert stream.get_final_response().output_parsed == answer.output_parsed
     assert done == [answer.output_parsed]
-    # The client sends back the parsed object with the item; the model sees the text.
+    # The client also sends back the parsed object, which must not change the prompt.
     again = client.responses.create(input=[*answer.output, {"role": "user", "content": "?"}], model=NAME, top_p=0.5)
     assert again.usage.input_tokens > answer.usage.output_tokens
 
@@ -172,13 +172,13 @@ def test_parsed_responses(server: RunningServer) -> None:
 def test_structured_output_is_the_same_as_in_a_chat(server: RunningServer, kind: str) -> None:
     named = {"name": "lift", "schema": Lift.model_json_schema(), "strict": True, "description": "a lift"}
     there, here = ({"json_schema": named}, named) if kind == "json_schema" else ({}, {})
-    asked: dict[str, Any] = {"model": NAME, "temperature": 0}
-    most = 16 if kind == "json_object" else None  # this model would never end the object
-    talk = [{"role": "user", "content": QUESTION}]
-    structured = {"messages": talk, "max_tokens": most, "response_format": {"type": kind, **there}}
-    chat = server.post("/v1/chat/completions", asked | structured).json()
+    request_body: dict[str, Any] = {"model": NAME, "temperature": 0}
+    most = 16 if kind == "json_object" else None  # this model never ends the object
+    messages = [{"role": "user", "content": QUESTION}]
+    structured = {"messages": messages, "max_tokens": most, "response_format": {"type": kind, **there}}
+    chat = server.post("/v1/chat/completions", request_body | structured).json()
     structured = {"input": QUESTION, "max_output_tokens": most, "text": {"format": {"type": kind, **here}}}
-    answer = server.post(PATH, asked | structured).json()
+    answer = server.post(PATH, request_body | structured).json()
     (item,) = answer["output"]
     assert item["content"][0]["text"] == chat["choices"][0]["message"]["content"]
     assert answer["text"]["format"] == {"type": kind, **here}
@@ -223,10 +223,10 @@ def test_a_disconnected_client_is_cancelled(server: RunningServer) -> None:
     body = {"model": NAME, "input": QUESTION, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + PATH, json=body, timeout=60) as response:
         next(response.iter_bytes(chunk_size=64))
-    wait_for(lambda: server.metric("chairlift_requests_open") == 0, 30, "the request to be dropped")
+    wait_for(lambda: server.metric("chairlift_requests_open") == 0, 30, "the request to be cancelled")
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + PATH, json={**body, "stream": False}, timeout=0.05)
-    wait_for(lambda: server.metric("chairlift_requests_open") == 0, 30, "the request to be dropped")
+    wait_for(lambda: server.metric("chairlift_requests_open") == 0, 30, "the request to be cancelled")
     server.wait_idle()
 
 

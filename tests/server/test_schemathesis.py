@@ -21,25 +21,25 @@ GETS = ("/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics", "/v
 CASES = [(path, "POST", mode) for path in POSTS for mode in GenerationMode]
 CASES += [(path, "GET", GenerationMode.POSITIVE) for path in GETS]
 
-# Values that pass the first checks; otherwise few requests would get past the model's name.
-GROUNDS: dict[str, dict[str, Any]] = {
+# Valid values; with generated ones, few requests would pass the check of the model name.
+VALID_VALUES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
     "/v1/responses": {"input": "hello", "max_output_tokens": 16},
 }
 
 
-def grounded(body: Any, path: str, *, how_much: int) -> Any:
-    """A generated body with more and more valid values, so that it may reach the engine."""
-    if not isinstance(body, dict) or how_much == 0:
+def with_valid_values(body: Any, path: str, *, level: int) -> Any:
+    """Replace values of a generated body by valid ones, more at higher levels, so that it may reach the engine."""
+    if not isinstance(body, dict) or level == 0:
         return body
     body = {**body, "model": NAME}
-    if how_much == 1 or path not in GROUNDS:
+    if level == 1 or path not in VALID_VALUES:
         return body
-    body |= GROUNDS[path]
-    if how_much == 3:  # at most one other parameter: two invalid ones hide each other
-        kept = sorted(body.keys() - GROUNDS[path].keys() - {"model"})[:1]
-        body = {name: body[name] for name in ("model", *GROUNDS[path], *kept)}
+    body |= VALID_VALUES[path]
+    if level == 3:  # at most one other parameter, since two invalid ones mask each other
+        kept = sorted(body.keys() - VALID_VALUES[path].keys() - {"model"})[:1]
+        body = {name: body[name] for name in ("model", *VALID_VALUES[path], *kept)}
     return body
 
 
@@ -56,10 +56,10 @@ def fuzz(server: RunningServer, path: str, method: str, mode: GenerationMode, ex
         suppress_health_check=list(HealthCheck),
         **more,
     )
-    @given(case=operation.as_strategy(generation_mode=mode), how_much=st.integers(0, 3))
-    def send(case: Case, how_much: int) -> None:
+    @given(case=operation.as_strategy(generation_mode=mode), level=st.integers(0, 3))
+    def send(case: Case, level: int) -> None:
         if method == "POST":
-            case.body = grounded(case.body, path, how_much=how_much)
+            case.body = with_valid_values(case.body, path, level=level)
         response = case.call(base_url=server.url, session=session, timeout=60)
         statuses[response.status_code] += 1
         assert response.status_code < 500, f"{case.as_curl_command()}\n{response.text}"
@@ -70,9 +70,9 @@ def fuzz(server: RunningServer, path: str, method: str, mode: GenerationMode, ex
 
     send()
     session.close()
-    if method == "POST" and path != "/tokenize":  # needs exactly one of two optional parameters
-        assert mode is GenerationMode.NEGATIVE or statuses[200], f"none was good enough: {statuses}"
-        assert statuses[400], f"none was bad: {statuses}"
+    if method == "POST" and path != "/tokenize":  # requires exactly one of two optional parameters
+        assert mode is GenerationMode.NEGATIVE or statuses[200], f"no request was valid: {statuses}"
+        assert statuses[400], f"no request was invalid: {statuses}"
     assert server.get("/health").status_code == 200
     server.wait_idle()
 

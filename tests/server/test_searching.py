@@ -25,8 +25,13 @@ def test_beam_search_matches_the_offline_api(server: RunningServer, tiny_folder:
 
 
 def test_chat(server: RunningServer) -> None:
-    talk = {"model": NAME, "messages": [{"role": "user", "content": "when?"}], "max_tokens": 6, "logprobs": True}
-    answer = server.post("/v1/chat/completions", talk | {"use_beam_search": True, "n": 3}).json()
+    request_body = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": "when?"}],
+        "max_tokens": 6,
+        "logprobs": True,
+    }
+    answer = server.post("/v1/chat/completions", request_body | {"use_beam_search": True, "n": 3}).json()
     scores = [choice["score"] for choice in answer["choices"]]
     assert len(scores) == 3
     assert scores == sorted(scores, reverse=True)

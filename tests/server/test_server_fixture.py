@@ -31,14 +31,14 @@ def test_a_server_that_does_not_stop_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running_server, "STOP_SECONDS", 0.1)
-    deaf = "trap '' TERM; sleep 600 & echo $!; wait"
-    process = subprocess.Popen(["sh", "-c", deaf], stdout=subprocess.PIPE)
+    ignores_sigterm = "trap '' TERM; sleep 600 & echo $!; wait"
+    process = subprocess.Popen(["sh", "-c", ignores_sigterm], stdout=subprocess.PIPE)
     assert process.stdout is not None
     child = int(process.stdout.readline())
     with pytest.raises(subprocess.TimeoutExpired):
         RunningServer(process, "", tmp_path).stop()
     assert process.returncode == -signal.SIGKILL
-    wait_for(lambda: not is_alive(child), 30, "its child to be gone")
+    wait_for(lambda: not is_alive(child), 30, "its child to exit")
 
 
 def is_alive(pid: int) -> bool:

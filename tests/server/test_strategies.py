@@ -16,18 +16,18 @@ from chairlift.server.metrics import Metrics
 from tests.server.running_server import NAME, RunningServer, start_server
 
 
-def ask(server: RunningServer, **more: object) -> tuple[int, dict[str, object]]:
+def complete(server: RunningServer, **more: object) -> tuple[int, dict[str, object]]:
     body = {"model": NAME, "prompt": "a chairlift", "max_tokens": 4, **more}
     reply = server.post("/v1/completions", body)
     return reply.status_code, reply.json()
 
 
 def test_a_priority_is_refused_where_it_has_no_effect(server: RunningServer) -> None:
-    status, body = ask(server, priority=1)
+    status, body = complete(server, priority=1)
     assert status == 400
     assert body["error"]["param"] == "priority"  # type: ignore[index]
-    assert ask(server, priority=0, user="alice")[0] == 200
-    assert ask(server, user="x" * 300)[0] == 400
+    assert complete(server, priority=0, user="alice")[0] == 200
+    assert complete(server, user="x" * 300)[0] == 400
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_a_server_with_dynamic_batches_answers_a_single_request(
     batching: RunningServer, more: dict[str, object]
 ) -> None:
     """It waits 30 ms for more requests, then runs the batch."""
-    status, body = ask(batching, **more)
+    status, body = complete(batching, **more)
     assert status == 200, body
     assert all(choice["finish_reason"] for choice in body["choices"])  # type: ignore[attr-defined]
     batching.wait_idle()

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tests.server.running_server import NAME, RunningServer, wait_for
 
-TALK: list[Any] = [{"role": "user", "content": "when does the lift stop?"}]
+MESSAGES: list[Any] = [{"role": "user", "content": "when does the lift stop?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SLOW = "(a|b*)" * 20_000  # takes too long to compile
 
@@ -49,7 +49,7 @@ def body(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_parse_returns_pydantic_models(server: RunningServer, temperature: float) -> None:
     answer = server.client().chat.completions.parse(
-        model=NAME, messages=TALK, response_format=Lift, temperature=temperature, seed=3, max_tokens=200
+        model=NAME, messages=MESSAGES, response_format=Lift, temperature=temperature, seed=3, max_tokens=200
     )
     (choice,) = answer.choices
     assert choice.finish_reason == "stop"
@@ -59,7 +59,7 @@ def test_parse_returns_pydantic_models(server: RunningServer, temperature: float
 
 def test_parse_while_streaming(server: RunningServer) -> None:
     with server.client().chat.completions.stream(
-        model=NAME, messages=TALK, response_format=Lift, seed=4, max_tokens=200
+        model=NAME, messages=MESSAGES, response_format=Lift, seed=4, max_tokens=200
     ) as stream:
         final = stream.get_final_completion()
     assert isinstance(final.choices[0].message.parsed, Lift)
@@ -74,7 +74,7 @@ def test_parse_through_responses(server: RunningServer) -> None:
 
 def test_json_object_mode_returns_an_object(server: RunningServer) -> None:
     answer = server.client().chat.completions.create(
-        model=NAME, messages=TALK, response_format={"type": "json_object"}, n=8, seed=1, max_tokens=100
+        model=NAME, messages=MESSAGES, response_format={"type": "json_object"}, n=8, seed=1, max_tokens=100
     )
     whole = [choice.message.content or "" for choice in answer.choices if choice.finish_reason == "stop"]
     assert whole
@@ -99,7 +99,7 @@ WAYS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("way", "pattern"), WAYS, ids=lambda value: str(value)[:50])
 def test_every_structure_parameter_is_enforced(server: RunningServer, way: dict[str, Any], pattern: str) -> None:
     texts = []
-    for path, prompt in ((CHAT, {"messages": TALK}), (TEXT, {"prompt": "lift"})):
+    for path, prompt in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "lift"})):
         reply = server.post(path, body(**prompt, **way, n=2, seed=3, max_tokens=60)).json()
         for choice in reply["choices"]:
             texts.append(choice.get("text") or choice["message"]["content"])
@@ -109,11 +109,11 @@ def test_every_structure_parameter_is_enforced(server: RunningServer, way: dict[
 
 def test_a_stream_has_the_same_structured_output(server: RunningServer) -> None:
     client = server.client()
-    asked: dict[str, Any] = {"model": NAME, "messages": TALK, "n": 3, "seed": 8, "max_tokens": 200}
-    asked["extra_body"] = {"guided_json": Lift.model_json_schema()}
-    whole = client.chat.completions.create(**asked)
+    request_body: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "n": 3, "seed": 8, "max_tokens": 200}
+    request_body["extra_body"] = {"guided_json": Lift.model_json_schema()}
+    whole = client.chat.completions.create(**request_body)
     texts, reasons = ["", "", ""], [None, None, None]
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**request_body, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
@@ -123,7 +123,7 @@ def test_a_stream_has_the_same_structured_output(server: RunningServer) -> None:
 
 
 def test_max_tokens_truncates_structured_output(server: RunningServer) -> None:
-    reply = server.post(CHAT, body(messages=TALK, guided_regex="[a-z]{50}", max_tokens=3)).json()
+    reply = server.post(CHAT, body(messages=MESSAGES, guided_regex="[a-z]{50}", max_tokens=3)).json()
     (choice,) = reply["choices"]
     assert choice["finish_reason"] == "length"
     assert reply["usage"]["completion_tokens"] == 3
@@ -131,20 +131,22 @@ def test_max_tokens_truncates_structured_output(server: RunningServer) -> None:
 
 def test_text_and_null_formats_do_not_constrain(server: RunningServer) -> None:
     nothing = {"guided_json": None, "structured_outputs": None}
-    plain = server.post(CHAT, body(messages=TALK, seed=1, max_tokens=8)).json()
+    plain = server.post(CHAT, body(messages=MESSAGES, seed=1, max_tokens=8)).json()
     for format_ in ({"type": "text"}, None):
-        reply = server.post(CHAT, body(messages=TALK, seed=1, max_tokens=8, response_format=format_, **nothing)).json()
+        reply = server.post(
+            CHAT, body(messages=MESSAGES, seed=1, max_tokens=8, response_format=format_, **nothing)
+        ).json()
         assert reply["choices"] == plain["choices"]
 
 
 def test_structured_and_plain_requests_run_together(server: RunningServer) -> None:
-    def ask(index: int) -> tuple[int, str]:
+    def complete(index: int) -> tuple[int, str]:
         way = {"guided_choice": [f"canary {index}", f"bird {index}"]} if index % 2 else {}
         reply = server.post(TEXT, body(prompt=f"lift {index}", seed=index, max_tokens=30, **way))
         return index, reply.json()["choices"][0]["text"]
 
     with ThreadPoolExecutor(12) as pool:
-        for index, text in pool.map(ask, range(24)):
+        for index, text in pool.map(complete, range(24)):
             assert text in (f"canary {index}", f"bird {index}") or not index % 2
 
 
@@ -217,7 +219,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_invalid_structures_name_their_parameter(server: RunningServer, change: dict[str, Any], param: str) -> None:
     """Also for a stream: its status is sent only after the grammar has compiled."""
     for stream in (False, True):
-        for path, prompt in ((CHAT, {"messages": TALK}), (TEXT, {"prompt": "lift"}))[
+        for path, prompt in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "lift"}))[
             : 1 if len(str(change)) > 99 else 2
         ]:
             response = server.post(path, body(**prompt, **change, stream=stream))
@@ -237,10 +239,10 @@ OUTGROWING = f"start: {' | '.join(f'r{i}' for i in range(40))}\n" + "\n".join(
 
 
 def test_a_grammar_that_becomes_too_complex_while_generating_names_its_parameter(server: RunningServer) -> None:
-    asked = body(prompt="lift", guided_grammar=OUTGROWING, ignore_eos=True, max_tokens=120)
-    whole = server.post(TEXT, asked)
+    request_body = body(prompt="lift", guided_grammar=OUTGROWING, ignore_eos=True, max_tokens=120)
+    whole = server.post(TEXT, request_body)
     assert whole.status_code == 400
-    streamed = server.post(TEXT, {**asked, "stream": True})
+    streamed = server.post(TEXT, {**request_body, "stream": True})
     assert streamed.status_code == 200
     events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
     last = json.loads(events[-2])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.server.running_server import NAME, RunningServer
-from tests.server.sample_tools import ASK, CLOCK, WEATHER
+from tests.server.sample_tools import CLOCK, MESSAGES, WEATHER
 
 CHAT = "/v1/chat/completions"
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
@@ -60,7 +60,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_invalid_tools_are_refused(
     tool_server: RunningServer, change: dict[str, Any], param: str, stream: bool
 ) -> None:
-    response = tool_server.post(CHAT, {"model": NAME, "messages": ASK, "stream": stream, **change})
+    response = tool_server.post(CHAT, {"model": NAME, "messages": MESSAGES, "stream": stream, **change})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -74,35 +74,35 @@ def test_no_blocks_or_requests_remain(tool_server: RunningServer) -> None:
 
 def test_auto_may_return_text(tool_server: RunningServer) -> None:
     client = tool_server.client()
-    asked = {"model": NAME, "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 8, "temperature": 0}
+    request_body = {"model": NAME, "messages": MESSAGES, "tools": [WEATHER, CLOCK], "max_tokens": 8, "temperature": 0}
     for choice in ("auto", "none"):
-        whole = client.chat.completions.create(tool_choice=choice, **asked).choices[0]
+        whole = client.chat.completions.create(tool_choice=choice, **request_body).choices[0]
         assert whole.message.content
         assert whole.message.tool_calls is None
         assert whole.finish_reason in ("stop", "length")
-        chunks = list(client.chat.completions.create(tool_choice=choice, stream=True, **asked))
+        chunks = list(client.chat.completions.create(tool_choice=choice, stream=True, **request_body))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
         assert chunks[-1].choices[0].finish_reason == whole.finish_reason
 
 
 def prompt_tokens(server: RunningServer, **body: Any) -> int:
-    answer = server.post(CHAT, {"model": NAME, "messages": ASK, "max_tokens": 1, **body}).json()
+    answer = server.post(CHAT, {"model": NAME, "messages": MESSAGES, "max_tokens": 1, **body}).json()
     return int(answer["usage"]["prompt_tokens"])
 
 
-def test_the_model_sees_the_tools_unless_none_is_chosen(tool_server: RunningServer) -> None:
+def test_the_prompt_contains_the_tools_unless_the_choice_is_none(tool_server: RunningServer) -> None:
     without = prompt_tokens(tool_server)
     assert prompt_tokens(tool_server, tools=[WEATHER]) > without + 50
     assert prompt_tokens(tool_server, tools=[WEATHER], tool_choice="none") == without
     assert prompt_tokens(tool_server, tools=[]) == without
-    counted = tool_server.post("/tokenize", {"messages": ASK, "tools": [WEATHER]}).json()["count"]
+    counted = tool_server.post("/tokenize", {"messages": MESSAGES, "tools": [WEATHER]}).json()["count"]
     assert counted == prompt_tokens(tool_server, tools=[WEATHER])
     assert tool_server.post("/tokenize", {"prompt": "x", "tools": [WEATHER]}).json()["error"]["param"] == "tools"
 
 
-def test_tools_are_described_to_a_template_without_tools(server: RunningServer) -> None:
+def test_tools_are_described_in_the_prompt_if_the_template_does_not_show_them(server: RunningServer) -> None:
     counted: list[dict[str, Any]] = [
-        server.post("/tokenize", {"messages": ASK, "tools": tools}).json() for tools in ([], [CLOCK])
+        server.post("/tokenize", {"messages": MESSAGES, "tools": tools}).json() for tools in ([], [CLOCK])
     ]
     result = server.post("/detokenize", {"tokens": counted[1]["tokens"]}).json()["prompt"]
     assert "get_time" in result

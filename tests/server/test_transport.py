@@ -18,7 +18,7 @@ from tests.server.running_server import HTTP, wait_for
 
 TEXT = "/v1/completions"
 BODY = json.dumps({"model": NAME, "prompt": "hello"}).encode()
-HASTY = Limits(header_seconds=0.4, body_seconds=0.4, stall_seconds=0.4)
+SHORT_TIMEOUTS = Limits(header_seconds=0.4, body_seconds=0.4, stall_seconds=0.4)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def front() -> Iterator[FrontEnd]:
 
 
 @pytest.fixture(scope="module")
-def hasty() -> Iterator[FrontEnd]:
-    with front_end(limits=HASTY) as running:
+def short_timeouts() -> Iterator[FrontEnd]:
+    with front_end(limits=SHORT_TIMEOUTS) as running:
         yield running
 
 
@@ -54,7 +54,7 @@ def expect_error(connection: socket.socket, status: int, code: str | None = None
     assert code is None or error["code"] == code
 
 
-def everything(connection: socket.socket) -> bytes:
+def read_to_end(connection: socket.socket) -> bytes:
     """All data until the server closes the connection."""
     found = b""
     try:
@@ -69,56 +69,56 @@ def statuses(found: bytes) -> list[int]:
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", found)]
 
 
-def expect_well(front: FrontEnd) -> None:
+def expect_healthy(front: FrontEnd) -> None:
     answer = HTTP.post(front.url + TEXT, content=BODY, headers={"Content-Type": "application/json"})
     assert answer.json()["choices"][0]["text"] == "ok"
 
 
-def test_endless_headers_are_dropped_and_block_no_others(hasty: FrontEnd) -> None:
-    slow = [hasty.connect() for _ in range(20)]
+def test_endless_headers_are_dropped_and_block_no_others(short_timeouts: FrontEnd) -> None:
+    slow = [short_timeouts.connect() for _ in range(20)]
     for connection in slow:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
-    expect_well(hasty)
+    expect_healthy(short_timeouts)
     for connection in slow:
         connection.sendall(b"x-more: 1\r\n")  # further data does not extend the limit
         expect_error(connection, 408, "timeout")
-        assert everything(connection) == b""
+        assert read_to_end(connection) == b""
         connection.close()
 
 
-def test_a_silent_connection_is_closed(hasty: FrontEnd) -> None:
-    with hasty.connect() as connection:
+def test_a_silent_connection_is_closed(short_timeouts: FrontEnd) -> None:
+    with short_timeouts.connect() as connection:
         assert connection.recv(1) == b""
 
 
 @pytest.mark.parametrize("sent", [b"", BODY[:-1]], ids=["nothing", "all but a byte"])
-def test_an_endless_body_is_dropped(hasty: FrontEnd, sent: bytes) -> None:
-    with hasty.connect() as connection:
+def test_an_endless_body_is_dropped(short_timeouts: FrontEnd, sent: bytes) -> None:
+    with short_timeouts.connect() as connection:
         connection.sendall(post(sent, length=len(BODY)))
-        expect_well(hasty)
+        expect_healthy(short_timeouts)
         expect_error(connection, 408, "timeout")
-        assert everything(connection) == b""
+        assert read_to_end(connection) == b""
 
 
-def test_an_endless_body_after_the_response_is_dropped(hasty: FrontEnd) -> None:
-    with hasty.connect() as connection:
+def test_an_endless_body_after_the_response_is_dropped(short_timeouts: FrontEnd) -> None:
+    with short_timeouts.connect() as connection:
         connection.sendall(post(b"", length=2**30))
         expect_error(connection, 413, "body_too_large")
 
-        def goes_away() -> bool:
+        def is_closed() -> bool:
             try:
                 connection.sendall(b"x")
             except OSError:
                 return True
             return False
 
-        wait_for(goes_away, 20, "the connection to be closed")
+        wait_for(is_closed, 20, "the connection to be closed")
 
 
 def test_a_content_length_that_is_too_short(front: FrontEnd) -> None:
     with front.connect() as connection:
         connection.sendall(post(BODY + b"\x00\x01\r\n\r\n", length=len(BODY)))
-        assert statuses(everything(connection)) == [200, 400]
+        assert statuses(read_to_end(connection)) == [200, 400]
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,12 @@ def test_a_content_length_that_is_too_short(front: FrontEnd) -> None:
     ],
     ids=range(8),
 )
-def test_malformed_http_is_refused(hasty: FrontEnd, sent: bytes) -> None:
-    with hasty.connect() as connection:
+def test_malformed_http_is_refused(short_timeouts: FrontEnd, sent: bytes) -> None:
+    with short_timeouts.connect() as connection:
         connection.sendall(sent if b"\r\n" in sent else sent + b"\r\n\r\n")
         expect_error(connection, 400, "bad_http")
-        assert everything(connection) == b""
-    expect_well(hasty)
+        assert read_to_end(connection) == b""
+    expect_healthy(short_timeouts)
 
 
 @pytest.mark.parametrize("headers", ["x: y\r\n" * 130, "x: " + "y" * 31_000 + "\r\ny: " + "z" * 2_000 + "\r\n"])
@@ -157,7 +157,7 @@ def test_pipelined_requests_on_one_connection(front: FrontEnd) -> None:
             assert json.loads(reply(connection).read())["choices"][0]["text"] == "ok"
         # Without waiting for the responses.
         connection.sendall(post() + post(b"{") + post(more="connection: close\r\n"))
-        assert statuses(everything(connection)) == [200, 400, 200]
+        assert statuses(read_to_end(connection)) == [200, 400, 200]
 
 
 def test_a_disconnect_behind_a_pipelined_request_is_detected() -> None:
@@ -166,7 +166,11 @@ def test_a_disconnect_behind_a_pipelined_request_is_detected() -> None:
         connection.sendall(post() + post())
         wait_for(lambda: front.engine.num_open == 1, 20, "the request to reach the engine")
         connection.close()
-        wait_for(lambda: any(isinstance(said, Cancel) for said in front.engine.received), 20, "it to be cancelled")
+        wait_for(
+            lambda: any(isinstance(message, Cancel) for message in front.engine.received),
+            20,
+            "the request to be cancelled",
+        )
         assert front.metric("requests_total", reason="cancelled") == 1
 
 
@@ -197,18 +201,18 @@ def test_only_json_bodies_are_accepted(front: FrontEnd, kind: str | None) -> Non
 
 
 def test_cors_origins() -> None:
-    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     with front_end() as front:
-        assert "access-control-allow-origin" not in HTTP.get(front.url + "/health", headers=asks).headers
+        assert "access-control-allow-origin" not in HTTP.get(front.url + "/health", headers=headers).headers
     with front_end(cors_origins=["https://a.example"], api_keys=["secret"]) as front:
-        asked = HTTP.options(front.url + TEXT, headers=asks)  # a preflight request has no key
-        assert asked.status_code == 200
-        assert asked.headers["access-control-allow-origin"] == "https://a.example"
-        assert asked.headers["x-request-id"]
-        refused = HTTP.post(front.url + TEXT, content=BODY, headers=asks)
+        preflight = HTTP.options(front.url + TEXT, headers=headers)  # a preflight request has no key
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://a.example"
+        assert preflight.headers["x-request-id"]
+        refused = HTTP.post(front.url + TEXT, content=BODY, headers=headers)
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://a.example"
-        other = HTTP.post(front.url + TEXT, content=BODY, headers=asks | {"Origin": "https://b.example"})
+        other = HTTP.post(front.url + TEXT, content=BODY, headers=headers | {"Origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
 
 
@@ -219,11 +223,15 @@ def write_a_lot(engine: ScriptedEngine, message: ToEngine) -> None:
 
 
 def test_a_client_that_reads_nothing_is_disconnected() -> None:
-    with front_end(write_a_lot, limits=HASTY) as front, front.connect() as connection:
+    with front_end(write_a_lot, limits=SHORT_TIMEOUTS) as front, front.connect() as connection:
         connection.sendall(post(json.dumps({"model": NAME, "prompt": "hello", "stream": True}).encode()))
-        wait_for(lambda: any(isinstance(said, Cancel) for said in front.engine.received), 30, "it to be dropped")
+        wait_for(
+            lambda: any(isinstance(message, Cancel) for message in front.engine.received),
+            30,
+            "the request to be cancelled",
+        )
         assert front.engine.num_open == 0
-        assert statuses(everything(connection)) == [200]
+        assert statuses(read_to_end(connection)) == [200]
 
 
 def test_too_many_large_bodies_at_once_are_refused() -> None:
@@ -231,20 +239,20 @@ def test_too_many_large_bodies_at_once_are_refused() -> None:
         large = json.dumps({"model": NAME, "prompt": "hello", "stop": "x" * 600}).encode()
         with front.connect() as first, front.connect() as second:
             first.sendall(post(large))
-            wait_for(lambda: front.engine.num_open == 1, 20, "the first to be taken in")
+            wait_for(lambda: front.engine.num_open == 1, 20, "the first request to be admitted")
             second.sendall(post(large))
             expect_error(second, 429, "queue_full")
-        wait_for(lambda: front.engine.num_open == 0, 20, "the first to be cancelled")
+        wait_for(lambda: front.engine.num_open == 0, 20, "the first request to be cancelled")
         with front.connect() as third:
             third.sendall(post(large))
-            wait_for(lambda: front.engine.num_open == 1, 20, "the room to be free again")
+            wait_for(lambda: front.engine.num_open == 1, 20, "the next request to be admitted")
 
 
 def test_an_internal_error_has_an_id_and_reveals_nothing_of_the_request(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(text: str, **_: Any) -> None:
-        raise RuntimeError(f"cannot deal with {text}")
+        raise RuntimeError(f"cannot tokenize {text}")
 
     with front_end() as front:
         monkeypatch.setattr(front.service.model.tokenizer, "encode", fail)
@@ -265,6 +273,6 @@ def test_a_stream_without_output_sends_pings() -> None:
             (submitted,) = front.engine.received
             assert isinstance(submitted, Submit)
             front.engine.publish(Update(submitted.request_id, text="ok", tokens=[5], finish_reason="stop"))
-            said = [line for line in lines if line.startswith("data: ")]
-        assert json.loads(said[0][6:])["choices"][0]["text"] == "ok"
-        assert said[-1] == "data: [DONE]"
+            events = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(events[0][6:])["choices"][0]["text"] == "ok"
+        assert events[-1] == "data: [DONE]"

@@ -1,4 +1,4 @@
-"""Compiling structures: which text a grammar allows, which structures are refused and why, and what it may cost."""
+"""Compiling structures: allowed texts, refused structures and limits."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def rules(count: int) -> str:
 
 TOO_EXPENSIVE: dict[str, tuple[Structure, str | None]] = {
     "deep schema": (Structure.json(nested(40)), "nested"),
-    "deeper than Python goes": (Structure.json('{"anyOf":[' * 5000 + "{}" + "]}" * 5000), "nested"),
+    "deeper than the recursion limit": (Structure.json('{"anyOf":[' * 5000 + "{}" + "]}" * 5000), "nested"),
     "a chain of references that overflows the stack": (Structure.json(references(2500)), "too complex"),
     "a chain of rules that overflows the stack": (Structure.grammar(rules(6000)), "too complex"),
     "a regex that takes a minute": (Structure.regex("(a|b*)" * 20_000), "takes more than 0.5 s"),
@@ -155,7 +155,7 @@ def test_a_structure_that_is_too_expensive_is_refused_and_the_next_one_works(
     structure, words = TOO_EXPENSIVE[name]
     with pytest.raises(BadStructure, match=words):
         compiler.compile(structure).result()
-    assert texts(compiler, Structure.choice([name])) == {name}, "the next one is compiled"
+    assert texts(compiler, Structure.choice([name])) == {name}, "the next structure is compiled"
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def test_the_bytes_of_tokens_are_those_of_the_text(name: str) -> None:
 def test_any_text_can_be_forced_with_any_tokenizer(name: str) -> None:
     tokenizer = Tokenizer(backends.ALL[name]())
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, {END})
-    wanted = ["  The lift", "缆车 né\t👍🏽", 'a"b\\c']
-    matcher = compiler.compile(Structure.choice(wanted)).result()
+    choices = ["  The lift", "缆车 né\t👍🏽", 'a"b\\c']
+    matcher = compiler.compile(Structure.choice(choices)).result()
     seen = set()
     for seed in range(20):
         rng, copy = random.Random(seed), matcher.deep_copy()
@@ -290,7 +290,7 @@ def test_any_text_can_be_forced_with_any_tokenizer(name: str) -> None:
             assert copy.consume_token(token)
             text += stream.push(token)
         seen.add(text + stream.flush())
-    assert seen == set(wanted)
+    assert seen == set(choices)
 
 
 @pytest.mark.parametrize("name", ["word piece", "no decoder", "unusual order"])
@@ -302,7 +302,7 @@ def test_a_tokenizer_that_no_grammar_can_follow_is_refused(name: str) -> None:
     assert refusal.value.parameter == "response_format"
 
 
-def test_text_that_the_vocabulary_cannot_write_is_refused() -> None:
+def test_text_that_the_vocabulary_cannot_encode_is_refused() -> None:
     tokenizer = Tokenizer(backends.metaspace())
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, {1})
     with pytest.raises(BadStructure):

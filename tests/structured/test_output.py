@@ -95,7 +95,7 @@ def collect(completions: dict[str, Completion], events: Sequence[Event]) -> None
             case TextProduced():
                 completions[event.request_id].text += event.text
             case RequestFinished():
-                assert completions[event.request_id].ending is None, "one ending each"
+                assert completions[event.request_id].ending is None, "a request ends once"
                 completions[event.request_id].ending = event.ending
             case _:
                 pass
@@ -121,7 +121,7 @@ def params(name: str, **more: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("name", CASES)
-def test_only_what_is_allowed_is_written(engine: Engine, name: str, temperature: float) -> None:
+def test_the_output_matches_the_structure(engine: Engine, name: str, temperature: float) -> None:
     batch = [params(name, temperature=temperature, seed=seed) for seed in range(4 if temperature else 1)]
     completions = run(engine, batch)
     for completion in completions:
@@ -267,10 +267,10 @@ def test_the_grammar_ends_output_despite_min_tokens_and_ignore_eos(
         assert completion.ending.reason is FinishReason.STOP
         assert re.fullmatch(structure.text, completion.text)
         if structure.text == "a{2,9}":
-            assert completion.text == "a" * 9, "it is as long as the grammar allows"
+            assert completion.text == "a" * 9, "the output must be as long as the grammar allows"
 
 
-def test_otherwise_the_model_may_end_wherever_the_grammar_allows(engine: Engine) -> None:
+def test_the_model_may_end_wherever_the_grammar_allows(engine: Engine) -> None:
     batch = [
         SamplingParams(max_tokens=60, seed=s, temperature=2.0, structure=Structure.regex("[a-z]{2,50}"))
         for s in range(8)
@@ -315,7 +315,7 @@ def test_a_model_without_an_end_token_ends_with_the_grammar(loaded: LoadedModel)
     completions = run(engine, [params(name) for name in ("schema", "regex", "choice")])
     assert all(completion.ending == Ending(FinishReason.STOP) for completion in completions)
     with pytest.raises(InvalidParameter):
-        engine.compile(Structure.regex(""))  # it could only generate EOS
+        engine.compile(Structure.regex(""))  # allows only EOS
 
 
 def test_a_matcher_that_fails_ends_one_request_with_an_error(

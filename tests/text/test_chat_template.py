@@ -202,7 +202,7 @@ def test_a_hostile_or_broken_template_ends_in_an_error(source: str) -> None:
         template.render([USER])
 
 
-def test_the_callers_messages_stay_untouched() -> None:
+def test_the_callers_messages_are_not_modified() -> None:
     call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [{"role": "assistant", "content": [{"type": "text", "text": "a"}], "tool_calls": [call]}]
     before = copy.deepcopy(messages)
@@ -229,7 +229,7 @@ def test_unknown_variables_and_tools_that_the_template_ignores_are_refused() -> 
         template.render([USER], tools=[TOOL])
 
 
-def test_templates_see_every_special_token() -> None:
+def test_templates_can_use_every_special_token() -> None:
     tokenizer = Tokenizer(
         backends.byte_level(), chat_template="{{ bos_token }}{{ unk_token }}", template_variables={"unk_token": "<unk>"}
     )

@@ -32,7 +32,7 @@ def test_a_user_message_cannot_begin_another_role() -> None:
         assert ids.count(special) == honest.count(special)
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
     trusting = TOKENIZER.encode(text, add_special_tokens=False)
-    assert trusting.count(START) == honest.count(START) + 1, "the attack would work otherwise"
+    assert trusting.count(START) == honest.count(START) + 1, "without escaping, the attack must work"
 
 
 @given(
@@ -40,7 +40,7 @@ def test_a_user_message_cannot_begin_another_role() -> None:
         st.sampled_from(["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "end|>", "a", " b", "\ue000", "é"])
     )
 )
-def test_the_text_is_unchanged_whatever_it_contains(parts: list[str]) -> None:
+def test_any_text_is_unchanged(parts: list[str]) -> None:
     message = "".join(parts)
     text, ids = TOKENIZER.encode_chat(user(message))
     assert text == TOKENIZER.apply_chat_template(user(message))

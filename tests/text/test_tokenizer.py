@@ -1,4 +1,4 @@
-"""What the tokenizer adds to its backend: settings, special tokens and BOS."""
+"""Settings, special tokens and BOS of the tokenizer."""
 
 from __future__ import annotations
 

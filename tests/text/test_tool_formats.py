@@ -23,7 +23,7 @@ NAMES = ("get_weather", "add")
 NEW_MISTRAL = "{{ tools }} [TOOL_CALLS] [ARGS]"
 FORMATS: dict[str, ToolFormat] = {name: TOOL_FORMATS.get(name)("") for name in TOOL_FORMATS.names()}
 FORMATS |= {"mistral, names first": MistralFormat(NEW_MISTRAL)}
-few = settings(max_examples=40)  # of each format
+few_examples = settings(max_examples=40)  # of each format
 every_format = pytest.mark.parametrize("kind", FORMATS)
 
 
@@ -64,7 +64,7 @@ arguments_texts = st.dictionaries(st.text(), json_values, max_size=3).map(
 )
 calls_lists = st.lists(st.tuples(st.sampled_from(NAMES), arguments_texts), min_size=1, max_size=3)
 
-# Fragments of calls, which in random order are almost a call, and sometimes one.
+# Fragments of calls, which in random order are close to a call and sometimes form one.
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[TOOL", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|py"),
     *("{", "}", "[", "]", '"', ":", ",", ";", " ", "\n", "\\", "\x01", "```json", "```", "get_weather", "a word"),
@@ -89,7 +89,7 @@ def cut(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> tuple[str, list[str]]
 
 
 @every_format
-@few
+@few_examples
 @given(calls=calls_lists, before=st.sampled_from(["", "Let me see.", "I think\n\nso:\n"]))
 def test_a_parser_finds_the_calls_that_its_format_writes(kind: str, calls: list[tuple[str, str]], before: str) -> None:
     written = before + FORMATS[kind].write(calls)
@@ -102,7 +102,7 @@ def test_a_parser_finds_the_calls_that_its_format_writes(kind: str, calls: list[
 
 
 @every_format
-@few
+@few_examples
 @given(data=st.data())
 def test_the_result_does_not_depend_on_how_the_text_is_cut(kind: str, data: st.DataObject) -> None:
     texts = st.lists(fragments | calls_lists.map(FORMATS[kind].write), max_size=4).map("".join)
@@ -112,7 +112,7 @@ def test_the_result_does_not_depend_on_how_the_text_is_cut(kind: str, data: st.D
 
 
 @every_format
-@few
+@few_examples
 @given(text=fragments | st.text())
 def test_text_without_calls_is_passed_on_unchanged(kind: str, text: str) -> None:
     content, calls = read(kind, text)

@@ -317,8 +317,8 @@ def test_a_json_schema_and_tools_allow_either(kind: str) -> None:
     template, added = TEMPLATES[kind]
     of_template, request = tokenizer(template, *added), use(template)
     schema = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}}
-    wanted = Structure.json(schema | {"required": ["name", "n"]}, "response_format")
-    structure = request.structure(of_template, wanted)
+    requested = Structure.json(schema | {"required": ["name", "n"]}, "response_format")
+    structure = request.structure(of_template, requested)
     assert structure is not None
     assert structure.parameter == "response_format"
     vocabulary = LLTokenizer(of_template._backend.to_str(), eos_token=of_template.token_id("<|im_end|>"))

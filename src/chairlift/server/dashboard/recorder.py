@@ -61,7 +61,7 @@ class _Run:
 
 
 class StepRecorder:
-    """Records one engine from the first keyframe on. `frame` and `keyframe` clear what they return."""
+    """Records one engine from the first keyframe on. `frame` and `keyframe` clear the returned data."""
 
     def __init__(self, observer: SchedulerObserver) -> None:
         self._observer = observer

@@ -82,7 +82,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def validation_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if http.method == "POST" and media_type != "application/json":  # FastAPI did not parse the body at all
+        if http.method == "POST" and media_type != "application/json":  # FastAPI parses no other bodies
             problem = "send the body as JSON, with the header 'Content-Type: application/json'"
             return APIError(415, problem, code="unsupported_media_type").response()
         first = error.errors()[0]

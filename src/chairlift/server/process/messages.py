@@ -62,7 +62,7 @@ class FailedToLoad(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The engine cannot serve a request, at all or at the moment."""
+    """The engine refuses a request, permanently or temporarily."""
 
     request_id: str
     parameter: str | None  # None if the request is valid and may be retried

@@ -1,4 +1,4 @@
-"""A scheduler with a pretend executor: enough to run whole workloads without a model."""
+"""Helpers that run a scheduler with a fake executor, without a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chairlift.speculation.control.controller import SpeculationController
 
 NextToken = Callable[[Request], int]
 
-ONE_A_TOKEN = MeasuredCost(step=4.0, request=0.0, prefill_kv=0.0, decode_kv=0.0, tokens=((0, 1.0),))
+STEP_COST = MeasuredCost(step=4.0, request=0.0, prefill_kv=0.0, decode_kv=0.0, tokens=((0, 1.0),))
 
 
 def make_scheduler(
@@ -44,13 +44,13 @@ def make_scheduler(
     forecast: Forecast | None = None,
     swap: SwapSpace | None = None,
     speculation: SpeculationController | None = None,
-    crowd: int | None = None,
+    heavy: int | None = None,
 ) -> Scheduler:
-    """`crowd`: from how many open requests on others are spared a tenant's long steps, if the order is fair."""
+    """`heavy`: with the order fair, tenants with more open requests than this are isolated from the others."""
     ordering, tenant_isolation = make_ordering(order, weights), None
-    if crowd is not None and isinstance(ordering, FairOrdering):
-        ordering.CROWD = crowd
-        tenant_isolation = TenantIsolation(ordering, ONE_A_TOKEN, max_prefill_tokens or max_batch_tokens)
+    if heavy is not None and isinstance(ordering, FairOrdering):
+        ordering.HEAVY_REQUESTS = heavy
+        tenant_isolation = TenantIsolation(ordering, STEP_COST, max_prefill_tokens or max_batch_tokens)
     return Scheduler(
         kv_class(num_blocks, block_size, prefix_caching=prefix_caching),
         FixedBudget.of(max_batch_tokens, max_prefill_tokens),
@@ -66,7 +66,7 @@ def make_scheduler(
 
 
 def make_request(request_id: str, prompt: int | Sequence[int], new: int = 4, **options: object) -> Request:
-    """A prompt given as a length is made of tokens that no other request has."""
+    """Make a request; a prompt given as a length gets tokens that no other request has."""
     if isinstance(prompt, int):
         base = 1000 + 1000 * (hash_name(request_id) % 4_000_000)
         prompt = range(base, base + prompt)
@@ -96,19 +96,19 @@ def run_plan(plan: StepPlan, next_token: NextToken = deterministic_token) -> Ste
 
 
 def verify(chunk: Chunk, next_token: NextToken, tokens: list[int]) -> int:
-    """Add what the request would get without drafts, as far as they are right and one further."""
+    """Append the tokens of a step with drafts: the accepted drafts and one more; return the number accepted."""
     request = chunk.request
-    further = Request(request.id, request.tokens, request.params, max_new_tokens=99, arrival=0.0)
+    copy = Request(request.id, request.tokens, request.params, max_new_tokens=99, arrival=0.0)
     for accepted, draft in enumerate((*chunk.drafts, None)):
-        tokens.append(next_token(further))
+        tokens.append(next_token(copy))
         if tokens[-1] != draft:
             return accepted
-        further.append(draft)
+        copy.append(draft)
     raise AssertionError("the last row has no draft")
 
 
 def step(scheduler: Scheduler, now: float = 0.0, next_token: NextToken = deterministic_token) -> StepPlan:
-    """One step with every invariant checked before and after."""
+    """Run one step and check all invariants before and after it."""
     plan = scheduler.schedule(now)
     check_accounting(scheduler)
     check_plan(scheduler, plan)
@@ -124,7 +124,7 @@ def run_to_end(
     plans = []
     while scheduler.has_work:
         plans.append(step(scheduler, float(len(plans)), next_token))
-        assert len(plans) < limit, "the workload does not come to an end"
+        assert len(plans) < limit, "the workload does not end"
     return plans
 
 
@@ -137,7 +137,7 @@ def events_of(scheduler: Scheduler, kind: type) -> list[Event]:
 
 
 def run_pipelined(scheduler: Scheduler, depth: int, limit: int = 10_000) -> int:
-    """As run_to_end, but `depth` steps are planned ahead of the results, as on a GPU."""
+    """Like run_to_end, but with `depth` steps planned before their results are read, as on a GPU."""
     in_flight: deque[StepPlan] = deque()
     steps = 0
     while scheduler.has_work or in_flight:
@@ -151,5 +151,5 @@ def run_pipelined(scheduler: Scheduler, depth: int, limit: int = 10_000) -> int:
             check_accounting(scheduler)
             check_shared_prefixes(scheduler)
         steps += 1
-        assert steps < limit, "the workload does not come to an end"
+        assert steps < limit, "the workload does not end"
     return steps

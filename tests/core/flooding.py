@@ -1,4 +1,4 @@
-"""A tenant that floods the engine, on a virtual clock, and guests with occasional requests."""
+"""Simulates a heavy tenant that floods the engine and a light one, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.core.scheduler.tenant_isolation import make_tenant_isolation
 from tests.core.driving import make_request, run_plan
 
-STEP_PROMPTS = 128  # prompt tokens of a step, at most
-GUESTS = 60
-OFTEN = 256  # prompt tokens up to which guests come as often as they can; for more, they take their time
+STEP_PROMPTS = 128  # the most prompt tokens of a step
+LIGHT_REQUESTS = 60
+OFTEN = 256  # the interval between light requests grows with prompts longer than this
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step costs: a fixed part for reading the weights, and one for each token."""
+    """The cost of a step: a fixed part for reading the weights and a part per token."""
 
     step: float
     token: float
     slots: int
-    every: float  # seconds between two guests, which arrive anywhere within a step
-    flood: float  # requests of the crowd in a second
+    every: float  # seconds between two light requests, which arrive at any point of a step
+    flood: float  # requests of the heavy tenant per second
 
     def seconds(self, plan: StepPlan) -> float:
         return self.step + self.token * plan.num_tokens
@@ -48,9 +48,9 @@ CPU_LIKE = Machine(0.020, 0.0012, 64, every=1.3057, flood=2.5)
 
 @dataclass
 class Served:
-    first_tokens: list[float]  # of each guest: seconds from its arrival
-    crowd_tokens: int = 0  # computed for the crowd since the first guest could have come
-    seconds: float = 0.0  # since then
+    first_tokens: list[float]  # seconds from the arrival of each light request
+    heavy_tokens: int = 0  # computed for the heavy tenant since the first light request was due
+    seconds: float = 0.0  # duration of that time
 
     @property
     def p95(self) -> float:
@@ -61,8 +61,8 @@ class Served:
         return max(self.first_tokens)
 
     @property
-    def crowd_rate(self) -> float:
-        return self.crowd_tokens / self.seconds
+    def heavy_rate(self) -> float:
+        return self.heavy_tokens / self.seconds
 
 
 def serve(
@@ -70,15 +70,15 @@ def serve(
     prompt: int,
     *,
     flooded: bool = True,
-    guests: int = GUESTS,
-    first_guest: float = 1.0,
+    light_requests: int = LIGHT_REQUESTS,
+    first_light: float = 1.0,
     order: str = "fair",
     blocks: int = 4000,
 ) -> Served:
-    """Until the last guest has its first token; without guests for as long as they would take. A crowd has sent 200
-    long requests before the first guest, and goes on sending more than the machine can serve."""
+    """Run until the last light request has its first token, or for the same time without light requests. The heavy
+    tenant has sent 200 long requests by then and keeps sending more than the machine can serve."""
     every = machine.every * max(1.0, prompt / OFTEN)
-    ends = first_guest + (guests or GUESTS) * every
+    ends = first_light + (light_requests or LIGHT_REQUESTS) * every
     ordering, cost = make_ordering(order), CostModel()
     scheduler = Scheduler(
         KVCache(blocks, 16, prefix_caching=False),
@@ -88,21 +88,21 @@ def serve(
         ordering=ordering,
         tenant_isolation=make_tenant_isolation(ordering, cost, STEP_PROMPTS),
     )
-    arrivals = [(first_guest + every * i, f"guest {i}") for i in range(guests)]
+    arrivals = [(first_light + every * i, f"light {i}") for i in range(light_requests)]
     if flooded:
         arrivals += [(max(0, i - 200) / machine.flood, f"{i}") for i in range(200 + int(machine.flood * ends))]
     coming = deque(sorted(arrivals))
-    came: dict[str, float] = {}
+    arrived: dict[str, float] = {}
     first: dict[str, float] = {}
     served, now = Served([]), 0.0
-    while len(first) < guests or (not guests and now < ends):
+    while len(first) < light_requests or (not light_requests and now < ends):
         while coming and coming[0][0] <= now:
             time, name = coming.popleft()
-            if name.startswith("guest"):
-                came[name] = time
-                scheduler.submit(make_request(name, prompt, 20, tenant="guest", arrival=time), time)
+            if name.startswith("light"):
+                arrived[name] = time
+                scheduler.submit(make_request(name, prompt, 20, tenant="light", arrival=time), time)
             else:
-                scheduler.submit(make_request(name, 300, 200, tenant="crowd", arrival=time), time)
+                scheduler.submit(make_request(name, 300, 200, tenant="heavy", arrival=time), time)
         plan = scheduler.schedule(now)
         if not plan:
             now = coming[0][0]
@@ -111,18 +111,18 @@ def serve(
         now += seconds
         cost.observe(StepShape.of(plan), seconds)
         scheduler.apply(run_plan(plan), now)
-        if now >= first_guest:
+        if now >= first_light:
             served.seconds += seconds
-            served.crowd_tokens += sum(chunk.count for chunk in plan.chunks if chunk.request.tenant == "crowd")
+            served.heavy_tokens += sum(chunk.count for chunk in plan.chunks if chunk.request.tenant == "heavy")
         for event in scheduler.drain_events():
-            if isinstance(event, TokenProduced) and event.request_id in came:
-                first.setdefault(event.request_id, event.time - came[event.request_id])
+            if isinstance(event, TokenProduced) and event.request_id in arrived:
+                first.setdefault(event.request_id, event.time - arrived[event.request_id])
     check_accounting(scheduler)
     served.first_tokens = list(first.values())
     return served
 
 
 @cache
-def crowd_alone(machine: Machine) -> float:
-    """Tokens per second that are computed for a crowd as long as there are no guests."""
-    return serve(machine, 1, guests=0).crowd_rate
+def heavy_alone(machine: Machine) -> float:
+    """Tokens per second computed for the heavy tenant without light requests."""
+    return serve(machine, 1, light_requests=0).heavy_rate

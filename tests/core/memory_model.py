@@ -1,15 +1,15 @@
-"""Device and host memory as dictionaries: what a plan's copies and writes really leave where."""
+"""Device and host memory as dictionaries, to check the copies and writes of plans."""
 
 from __future__ import annotations
 
 from chairlift.core.plan import StepPlan
 
 Content = tuple[str, tuple[int, ...]]
-"""The key and value of a token depend on the salt's conversation and on every token up to it."""
+"""Stands for the key and value of a token, which depend on the salt and on all tokens up to it."""
 
 
 class MemoryModel:
-    """Runs plans as an executor must: swaps out, swaps in, copies, then computes; and checks what is read."""
+    """Runs plans like an executor (swap-outs, swap-ins, copies, then chunks) and checks what each chunk reads."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

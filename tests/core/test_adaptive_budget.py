@@ -1,4 +1,4 @@
-"""Budgets that adapt: targets kept under noise, the most throughput that they leave, no request starved."""
+"""Adaptive budgets meet targets under noise, keep throughput high and starve no request."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ FORMULA |= {"prefill_kv": 1e-6, "decode_kv": 9e-6}
 MOST = StepLimits.most(1024, 512)
 
 
-def knowing(largest_prefill: int = 512, largest_decode: int = 64) -> CostModel:
-    """A model that knows `cpu_like` and has seen steps of up to these sizes."""
+def trained_cost(largest_prefill: int = 512, largest_decode: int = 64) -> CostModel:
+    """A cost model with the coefficients of `cpu_like` and measured steps of up to these sizes."""
     cost = CostModel(FORMULA)
     cost.largest_prefill, cost.largest_decode = largest_prefill, largest_decode
     return cost
@@ -51,7 +51,7 @@ def latency_budget(cost: CostModel, target_tpot: float | None, target_ttft: floa
 
 
 def running_request(name: str, prompt: int, computed: int | None = None, arrival: float = 0.0) -> Request:
-    """A running request; without `computed`, one that decodes."""
+    """A running request, which decodes if `computed` is not given."""
     request = make_request(name, prompt)
     request.arrival = arrival
     request.status = Status.RUNNING
@@ -83,7 +83,7 @@ def serve(noise: Noise = steady, truth: Truth = cpu_like, prompts: int = 10, **o
 @pytest.mark.parametrize("target", [0.1, 0.15, 0.3, 0.6])
 @pytest.mark.parametrize("computed", [0, 1200])
 def test_the_chunk_is_the_largest_that_fits(target: float, computed: int) -> None:
-    cost, seen = knowing(), load(computed=computed)
+    cost, seen = trained_cost(), load(computed=computed)
     limits = latency_budget(cost, target, None).limits(seen)
     forecast, sizes = StepForecast(cost, seen), chunk_sizes(512)
     assert forecast.seconds(limits.prefill_tokens) <= target
@@ -95,7 +95,7 @@ def test_the_chunk_is_the_largest_that_fits(target: float, computed: int) -> Non
 
 def test_more_decodes_longer_contexts_and_tighter_targets_mean_smaller_chunks() -> None:
     def chunk(target: float = 0.3, **seen: int) -> int:
-        return latency_budget(knowing(), target, None).limits(load(**seen)).prefill_tokens
+        return latency_budget(trained_cost(), target, None).limits(load(**seen)).prefill_tokens
 
     for chunks in (
         [chunk(decodes=n) for n in (1, 4, 16, 40)],
@@ -106,14 +106,14 @@ def test_more_decodes_longer_contexts_and_tighter_targets_mean_smaller_chunks() 
         assert chunks == sorted(set(chunks), reverse=True)
 
 
-def test_when_decodes_alone_take_too_long_prompts_still_move_and_the_reason_says_so() -> None:
-    limits = latency_budget(knowing(), 0.01, None).limits(load())
+def test_prompts_get_the_minimum_if_decodes_alone_take_too_long() -> None:
+    limits = latency_budget(trained_cost(), 0.01, None).limits(load())
     assert limits.prefill_tokens == 4
     assert limits.reason is LimitReason.FLOOR
     assert limits.slots >= 1
 
 
-def test_no_request_starves_under_a_target_that_cannot_be_kept() -> None:
+def test_no_request_starves_under_a_target_that_cannot_be_met() -> None:
     done = serve(target_tpot_ms=1.0)
     assert len(done.times) == 18
     assert all(len(times) in (2, 600) for times in done.times.values())
@@ -122,28 +122,28 @@ def test_no_request_starves_under_a_target_that_cannot_be_kept() -> None:
 
 @pytest.mark.parametrize("target", [0.12, 0.25])
 @pytest.mark.parametrize("seed", range(3))
-def test_targets_are_kept_under_noise_with_nearly_the_throughput_of_the_best_fixed_chunk(
+def test_targets_are_met_under_noise_with_nearly_the_throughput_of_the_best_fixed_chunk(
     target: float, seed: int
 ) -> None:
-    """Against every fixed chunk whose 99th percentile of inter-token times is inside the same 1.2 x target."""
+    """Compared with every fixed chunk whose 99th percentile of inter-token times is within 1.2 x target too."""
     adaptive = serve(jitter(seed), target_tpot_ms=target * 1e3)
     assert percentile(adaptive.gaps("run"), 0.99) <= 1.2 * target
-    rivals = [serve(jitter(seed), budget="fixed", cap=chunk) for chunk in (8, 16, 32, 48, 64, 96, 128)]
-    valid = [one for one in rivals if percentile(one.gaps("run"), 0.99) <= 1.2 * target]
+    fixed = [serve(jitter(seed), budget="fixed", cap=chunk) for chunk in (8, 16, 32, 48, 64, 96, 128)]
+    valid = [one for one in fixed if percentile(one.gaps("run"), 0.99) <= 1.2 * target]
     assert valid
     best = max(one.busy_tokens_per_second() for one in valid)
     assert adaptive.busy_tokens_per_second() >= 0.95 * best
 
 
 @pytest.mark.parametrize("target", [0.006, 0.01])
-def test_targets_are_kept_where_time_bends(target: float) -> None:
+def test_targets_are_met_with_a_nonlinear_step_time(target: float) -> None:
     done = serve(jitter(1), gpu_like, cap=2048, target_tpot_ms=target * 1e3)
     assert percentile(done.gaps("run"), 0.99) <= 1.2 * target
     chunks = [shape.prefill_tokens for shape, _ in done.steps if shape.decode_tokens and shape.prefill_tokens]
     assert max(chunks) > 100
 
 
-def test_a_machine_that_slows_down_gets_smaller_chunks_and_keeps_the_target() -> None:
+def test_chunks_shrink_on_a_slower_machine_to_meet_the_target() -> None:
     noise, steps = jitter(0, pauses=0), 0
 
     def slowing() -> float:
@@ -154,10 +154,10 @@ def test_a_machine_that_slows_down_gets_smaller_chunks_and_keeps_the_target() ->
     done = serve(slowing, prompts=20, target_tpot_ms=250)
     settled = [seconds for shape, seconds in done.steps[200:] if shape.decode_tokens and shape.prefill_tokens]
     assert percentile(settled, 0.99) <= 1.2 * 0.25
-    assert percentile(settled, 0.5) >= 0.8 * 0.25  # and it has not become timid for good
+    assert percentile(settled, 0.5) >= 0.8 * 0.25  # and the target is used up
 
 
-def test_nothing_is_known_at_first_so_chunks_start_small_and_double() -> None:
+def test_chunks_start_small_and_double_while_nothing_is_measured() -> None:
     cost = CostModel()
     budget = latency_budget(cost, 10.0, None)
     chunks = []
@@ -170,13 +170,13 @@ def test_nothing_is_known_at_first_so_chunks_start_small_and_double() -> None:
     assert limits.reason is LimitReason.FIXED
 
 
-def test_without_decodes_no_request_waits_for_the_step() -> None:
-    limits = latency_budget(knowing(), 0.1, None).limits(load(decodes=0))
+def test_without_decodes_chunks_are_not_limited() -> None:
+    limits = latency_budget(trained_cost(), 0.1, None).limits(load(decodes=0))
     assert (limits.prefill_tokens, limits.reason) == (512, LimitReason.ALONE)
 
 
-def test_without_prompts_nothing_is_decided() -> None:
-    budget = latency_budget(knowing(), 0.1, None)
+def test_without_prompts_the_last_decision_stays() -> None:
+    budget = latency_budget(trained_cost(), 0.1, None)
     before = budget.limits(load())
     decodes_only = BatchLoad([running_request("d", 900)], [], 0.0)
     assert budget.limits(decodes_only) is before
@@ -185,9 +185,9 @@ def test_without_prompts_nothing_is_decided() -> None:
 # ---- the batch size -------------------------------------------------------------------------------------------------
 
 
-def test_slots_are_as_many_as_keep_the_target() -> None:
+def test_slots_are_limited_to_meet_the_target() -> None:
     seen = BatchLoad([running_request(f"d{i}", 299) for i in range(8)], [running_request("next", 300, 0)], 0.0)
-    slots = latency_budget(knowing(), 0.2, None).limits(seen).slots
+    slots = latency_budget(trained_cost(), 0.2, None).limits(seen).slots
     assert cpu_like(StepShape(slots, 16, slots * 300, 0, slots + 1)) <= 0.2
     assert cpu_like(StepShape(slots + 1, 16, (slots + 1) * 300, 0, slots + 2)) > 0.2
 
@@ -197,8 +197,8 @@ def test_a_flood_of_requests_is_not_admitted_beyond_the_target(seed: int) -> Non
     def flood(**options: float | None) -> TimedRun:
         cost = CostModel()
         scheduler = timed_scheduler(cost, slots=64, **options)  # type: ignore[arg-type]
-        arrivals = [(0.05 * i, make_request(f"run{i}", 30, new=40)) for i in range(120)]
-        return run_timed(scheduler, cost, arrivals, cpu_like, jitter(seed, pauses=0))
+        arfixed = [(0.05 * i, make_request(f"run{i}", 30, new=40)) for i in range(120)]
+        return run_timed(scheduler, cost, arfixed, cpu_like, jitter(seed, pauses=0))
 
     free, bound = flood(), flood(target_tpot_ms=120)
     assert max(shape.decode_tokens for shape, _ in free.steps) == 64
@@ -208,27 +208,27 @@ def test_a_flood_of_requests_is_not_admitted_beyond_the_target(seed: int) -> Non
     assert len(bound.times) == 120
 
 
-def test_without_a_target_for_running_requests_memory_alone_limits_slots() -> None:
-    assert latency_budget(knowing(), None, 1.0).limits(load()).slots == NO_LIMIT
-    assert KneeBudget(MOST, knowing()).limits(load()).slots == NO_LIMIT
+def test_without_target_tpot_slots_are_not_limited() -> None:
+    assert latency_budget(trained_cost(), None, 1.0).limits(load()).slots == NO_LIMIT
+    assert KneeBudget(MOST, trained_cost()).limits(load()).slots == NO_LIMIT
 
 
 # ---- the time to the first token ------------------------------------------------------------------------------------
 
 
-def test_the_rate_that_first_tokens_need() -> None:
+def test_the_speed_needed_for_first_tokens() -> None:
     first, second, third = (running_request(name, 100, 0, arrival) for name, arrival in (("a", 0), ("b", 1), ("c", 8)))
     assert tokens_per_second_needed([first, second], now=2, target_ttft=10) == 200 / 9
     assert tokens_per_second_needed([first, second, third], now=2, target_ttft=4) == 200 / 3
     assert tokens_per_second_needed([first], now=10, target_ttft=10) == float("inf")
-    again = running_request("d", 100, 0)  # preempted after its first token: that one is over
+    again = running_request("d", 100, 0)  # preempted after its first token, so its TTFT no longer matters
     again.append(1)
     assert tokens_per_second_needed([again], now=10, target_ttft=10) == 0
 
 
 @pytest.mark.parametrize("target", [5.0, 8.0, 20.0])
-def test_the_chunk_is_the_smallest_that_makes_the_first_token_in_time(target: float) -> None:
-    cost, seen = knowing(), load(computed=0)
+def test_the_chunk_is_the_smallest_that_meets_target_ttft(target: float) -> None:
+    cost, seen = trained_cost(), load(computed=0)
     limits = latency_budget(cost, None, target).limits(seen)
     forecast, sizes = StepForecast(cost, seen), chunk_sizes(512)
     smaller = sizes[sizes.index(limits.prefill_tokens) - 1]
@@ -237,26 +237,26 @@ def test_the_chunk_is_the_smallest_that_makes_the_first_token_in_time(target: fl
     assert limits.reason is LimitReason.TTFT
 
 
-def test_one_who_is_late_gets_the_fastest_chunk() -> None:
-    limits = latency_budget(knowing(), None, 0.5).limits(load())
+def test_a_late_request_gets_the_fastest_chunk() -> None:
+    limits = latency_budget(trained_cost(), None, 0.5).limits(load())
     assert limits.reason is LimitReason.LATE
     assert limits.prefill_tokens > 100
 
 
-def test_a_first_token_target_is_made_and_running_requests_are_spared_what_it_does_not_need() -> None:
+def test_target_ttft_is_met_with_shorter_steps_than_a_fixed_budget() -> None:
     cost = CostModel()
     scheduler = timed_scheduler(cost, target_ttft_ms=8000)
-    arrivals = long_prompts_among_decodes(5, 3.0, 9.0)
-    kept = run_timed(scheduler, cost, arrivals, cpu_like, jitter(0, pauses=0))
+    arfixed = long_prompts_among_decodes(5, 3.0, 9.0)
+    kept = run_timed(scheduler, cost, arfixed, cpu_like, jitter(0, pauses=0))
     waits = [kept.first_token(f"long{i}") - (3.0 + 9.0 * i) for i in range(5)]
     assert max(waits) <= 1.05 * 8.0
-    hasty = serve(jitter(0, pauses=0), budget="fixed", cap=512, prompts=5)
-    assert percentile(kept.gaps("run"), 0.99) < 0.5 * percentile(hasty.gaps("run"), 0.99)
+    unlimited = serve(jitter(0, pauses=0), budget="fixed", cap=512, prompts=5)
+    assert percentile(kept.gaps("run"), 0.99) < 0.5 * percentile(unlimited.gaps("run"), 0.99)
 
 
-def test_with_both_targets_prompts_hurry_only_as_far_as_running_requests_allow() -> None:
-    budget = latency_budget(knowing(), 0.8, 8.0)
-    fits = latency_budget(knowing(), 0.8, None).limits(load(computed=0)).prefill_tokens
+def test_with_both_targets_late_prompts_get_the_largest_chunk_within_target_tpot() -> None:
+    budget = latency_budget(trained_cost(), 0.8, 8.0)
+    fits = latency_budget(trained_cost(), 0.8, None).limits(load(computed=0)).prefill_tokens
     early = budget.limits(load(computed=0, now=0.0))
     late = budget.limits(load(computed=0, now=7.5))
     assert early.prefill_tokens < late.prefill_tokens == fits
@@ -276,7 +276,7 @@ def test_the_knee_is_close_to_the_best_throughput_with_much_shorter_steps(truth:
     assert max(knee.gaps("run")) < 0.7 * max(large.gaps("run"))
 
 
-# ---- making one -----------------------------------------------------------------------------------------------------
+# ---- construction --------------------------------------------------------------------------------------------------
 
 
 def test_budgets_by_name() -> None:
@@ -301,13 +301,13 @@ def test_budgets_by_name() -> None:
         (None, {"target_ttft_ms": True}, "target_ttft_ms: "),
     ],
 )
-def test_contradictions_are_refused(name: str | None, targets: dict[str, float], problem: str) -> None:
+def test_contradictory_options_are_refused(name: str | None, targets: dict[str, float], problem: str) -> None:
     with pytest.raises(InvalidParameter, match=problem):
         make_budget(name, CostModel(), max_batch_tokens=8, **targets)
 
 
 @given(st.integers(1, 20_000))
-def test_sizes_rise_to_the_cap_in_small_strides(most: int) -> None:
+def test_chunk_sizes_rise_to_the_cap_in_small_steps(most: int) -> None:
     sizes = chunk_sizes(most)
     assert sizes[-1] == most
     assert sizes[0] == min(4, most)
@@ -316,7 +316,7 @@ def test_sizes_rise_to_the_cap_in_small_strides(most: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{"target_tpot_ms": 400}, {"target_ttft_ms": 100}, {"budget": "knee"}])
-def test_what_was_configured_stays_the_most(options: dict[str, float | str]) -> None:
+def test_the_configured_limits_are_never_exceeded(options: dict[str, float | str]) -> None:
     done = serve(jitter(0), cap=48, prompts=3, **options)  # type: ignore[arg-type]
     assert max(shape.prefill_tokens for shape, _ in done.steps) == 48
     assert all(isinstance(event, BudgetDecided) and event.limits.prefill_tokens <= 48 for event in done.decisions)

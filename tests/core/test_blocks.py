@@ -10,7 +10,7 @@ def pool_of(size: int) -> tuple[BlockPool, list[int]]:
     return BlockPool(size, evicted.extend), evicted
 
 
-def test_takes_in_order_and_refuses_what_it_has_not() -> None:
+def test_blocks_are_allocated_in_order_until_none_is_free() -> None:
     pool, _ = pool_of(4)
     assert pool.take(3) == [0, 1, 2]
     assert pool.take(2) is None
@@ -28,7 +28,7 @@ def test_a_shared_block_is_free_only_after_its_last_owner() -> None:
     assert pool.is_free(block)
 
 
-def test_releasing_twice_is_caught() -> None:
+def test_releasing_a_block_twice_fails() -> None:
     pool, _ = pool_of(2)
     blocks = pool.take(1) or []
     pool.release(blocks)
@@ -36,14 +36,14 @@ def test_releasing_twice_is_caught() -> None:
         pool.release(blocks)
 
 
-def test_empty_blocks_are_handed_out_before_cached_ones_and_those_in_lru_order() -> None:
+def test_empty_blocks_are_allocated_before_cached_ones_and_those_in_lru_order() -> None:
     pool, evicted = pool_of(4)
     blocks = pool.take(4) or []
     for block in (0, 1, 2):
         pool.mark_cached([block])
     pool.release([1])
     pool.release([0])
-    pool.release([3])  # not cached: worthless, so first to go
+    pool.release([3])  # not cached, so allocated first
     pool.release([2])
     assert blocks == [0, 1, 2, 3]
     assert pool.free_blocks() == [3, 1, 0, 2]
@@ -51,7 +51,7 @@ def test_empty_blocks_are_handed_out_before_cached_ones_and_those_in_lru_order()
     assert evicted == [1, 0]
 
 
-def test_a_cached_free_block_comes_back_to_life() -> None:
+def test_a_cached_free_block_can_be_shared_again() -> None:
     pool, evicted = pool_of(2)
     pool.take(1)
     pool.mark_cached([0])

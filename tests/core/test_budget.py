@@ -1,4 +1,4 @@
-"""Budgets: what a step may carry, and the event of a changed decision."""
+"""Budgets limit the tokens and slots of steps, and changed limits are published."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from chairlift.core.step_limits import StepLimits
 from tests.core.driving import events_of, make_request, make_scheduler, shape, step
 
 
-class Scripted:
-    """Returns given limits, and records the load of each call."""
+class ScriptedBudget:
+    """Returns given limits in turn and records the load of each call."""
 
     def __init__(self, *limits: StepLimits) -> None:
         self.script = list(limits)
@@ -24,9 +24,9 @@ class Scripted:
         return self.script.pop(0) if len(self.script) > 1 else self.script[0]
 
 
-def test_a_budget_may_keep_slots_free_and_the_queue_has_the_reason() -> None:
+def test_a_budget_may_limit_slots_and_the_queue_has_the_reason() -> None:
     scheduler = make_scheduler()
-    scheduler.budget = Scripted(StepLimits(64, 64, slots=1), StepLimits(64, 64, slots=2))
+    scheduler.budget = ScriptedBudget(StepLimits(64, 64, slots=1), StepLimits(64, 64, slots=2))
     for name in ("a", "b", "c"):
         scheduler.submit(make_request(name, 3), 0)
     assert shape(step(scheduler)) == [("a", 0, 3)]
@@ -37,7 +37,7 @@ def test_a_budget_may_keep_slots_free_and_the_queue_has_the_reason() -> None:
 
 def test_running_requests_stay_when_slots_become_fewer() -> None:
     scheduler = make_scheduler()
-    scheduler.budget = Scripted(StepLimits(64, 64), StepLimits(64, 64, slots=1))
+    scheduler.budget = ScriptedBudget(StepLimits(64, 64), StepLimits(64, 64, slots=1))
     for name in ("a", "b"):
         scheduler.submit(make_request(name, 3), 0)
     step(scheduler)
@@ -47,7 +47,7 @@ def test_running_requests_stay_when_slots_become_fewer() -> None:
 def test_a_decision_is_published_when_it_changes() -> None:
     scheduler = make_scheduler()
     first, second = StepLimits(64, 8), StepLimits(64, 16, predicted_seconds=0.5)
-    scheduler.budget = Scripted(first, StepLimits(64, 8, predicted_seconds=0.1), second)
+    scheduler.budget = ScriptedBudget(first, StepLimits(64, 8, predicted_seconds=0.1), second)
     scheduler.submit(make_request("a", 30), 0)
     published = []
     for now in range(4):
@@ -56,9 +56,9 @@ def test_a_decision_is_published_when_it_changes() -> None:
     assert published == [BudgetDecided(0, first), BudgetDecided(2, second)]
 
 
-def test_a_budget_sees_who_decodes_and_who_is_behind() -> None:
+def test_a_budget_gets_the_decoding_prefilling_and_waiting_requests() -> None:
     scheduler = make_scheduler(max_batch_tokens=10, max_batch_requests=2)
-    budget = scheduler.budget = Scripted(StepLimits(10, 10))
+    budget = scheduler.budget = ScriptedBudget(StepLimits(10, 10))
     scheduler.submit(make_request("a", 4), 0)
     step(scheduler)
     scheduler.submit(make_request("long", 20), 0)

@@ -1,4 +1,4 @@
-"""The cost model: what it learns, what it forgets, and what it must not be fooled by."""
+"""The cost model: accuracy, forgetting, and robustness to outliers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_shape(source: random.Random, largest_chunk: int = 512) -> StepShape:
     return StepShape(decodes, chunk, decodes * source.randint(20, 1500), prefill_kv, decodes + (chunk > 0))
 
 
-def taught(truth: Truth, noise: Noise = steady, steps: int = 400, seed: int = 0) -> CostModel:
+def trained(truth: Truth, noise: Noise = steady, steps: int = 400, seed: int = 0) -> CostModel:
     cost, source = CostModel(), random.Random(seed)
     for _ in range(steps):
         shape = random_shape(source)
@@ -35,7 +35,7 @@ def taught(truth: Truth, noise: Noise = steady, steps: int = 400, seed: int = 0)
 
 
 def errors(cost: CostModel, truth: Truth, seed: int = 99) -> list[float]:
-    """Relative, sorted, on steps that it was not taught with."""
+    """Sorted relative errors on steps that were not used for training."""
     source = random.Random(seed)
     shapes = [random_shape(source) for _ in range(300)]
     return sorted(abs(cost.predict(shape) / truth(shape) - 1) for shape in shapes)
@@ -52,14 +52,14 @@ def test_the_shape_of_a_plan() -> None:
 
 
 @pytest.mark.parametrize("truth", [cpu_like, gpu_like])
-def test_it_finds_the_cost_of_steps_it_has_not_seen(truth: Truth) -> None:
-    found = errors(taught(truth), truth)
+def test_unseen_steps_are_predicted(truth: Truth) -> None:
+    found = errors(trained(truth), truth)
     assert found[150] < 0.02
-    assert found[-15] < 0.2  # the bend at 128 tokens is between two of the model's
+    assert found[-15] < 0.2  # the bend at 128 tokens lies between two bends of the model
 
 
-def test_a_straight_line_is_found_exactly() -> None:
-    cost = taught(cpu_like)
+def test_a_linear_cost_is_learned_exactly() -> None:
+    cost = trained(cpu_like)
     assert cost.coefficients["prefill_kv"] == pytest.approx(1e-6, rel=0.01)
     assert cost.coefficients["decode_kv"] == pytest.approx(9e-6, rel=0.01)
     assert cost.coefficients["token"] == pytest.approx(0.002, rel=0.01)
@@ -67,31 +67,31 @@ def test_a_straight_line_is_found_exactly() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_and_pauses_do_not_mislead_it(seed: int) -> None:
-    cost = taught(cpu_like, jitter(seed, sigma=0.05, pauses=0.03), seed=seed)
+def test_predictions_are_robust_to_noise_and_pauses(seed: int) -> None:
+    cost = trained(cpu_like, jitter(seed, sigma=0.05, pauses=0.03), seed=seed)
     found = errors(cost, cpu_like)
     assert found[150] < 0.05
     assert found[-3] < 0.2
-    assert 0.01 < cost.error < 0.1  # it knows how far off it usually is
+    assert 0.01 < cost.error < 0.1  # the estimate of its own error is right
 
 
-def test_one_pause_is_forgotten_at_once() -> None:
-    cost = taught(cpu_like, jitter(0, pauses=0))
+def test_a_single_pause_hardly_changes_predictions() -> None:
+    cost = trained(cpu_like, jitter(0, pauses=0))
     before = cost.predict(SHAPE)
     cost.observe(SHAPE, 50 * before)
     assert cost.predict(SHAPE) < 1.1 * before
 
 
-def test_a_machine_that_slows_down_is_followed_also_for_steps_not_seen_since() -> None:
-    cost, noise = taught(cpu_like), jitter(0, pauses=0)
+def test_a_slower_machine_also_changes_predictions_for_steps_not_seen_since() -> None:
+    cost, noise = trained(cpu_like), jitter(0, pauses=0)
     for _ in range(40):
         shape = StepShape(8, 0, 8 * 300, 0, 8)
         cost.observe(shape, 2 * cpu_like(shape) * noise())
     assert cost.predict(SHAPE) == pytest.approx(2 * cpu_like(SHAPE), rel=0.25)
 
 
-def test_an_hour_of_decoding_does_not_wipe_out_what_prompts_cost() -> None:
-    cost, noise = taught(cpu_like), jitter(0)
+def test_many_decode_steps_do_not_erase_the_cost_of_prompts() -> None:
+    cost, noise = trained(cpu_like), jitter(0)
     for length in range(3000):
         shape = StepShape(8, 0, 8 * (100 + length // 4), 0, 8)
         cost.observe(shape, cpu_like(shape) * noise())
@@ -99,7 +99,7 @@ def test_an_hour_of_decoding_does_not_wipe_out_what_prompts_cost() -> None:
     assert cost.predict(large) == pytest.approx(cpu_like(large), rel=0.15)
 
 
-def test_before_it_knows_better_more_tokens_take_longer() -> None:
+def test_after_one_step_more_tokens_are_predicted_to_take_longer() -> None:
     cost = CostModel()
     assert cost.predict(SHAPE) == 0
     cost.observe(StepShape(prefill_tokens=64, prefill_kv=chunk_kv(0, 64), requests=1), 0.1)
@@ -112,9 +112,7 @@ shapes = st.builds(StepShape, counts, counts, st.integers(0, 10**6), st.integers
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(shapes, st.floats(1e-5, 100)), min_size=1, max_size=40), shapes)
-def test_whatever_it_is_shown_more_work_never_takes_less_time(
-    steps: list[tuple[StepShape, float]], shape: StepShape
-) -> None:
+def test_more_work_is_never_predicted_to_take_less_time(steps: list[tuple[StepShape, float]], shape: StepShape) -> None:
     cost = CostModel()
     for seen, seconds in steps:
         cost.observe(seen, seconds)
@@ -132,15 +130,15 @@ def test_whatever_it_is_shown_more_work_never_takes_less_time(
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
-def test_times_that_make_no_sense_teach_nothing(seconds: float) -> None:
-    cost = taught(cpu_like)
+def test_invalid_durations_are_ignored(seconds: float) -> None:
+    cost = trained(cpu_like)
     before = cost.coefficients
     cost.observe(SHAPE, seconds)
     assert cost.coefficients == before
 
 
-def test_coefficients_make_the_same_model_again() -> None:
-    cost = taught(gpu_like)
+def test_a_model_made_from_coefficients_predicts_the_same() -> None:
+    cost = trained(gpu_like)
     again = CostModel(cost.coefficients)
     assert again.predict(SHAPE) == pytest.approx(cost.predict(SHAPE))
 

@@ -1,4 +1,4 @@
-"""Work that can no longer make it is dropped, and only that."""
+"""Requests that cannot meet their deadline are dropped, and no others."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from chairlift.core.sampling.params import SamplingParams
 from tests.core.driving import events_of, make_request, make_scheduler, run_to_end, step
 
 
-class OneSecondEach:
-    """Every token of a prompt takes a second, and every new one."""
+class OneSecondPerToken:
+    """Every prompt token and every new token takes a second."""
 
     def least_seconds(self, prompt_tokens: int, new_tokens: int) -> float:
         return prompt_tokens + new_tokens - 1.0
 
 
-def test_a_request_that_cannot_be_in_time_is_dropped_before_a_token_is_computed() -> None:
-    scheduler = make_scheduler(max_batch_tokens=4, forecast=OneSecondEach())
+def test_a_request_that_cannot_meet_its_deadline_is_dropped_before_a_token_is_computed() -> None:
+    scheduler = make_scheduler(max_batch_tokens=4, forecast=OneSecondPerToken())
     late = make_request("late", 20, deadline=19.0)
     in_time = make_request("in time", 20, deadline=21.0)
     scheduler.submit(late, 0.0)
@@ -34,8 +34,8 @@ def test_a_request_that_cannot_be_in_time_is_dropped_before_a_token_is_computed(
     assert in_time.ending.reason is FinishReason.LENGTH
 
 
-def test_a_running_one_is_dropped_too_and_releases_its_memory() -> None:
-    scheduler = make_scheduler(max_batch_tokens=4, forecast=OneSecondEach())
+def test_a_running_request_is_dropped_too_and_releases_its_memory() -> None:
+    scheduler = make_scheduler(max_batch_tokens=4, forecast=OneSecondPerToken())
     scheduler.submit(make_request("a", 20, deadline=25.0), 0.0)
     step(scheduler, 0.0)
     assert scheduler.running
@@ -54,15 +54,15 @@ def test_a_running_one_is_dropped_too_and_releases_its_memory() -> None:
         (SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=[4], min_tokens=3), 3),
     ],
 )
-def test_only_tokens_that_are_certain_count_against_it(params: SamplingParams, certain: int) -> None:
+def test_only_tokens_that_are_certain_count(params: SamplingParams, certain: int) -> None:
     request = make_request("a", 3, new=9, params=params)
     assert request.least_new_tokens == certain
     request.append(77)
     assert request.least_new_tokens == max(1, certain - 1)
 
 
-def test_a_cached_prefix_counts_in_favour_of_those_who_wait() -> None:
-    scheduler = make_scheduler(block_size=4, forecast=OneSecondEach())
+def test_cached_tokens_of_a_waiting_request_take_no_time() -> None:
+    scheduler = make_scheduler(block_size=4, forecast=OneSecondPerToken())
     scheduler.submit(make_request("first", range(40)), 0.0)
     run_to_end(scheduler)
     scheduler.submit(make_request("again", range(40), new=1, deadline=6.0), 0.0)

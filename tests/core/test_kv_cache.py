@@ -8,7 +8,7 @@ from tests.core.driving import make_request
 
 
 def compute(kv: KVCache, request: Request, count: int | None = None) -> None:
-    """Reserve, pretend to compute, and commit."""
+    """Reserve blocks, mark the tokens as computed, and commit."""
     count = request.num_behind if count is None else count
     if request.id not in kv.tables():
         kv.attach(request, kv.match(request))
@@ -31,7 +31,7 @@ def test_a_second_request_shares_full_blocks_but_never_the_last_token() -> None:
     assert kv.pool.references(0) == 2
 
 
-def test_a_match_only_asks() -> None:
+def test_match_changes_nothing() -> None:
     kv = KVCache(10, block_size=4)
     compute(kv, first := make_request("a", range(9)))
     kv.release(first)
@@ -61,7 +61,7 @@ def test_a_different_salt_never_matches() -> None:
     assert not kv.match(make_request("d", range(9))).blocks
 
 
-def test_a_request_that_only_waits_is_hashed_no_further_than_it_matches() -> None:
+def test_digests_of_a_waiting_request_are_computed_only_as_far_as_it_matches() -> None:
     kv = KVCache(10, block_size=4)
     compute(kv, make_request("a", range(9)))
     waiting = make_request("b", [*range(4), *range(50, 400)])
@@ -69,8 +69,8 @@ def test_a_request_that_only_waits_is_hashed_no_further_than_it_matches() -> Non
     assert len(waiting.block_digests) == 2
 
 
-def test_equal_digests_with_other_tokens_are_no_hit() -> None:
-    """Even if SHA-256 were broken, the tokens are compared."""
+def test_equal_digests_with_different_tokens_are_not_a_hit() -> None:
+    """Tokens are compared in case of a hash collision."""
     kv = KVCache(10, block_size=4)
     compute(kv, first := make_request("a", range(9)))
     forged = make_request("b", range(50, 59))
@@ -98,7 +98,7 @@ def test_the_same_tokens_computed_twice_are_indexed_once() -> None:
     assert not set(kv.table(first)) & set(kv.table(second))
 
 
-def test_a_fork_shares_the_partly_filled_block_until_one_writes() -> None:
+def test_a_fork_shares_the_partly_filled_block_until_the_first_write() -> None:
     kv = KVCache(10, block_size=4)
     parent, child = make_request("p", range(6)), make_request("c", range(6))
     compute(kv, parent)

@@ -1,4 +1,4 @@
-"""Which request is admitted first, which is preempted, and how often one may be passed over."""
+"""Orderings: the order of admission, the choice of victims, and starvation."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_first_come_first_served() -> None:
     assert admission_order(scheduler) == ["a", "b", "c"]
 
 
-def test_a_lower_priority_is_admitted_sooner_and_equals_in_turn() -> None:
+def test_lower_priorities_are_admitted_first_and_equal_ones_in_order() -> None:
     scheduler = make_scheduler(max_batch_requests=1, order="priority")
     for name, priority in (("a", 1), ("b", 0), ("c", -3), ("d", 0)):
         submit(scheduler, name, priority=priority)
     assert admission_order(scheduler) == ["c", "b", "d", "a"]
 
 
-def test_the_shortest_work_is_admitted_first_prompt_and_output_together() -> None:
+def test_the_request_with_the_least_work_is_admitted_first() -> None:
     scheduler = make_scheduler(max_batch_requests=1, order="shortest")
     for name, prompt, new in (("a", 10, 10), ("b", 17, 2), ("c", 2, 17), ("d", 5, 5)):
         submit(scheduler, name, prompt, new)
@@ -55,7 +55,7 @@ def test_the_shortest_work_is_admitted_first_prompt_and_output_together() -> Non
 @pytest.mark.parametrize(("order", "victim"), [("fcfs", "c"), ("priority", "b"), ("shortest", "a"), ("fair", "b")])
 def test_the_last_request_by_the_order_is_preempted(order: str, victim: str) -> None:
     scheduler = make_scheduler(num_blocks=6, block_size=4, order=order, prefix_caching=False)
-    # b's tenant is served as many tokens as the two others together... and more: a's is charged least.
+    # b's tenant is charged for the most tokens.
     submit(scheduler, "a", prompt=4, new=19, priority=0, tenant="x")
     submit(scheduler, "b", prompt=8, new=12, priority=7, tenant="y")
     submit(scheduler, "c", prompt=4, new=15, priority=3, tenant="z")
@@ -73,30 +73,30 @@ def test_the_last_request_by_the_order_is_preempted(order: str, victim: str) -> 
 
 @pytest.mark.parametrize("order", ["priority", "shortest"])
 def test_no_request_is_passed_over_more_often_than_allowed(order: str) -> None:
-    """A stream of requests with better claims, one at a time, would keep it waiting forever."""
+    """A stream of requests with better claims would otherwise keep it waiting forever."""
     scheduler = make_scheduler(max_batch_requests=1, order=order, max_overtakes=5)
     submit(scheduler, "first", new=1, priority=9)
-    submit(scheduler, "patient", prompt=20, new=9, priority=9)
+    submit(scheduler, "waiting", prompt=20, new=9, priority=9)
     for index in range(40):
-        submit(scheduler, f"pushy{index}", prompt=2, new=1, priority=-1)
+        submit(scheduler, f"urgent{index}", prompt=2, new=1, priority=-1)
     # Each of the two was passed over five times while it was the oldest.
     order = admission_order(scheduler)
     assert order.index("first") == 5
-    assert order.index("patient") == 11
+    assert order.index("waiting") == 11
 
 
-def test_under_fair_sharing_many_tenants_cannot_keep_one_waiting() -> None:
+def test_many_new_tenants_do_not_starve_an_old_one() -> None:
     scheduler = make_scheduler(max_batch_requests=1, order="fair", max_overtakes=5)
-    submit(scheduler, "glutton", prompt=20, new=4, tenant="old")
+    submit(scheduler, "first", prompt=20, new=4, tenant="old")
     step(scheduler)
-    submit(scheduler, "patient", prompt=20, new=4, tenant="old")
+    submit(scheduler, "waiting", prompt=20, new=4, tenant="old")
     for index in range(40):
         submit(scheduler, f"new{index}", prompt=2, new=1, tenant=f"tenant {index}")
-    # Each newcomer has been served less than the old tenant: without the bound, all 40 would go first.
-    assert admission_order(scheduler).index("patient") <= 7
+    # Each new tenant was served less than the old one: without the limit, all 40 would be admitted first.
+    assert admission_order(scheduler).index("waiting") <= 7
 
 
-def test_an_aged_request_is_no_victim_of_younger_ones_with_better_claims() -> None:
+def test_a_starved_request_is_not_preempted_for_better_claims() -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=4, order="priority", max_overtakes=1, prefix_caching=False)
     starved = make_request("starved", 4, new=12, priority=5)
     starved.starved = True
@@ -115,14 +115,14 @@ def test_a_request_that_lacks_memory_is_passed_over_but_not_forever() -> None:
     for index in range(6):
         submit(scheduler, f"small{index}", prompt=3, new=1)
     assert [name for name, _, _ in shape(step(scheduler))] == ["holder", "small0", "small1", "small2"]
-    # Three have passed. From now on none does until it fits.
+    # Three requests have passed it. No other is admitted until it fits.
     assert scheduler.why_waiting("large") is WaitReason.MEMORY
     assert scheduler.why_waiting("small3") is WaitReason.TURN
     assert shape(step(scheduler)) == [("holder", 17, 1)]
     assert admission_order(scheduler)[-4:] == ["large", "small3", "small4", "small5"]
 
 
-def test_with_first_come_first_served_a_smaller_request_still_passes_one_that_lacks_memory() -> None:
+def test_with_fcfs_a_smaller_request_passes_one_that_lacks_memory() -> None:
     scheduler = make_scheduler(num_blocks=8, block_size=4)
     submit(scheduler, "holder", prompt=12, new=8)
     step(scheduler)
@@ -164,20 +164,20 @@ def test_a_long_prompt_alone_gets_the_whole_budget() -> None:
     assert [shape(step(scheduler)) for _ in range(3)] == [[("long", 0, 16)], [("long", 16, 16)], [("long", 32, 8)]]
 
 
-def test_short_prompts_get_in_while_a_long_one_keeps_half() -> None:
+def test_short_prompts_share_the_budget_with_a_long_one() -> None:
     scheduler = make_scheduler(num_blocks=200, max_batch_tokens=16)
     submit(scheduler, "long", prompt=100, new=1)
     step(scheduler)
     for index in range(3):
         submit(scheduler, f"s{index}", prompt=6, new=1)
     assert shape(step(scheduler)) == [("long", 16, 8), ("s0", 0, 6), ("s1", 0, 2)]
-    # s1 is the shortest now; what it does not need goes to the next.
+    # s1 is the shortest now; the rest goes to the next one.
     assert shape(step(scheduler)) == [("long", 24, 8), ("s1", 2, 4), ("s2", 0, 4)]
     assert shape(step(scheduler)) == [("long", 32, 14), ("s2", 4, 2)]
 
 
 def test_prompts_of_equal_length_are_computed_one_after_the_other() -> None:
-    """Sharing equally would make all of them late."""
+    """Sharing equally would delay all of them."""
     scheduler = make_scheduler(max_batch_tokens=8)
     for name in "abc":
         submit(scheduler, name, prompt=12, new=1)
@@ -185,7 +185,7 @@ def test_prompts_of_equal_length_are_computed_one_after_the_other() -> None:
     assert shapes == [[("a", 0, 8)], [("a", 8, 4), ("b", 0, 4)], [("b", 4, 8)], [("c", 0, 8)]]
 
 
-def test_two_long_prompts_share() -> None:
+def test_two_long_prompts_share_the_budget() -> None:
     scheduler = make_scheduler(num_blocks=200, max_batch_tokens=16)
     submit(scheduler, "x", prompt=100, new=1)
     step(scheduler)
@@ -199,7 +199,7 @@ def test_a_better_claim_gets_the_whole_budget() -> None:
     submit(scheduler, "batch", prompt=20, new=1, priority=1)
     step(scheduler)
     submit(scheduler, "urgent", prompt=40, new=1, priority=0)
-    # Though it is longer than what is left of the other.
+    # Although it is longer than the rest of the other.
     assert [shape(step(scheduler)) for _ in range(3)] == [
         [("urgent", 0, 16)],
         [("urgent", 16, 16)],
@@ -219,7 +219,7 @@ def test_tenants_take_turns() -> None:
     assert admission_order(scheduler) == ["b0", "a0", "b1", "a1", "a2", "a3"]
 
 
-def test_a_tenant_of_twice_the_weight_gets_twice_the_turns() -> None:
+def test_a_tenant_of_twice_the_weight_is_admitted_twice_as_often() -> None:
     scheduler = make_scheduler(max_batch_requests=1, order="fair", weights={"a": 2})
     for tenant in "ab":
         for index in range(6):
@@ -238,7 +238,7 @@ def test_one_tenant_does_not_take_all_free_slots_of_a_step() -> None:
     assert sorted(running_ids(scheduler)) == ["a0", "a1", "b0", "b1"]
 
 
-def test_a_tenant_without_a_slot_takes_one_from_the_crowd() -> None:
+def test_a_tenant_without_a_slot_takes_one_from_the_tenant_with_the_most() -> None:
     scheduler = make_scheduler(max_batch_requests=4, order="fair")
     for index in range(6):
         submit(scheduler, f"a{index}", new=30, tenant="a")
@@ -250,8 +250,8 @@ def test_a_tenant_without_a_slot_takes_one_from_the_crowd() -> None:
     for index in range(1, 4):
         submit(scheduler, f"b{index}", new=30, tenant="b")
     while running_ids(scheduler) == ["a0", "a1", "a2", "b0"]:
-        step(scheduler)  # until b has been served less than a again
-    assert running_ids(scheduler) == ["a0", "a1", "b0", "b1"]  # two each: no tenant has a claim to more
+        step(scheduler)  # until b was served less than a again
+    assert running_ids(scheduler) == ["a0", "a1", "b0", "b1"]  # two each, which is balanced
     for _ in range(5):
         step(scheduler)
     assert running_ids(scheduler) == ["a0", "a1", "b0", "b1"]
@@ -259,15 +259,15 @@ def test_a_tenant_without_a_slot_takes_one_from_the_crowd() -> None:
     check_quiescent(scheduler)
 
 
-def test_memory_is_taken_from_the_crowd_only_if_that_is_enough() -> None:
+def test_no_request_is_preempted_if_that_frees_too_little_memory() -> None:
     scheduler = make_scheduler(num_blocks=12, block_size=4, order="fair", prefix_caching=False)
     for index in range(3):
         submit(scheduler, f"a{index}", prompt=8, new=20, tenant="a")
     step(scheduler)
     assert len(running_ids(scheduler)) == 3
-    submit(scheduler, "too large yet", prompt=40, new=2, tenant="b")
+    submit(scheduler, "too large", prompt=40, new=2, tenant="b")
     step(scheduler)
-    # Taking two of three slots would not make room for it: no request is preempted in vain.
+    # Preempting two of three requests would not free enough blocks, so none is preempted.
     assert running_ids(scheduler) == ["a0", "a1", "a2"]
     submit(scheduler, "fits", prompt=12, new=2, tenant="c")
     step(scheduler)
@@ -277,7 +277,7 @@ def test_memory_is_taken_from_the_crowd_only_if_that_is_enough() -> None:
 
 
 @pytest.mark.parametrize(("burst", "in_a_row"), [(0.0, 0), (100.0, 5)])
-def test_time_away_earns_a_limited_credit(monkeypatch: pytest.MonkeyPatch, burst: float, in_a_row: int) -> None:
+def test_an_idle_tenant_earns_a_limited_credit(monkeypatch: pytest.MonkeyPatch, burst: float, in_a_row: int) -> None:
     monkeypatch.setattr(FairOrdering, "BURST", burst)
     scheduler = make_scheduler(max_batch_requests=1, order="fair")
     for index in range(30):
@@ -288,10 +288,10 @@ def test_time_away_earns_a_limited_credit(monkeypatch: pytest.MonkeyPatch, burst
     for index in range(10):
         submit(scheduler, f"b{index}", prompt=20, tenant="b")
     tenants = "".join(name[0] for name in admission_order(scheduler))
-    assert tenants.startswith("b" * in_a_row + "ab"), "22 tokens each, so long as the credit lasts"
+    assert tenants.startswith("b" * in_a_row + "ab"), "22 tokens each, until the credit is used up"
 
 
-def test_cached_and_repeated_tokens_are_not_charged() -> None:
+def test_cached_and_recomputed_tokens_are_not_charged() -> None:
     fair = FairOrdering()
     request = make_request("r", 20, tenant="t")
     fair.arrived(request)
@@ -301,12 +301,12 @@ def test_cached_and_repeated_tokens_are_not_charged() -> None:
     request.append(5)
     fair.appended(request)
     assert fair.claim(request) == 9
-    request.start_from(0)  # preempted: all of it is computed again
+    request.start_from(0)  # preempted: all tokens are recomputed
     fair.admitted(request)
     assert fair.claim(request) == 9
 
 
-def test_tenants_that_are_gone_and_owe_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_of_idle_tenants_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FairOrdering, "REMEMBERED_TENANTS", 10)
     fair = FairOrdering()
     steady = make_request("steady", 3, tenant="steady")

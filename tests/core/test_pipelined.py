@@ -1,4 +1,4 @@
-"""Steps planned before the results of earlier ones are known: the same tokens, and nothing leaks."""
+"""Steps planned before earlier results are read give the same tokens and leak nothing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_planning_ahead_changes_no_token(seed: int, num_blocks: int, depth: int)
     check_quiescent(ahead)
 
 
-def test_the_small_pool_really_preempts() -> None:
+def test_the_small_pool_preempts() -> None:
     preemptions = 0
     for seed in range(6):
         scheduler = make_scheduler(num_blocks=22, max_batch_tokens=32)

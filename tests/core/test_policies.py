@@ -1,4 +1,4 @@
-"""Static and dynamic batches: when they start, what finished rows keep, and that nothing waits forever."""
+"""Static and dynamic batching: when batches start, what finished rows keep, and that no request waits forever."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_full_batch_starts_at_once_and_no_request_joins_it(policy: str) -> Non
     assert plan.idle_rows == 0
 
 
-def test_continuous_takes_the_slot_again_in_the_next_step() -> None:
+def test_continuous_reuses_a_slot_in_the_next_step() -> None:
     scheduler = make_scheduler(max_batch_requests=2)
     for name, new in (("a", 2), ("b", 4), ("c", 4)):
         submit(scheduler, name, new=new)
@@ -63,7 +63,7 @@ def test_an_incomplete_batch_starts_when_the_oldest_has_waited_long_enough(polic
 
 
 @pytest.mark.parametrize("policy", BATCHING)
-def test_an_incomplete_batch_starts_when_no_more_come(policy: str) -> None:
+def test_an_incomplete_batch_starts_when_no_more_requests_are_expected(policy: str) -> None:
     scheduler = make_scheduler(max_batch_requests=4, policy=policy)
     submit(scheduler, "a")
     assert not step(scheduler)
@@ -71,11 +71,11 @@ def test_an_incomplete_batch_starts_when_no_more_come(policy: str) -> None:
     assert scheduler.next_wakeup(0.0) == 0.0
     assert shape(step(scheduler)) == [("a", 0, 3)]
     run_to_end(scheduler)
-    submit(scheduler, "b")  # that promise was about those before
+    submit(scheduler, "b")  # expect_no_more applied to earlier requests only
     assert not step(scheduler)
 
 
-def test_the_two_differ_in_their_patience() -> None:
+def test_the_two_policies_have_different_delays() -> None:
     wakeups = []
     for policy in BATCHING:
         scheduler = make_scheduler(policy=policy)
@@ -84,7 +84,7 @@ def test_the_two_differ_in_their_patience() -> None:
     assert wakeups == [10.0, 0.05]
 
 
-def test_a_wakeup_is_at_once_with_work_never_without_and_in_time_for_a_deadline() -> None:
+def test_next_wakeup_considers_work_delays_and_deadlines() -> None:
     scheduler = make_scheduler(policy="dynamic", max_delay=5.0, max_batch_requests=2)
     assert scheduler.next_wakeup(0.0) is None
     submit(scheduler, "a", deadline=3.0)
@@ -116,12 +116,12 @@ def test_finished_rows_hold_their_blocks_until_the_batch_is_over(policy: str) ->
 
 
 @pytest.mark.parametrize("policy", BATCHING)
-def test_memory_is_taken_from_finished_rows_before_anyone_gives_way(policy: str) -> None:
+def test_blocks_of_finished_rows_are_released_before_a_request_is_preempted(policy: str) -> None:
     scheduler = make_scheduler(num_blocks=5, block_size=4, max_batch_requests=2, policy=policy, prefix_caching=False)
     submit(scheduler, "a", prompt=8, new=1)
     submit(scheduler, "b", prompt=4, new=16)
     idle = [step(scheduler, float(now)).idle_rows for now in range(16)]
-    assert idle == [0] + [1] * 15  # the row stays, though its memory is gone
+    assert idle == [0] + [1] * 15  # the row stays without its memory
     check_quiescent(scheduler)
 
 
@@ -130,13 +130,13 @@ def test_the_budget_may_spread_the_admission_of_a_batch_over_steps(policy: str) 
     scheduler = make_scheduler(max_batch_requests=3, max_batch_tokens=4, policy=policy)
     for name in "abcd":
         submit(scheduler, name, prompt=4, new=1)
-    # Each is done with its first token; the others of the batch follow without waiting for company again.
+    # Each finishes with its first token; the rest of the batch follows without waiting for a full batch again.
     assert [shape(step(scheduler)) for _ in range(3)] == [[("a", 0, 4)], [("b", 0, 4)], [("c", 0, 4)]]
 
 
 @pytest.mark.parametrize("policy", BATCHING)
-def test_siblings_of_a_request_outside_the_batch_do_not_lock_it(policy: str) -> None:
-    """The leader is sent back by memory, or not in the batch at all: the others must not wait for it inside."""
+def test_siblings_of_a_request_outside_the_batch_do_not_deadlock(policy: str) -> None:
+    """The leader is preempted, or not in the batch at all: its siblings in the batch must not wait for it."""
     scheduler = make_scheduler(num_blocks=6, block_size=4, max_batch_requests=4, policy=policy, order="shortest")
     leader = make_request("a", range(16), new=5)
     for request in (leader, *(make_request(f"a{i}", range(16), new=5, leader=leader) for i in range(3))):
@@ -148,7 +148,7 @@ def test_siblings_of_a_request_outside_the_batch_do_not_lock_it(policy: str) -> 
 
 
 @pytest.mark.parametrize("policy", BATCHING)
-def test_cancelling_the_last_of_a_batch_frees_the_lift(policy: str) -> None:
+def test_cancelling_the_last_request_of_a_batch_frees_its_slots(policy: str) -> None:
     scheduler = make_scheduler(max_batch_requests=2, policy=policy)
     submit(scheduler, "a", new=1)
     submit(scheduler, "b", new=50)
@@ -181,7 +181,7 @@ def test_batches_can_be_planned_ahead(policy: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize("policy", BATCHING)
-def test_an_interrupted_batch_starts_again(policy: str) -> None:
+def test_an_abandoned_batch_starts_again(policy: str) -> None:
     scheduler = make_scheduler(max_batch_requests=2, policy=policy)
     submit(scheduler, "a", new=1)
     submit(scheduler, "b", new=5)
@@ -194,7 +194,7 @@ def test_an_interrupted_batch_starts_again(policy: str) -> None:
     check_quiescent(scheduler)
 
 
-def test_useful_rows_are_fewer_in_batches_of_uneven_lengths() -> None:
+def test_batches_of_uneven_lengths_waste_rows() -> None:
     shares = {}
     for policy in ("static", "dynamic", "continuous"):
         scheduler = make_scheduler(max_batch_requests=4, policy=policy)

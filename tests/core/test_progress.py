@@ -1,4 +1,4 @@
-"""While a request is running, every step computes something."""
+"""Every step computes something while a request is running."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from tests.core.driving import make_request, make_scheduler, step
 
 
 def test_a_batch_continues_while_a_request_with_a_better_claim_waits_and_memory_is_short() -> None:
-    """`b` needs the blocks that the finished `a` still holds; `c` comes before it, but no request joins a batch."""
+    """`b` needs the blocks that the finished `a` holds; `c` has a better claim, but no request joins a running
+    batch."""
     scheduler = make_scheduler(
         num_blocks=12,
         block_size=1,

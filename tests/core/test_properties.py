@@ -1,4 +1,4 @@
-"""Random workloads against the scheduler and KV accounting, with every invariant checked after every step."""
+"""Random workloads on the scheduler, with all invariants checked after every step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STRATEGIES = st.fixed_dictionaries(
         "policy": st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
         "order": st.sampled_from(["fcfs", "priority", "shortest", "fair"]),
         "max_overtakes": st.sampled_from([1, 3, 16]),
-        "crowd": st.sampled_from([None, 0, 2]),
+        "heavy": st.sampled_from([None, 0, 2]),
     }
 )
 
 
 class FlakyKVCache(KVCache):
-    """Refuses a reservation now and then, as if memory had been short."""
+    """Fails some reservations at random, as if memory were short."""
 
     failures = random.Random(0)
     failing = False
@@ -41,16 +41,16 @@ class FlakyKVCache(KVCache):
         return super().reserve(request, count)
 
 
-# What random schedulers are made with.
+# The options of random schedulers.
 SCHEDULERS: dict[str, st.SearchStrategy[Any]] = {
     "num_blocks": st.integers(8, 40),
     "block_size": st.sampled_from([1, 2, 4, 16]),
     "tokens": st.integers(1, 40),
     "prefill": st.none() | st.integers(1, 20),
-    "seats": st.integers(1, 6),
+    "slots": st.integers(1, 6),
     "caching": st.booleans(),
     "strategy": STRATEGIES,
-    "slots": st.sampled_from([0, 0, 5, 60]),
+    "host_slots": st.sampled_from([0, 0, 5, 60]),
 }
 
 
@@ -62,13 +62,21 @@ class Workload(RuleBasedStateMachine):
         block_size: int,
         tokens: int,
         prefill: int | None,
-        seats: int,
+        slots: int,
         caching: bool,
         strategy: dict[str, Any],
-        slots: int,
+        host_slots: int,
     ) -> None:
         self.scheduler = make_scheduler(
-            num_blocks, block_size, tokens, prefill, seats, caching, FlakyKVCache, **strategy, swap=SwapSpace(slots)
+            num_blocks,
+            block_size,
+            tokens,
+            prefill,
+            slots,
+            caching,
+            FlakyKVCache,
+            **strategy,
+            swap=SwapSpace(host_slots),
         )
         self.kv = self.scheduler.kv
         assert isinstance(self.kv, FlakyKVCache)
@@ -87,7 +95,7 @@ class Workload(RuleBasedStateMachine):
         family=st.integers(0, 2),
         salt=st.sampled_from(["", "x"]),
         siblings=st.integers(0, 2),
-        patience=st.none() | st.integers(5, 60),
+        timeout=st.none() | st.integers(5, 60),
         priority=st.integers(-1, 1),
         tenant=st.sampled_from("abc"),
     )
@@ -98,14 +106,14 @@ class Workload(RuleBasedStateMachine):
         family: int,
         salt: str,
         siblings: int,
-        patience: int | None,
+        timeout: int | None,
         priority: int,
         tenant: str,
     ) -> None:
         new = min(new, self.capacity - 1)
         length = min(length, self.capacity - new + 1)
         prompt = [family * 1000 + i // 3 for i in range(length)]  # prompts of a family share prefixes
-        deadline = None if patience is None else self.now + patience
+        deadline = None if timeout is None else self.now + timeout
         leader: Request | None = None
         for _ in range(1 + siblings):
             name = f"r{len(self.requests)}"
@@ -125,13 +133,13 @@ class Workload(RuleBasedStateMachine):
         self.in_flight = self.scheduler.schedule(self.now)
         self.kv.failing = False
         check_plan(self.scheduler, self.in_flight)
-        self.check_turns(starved)
+        self.check_starved_first(starved)
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             assert request.deadline is None or request.deadline > self.now, f"{request} is past its deadline"
             waits = request.status is Status.WAITING
             assert waits == (self.scheduler.why_waiting(request.id) is not None)
 
-    def check_turns(self, starved: list[Request]) -> None:
+    def check_starved_first(self, starved: list[Request]) -> None:
         """No request is admitted before starved ones, unless they wait for another request."""
         admitted = {event.request_id for event in self.scheduler.drain_events() if isinstance(event, RequestAdmitted)}
         others_admitted = any(request.id in admitted and not request.starved for request in self.scheduler.running)
@@ -163,7 +171,7 @@ class Workload(RuleBasedStateMachine):
         self.cancelled.add(victim.id)
 
     @invariant()
-    def books_balance(self) -> None:
+    def accounting_holds(self) -> None:
         if hasattr(self, "scheduler"):
             check_accounting(self.scheduler)
             check_shared_prefixes(self.scheduler)
@@ -183,14 +191,14 @@ class Workload(RuleBasedStateMachine):
             if not self.in_flight and wakeup is not None:
                 self.now = wakeup
             self.apply()
-            self.books_balance()
+            self.accounting_holds()
         check_quiescent(self.scheduler)
         for request in self.requests:
             assert request.ending is not None, f"{request} never ended"
             self.check_output(request)
 
     def check_output(self, request: Request) -> None:
-        """Whatever happened to it, its tokens are those it would have got alone."""
+        """Its tokens are those that it would have generated alone."""
         alone = list(request.prompt)
         for token in request.output:
             assert token == (31 * alone[-1] + 7 * len(alone)) % 997
@@ -200,7 +208,7 @@ class Workload(RuleBasedStateMachine):
             assert request.num_output == request.max_new_tokens
         else:
             late = request.ending.reason is FinishReason.DEADLINE and request.deadline is not None
-            assert late or request.id in self.cancelled, f"{request} was not disturbed, but ended: {request.ending}"
+            assert late or request.id in self.cancelled, f"{request} ended unexpectedly: {request.ending}"
 
 
 TestWorkload = Workload.TestCase
@@ -211,13 +219,13 @@ def test_replaying_a_workload_gives_the_same_schedule() -> None:
     for seed in range(20):
         histories = []
         for _ in range(2):
-            chance = random.Random(seed)
-            scheduler = make_scheduler(chance.randint(8, 30), 4, chance.randint(2, 30), None, chance.randint(1, 6))
+            rng = random.Random(seed)
+            scheduler = make_scheduler(rng.randint(8, 30), 4, rng.randint(2, 30), None, rng.randint(1, 6))
             history = []
             for number in range(200):
-                if chance.random() < 0.4:
-                    prompt = [chance.randint(0, 2)] * chance.randint(1, 20)
-                    scheduler.submit(make_request(f"r{number}", prompt, chance.randint(1, 10)), float(number))
+                if rng.random() < 0.4:
+                    prompt = [rng.randint(0, 2)] * rng.randint(1, 20)
+                    scheduler.submit(make_request(f"r{number}", prompt, rng.randint(1, 10)), float(number))
                 plan = scheduler.schedule(float(number))
                 history.append((shape(plan), [tuple(chunk.table) for chunk in plan.chunks]))
                 scheduler.apply(run_plan(plan, deterministic_token), float(number))
@@ -233,13 +241,13 @@ def test_replaying_a_workload_gives_the_same_schedule() -> None:
     st.sampled_from([None, 0, 2]),
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8), st.integers(-2, 2), st.sampled_from("abc")), max_size=80),
 )
-def test_no_request_waits_longer_than_the_bound(
-    order: str, seats: int, max_overtakes: int, crowd: int | None, work: list[tuple[int, int, int, str]]
+def test_the_number_of_admissions_before_a_request_is_bounded(
+    order: str, slots: int, max_overtakes: int, heavy: int | None, work: list[tuple[int, int, int, str]]
 ) -> None:
     """A request is admitted after at most (max_overtakes + 1) * (q + 1) admissions, q being the older requests that
     wait when it is submitted or return to the queue later (fair sharing preempts)."""
     scheduler = make_scheduler(
-        2000, max_batch_requests=seats, order=order, max_overtakes=max_overtakes, prefix_caching=False, crowd=crowd
+        2000, max_batch_requests=slots, order=order, max_overtakes=max_overtakes, prefix_caching=False, heavy=heavy
     )
     admissions = 0
     latest: dict[str, int] = {}

@@ -28,13 +28,13 @@ def test_decodes_come_first_and_prefill_fills_the_rest_in_chunks() -> None:
     scheduler.submit(make_request("long", 20), 0)
     assert shape(step(scheduler)) == [("a", 4, 1), ("long", 0, 9)]
     scheduler.submit(make_request("b", 5), 0)
-    # b is shorter than what is left of the long one: they share the room.
+    # b is shorter than the rest of the long prompt: they share the budget.
     assert shape(step(scheduler)) == [("a", 5, 1), ("long", 9, 5), ("b", 0, 4)]
     assert shape(step(scheduler)) == [("a", 6, 1), ("long", 14, 6), ("b", 4, 1)]
     assert shape(step(scheduler)) == [("long", 20, 1), ("b", 5, 1)]
 
 
-def test_the_prefill_share_is_capped_apart_from_decodes() -> None:
+def test_prefill_tokens_are_limited_separately() -> None:
     scheduler = make_scheduler(max_batch_tokens=32, max_prefill_tokens=3)
     scheduler.submit(make_request("a", 5), 0)
     scheduler.submit(make_request("b", 4), 0)
@@ -47,7 +47,7 @@ def test_the_prefill_share_is_capped_apart_from_decodes() -> None:
     ]
 
 
-def test_a_finished_request_frees_its_slot_for_the_very_next_step() -> None:
+def test_a_finished_request_frees_its_slot_for_the_next_step() -> None:
     scheduler = make_scheduler(max_batch_requests=1)
     scheduler.submit(make_request("a", 3, new=2), 0)
     scheduler.submit(make_request("b", 3, new=1), 0)
@@ -67,17 +67,17 @@ def test_a_finished_request_frees_its_slot_for_the_very_next_step() -> None:
         (SamplingParams(max_tokens=2), [5, 2], Ending(FinishReason.STOP)),
     ],
 )
-def test_endings_by_token(params: SamplingParams, tokens: list[int], ending: Ending) -> None:
+def test_tokens_end_requests(params: SamplingParams, tokens: list[int], ending: Ending) -> None:
     scheduler = make_scheduler()
     request = make_request("a", 3, new=params.max_tokens or 0, params=params, eos_ids=frozenset({2}))
     scheduler.submit(request, 0)
-    supply = iter(tokens)
-    run_to_end(scheduler, lambda _: next(supply))
+    remaining = iter(tokens)
+    run_to_end(scheduler, lambda _: next(remaining))
     assert list(request.output) == tokens
     assert request.ending == ending
 
 
-def test_a_stop_string_ends_the_request_and_wins_over_length() -> None:
+def test_a_stop_string_takes_precedence_over_length() -> None:
     scheduler = make_scheduler()
     ending = Ending(FinishReason.STOP, "END")
     request = make_request("a", 3, new=2)
@@ -100,7 +100,7 @@ def test_bad_logits_end_one_request_only() -> None:
     assert good.num_output == 4
 
 
-def test_cancelled_while_waiting_running_and_mid_step() -> None:
+def test_requests_can_be_cancelled_while_waiting_running_and_in_flight() -> None:
     scheduler = make_scheduler(max_batch_requests=2)
     for name in "abc":
         scheduler.submit(make_request(name, 3), 0)
@@ -111,7 +111,7 @@ def test_cancelled_while_waiting_running_and_mid_step() -> None:
     plan = scheduler.schedule(2)
     blocks = list(plan.chunks[0].table)
     assert scheduler.finish("b", cancelled, 2)
-    # The step in flight may still write b's blocks: they must not be handed out before it is done.
+    # The step in flight may still write b's blocks: they must not be allocated before it is done.
     assert not any(scheduler.kv.pool.is_free(block) for block in blocks)
     assert not scheduler.finish("b", cancelled, 2)
     scheduler.apply(run_plan(plan), 2)
@@ -133,12 +133,12 @@ def test_deadlines_end_waiting_and_running_requests() -> None:
     assert len(plans) == 6
 
 
-def test_what_can_never_fit_is_refused_at_submission() -> None:
+def test_a_request_that_can_never_fit_is_refused() -> None:
     scheduler = make_scheduler(num_blocks=4, block_size=4)
     with pytest.raises(InvalidParameter, match="kv_memory") as refusal:
         scheduler.submit(make_request("big", 14, new=4), 0)
     assert refusal.value.parameter == "prompt"
-    scheduler.submit(make_request("fits", 13, new=4), 0)  # 16 computed tokens: the last one never is
+    scheduler.submit(make_request("fits", 13, new=4), 0)  # 16 computed tokens: the last one is not computed
     run_to_end(scheduler)
 
 
@@ -151,10 +151,10 @@ def test_ids_are_unique_while_in_use() -> None:
     scheduler.submit(make_request("a", 3), 0)
 
 
-def test_preemption_takes_the_youngest_and_loses_no_token() -> None:
-    roomy, tight = make_scheduler(num_blocks=100), make_scheduler(num_blocks=8, prefix_caching=False)
+def test_the_youngest_request_is_preempted_and_loses_no_token() -> None:
+    large, small = make_scheduler(num_blocks=100), make_scheduler(num_blocks=8, prefix_caching=False)
     outputs = []
-    for scheduler in (roomy, tight):
+    for scheduler in (large, small):
         requests = [make_request(name, 6, new=12) for name in "abc"]
         for request in requests:
             scheduler.submit(request, 0)
@@ -162,10 +162,10 @@ def test_preemption_takes_the_youngest_and_loses_no_token() -> None:
         check_quiescent(scheduler)
         outputs.append([list(request.output) for request in requests])
     assert outputs[0] == outputs[1]
-    preempted = [event.request_id for event in events_of(tight, RequestPreempted)]
+    preempted = [event.request_id for event in events_of(small, RequestPreempted)]
     assert preempted
     assert "a" not in preempted
-    assert not events_of(roomy, RequestPreempted)
+    assert not events_of(large, RequestPreempted)
 
 
 def test_no_request_is_admitted_in_a_step_in_which_memory_ran_out() -> None:
@@ -178,7 +178,7 @@ def test_no_request_is_admitted_in_a_step_in_which_memory_ran_out() -> None:
     assert scheduler.why_waiting("b") is WaitReason.PREEMPTION
 
 
-def test_admission_leaves_room_for_the_whole_prompts_of_running_requests() -> None:
+def test_admission_leaves_blocks_for_the_whole_prompts_of_running_requests() -> None:
     scheduler = make_scheduler(num_blocks=10, block_size=4, max_batch_tokens=8)
     scheduler.submit(make_request("a", 32), 0)
     scheduler.submit(make_request("b", 12), 0)
@@ -208,7 +208,7 @@ def test_siblings_share_the_prompt_and_copy_on_write() -> None:
     check_quiescent(scheduler)
 
 
-def test_a_sibling_is_admitted_alone_when_its_leader_is_gone() -> None:
+def test_a_sibling_is_admitted_alone_if_its_leader_is_cancelled() -> None:
     scheduler = make_scheduler()
     leader = make_request("a", range(10))
     sibling = make_request("a1", range(10), leader=leader)
@@ -219,7 +219,7 @@ def test_a_sibling_is_admitted_alone_when_its_leader_is_gone() -> None:
     assert shape(step(scheduler)) == [("a1", 0, 10)]
 
 
-def test_siblings_share_among_themselves_when_the_leader_finished_at_once() -> None:
+def test_siblings_share_with_each_other_if_the_leader_finished() -> None:
     scheduler = make_scheduler(block_size=4, prefix_caching=False)
     leader = make_request("a", range(10), new=3, eos_ids=frozenset({77}))
     siblings = [make_request(f"a{i}", range(10), new=3, leader=leader) for i in (1, 2, 3)]
@@ -235,14 +235,14 @@ def test_siblings_share_among_themselves_when_the_leader_finished_at_once() -> N
     check_quiescent(scheduler)
 
 
-def test_a_prefix_being_computed_is_awaited_not_computed_twice() -> None:
+def test_a_request_waits_for_a_prefix_that_is_being_computed() -> None:
     scheduler = make_scheduler(block_size=4, max_batch_tokens=8)
     shared = list(range(12))
     for name, tail in (("a", [50]), ("b", [60, 61]), ("c", [70])):
         scheduler.submit(make_request(name, [*shared, *tail]), 0)
     scheduler.submit(make_request("other", 3), 0)
     assert shape(step(scheduler)) == [("a", 0, 8)]
-    # b and c wait for the shared blocks; what is behind them in the queue passes.
+    # b and c wait for the shared blocks; the request after them in the queue passes them.
     assert shape(step(scheduler)) == [("a", 8, 5), ("other", 0, 3)]
     assert scheduler.why_waiting("b") is not None
     assert shape(step(scheduler)) == [("a", 13, 1), ("other", 3, 1), ("b", 12, 2), ("c", 12, 1)]
@@ -250,7 +250,7 @@ def test_a_prefix_being_computed_is_awaited_not_computed_twice() -> None:
     assert admitted == {"a": 0, "other": 0, "b": 12, "c": 12}
 
 
-def test_three_requests_hold_a_shared_prefix_of_a_thousand_tokens_once() -> None:
+def test_a_shared_prefix_is_stored_once() -> None:
     scheduler = make_scheduler(num_blocks=300, block_size=16, max_batch_tokens=256)
     for tail in range(3):
         scheduler.submit(make_request(f"r{tail}", [*range(1000), 5000 + tail], new=20), 0)
@@ -259,22 +259,22 @@ def test_three_requests_hold_a_shared_prefix_of_a_thousand_tokens_once() -> None
         plan = scheduler.schedule(0)
         peak = max(peak, scheduler.kv.pool.num_used)
         scheduler.apply(run_plan(plan), 0)
-    # 62 full blocks once, not three times; then each its own 9 prompt tokens and up to 19 more, in 2 blocks.
+    # 62 full blocks are shared; each request has 9 more prompt tokens and up to 19 output tokens, in 2 blocks.
     assert peak == 62 + 3 * 2
     check_quiescent(scheduler)
 
 
-def test_a_request_that_waits_for_a_prefix_is_admitted_if_its_maker_is_cancelled() -> None:
+def test_a_request_that_waits_for_a_prefix_is_admitted_if_the_computing_one_is_cancelled() -> None:
     scheduler = make_scheduler(block_size=4, max_batch_tokens=4)
     scheduler.submit(make_request("a", range(20)), 0)
     scheduler.submit(make_request("b", range(20)), 0)
     step(scheduler)
     assert scheduler.why_waiting("b") is WaitReason.PREFIX
     scheduler.finish("a", Ending(FinishReason.CANCELLED), 0)
-    assert shape(step(scheduler)) == [("b", 4, 4)]  # what a did compute is not lost
+    assert shape(step(scheduler)) == [("b", 4, 4)]  # the blocks that a computed are shared
 
 
-def test_a_new_request_does_not_wait_for_what_held_up_others_long_ago() -> None:
+def test_a_new_request_does_not_get_an_old_wait_reason() -> None:
     scheduler = make_scheduler(max_batch_requests=1)
     scheduler.submit(make_request("a", 3, new=1), 0)
     scheduler.submit(make_request("b", 3, new=1), 0)
@@ -285,7 +285,7 @@ def test_a_new_request_does_not_wait_for_what_held_up_others_long_ago() -> None:
     assert scheduler.why_waiting("c") is WaitReason.NEXT_STEP
 
 
-def test_a_deadline_is_not_of_the_next_request_with_that_id() -> None:
+def test_a_deadline_does_not_apply_to_a_later_request_with_the_same_id() -> None:
     scheduler = make_scheduler()
     scheduler.submit(make_request("a", 3, new=1, deadline=5.0), 0)
     run_to_end(scheduler)

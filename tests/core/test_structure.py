@@ -1,4 +1,4 @@
-"""Structures as the brain sees them: checked when made, and a reason to wait until compiled."""
+"""Structures: checks on creation, and waiting until the grammar is compiled."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ STRUCTURED = SamplingParams(max_tokens=4, structure=Structure.regex("a+"))
         (StructureKind.GRAMMAR, "x" * (MAX_STRUCTURE_LENGTH + 1)),
     ],
 )
-def test_a_bad_structure_is_refused_by_the_callers_name_for_it(kind: StructureKind, text: str) -> None:
+def test_an_invalid_structure_is_refused_under_the_parameter_it_came_from(kind: StructureKind, text: str) -> None:
     with pytest.raises(InvalidParameter) as refusal:
         Structure(kind, text, "response_format")
     assert refusal.value.parameter == "response_format"
 
 
-def test_what_is_no_structure_or_no_json_is_refused() -> None:
+def test_values_that_are_no_structure_or_no_json_are_refused() -> None:
     with pytest.raises(InvalidParameter) as refusal:
         SamplingParams(structure="a+")  # type: ignore[arg-type]
     assert refusal.value.parameter == "structure"
@@ -44,7 +44,7 @@ def test_what_is_no_structure_or_no_json_is_refused() -> None:
             Structure.json(schema)
 
 
-def test_the_name_makes_no_difference_and_survives_the_wire() -> None:
+def test_the_parameter_name_is_not_compared_but_is_serialized() -> None:
     one, other = Structure.regex("a", "guided_regex"), Structure.regex("a", "structured_outputs")
     assert one == other
     assert hash(one) == hash(other)
@@ -58,7 +58,7 @@ def test_the_name_makes_no_difference_and_survives_the_wire() -> None:
         msgspec.msgpack.decode(refused, type=SamplingParams)
 
 
-def test_a_request_waits_for_its_grammar_without_a_slot_and_lets_others_pass() -> None:
+def test_a_request_that_waits_for_its_grammar_takes_no_slot() -> None:
     scheduler = make_scheduler(max_batch_requests=1)
     scheduler.submit(make_request("structured", 3, params=STRUCTURED), 0)
     scheduler.submit(make_request("plain", 3, new=2), 0)
@@ -71,17 +71,18 @@ def test_a_request_waits_for_its_grammar_without_a_slot_and_lets_others_pass() -
     check_quiescent(scheduler)
 
 
-def test_while_it_waits_it_can_be_cancelled_or_run_out_of_time() -> None:
+def test_a_request_that_waits_for_its_grammar_can_be_cancelled_or_expire() -> None:
     scheduler = make_scheduler()
     scheduler.submit(make_request("cancelled", 3, params=STRUCTURED), 0)
     scheduler.submit(make_request("late", 3, params=STRUCTURED, deadline=5.0), 0)
     assert scheduler.finish("cancelled", Ending(FinishReason.CANCELLED), 1)
     assert not scheduler.schedule(4.0)
     assert not scheduler.schedule(5.0)
-    endings = {event.request_id: event.ending.reason for event in events_of(scheduler, RequestFinished)}  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    endings = {event.request_id: event.ending.reason for event in events_of(scheduler, RequestFinished)}
     assert endings == {"cancelled": FinishReason.CANCELLED, "late": FinishReason.DEADLINE}
     check_quiescent(scheduler)
-    scheduler.make_ready("late")  # compiled too late: the request is gone
+    scheduler.make_ready("late")  # compiled after the request ended
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -1,4 +1,4 @@
-"""Preemption to host memory: what is copied when, and that nothing is lost."""
+"""Preemption by swapping: the copies of plans, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.core.driving import events_of, make_request, make_scheduler, run_plan
 from tests.core.memory_model import MemoryModel
 
 
-def until_swapped(scheduler: Scheduler, memory: MemoryModel) -> StepPlan:
+def run_until_swap_out(scheduler: Scheduler, memory: MemoryModel) -> StepPlan:
     while True:
         plan = scheduler.schedule(0.0)
         check_accounting(scheduler)
@@ -39,19 +39,20 @@ def run_to_end(scheduler: Scheduler, memory: MemoryModel) -> list[StepPlan]:
 
 
 def tight(num_slots: int = 10, **options: object) -> tuple[Scheduler, list[Request], MemoryModel]:
-    """Two requests that together outgrow six blocks of four."""
+    """Two requests that together need more than six blocks of four."""
     options.setdefault("prefix_caching", False)
-    scheduler = make_scheduler(num_blocks=6, block_size=4, swap=SwapSpace(num_slots), **options)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    scheduler = make_scheduler(num_blocks=6, block_size=4, swap=SwapSpace(num_slots), **options)
     requests = [make_request(name, 6, new=10) for name in "ab"]
     for request in requests:
         scheduler.submit(request, 0.0)
     return scheduler, requests, MemoryModel(4)
 
 
-def test_a_victim_keeps_what_it_computed_and_goes_on_where_it_was() -> None:
+def test_a_swapped_request_continues_without_recomputing() -> None:
     scheduler, (a, b), memory = tight()
     before = list(b.tokens)
-    plan = until_swapped(scheduler, memory)
+    plan = run_until_swap_out(scheduler, memory)
     assert shape(plan) == [("a", 12, 1)]
     assert b.status is Status.WAITING
     assert b.num_computed == 12
@@ -63,15 +64,15 @@ def test_a_victim_keeps_what_it_computed_and_goes_on_where_it_was() -> None:
     (preempted,) = events_of(scheduler, RequestPreempted)
     assert preempted.swapped
     plans = run_to_end(scheduler, memory)
-    (back,) = [plan for plan in plans if plan.swap_ins]
-    assert [swap.slot for swap in back.swap_ins] == [swap.slot for swap in plan.swap_outs]
-    assert shape(back) == [("b", 12, 1)]  # not one token is computed twice
+    (swap_in_plan,) = [plan for plan in plans if plan.swap_ins]
+    assert [swap.slot for swap in swap_in_plan.swap_ins] == [swap.slot for swap in plan.swap_outs]
+    assert shape(swap_in_plan) == [("b", 12, 1)]  # no token is computed twice
     (admitted,) = events_of(scheduler, RequestAdmitted)
     assert (admitted.cached_tokens, admitted.swapped_tokens) == (0, 12)
     assert a.num_output == b.num_output == 10
 
 
-def test_without_room_on_the_host_it_recomputes() -> None:
+def test_a_request_recomputes_if_host_slots_are_short() -> None:
     scheduler, (_, b), memory = tight(num_slots=2)
     plans = run_to_end(scheduler, memory)
     assert not any(plan.swap_outs or plan.swap_ins for plan in plans)
@@ -79,24 +80,24 @@ def test_without_room_on_the_host_it_recomputes() -> None:
     assert b.num_output == 10
 
 
-def test_blocks_still_in_the_prefix_cache_are_not_copied_back() -> None:
-    """A swapped block that was indexed stays in the index until it is taken: if it is there, it is shared."""
+def test_blocks_still_in_the_prefix_cache_are_not_swapped_in() -> None:
+    """A swapped block stays in the index until it is evicted, and is shared if it is still there."""
     scheduler, _, memory = tight(prefix_caching=True)
-    plan = until_swapped(scheduler, memory)
-    assert len(plan.swap_outs) == 3  # all of them: it is not known what will be evicted
+    plan = run_until_swap_out(scheduler, memory)
+    assert len(plan.swap_outs) == 3  # all of them, since any may be evicted
     plans = run_to_end(scheduler, memory)
-    (back,) = [plan for plan in plans if plan.swap_ins or [name for name, _, _ in shape(plan)] == ["b"]][:1]
-    assert len(back.swap_ins) < 3
+    (swap_in_plan,) = [plan for plan in plans if plan.swap_ins or [name for name, _, _ in shape(plan)] == ["b"]][:1]
+    assert len(swap_in_plan.swap_ins) < 3
     (admitted,) = events_of(scheduler, RequestAdmitted)[-1:]
     assert admitted.cached_tokens + admitted.swapped_tokens >= 12
 
 
-def test_others_may_find_a_block_that_came_back_from_the_host() -> None:
+def test_a_swapped_in_block_can_be_shared() -> None:
     scheduler = make_scheduler(num_blocks=6, block_size=4, swap=SwapSpace(10))
     memory = MemoryModel(4)
     scheduler.submit(make_request("a", 6, new=10), 0.0)
     scheduler.submit(make_request("b", range(6), new=10), 0.0)
-    until_swapped(scheduler, memory)
+    run_until_swap_out(scheduler, memory)
     run_to_end(scheduler, memory)
     scheduler.submit(make_request("c", range(9), new=1), 0.0)
     run_to_end(scheduler, memory)
@@ -104,9 +105,9 @@ def test_others_may_find_a_block_that_came_back_from_the_host() -> None:
     assert admitted["c"] == 4
 
 
-def test_one_cancelled_while_swapped_gives_its_slots_back() -> None:
+def test_a_request_cancelled_while_swapped_frees_its_host_slots() -> None:
     scheduler, _, memory = tight()
-    until_swapped(scheduler, memory)
+    run_until_swap_out(scheduler, memory)
     scheduler.finish("b", Ending(FinishReason.CANCELLED), 0.0)
     check_accounting(scheduler)
     assert scheduler.swap.num_free == 10
@@ -116,20 +117,20 @@ def test_one_cancelled_while_swapped_gives_its_slots_back() -> None:
 def test_a_slot_read_by_a_step_is_not_written_by_the_same_step() -> None:
     swap = SwapSpace(3)
     scheduler, (_, b), memory = tight()
-    until_swapped(scheduler, memory)
+    run_until_swap_out(scheduler, memory)
     swap._free, swap._slots = [], {"b": [0, 1, 2]}
-    assert [pair.slot for pair in swap.bring_back(b, [7, 8])] == [1, 2]
+    assert [pair.slot for pair in swap.swap_in(b, [7, 8])] == [1, 2]
     other = make_request("c", 4)
     other.start_from(4)
     scheduler.kv.attach(other, scheduler.kv.match(other))
     scheduler.kv.reserve(other, 4)
     other.start_from(4)
-    assert swap.take_out(other, scheduler.kv) is None
+    assert swap.swap_out(other, scheduler.kv) is None
     swap.begin_step()
-    assert swap.take_out(other, scheduler.kv) is not None
+    assert swap.swap_out(other, scheduler.kv) is not None
 
 
-def test_a_step_that_never_ran_has_copied_nothing() -> None:
+def test_an_abandoned_step_has_swapped_nothing() -> None:
     scheduler, (_, b), memory = tight()
     while True:
         plan = scheduler.schedule(0.0)
@@ -145,7 +146,7 @@ def test_a_step_that_never_ran_has_copied_nothing() -> None:
     assert b.num_output == 10
 
 
-def test_siblings_are_swapped_like_others() -> None:
+def test_siblings_are_swapped_like_other_requests() -> None:
     scheduler = make_scheduler(num_blocks=7, block_size=4, swap=SwapSpace(20), prefix_caching=False)
     memory = MemoryModel(4)
     leader = make_request("a", range(6), new=12)
@@ -156,7 +157,7 @@ def test_siblings_are_swapped_like_others() -> None:
     assert all(request.num_output == 12 for request in (leader, *siblings))
 
 
-class PerToken:
+class CostPerToken:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
@@ -165,9 +166,9 @@ class PerToken:
 
 
 @pytest.mark.parametrize(("seconds_per_token", "swaps"), [(0.5, False), (0.51, True)])
-def test_auto_takes_what_is_cheaper(seconds_per_token: float, swaps: bool) -> None:
-    """3 blocks of 100 bytes at 100 bytes/s there and back take 6 seconds; 12 tokens are computed again."""
-    cost = SwapCost(100, 100.0, PerToken(seconds_per_token))
+def test_auto_chooses_the_cheaper_mode(seconds_per_token: float, swaps: bool) -> None:
+    """Swapping 3 blocks of 100 bytes out and in at 100 bytes/s takes 6 seconds; recomputing takes 12 tokens."""
+    cost = SwapCost(100, 100.0, CostPerToken(seconds_per_token))
     scheduler = make_scheduler(num_blocks=6, block_size=4, swap=SwapSpace(10, cost), prefix_caching=False)
     for name in "ab":
         scheduler.submit(make_request(name, 6, new=10), 0.0)
@@ -177,13 +178,13 @@ def test_auto_takes_what_is_cheaper(seconds_per_token: float, swaps: bool) -> No
 
 def test_modes_are_checked() -> None:
     with pytest.raises(InvalidParameter, match="recompute, swap, auto"):
-        check_mode("teleport", None)
+        check_mode("unknown", None)
     with pytest.raises(InvalidParameter, match="swap_memory"):
         check_mode("recompute", "1GiB")
     check_mode("auto", "1GiB")
 
 
-def test_steps_without_swaps_say_so() -> None:
+def test_a_plan_without_preemption_has_no_swaps() -> None:
     scheduler = make_scheduler()
     scheduler.submit(make_request("a", 3), 0.0)
     plan = step(scheduler)

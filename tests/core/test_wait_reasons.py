@@ -1,4 +1,4 @@
-"""How many wait for what, as the metrics show it."""
+"""The counts of wait reasons, which the metrics report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_waiting_for_a_slot_and_waiting_for_another_request_are_different_reason
     assert scheduler.waiting.reasons()[WaitReason.NEXT_STEP] == 3
 
 
-def test_a_prefix_and_a_sibling_that_are_being_computed() -> None:
+def test_requests_wait_for_prefixes_and_siblings_being_computed() -> None:
     scheduler = make_scheduler(num_blocks=64, block_size=4, max_batch_tokens=64)
     scheduler.submit(make_request("a", range(100)), 0)
     step(scheduler)
@@ -34,10 +34,10 @@ def test_a_prefix_and_a_sibling_that_are_being_computed() -> None:
         scheduler.submit(request, 0)
     step(scheduler)
     assert scheduler.waiting.reasons() == {WaitReason.PREFIX: 1, WaitReason.SIBLING: 1}
-    assert scheduler.why_waiting("same") is WaitReason.NEXT_STEP  # by now it is computed
+    assert scheduler.why_waiting("same") is WaitReason.NEXT_STEP  # it is computed by now
 
 
-def test_slots() -> None:
+def test_requests_wait_for_slots() -> None:
     scheduler = make_scheduler(max_batch_requests=1)
     for name in "abc":
         scheduler.submit(make_request(name, 3), 0)

@@ -1,4 +1,4 @@
-"""The price of whole pieces of work, against the steps that they are made of."""
+"""Predictions for several steps agree with the sum over single steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chairlift.core.cost_model import FEATURES, CostModel, StepShape, chunk_kv
 from chairlift.core.request import Ending, FinishReason
-from chairlift.core.scheduler.scheduler import HOPELESS
+from chairlift.core.scheduler.scheduler import CANNOT_MEET_DEADLINE
 from chairlift.core.scheduler.work_forecast import WorkForecast
 from tests.core.driving import make_request
 from tests.core.timed import cpu_like, jitter, run_timed, timed_scheduler
@@ -18,8 +18,8 @@ from tests.core.timed import cpu_like, jitter, run_timed, timed_scheduler
 FORMULA = dict(zip(FEATURES, (0.002, 0.001, 0.0005, 1e-6, 9e-6, 0.0005, 0.03), strict=True))
 
 
-def by_steps(cost: CostModel, tokens: int, start: int, chunk: int, beside: StepShape) -> float:
-    """The same, step by step."""
+def seconds_by_steps(cost: CostModel, tokens: int, start: int, chunk: int, beside: StepShape) -> float:
+    """Recompute cost as a sum over steps."""
     seconds = 0.0
     for at in range(0, tokens, chunk):
         count = min(chunk, tokens - at)
@@ -39,7 +39,7 @@ def test_recomputing_costs_what_it_adds_to_the_steps(tokens: int, start: int, ch
     cost = CostModel(FORMULA)
     beside = StepShape(decodes, 0, 100 * decodes, 0, decodes)
     found = WorkForecast(cost, chunk).recompute_seconds(tokens, start, beside)
-    assert found == pytest.approx(by_steps(cost, tokens, start, chunk, beside), rel=1e-6, abs=1e-9)
+    assert found == pytest.approx(seconds_by_steps(cost, tokens, start, chunk, beside), rel=1e-6, abs=1e-9)
 
 
 def test_more_tokens_further_on_cost_more() -> None:
@@ -48,12 +48,12 @@ def test_more_tokens_further_on_cost_more() -> None:
     assert forecast.recompute_seconds(100) < forecast.recompute_seconds(200) < forecast.recompute_seconds(200, 500)
 
 
-def test_no_request_is_given_up_before_steps_are_measured() -> None:
+def test_no_request_is_dropped_before_steps_are_measured() -> None:
     assert WorkForecast(CostModel(FORMULA), 128).least_seconds(10**6, 10**6) == 0
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(10, 1), (700, 1), (700, 40), (5, 200)])
-def test_the_least_time_is_close_to_what_an_empty_lift_takes_and_never_above(prompt: int, new: int) -> None:
+def test_the_lower_bound_is_close_to_the_time_in_an_empty_batch(prompt: int, new: int) -> None:
     cost = CostModel()
     source = random.Random(0)
     warm_up = [(0.2 * i, make_request(f"w{i}", source.randint(5, 900), new=source.randint(1, 120))) for i in range(30)]
@@ -63,15 +63,15 @@ def test_the_least_time_is_close_to_what_an_empty_lift_takes_and_never_above(pro
     assert 0.6 * done.seconds < least < done.seconds
 
 
-def test_one_who_can_no_longer_make_it_is_given_up_before_he_costs_anything() -> None:
+def test_a_request_that_cannot_meet_its_deadline_is_dropped_before_it_is_computed() -> None:
     cost = CostModel()
     scheduler = timed_scheduler(cost, cap=256)
     scheduler.forecast = WorkForecast(cost, 256)
     run_timed(scheduler, cost, [(0.3 * i, make_request(f"w{i}", 300 + 20 * i, new=60)) for i in range(10)])
-    hopeless = make_request("hopeless", 2000, new=9, deadline=52.0)  # its prompt alone takes five seconds
+    late = make_request("late", 2000, new=9, deadline=52.0)  # its prompt alone takes five seconds
     in_time = make_request("in time", 2000, new=9, deadline=60.0)
-    scheduler.submit(hopeless, 50.0)
+    scheduler.submit(late, 50.0)
     scheduler.submit(in_time, 50.0)
     plan = scheduler.schedule(50.0)
-    assert hopeless.ending == Ending(FinishReason.DEADLINE, HOPELESS)
+    assert late.ending == Ending(FinishReason.DEADLINE, CANNOT_MEET_DEADLINE)
     assert [chunk.request for chunk in plan.chunks] == [in_time]

@@ -1,4 +1,4 @@
-"""A scheduler on a clock of its own: steps take what a known formula says, times noise."""
+"""Runs a scheduler on a virtual clock, with step durations from a formula times noise."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Noise = Callable[[], float]
 
 
 def cpu_like(shape: StepShape) -> float:
-    """A small model on two cores: every token costs arithmetic."""
+    """Step time of a small model on two cores: every token adds arithmetic."""
     kv = 1e-6 * shape.prefill_kv + 9e-6 * shape.decode_kv
     return 0.03 + 0.002 * shape.tokens + 0.0005 * shape.requests + kv
 
 
 def gpu_like(shape: StepShape) -> float:
-    """A large model on a large device: up to 128 tokens cost no more than reading the weights."""
+    """Step time of a large model on a GPU: up to 128 tokens take as long as reading the weights."""
     kv = 2e-9 * shape.prefill_kv + 3e-8 * shape.decode_kv
     return 0.003 + 2.3e-5 * max(0, shape.tokens - 128) + 2e-5 * shape.requests + kv
 
@@ -38,7 +38,7 @@ def steady() -> float:
 
 
 def jitter(seed: int, sigma: float = 0.04, pauses: float = 0.003) -> Noise:
-    """Steps vary by `sigma`, and some take three to ten times as long: a garbage collection, a neighbour."""
+    """Noise with standard deviation `sigma` and occasional pauses (a garbage collection, another process)."""
     source = random.Random(seed)
 
     def one() -> float:
@@ -50,9 +50,9 @@ def jitter(seed: int, sigma: float = 0.04, pauses: float = 0.003) -> Noise:
 
 @dataclass
 class TimedRun:
-    """What came of a run."""
+    """The result of a run."""
 
-    times: dict[str, list[float]] = field(default_factory=dict)  # of the tokens of each request
+    times: dict[str, list[float]] = field(default_factory=dict)  # token times by request id
     steps: list[tuple[StepShape, float]] = field(default_factory=list)
     decisions: list[BudgetDecided] = field(default_factory=list)
     seconds: float = 0.0
@@ -65,11 +65,11 @@ class TimedRun:
                 self.decisions.append(event)
 
     def gaps(self, prefix: str = "") -> list[float]:
-        """Inter-token times of the requests whose names begin so."""
+        """Inter-token times of the requests whose ids start with `prefix`."""
         return [b - a for name, times in self.times.items() if name.startswith(prefix) for a, b in pairwise(times)]
 
     def busy_tokens_per_second(self) -> float:
-        """While prompts were computed beside decodes."""
+        """Throughput of the steps with both prompts and decodes."""
         busy = [step for step in self.steps if step[0].prefill_tokens and step[0].decode_tokens]
         return sum(shape.tokens for shape, _ in busy) / sum(seconds for _, seconds in busy)
 
@@ -80,7 +80,8 @@ class TimedRun:
 def timed_scheduler(
     cost: CostModel, budget: str | None = None, slots: int = 64, cap: int = 512, **options: float | None
 ) -> Scheduler:
-    made = make_budget(budget, cost, max_batch_tokens=cap + slots, max_prefill_tokens=cap, **options)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    made = make_budget(budget, cost, max_batch_tokens=cap + slots, max_prefill_tokens=cap, **options)
     return Scheduler(KVCache(20_000, 16, prefix_caching=False), made, ContinuousPolicy(), slots)
 
 
@@ -91,13 +92,13 @@ def run_timed(
     truth: Truth = cpu_like,
     noise: Noise = steady,
 ) -> TimedRun:
-    """Serve requests that come at the times given (in order), the cost model learning from every step."""
-    result, now, coming = TimedRun(), 0.0, list(arrivals)
-    while coming or scheduler.has_work:
+    """Serve requests that arrive at the given times, in order; the cost model observes every step."""
+    result, now, pending = TimedRun(), 0.0, list(arrivals)
+    while pending or scheduler.has_work:
         if not scheduler.has_work:
-            now = max(now, coming[0][0])
-        while coming and coming[0][0] <= now:
-            time, request = coming.pop(0)
+            now = max(now, pending[0][0])
+        while pending and pending[0][0] <= now:
+            time, request = pending.pop(0)
             request.arrival = time
             scheduler.submit(request, now)
         plan = scheduler.schedule(now)
@@ -116,6 +117,6 @@ Arrivals = list[tuple[float, Request]]
 
 
 def long_prompts_among_decodes(long_prompts: int, start: float, every: float, decodes: int = 8) -> Arrivals:
-    """Some requests that generate all the while, and long prompts that arrive meanwhile."""
+    """Requests that decode all the time, and long prompts that arrive meanwhile."""
     running = [(0.0, make_request(f"run{i}", 40, new=600)) for i in range(decodes)]
     return running + [(start + every * i, make_request(f"long{i}", 1500, new=2)) for i in range(long_prompts)]

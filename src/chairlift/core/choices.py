@@ -19,14 +19,14 @@ C = TypeVar("C", bound=TakesOptions)
 
 
 def make_choice(registry: Registry[type[C]], name: str, given: Mapping[str, object], *arguments: object) -> C:
-    """Build the choice `name` from `arguments` and the options in `given` that are not None; refuse an option that it
+    """Build the choice `name` from `arguments` and those options in `given` that are not None; raise for one that it
     does not take."""
     choice = registry.get(name)
     wanted = {option: value for option, value in given.items() if value is not None}
     for option in wanted:
         if option not in choice.options:
-            takers = [other for other in registry.names() if option in registry.get(other).options]
-            problem = f"only goes with {registry.parameter} {' or '.join(takers)}, not {name!r}"
+            takes_it = [other for other in registry.names() if option in registry.get(other).options]
+            problem = f"only goes with {registry.parameter} {' or '.join(takes_it)}, not {name!r}"
             raise InvalidParameter(option, problem)
     make: Callable[..., C] = choice
     return make(*arguments, **wanted)

@@ -1,11 +1,11 @@
-"""The duration of a step, learned from measured steps.
+"""Predicts the duration of a step from the steps measured so far.
 
     seconds ≈ a + b·tokens + b'·tokens beyond 64 + b''·tokens beyond 256
                 + c·KV read by prompt chunks + c'·KV read by decodes + d·requests
 
-No coefficient is negative: more work never takes less time. The two bends let the line be flat where a device reads
-all weights even for few tokens, and steep where arithmetic is the limit. KV has two prices because a chunk's tokens
-share what they read.
+No coefficient is negative: more work never takes less time. The two bends allow a flat part, where reading
+the weights dominates, and a steep part, where arithmetic dominates. KV has two coefficients because the tokens of a
+chunk share what they read.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from chairlift.core.plan import Chunk, StepPlan
 from chairlift.errors import InvalidParameter
 
 BENDS = (64, 256)
-# In this order a coordinate descent from zero explains a first step by its tokens and not by a constant, so that
-# larger steps are expected to take longer before any has been seen.
+# With tokens first, coordinate descent from zero attributes the first step to its tokens and not to a constant, so
+# larger steps are predicted to take longer before any has been observed.
 FEATURES = ("token", *(f"token_beyond_{bend}" for bend in BENDS), "prefill_kv", "decode_kv", "request", "step")
 
-_STRATUM_MEMORY = 0.97  # per step of the same kind: about the last 30 count
-_MEMORY = 0.999  # per step of any kind: kinds that no longer occur fade over about 1,000 steps
+_STRATUM_MEMORY = 0.97  # per step of the same size class: a window of about 30 steps
+_MEMORY = 0.999  # per step of any size: classes that no longer occur fade over about 1,000 steps
 _SWEEPS = 4
-_OUTLIER = 3.0  # a step that is off by more typical errors than this counts less, in proportion
-_SMALLEST_ERROR = 0.02  # errors below this are never outliers
-_RECENT, _ONE_IN = 200, 50  # the tail: among the last 200 steps, one in 50 may be slower
-_FIRST_TAIL = 1.25  # before _ONE_IN steps were measured
-_PACE_GAIN, _PACE_STEP = 0.2, 0.3  # share of the last step's error that corrects the pace; the error is capped
-_PACE_MEMORY = 0.97  # a lasting pace returns to 1 while coefficients take it over: else both could drift apart
-_LARGEST_DRAG = 1.0  # cap on the logarithm of a single step
-_SETTLED = 8  # steps after which an error is due to the machine rather than the coefficients
+_OUTLIER = 3.0  # a step whose error exceeds this multiple of the typical error gets a proportionally lower weight
+_SMALLEST_ERROR = 0.02  # relative errors below this are never outliers
+_RECENT, _ONE_IN = 200, 50  # the tail is the 98th percentile of the last 200 steps
+_FIRST_TAIL = 1.25  # before _ONE_IN steps are measured
+_SPEED_GAIN, _SPEED_STEP = (
+    0.2,
+    0.3,
+)  # share of the last log error that corrects the speed factor, and the cap on that error
+_SPEED_MEMORY = 0.97  # the speed factor decays to 1 while the coefficients absorb it; otherwise both could drift
+_MAX_SLOWDOWN_LOG = 1.0  # cap on the log error of a single step
+_SETTLED = 8  # steps after which errors are attributed to the machine, not to unsettled coefficients
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class StepShape:
 
     decode_tokens: int = 0
     prefill_tokens: int = 0
-    decode_kv: int = 0  # positions that the attention of decodes reads
+    decode_kv: int = 0  # KV positions that the attention of decodes reads
     prefill_kv: int = 0  # the same for prompt chunks, summed over their tokens
     requests: int = 0
     idle_rows: int = 0  # padding rows, computed like decodes
@@ -58,7 +61,7 @@ class StepShape:
         for chunk in chunks:
             if chunk.decodes:
                 decodes += chunk.count
-                decode_kv += chunk.start + chunk.count  # drafts are verified together and share what they read
+                decode_kv += chunk.start + chunk.count  # the drafts of a request share what they read
             else:
                 prefill += chunk.count
                 prefill_kv += chunk_kv(chunk.start, chunk.count)
@@ -75,30 +78,30 @@ class StepShape:
 
 
 def chunk_kv(start: int, count: int) -> int:
-    """Positions that the tokens [start, start + count) read: each reads all before it, and itself."""
+    """KV positions that the tokens [start, start + count) read: each reads itself and all before it."""
     return count * start + count * (count + 1) // 2
 
 
 class CostModel:
-    """Recursive least squares with forgetting, in relative error, without negative coefficients.
+    """Recursive least squares of the relative error, with forgetting and non-negative coefficients.
 
-    Steps are grouped by size, and each stratum forgets only when it gets a new member: an hour of decoding does not
-    erase what is known about prompts. Steps that took far longer than expected (a garbage collection, a busy neighbour)
-    get little weight, unless they become usual.
+    Steps are grouped by size, and each group forgets only when it gets a new member: an hour of decoding does not erase
+    what was learned from prompts. Steps far longer than predicted (a garbage collection, another process) get little
+    weight unless they become usual.
 
-    A machine that slows down or speeds up as a whole is followed within some five steps by a common factor, the pace.
-    A budget that must not be late can expect that a slow step is followed by another (`drag`) and plan for the steps
-    that are late nevertheless (`tail`).
+    A common speed factor follows a machine that slows down or speeds up as a whole within about five steps. A budget
+    with a latency target can allow for slow steps that follow each other (`slowdown`) and for the remaining late ones
+    (`tail`).
     """
 
     def __init__(self, coefficients: Mapping[str, float] | None = None) -> None:
         self.num_observed = 0
-        self.largest_prefill = 0  # most prompt tokens of any observed step
+        self.largest_prefill = 0  # the most prompt tokens of an observed step
         self.largest_decode = 0
         self.error = 0.1  # recent median of |measured - predicted| / predicted
-        self._pace = 1.0
-        self._drag = 0.0  # the logarithm of `drag`
-        # Measured / predicted; starts as if two earlier steps had been slow.
+        self._speed_factor = 1.0
+        self._slowdown_log = 0.0  # the logarithm of `slowdown`
+        # Measured / predicted. Starts as if two earlier steps had been slow.
         self._lateness = deque([1.0] * (_ONE_IN - 2) + [1.0 if coefficients else _FIRST_TAIL] * 2, maxlen=_RECENT)
         self._was_late = False
         self._weights = [0.0] * len(FEATURES)
@@ -110,56 +113,55 @@ class CostModel:
     @property
     def coefficients(self) -> dict[str, float]:
         """Seconds per unit of each feature; `CostModel(coefficients)` predicts the same."""
-        return {name: self._pace * weight for name, weight in zip(FEATURES, self._weights, strict=True)}
+        return {name: self._speed_factor * weight for name, weight in zip(FEATURES, self._weights, strict=True)}
 
     @property
     def tail(self) -> float:
-        """The factor by which only the slowest fiftieth of the steps with prompts and decodes exceeds prediction times
-        drag."""
+        """The 98th percentile of measured / (predicted * slowdown) over recent steps with prompts and decodes."""
         slower = 1 + len(self._lateness) // _ONE_IN
         return max(1.0, sorted(self._lateness)[-slower])
 
     @property
-    def drag(self) -> float:
-        """How much slower than predicted the last few steps were, weighted towards the last; at least 1."""
-        return math.exp(self._drag)
+    def slowdown(self) -> float:
+        """Measured / predicted over the last few steps, weighted towards the last one; at least 1."""
+        return math.exp(self._slowdown_log)
 
     def predict(self, shape: StepShape) -> float:
-        """Seconds; 0 before the first observation."""
-        return self._pace * sum(map(mul, self._weights, shape.features()), 0.0)
+        """Predict the seconds of a step; 0 before the first observation."""
+        return self._speed_factor * sum(map(mul, self._weights, shape.features()), 0.0)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from the measured duration of a step."""
         if not (math.isfinite(seconds) and seconds > 0):
-            return  # the clock stood still or jumped
+            return  # the clock did not advance, or jumped
         predicted = self.predict(shape)
         trust = self._note_error(shape, seconds / predicted) if predicted > 0 else 1.0
         self.num_observed += 1
         self.largest_prefill = max(self.largest_prefill, shape.prefill_tokens)
         self.largest_decode = max(self.largest_decode, shape.decode_tokens)
         row = shape.features()
-        target = (*row, seconds / self._pace)
+        target = (*row, seconds / self._speed_factor)
         # Relative errors: a short step counts as much as a long one.
-        scale = trust * (self._pace / (predicted or seconds)) ** 2
+        scale = trust * (self._speed_factor / (predicted or seconds)) ** 2
         self._remember(shape, [scale * one * other for one in row for other in target])
         self._fit()
 
     def _note_error(self, shape: StepShape, ratio: float) -> float:
-        """Update the typical error and the pace; return the weight of this step."""
+        """Update the typical error and the speed factor; return the weight of this step in the fit."""
         error = abs(ratio - 1)
         trust = min(1.0, _OUTLIER * max(self.error, _SMALLEST_ERROR) / error) if error else 1.0
-        # The median is followed by small multiplicative steps, so that one outlier counts once whatever its size.
+        # Small multiplicative updates track the median, so an outlier of any size counts once.
         self.error = max(1e-4, self.error * (1.05 if error > self.error else 1 / 1.05))
         if self.num_observed >= _SETTLED:
-            if shape.prefill_tokens and shape.decode_tokens:  # the kind of step that a budget sizes for a target
-                self._note_lateness(ratio / self.drag)
-            self._drag = max(0.0, (self._drag + min(math.log(ratio), _LARGEST_DRAG)) / 2)
-            way = _PACE_GAIN * max(-_PACE_STEP, min(math.log(ratio), _PACE_STEP))
-            self._pace = (self._pace * math.exp(way)) ** _PACE_MEMORY
+            if shape.prefill_tokens and shape.decode_tokens:  # the steps that a budget sizes for a target
+                self._note_lateness(ratio / self.slowdown)
+            self._slowdown_log = max(0.0, (self._slowdown_log + min(math.log(ratio), _MAX_SLOWDOWN_LOG)) / 2)
+            correction = _SPEED_GAIN * max(-_SPEED_STEP, min(math.log(ratio), _SPEED_STEP))
+            self._speed_factor = (self._speed_factor * math.exp(correction)) ** _SPEED_MEMORY
         return trust
 
     def _note_lateness(self, ratio: float) -> None:
-        """Note how late a step was; a burst too slow for drag to follow counts once, however long it lasts."""
+        """Record the lateness of a step; a burst of late steps counts once."""
         late = ratio > self.tail
         if not (late and self._was_late):
             self._lateness.append(ratio)
@@ -172,11 +174,11 @@ class CostModel:
         before = [fading * value for value in stratum.moments]
         stratum.moments = [_STRATUM_MEMORY * old + new for old, new in zip(before, moments, strict=True)]
         stratum.updated = self.num_observed
-        changes = zip(self._moments, stratum.moments, before, strict=True)
-        self._moments = [_MEMORY * total + now - then for total, now, then in changes]
+        terms = zip(self._moments, stratum.moments, before, strict=True)
+        self._moments = [_MEMORY * total + now - then for total, now, then in terms]
 
     def _fit(self) -> None:
-        """Coordinate descent on the normal equations: each coefficient in turn takes its best value, or 0."""
+        """Run coordinate descent on the normal equations, clamping each coefficient at 0."""
         size, weights = len(FEATURES), self._weights
         rows = [self._moments[start : start + size + 1] for start in range(0, size * (size + 1), size + 1)]
         for _ in range(_SWEEPS):
@@ -188,7 +190,7 @@ class CostModel:
 
 @dataclass(slots=True)
 class _Stratum:
-    """Moments of the steps of one size: Σ weight · feature · (features and seconds), row by row."""
+    """Moments of the steps of one size class: Σ weight · feature · (features and seconds), row by row."""
 
     moments: list[float] = field(default_factory=lambda: _no_moments())
     updated: int = 0

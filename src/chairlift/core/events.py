@@ -1,4 +1,4 @@
-"""Everything that happens, as typed values in one stream, for outputs, metrics, the dashboard and the tests."""
+"""The events of the engine: one stream of typed values for outputs, metrics, the dashboard and the tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RequestQueued:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted:
-    """A request left the queue: how many tokens it need not compute, and why not more."""
+    """A request left the queue with `cached_tokens` tokens from the prefix cache; `miss` is why there are not more."""
 
     time: float
     request_id: str
@@ -31,15 +31,15 @@ class RequestAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class RequestPreempted:
-    """Memory ran out, or another request took the slot: the request lost its blocks and waits again."""
+    """A running request lost its blocks and slot to another and waits again."""
 
     time: float
     request_id: str
     computed_tokens: int
-    swapped: bool = False  # its blocks are in host memory; else its tokens are recomputed
+    swapped: bool = False  # its blocks are in host memory; otherwise its tokens are recomputed
 
 
-@dataclass(slots=True)  # immutable by convention: freezing would make every token slower
+@dataclass(slots=True)  # not frozen, because creating a frozen one takes longer and there is one per token
 class TokenProduced:
     time: float
     request_id: str
@@ -49,7 +49,7 @@ class TokenProduced:
 
 @dataclass(frozen=True, slots=True)
 class DraftsVerified:
-    """A step verified `proposed` draft tokens of a request; the first `accepted` of them were right."""
+    """A step verified `proposed` draft tokens of a request; the first `accepted` of them were accepted."""
 
     time: float
     request_id: str
@@ -59,7 +59,7 @@ class DraftsVerified:
 
 @dataclass(slots=True)  # as TokenProduced
 class TextProduced:
-    """Text that is safe to show: whole characters, and no part of a stop string."""
+    """Text that can be streamed: whole characters, and no part of a possible stop string."""
 
     time: float
     request_id: str
@@ -71,13 +71,13 @@ class RequestFinished:
     time: float
     request_id: str
     ending: Ending
-    logprob: float | None = None  # of all its tokens, if completions were compared: beam search or best_of
-    score: float | None = None  # by which they were compared
+    logprob: float | None = None  # of the whole completion, if completions were ranked: beam search or best_of
+    score: float | None = None  # the score they were ranked by
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetDecided:
-    """The limits of a step differ from those before. `limits` has the reason and the predicted time."""
+    """The limits of a step differ from those of the step before."""
 
     time: float
     limits: StepLimits
@@ -99,10 +99,10 @@ class StepDone:
     apply_seconds: float
     timing: StepTiming
     padding_tokens: int = 0  # padding rows
-    seconds: float = 0.0  # from its beginning, or the end of the step before it if that was later, to its end
-    predicted_seconds: float | None = None  # by the cost model; None before it has seen any step
-    speedup: float | None = None  # by speculation, estimated from the last steps; None without it
-    plan: StepPlan | None = field(default=None, repr=False, compare=False)  # what it computed
+    seconds: float = 0.0  # from its start, or the end of the step before it if that was later, to its end
+    predicted_seconds: float | None = None  # by the cost model; None before it has observed a step
+    speedup: float | None = None  # estimated speedup from speculation; None without it
+    plan: StepPlan | None = field(default=None, repr=False, compare=False)
 
 
 Event = (

@@ -1,4 +1,4 @@
-"""The seam between the engine and what computes a step: a model on a CPU or a GPU, or a stand-in for one."""
+"""The interface between the engine and what computes a step: a model on a CPU or GPU, or a fake one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from chairlift.core.plan import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCapabilities:
-    """What an executor can do beyond computing one step after the other."""
+    """The optional features of an executor."""
 
     steps_ahead: int = 0  # steps that may be launched before the result of an earlier one is read
-    beam_search: bool = False  # whether results have the candidates of beams
-    max_drafts: int | None = None  # draft tokens that one step has room for; None: as many as its token budget
+    beam_search: bool = False  # whether results contain candidates for beams
+    max_drafts: int | None = None  # draft tokens that fit into one step; None: limited by the token budget only
 
 
 class PendingStep(Protocol):
-    """A step that was launched and may still be running."""
+    """A launched step, which may still be running."""
 
     @property
     def typical(self) -> bool:
-        """Whether launching it took as long as launching later steps of its kind will take."""
+        """Whether later steps of the same shape will take about as long."""
         ...
 
     def result(self) -> StepResult:
@@ -33,7 +33,7 @@ class PendingStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """The pending step of an executor that computes a step before `launch` returns."""
+    """The step of an executor whose `launch` returns only when the step is done."""
 
     computed: StepResult
     typical: bool = True
@@ -43,7 +43,7 @@ class FinishedStep:
 
 
 class Executor(ABC):
-    """Computes the steps that the scheduler plans. Steps are launched, and their results read, in the plans' order."""
+    """Computes the steps that the scheduler plans. Steps are launched, and their results are read, in order."""
 
     @property
     def capabilities(self) -> ExecutorCapabilities:
@@ -51,15 +51,16 @@ class Executor(ABC):
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Start a step. Its block copies and swaps come first: outs, ins, then the copies of its chunks."""
+        """Start a step. It begins with the block copies of its plan: swap-outs, swap-ins, then the copies of its
+        chunks."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Launch a step and wait for its result."""
         return self.launch(plan).result()
 
     def prepare(self) -> bool:
-        """Do one piece of work for later steps while there is nothing to run; False if none is left."""
+        """Do one unit of preparation for later steps while the engine is idle; return False if none is left."""
         return False
 
-    def forget(self, request_id: str) -> None:  # noqa: B027 (most executors keep nothing)
-        """Drop what is kept for a request that has ended, or whose steps were lost."""
+    def forget(self, request_id: str) -> None:  # noqa: B027 (most executors have no such state)
+        """Drop all state of a request that has ended, or whose steps were abandoned."""

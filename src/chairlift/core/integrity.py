@@ -1,6 +1,6 @@
 """Invariants of the scheduler and the KV accounting.
 
-Tests check them after every step of random workloads; this is also the shortest statement of what must always hold.
+Tests check them after every step of random workloads. They also document what always holds.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from chairlift.core.scheduler.scheduler import Scheduler
 
 
 def check_accounting(scheduler: Scheduler) -> None:
-    """Blocks are conserved, counted right, and held only by running requests."""
+    """Check that no block is lost, that reference counts match the tables, and that only running requests hold
+    blocks."""
     kv, pool = scheduler.kv, scheduler.kv.pool
     tables = kv.tables()
     holders = Counter(block for table in tables.values() for block in table)
     free = pool.free_blocks()
     listed = set(free)
-    assert len(free) == len(listed) == pool.num_free, "the free list names a block twice"
+    assert len(free) == len(listed) == pool.num_free, "a block is in the free list twice"
     for block in range(pool.num_blocks):
         assert pool.references(block) == holders[block], f"block {block}: reference count differs from its tables"
         assert (block in listed) == pool.is_free(block) == (holders[block] == 0), (
@@ -43,26 +44,28 @@ def check_accounting(scheduler: Scheduler) -> None:
     check_swap(scheduler)
     waiting = scheduler.waiting
     assert waiting.reasons() == Counter(map(waiting.last_reason, waiting)), "reasons to wait are counted wrong"
-    assert scheduler.running or not scheduler.idle, "a batch is over, but its slots are not free"
+    assert scheduler.running or not scheduler.idle, "a batch has ended, but its slots are not free"
 
 
 def check_swap(scheduler: Scheduler) -> None:
-    """Every host slot is free or holds one block, of a waiting request with that many computed tokens."""
+    """Check that every host slot is free or holds one block of a waiting request with computed tokens."""
     swap, slots = scheduler.swap, scheduler.swap.slots()
-    held = [slot for some in slots.values() for slot in some]
+    held = [slot for own in slots.values() for slot in own]
     assert len(held) == len(set(held)), "a host slot is held twice"
     assert len(held) + swap.num_free == swap.num_slots, "a host slot is lost"
-    for request_id, some in slots.items():
+    for request_id, own in slots.items():
         request = scheduler.get(request_id)
         assert request is not None, f"{request_id} is gone but holds host slots"
         assert request.status is Status.WAITING, f"{request_id} holds host slots while running"
-        assert len(some) == scheduler.kv.blocks_for(request.num_computed)
+        assert len(own) == scheduler.kv.blocks_for(request.num_computed)
     for request in scheduler.waiting:
-        assert request.id in slots or request.num_computed == 0, f"{request.id} has computed tokens nowhere"
+        assert request.id in slots or request.num_computed == 0, (
+            f"{request.id} has computed tokens, but no blocks or host slots"
+        )
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """A plan respects the budget, and writes each block on behalf of one request that holds it alone."""
+    """Check that a plan is within the budget and writes only to blocks that one request holds alone."""
     limits = scheduler.limits
     assert limits is not None
     assert plan.num_tokens <= limits.tokens
@@ -86,7 +89,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_shared_prefixes(scheduler: Scheduler) -> None:
-    """Every indexed block in a table holds exactly that request's tokens, after that request's prefix and salt."""
+    """Check that every indexed block in a table has the tokens, prefix and salt of the request."""
     kv = scheduler.kv
     for request in scheduler.running:
         for position, block in enumerate(kv.table(request)):
@@ -98,7 +101,7 @@ def check_shared_prefixes(scheduler: Scheduler) -> None:
 
 
 def check_quiescent(scheduler: Scheduler) -> None:
-    """With no work left, every block is back."""
+    """Check that all blocks and host slots are free once no work is left."""
     assert not scheduler.has_work
     assert scheduler.kv.num_free == scheduler.kv.num_blocks
     assert not scheduler.kv.tables()

@@ -1,4 +1,4 @@
-"""The plan of one step, and its result."""
+"""The plan of one step and its result."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from chairlift.core.beam.search import Candidates
 from chairlift.core.request import Request
 from chairlift.core.sampling.logprobs import TokenLogprobs
 
-BAD_LOGITS = -1  # in place of a token where the logits were not usable
+BAD_LOGITS = -1  # the token of a row that could not be sampled
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy-on-write: block `source` must be copied to `target` before the step writes anything."""
+    """A copy-on-write: block `source` is copied to `target` before the step writes anything."""
 
     source: int
     target: int
@@ -29,7 +29,7 @@ class BlockSwap:
     slot: int  # in host memory
 
 
-# Treat as immutable. It is not frozen because every decode creates one, and that would take five times as long.
+# Immutable by convention: every decode creates one, and creating a frozen one takes five times as long.
 @dataclass(slots=True)
 class Chunk:
     """The tokens [start, start + count) of one request, to be computed in this step.
@@ -42,9 +42,9 @@ class Chunk:
     start: int
     count: int
     table: Sequence[int]  # the request's block table: logical block -> physical block
-    samples: bool  # it reaches the request's last known token, so the next one can be sampled
+    samples: bool  # includes the last known token, so that the next one is sampled
     copies: tuple[BlockCopy, ...] = ()
-    generation: int = 0  # of the request when this was planned
+    generation: int = 0  # of the request at planning time
     drafts: tuple[int, ...] = ()
 
     @property
@@ -57,7 +57,7 @@ class Chunk:
 
     @property
     def known_end(self) -> int:
-        """The position where its drafts begin."""
+        """The position after the last known token, where the drafts begin."""
         return self.start + self.count - len(self.drafts)
 
     @property
@@ -66,7 +66,7 @@ class Chunk:
 
     @property
     def num_scored(self) -> int:
-        """How many of its last tokens need logits."""
+        """The number of its last tokens that need logits."""
         return 1 + len(self.drafts) if self.samples else 0
 
 
@@ -76,9 +76,9 @@ class StepPlan:
 
     step: int
     chunks: tuple[Chunk, ...]
-    idle_rows: int = 0  # slots that a static batch keeps for finished requests: computed, and the result dropped
-    swap_outs: tuple[BlockSwap, ...] = ()  # done first: other requests may write to these blocks in this step
-    swap_ins: tuple[BlockSwap, ...] = ()  # done next, before the copies of the chunks
+    idle_rows: int = 0  # padding rows for finished requests of a static batch
+    swap_outs: tuple[BlockSwap, ...] = ()  # before everything else: this step may overwrite these blocks
+    swap_ins: tuple[BlockSwap, ...] = ()  # next, before the copies of the chunks
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +102,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """How the executor's time for a step divides, in seconds."""
+    """The seconds that an executor spent on the parts of a step."""
 
     build: float = 0.0  # plan -> tensors
     forward: float = 0.0  # the model
@@ -121,8 +121,6 @@ class StepResult:
     tokens: Sequence[int]  # BAD_LOGITS where a row could not be sampled
     logprobs: Sequence[TokenLogprobs | None]
     timing: StepTiming = StepTiming()
-    padding_tokens: int = 0  # padding rows the model computed: idle slots, and what fills up a padded batch
-    accepted: Mapping[str, int] = field(default_factory=dict)  # by request id: how many of its drafts were accepted
-    candidates: Mapping[str, Candidates] = field(
-        default_factory=dict
-    )  # by request id, for beams; their sampled token is ignored
+    padding_tokens: int = 0  # padding rows: idle slots, and rows that fill up a padded batch
+    accepted: Mapping[str, int] = field(default_factory=dict)  # accepted drafts by request id
+    candidates: Mapping[str, Candidates] = field(default_factory=dict)  # by request id; beams ignore the sampled token

@@ -1,4 +1,4 @@
-"""Builds the plan of a step."""
+"""The plan of a step while it is being built."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class PlanBuilder:
         self.memory_was_short = False
         self.swap_outs: list[BlockSwap] = []
         self.swap_ins: list[BlockSwap] = []
-        self._restrained: Collection[str] = ()
-        self._restrained_room = 0
+        self._limited_tenants: Collection[str] = ()
+        self._limited_room = 0
 
-    def restrain(self, tenants: Collection[str], prefill_tokens: int) -> None:
-        """Limit the prompts of these tenants together to `prefill_tokens`."""
-        self._restrained, self._restrained_room = tenants, prefill_tokens
+    def limit_tenants(self, tenants: Collection[str], prefill_tokens: int) -> None:
+        """Limit the prompts of these tenants to `prefill_tokens` in total."""
+        self._limited_tenants, self._limited_room = tenants, prefill_tokens
 
     def room_for(self, request: Request) -> int:
-        """How many more of its missing tokens `request` may compute in this step."""
+        """The number of additional tokens that `request` may compute in this step."""
         room = self.room if request.decoding else self.prefill_room
-        if request.tenant in self._restrained and not request.decoding:
-            room = min(room, self._restrained_room)
+        if request.tenant in self._limited_tenants and not request.decoding:
+            room = min(room, self._limited_room)
         return min(self.num_behind(request), room)
 
     def num_behind(self, request: Request) -> int:
-        """Its known tokens that will still not be computed after this step."""
+        """Known tokens of `request` that will not be computed after this step."""
         return request.num_behind - self.count(request)
 
     def count(self, request: Request) -> int:
@@ -45,7 +45,7 @@ class PlanBuilder:
         return chunk.count if chunk is not None else 0
 
     def add(self, request: Request, count: int, kv: KVCache, copies: tuple[BlockCopy, ...]) -> None:
-        """Add `count` tokens for `request` to those it may have in this step already."""
+        """Add `count` tokens of `request`, after any that the plan already has."""
         self._spend(request, count)
         before = self.chunks.get(request.id)
         if before is not None:
@@ -55,19 +55,19 @@ class PlanBuilder:
         self.chunks[request.id] = Chunk(request, start, count, kv.table(request), samples, copies, request.generation)
 
     def add_decode(self, request: Request, table: Sequence[int], copies: tuple[BlockCopy, ...]) -> None:
-        """Add the one token that a decoding `request` is behind. A faster `add`: most chunks are made here."""
+        """Add the next token of a decoding `request`; a fast path of `add`, since most chunks are decodes."""
         self.room -= 1
         self.prefill_room = min(self.prefill_room, self.room)
         self.chunks[request.id] = Chunk(request, request.num_planned, 1, table, True, copies, request.generation)
 
     def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
-        """Add draft tokens after those that `request` has in this step already."""
+        """Add draft tokens to the chunk of `request`."""
         chunk = self.chunks[request.id]
         self._spend(request, len(drafts))
         self.chunks[request.id] = replace(chunk, count=chunk.count + len(drafts), drafts=tuple(drafts))
 
     def drop(self, request: Request) -> Chunk | None:
-        """Remove a request, if it is in the plan, and return its tokens to the budget."""
+        """Remove the chunk of `request`, if any, and return its tokens to the budget."""
         chunk = self.chunks.pop(request.id, None)
         if chunk is not None:
             self._spend(request, -chunk.count)
@@ -77,6 +77,6 @@ class PlanBuilder:
         self.room -= count
         if not request.decoding:
             self.prefill_room -= count
-            if request.tenant in self._restrained:
-                self._restrained_room -= count
+            if request.tenant in self._limited_tenants:
+                self._limited_room -= count
         self.prefill_room = min(self.prefill_room, self.room)

@@ -1,4 +1,4 @@
-"""A request: its known tokens, and how many of them are computed."""
+"""A request: its known tokens and the number of them that are computed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Ending:
 
     reason: FinishReason
     detail: int | str | None = None
-    parameter: str | None = None  # the caller's parameter at fault, if the error shows only after submission
-    temporary: bool = False  # the same request may succeed a moment later
+    parameter: str | None = None  # the invalid parameter, if the error is detected only after submission
+    temporary: bool = False  # the same request may succeed later
 
 
 def completion_ids(request_id: str, n: int) -> list[str]:
@@ -43,34 +43,34 @@ class RequestGroup(ABC):
     """Requests that are admitted, preempted and finished together, such as the beams of one search."""
 
     members: Sequence[Request]
-    leader: Request  # waits in the queue for all of them
+    leader: Request  # the member that waits in the queue
 
     @property
     @abstractmethod
     def num_candidates(self) -> int:
-        """How many candidates for the next token a step must return for each member."""
+        """The number of candidates for the next token that a step returns for each member."""
 
     @abstractmethod
     def blocks_to_join(self, block_size: int) -> int:
-        """KV blocks that the other members will need beside those of the leader, for their known tokens."""
+        """KV blocks that the other members need for their known tokens, in addition to those of the leader."""
 
     @abstractmethod
     def regroup(self) -> None:
-        """All members were preempted: from now on the leader waits for all of them again."""
+        """Return to the state before admission, after all members were preempted."""
 
 
 class Request:
     """One sequence being generated.
 
-    Its *known* tokens are the prompt and all that was generated; the first `num_computed` of them have their
-    keys and values in the cache. That difference is all the scheduler looks at: a decode is one token behind,
-    a prefill is many behind, a prefix hit starts further ahead.
+    Its *known* tokens are the prompt and the generated tokens; the first `num_computed` of them have their keys and
+    values in the cache. The scheduler uses only that difference: a decode is one token behind, a prefill is many
+    behind, and a prefix hit starts further ahead.
 
-    Steps may be planned before the results of earlier ones are read (on a GPU the next step is queued while one
-    runs). `num_planned` therefore counts tokens that are computed or in flight, and `num_unread` the tokens that
-    steps in flight will have sampled: known to the device, but not read yet.
+    Steps may be planned before the results of earlier ones are read (on a GPU the next step is queued while one runs).
+    Therefore `num_planned` counts tokens that are computed or in flight, and `num_unread` counts tokens that steps in
+    flight sample: they are on the device but not read yet.
 
-    Only the scheduler (and the KV accounting below it) changes a request; all other code only reads it.
+    Only the scheduler and the KV accounting change a request; other code only reads it.
     """
 
     __slots__ = (
@@ -120,34 +120,34 @@ class Request:
         priority: int = 0,
         tenant: str = "",
     ) -> None:
-        assert prompt, "an empty prompt is refused before a request is made"
+        assert prompt, "an empty prompt is rejected before a request is created"
         assert max_new_tokens >= 1
         self.id = request_id
-        self.order = -1  # place in the order of submission, given by the scheduler
+        self.order = -1  # position in the order of submission, set by the scheduler
         self.params = params
         self.arrival = arrival
         self.seed = seed
         self.eos_ids = eos_ids
         self.deadline = deadline
         self.salt = salt  # requests with different salts never share cached blocks
-        self.leader = leader  # the sibling (n > 1) whose prompt blocks this one will share
+        self.leader = leader  # the sibling (n > 1) whose prompt blocks it shares
         self.group: RequestGroup | None = None  # the beam search that it belongs to
-        self.num_slots = 1  # slots of the batch that it needs; the leader of a group needs those of all members
-        self.ready = params.structure is None  # else once its grammar is compiled
-        self.priority = priority  # the lower, the sooner
-        self.tenant = tenant  # the tenant whose share of the batch it uses
+        self.num_slots = 1  # slots of the batch that it needs; a waiting leader needs those of its whole group
+        self.ready = params.structure is None  # a structured request is ready once its grammar is compiled
+        self.priority = priority  # lower values are admitted first
+        self.tenant = tenant  # for fair sharing
         self.num_prompt = len(prompt)
         self.max_new_tokens = max_new_tokens
         self._tokens = list(prompt)
         self.num_computed = 0
         self.num_planned = 0  # num_computed plus the tokens of steps in flight
         self.num_unread = 0  # tokens that steps in flight will add
-        self.generation = 0  # counts its preemptions: results of steps planned before the last one are dropped
+        self.generation = 0  # number of preemptions; results of steps planned before the last one are dropped
         self.status = Status.WAITING
         self.ending: Ending | None = None
         self.steps_in_flight = 0  # planned steps whose results are not applied yet
         self.times_passed_over = 0  # admissions of other requests ahead of this one
-        self.starved = False  # passed over too often: no request may be admitted before it
+        self.starved = False  # passed over too often: it is admitted before all others
         self.num_charged = 0  # known tokens that its tenant has been charged for
         self.block_digests: list[bytes] = []  # prefix digests of its first full blocks, extended on demand
 
@@ -179,27 +179,27 @@ class Request:
 
     @property
     def num_behind(self) -> int:
-        """Tokens that still have to be computed. The last one that may be generated never is."""
+        """Tokens still to be computed. The last token that may be generated never needs to be."""
         expected = len(self._tokens) + self.num_unread
         if self.num_unread and (self.params.structure is not None or self.group is not None):
-            return 0  # the next tokens depend on ones that are not read yet
+            return 0  # the next token depends on tokens that are not read yet
         if expected - self.num_prompt >= self.max_new_tokens:
             return 0
-        return max(0, expected - self.num_planned)  # drafts in flight are planned beyond what is expected
+        return max(0, expected - self.num_planned)  # num_planned is larger while drafts are in flight
 
     @property
     def decoding(self) -> bool:
-        """Whether it is one token behind, and that token was generated."""
-        planned = self.num_planned  # read for every request several times a step: other properties would cost too much
+        """Whether it is exactly one token behind, and that token was generated."""
+        planned = self.num_planned  # a hot path: no other properties are used here
         return planned == len(self._tokens) + self.num_unread - 1 and planned >= self.num_prompt
 
     def start_from(self, num_computed: int) -> None:
-        """No step is in flight, and the first `num_computed` tokens are in the cache."""
+        """Set the number of tokens in the cache, with no step in flight."""
         self.num_computed = self.num_planned = num_computed
         self.num_unread = 0
 
     def rewind(self) -> None:
-        """No step is in flight, and what was planned beyond the computed tokens (drafts) was wrong."""
+        """Discard planned tokens that are not computed (rejected drafts), with no step in flight."""
         self.num_planned = self.num_computed
 
     @property
@@ -209,7 +209,7 @@ class Request:
 
     @property
     def least_new_tokens(self) -> int:
-        """How many more tokens it will generate at least."""
+        """The fewest tokens that it will still generate."""
         params = self.params
         may_stop = bool(params.stop_ids or params.stop_strings) or not params.ignore_eos
         certain = params.min_tokens if may_stop else self.max_new_tokens
@@ -229,7 +229,7 @@ class Request:
         self.generation += 1  # its block table is replaced
 
     def clear_output(self) -> None:
-        """Forget all generated tokens; a beam search appends the final ones at its end."""
+        """Remove all generated tokens; a beam search appends the final ones when it ends."""
         del self._tokens[self.num_prompt :]
 
     @property
@@ -238,7 +238,7 @@ class Request:
         return frozenset(self.params.stop_ids).union(() if self.params.ignore_eos else self.eos_ids)
 
     def ending_after(self, token: int) -> Ending | None:
-        """The ending that the token just appended causes, if any; stop strings belong to the text layer."""
+        """The ending caused by the token just appended, if any. Stop strings are checked by the text layer."""
         if token in self.params.stop_ids:
             return Ending(FinishReason.STOP, token)
         if token in self.eos_ids and not self.params.ignore_eos:

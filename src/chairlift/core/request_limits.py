@@ -1,4 +1,4 @@
-"""The lengths that a model sets to requests, as plain numbers that a front end in another process can use too."""
+"""The limits that a model sets for requests, as plain numbers for use in other processes too."""
 
 from __future__ import annotations
 

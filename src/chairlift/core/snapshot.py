@@ -1,4 +1,4 @@
-"""Snapshots of a scheduler, so that observers such as the dashboard need not read its parts."""
+"""Snapshots of a scheduler for observers such as the dashboard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BlockState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSnapshot:
-    """The changing state of a scheduler. The tables are views, valid until the next step."""
+    """The state of a scheduler after a step. The tables are views that are valid until the next step."""
 
     policy: str
     waiting: Sequence[tuple[str, WaitReason]]  # the front of the queue
@@ -28,12 +28,12 @@ class SchedulerSnapshot:
     evictions: int  # since the start
     tables: Mapping[str, Sequence[int]]  # the block table of each observed request
     rewritten: Set[str]  # observed requests whose table changed other than by growing since the last snapshot
-    blocks: Sequence[BlockState]  # those that may have changed since the last snapshot
+    blocks: Sequence[BlockState]  # blocks that may have changed since the last snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSetup:
-    """The state that an observer starts with: the sizes of a scheduler, its requests and its blocks in use."""
+    """The initial state for an observer: the sizes of a scheduler, its requests and its blocks in use."""
 
     max_batch_requests: int
     num_blocks: int
@@ -46,14 +46,14 @@ class SchedulerSetup:
 
 
 class SchedulerObserver:
-    """Takes snapshots of a scheduler. Changes are tracked from `start` to `stop`, because tracking costs time."""
+    """Takes snapshots of a scheduler. Changes are tracked only between `start` and `stop`, because that costs time."""
 
     def __init__(self, scheduler: Scheduler, max_waiting: int) -> None:
         self._scheduler = scheduler
-        self._max_waiting = max_waiting  # requests of the queue in a snapshot
+        self._max_waiting = max_waiting  # waiting requests in a snapshot
 
     def start(self) -> SchedulerSetup:
-        """Begin to track changes; may be called again to get the whole state again."""
+        """Begin to track changes and return the whole state; may be called again."""
         scheduler, kv = self._scheduler, self._scheduler.kv
         kv.track_changes(True)
         blocks = (self._block_state(block) for block in range(kv.num_blocks))
@@ -69,7 +69,7 @@ class SchedulerObserver:
         )
 
     def snapshot(self, requests: Iterable[Request]) -> SchedulerSnapshot:
-        """The present state, with the tables of `requests`."""
+        """The current state, with the tables of `requests`."""
         scheduler, kv = self._scheduler, self._scheduler.kv
         changes, waiting = kv.take_changes(), scheduler.waiting
         return SchedulerSnapshot(

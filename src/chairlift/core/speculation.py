@@ -1,4 +1,4 @@
-"""Interface of speculative decoding as the scheduler and the engine use it; `chairlift.speculation` implements it."""
+"""The interface of speculative decoding, which `chairlift.speculation` implements."""
 
 from __future__ import annotations
 

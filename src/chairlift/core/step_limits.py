@@ -1,4 +1,4 @@
-"""The limits of one step, as a budget decided them."""
+"""The limits of one step, set by a budget."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class LimitReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     tokens: int  # all tokens of the step
-    prefill_tokens: int  # tokens that are not decodes
-    slots: int = NO_LIMIT  # no request is admitted beyond this many; running ones stay
-    reason: LimitReason = LimitReason.FIXED  # of `prefill_tokens`
-    predicted_seconds: float | None = field(default=None, compare=False)  # of a step that uses all of it
-    target_seconds: float | None = field(default=None, compare=False)  # the target it was chosen for
+    prefill_tokens: int  # the part of them that are not decodes
+    slots: int = NO_LIMIT  # for admission; running requests stay
+    reason: LimitReason = LimitReason.FIXED  # why `prefill_tokens` has this value
+    predicted_seconds: float | None = field(default=None, compare=False)  # of a step at these limits
+    target_seconds: float | None = field(default=None, compare=False)  # the latency target, if any
 
     @classmethod
     def most(cls, max_batch_tokens: int, max_prefill_tokens: int | None = None) -> StepLimits:
-        """The limits that the config sets."""
+        """Build the limits that the config sets."""
         if max_batch_tokens < 1:
             raise InvalidParameter("max_batch_tokens", f"must be at least 1, got {max_batch_tokens}")
         if max_prefill_tokens is not None and max_prefill_tokens < 1:

@@ -1,16 +1,16 @@
-"""The requests of one beam search, and the blocks they share.
+"""The requests of one beam search and the blocks they share.
 
-A search of width w is w requests. The first of them, the *leader*, is the only one that waits in the queue; it is
-admitted for all of them, so it takes w slots, and computes the prompt. From then on each request carries one beam and
-is computed like any other, in the same ragged batch. The sampled tokens are treated differently: each beam reports its
-*candidates* and waits until all have done so. Then the search decides which beams continue:
+A search of width w is w requests. Only the first one, the *leader*, waits in the queue; it takes w slots on admission
+and computes the prompt. After that each request carries one beam and is computed like any other, in the same ragged
+batch. Instead of a sampled token, a step returns *candidates* for each beam. Once all beams of a search have theirs,
+the search decides which beams continue:
 
     beams     a  b  c  d       c has two continuations, d none: the request of d releases its blocks,
                    /|\\         takes a fork of c's block table, and carries c's other continuation.
               a  b c  d        The first write into a shared block copies it.
 
-A preempted search loses the slots and blocks of all its beams at once, but keeps their tokens. When there is room for
-all of them, the leader recomputes its tokens, and the others join it with the prefix they share.
+A preempted search loses the slots and blocks of all its beams at once, but keeps their tokens. When it is admitted
+again, the leader recomputes its tokens, and the other beams fork the prefix that they share with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BeamGroup(RequestGroup):
         self.search = BeamSearch(self.leader.params, self.leader.eos_ids, self.leader.max_new_tokens)
         assert len(self.members) == self.search.width
         self.carriers = [self.leader]  # the request of each beam of the search
-        self._found: dict[str, Candidates] = {}  # by request id: of beams that wait for the others
+        self._found: dict[str, Candidates] = {}  # by request id, until all beams have some
         for member in self.members:
             member.group = self
         self.leader.num_slots = self.search.width
@@ -44,7 +44,7 @@ class BeamGroup(RequestGroup):
 
     @property
     def _joined(self) -> bool:
-        """Whether each beam holds a slot of its own; else the leader holds those of all."""
+        """Whether each beam holds its own slot; before that, the leader holds the slots of all."""
         return self.leader.num_slots == 1
 
     def blocks_to_join(self, block_size: int) -> int:
@@ -53,8 +53,8 @@ class BeamGroup(RequestGroup):
         shared = self.leader.num_prompt // block_size
         return (self.search.width - 1) * (-(-self.leader.num_known // block_size) - shared)
 
-    def take(self, beam: Request, candidates: Candidates, state: SchedulerState, now: float) -> None:
-        """Take the candidates of one beam, all of whose known tokens are computed; with the last beam, advance."""
+    def add_candidates(self, beam: Request, candidates: Candidates, state: SchedulerState, now: float) -> None:
+        """Record the candidates of one beam; after the last beam, advance the search."""
         self._found[beam.id] = candidates
         if not self._joined and len(self.carriers) > 1:
             self._join_leader(state, now)
@@ -67,7 +67,7 @@ class BeamGroup(RequestGroup):
             self._assign([self.carriers[parent] for parent in parents], state, now)
 
     def _assign(self, parents: Sequence[Request], state: SchedulerState, now: float) -> None:
-        """Find a request for each beam of the search; the i-th beam continues the i-th of `parents`."""
+        """Assign a request to each beam of the search; beam i continues `parents[i]`."""
         spare = [member for member in self.members if member not in parents]
         for pruned in spare:
             state.kv.release(pruned)
@@ -85,11 +85,13 @@ class BeamGroup(RequestGroup):
         self._admit_all(state, now)
 
     def _join_leader(self, state: SchedulerState, now: float) -> None:
-        """After a preemption the leader has recomputed its tokens: fork the prefix that each beam shares with it."""
+        """Fork the prefix that each beam shares with the leader, which has recomputed its tokens after a preemption."""
         for carrier in self.carriers:
             if carrier is not self.leader:
                 common = _num_common(self.leader, carrier)
-                whole_blocks = common - common % state.kv.block_size  # the next block has the leader's own tokens
+                whole_blocks = (
+                    common - common % state.kv.block_size
+                )  # the next block has tokens that only the leader has
                 state.kv.fork(self.leader, carrier, whole_blocks)
         self._admit_all(state, now)
 
@@ -102,8 +104,8 @@ class BeamGroup(RequestGroup):
     def publish(
         self, state: SchedulerState, now: float, on_token: Callable[[Request, int], object] | None = None
     ) -> None:
-        """The search is over: give each request the tokens of a hypothesis, the first one the best. `on_token` is
-        called with each of them, as for the tokens of any other request."""
+        """Give each request the tokens of a hypothesis, best first, when the search is over; `on_token` is called with
+        each token, as for other requests."""
         for request, found in zip(self.members, self.search.finished, strict=True):
             request.clear_output()
             for beam in found.beam.path():

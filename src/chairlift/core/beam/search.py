@@ -1,8 +1,8 @@
-"""Beam search for one prompt as transformers' `generate(num_beams=…)` defines it; independent of memory and scheduler.
+"""Beam search for one prompt, as in transformers' `generate(num_beams=…)`; independent of memory and scheduler.
 
-In every step, each beam reports its likeliest next tokens. Of all continuations, the best by the sum of their
-log-probabilities are considered: those that end (a stop token, or the last token allowed) become hypotheses if they
-are among the `beam_width` best, and the `beam_width` best of the others are the beams of the next step.
+In every step, each beam has candidates for its next token. Continuations of all beams are ranked by the sum of their
+log-probabilities. Those that end (a stop token, or the last token allowed) become hypotheses if they are among the
+`beam_width` best; the `beam_width` best of the others are the beams of the next step.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A token and the beam that it continues; beams with a common prefix share it."""
+    """A token and its parent beam; beams with a common prefix share it."""
 
-    parent: Beam | None  # None for the root, which is the prompt itself
+    parent: Beam | None  # None for the root, which is the prompt
     token: int
     total: float  # sum of the log-probabilities of all its tokens
     length: int
-    scored: TokenLogprobs | None = None  # if the request wants logprobs
+    scored: TokenLogprobs | None = None  # if logprobs are requested
 
     def path(self) -> list[Beam]:
         """The beams from the first generated token to this one."""
-        return list(self._upwards())[::-1]
+        return list(self._ancestors())[::-1]
 
-    def _upwards(self) -> Iterator[Beam]:
+    def _ancestors(self) -> Iterator[Beam]:
         beam: Beam | None = self
         while beam is not None and beam.parent is not None:
             yield beam
@@ -62,28 +62,28 @@ class BeamSearch:
     def __init__(self, params: SamplingParams, eos_ids: frozenset[int], max_new_tokens: int) -> None:
         assert params.beam_width is not None
         self.width = params.beam_width
-        self.beams = [Beam(parent=None, token=-1, total=0.0, length=0)]  # that continue, best first
-        self.finished: list[Hypothesis] = []  # best first, never more than `width`
+        self.beams = [Beam(parent=None, token=-1, total=0.0, length=0)]  # best first
+        self.finished: list[Hypothesis] = []  # best first, at most `width`
         self.over = False
         self._params = params
         self._max_new_tokens = max_new_tokens
         self._end_ids = end_ids(params, eos_ids)
-        # Enough that `width` of them continue even if every beam could end with each of the stop tokens.
+        # Enough that `width` of them continue even if every beam can end with each of the stop tokens.
         self._num_compared = max(2, 1 + len(self._end_ids)) * self.width
 
     @property
     def num_candidates(self) -> int:
-        """How many candidates each beam must report."""
-        # Stop tokens that are not allowed yet are left out.
+        """The number of candidates that each beam needs."""
+        # Stop tokens that min_tokens does not allow yet are skipped, so more candidates are needed.
         return max(self._num_compared + (len(self._end_ids) if self._too_short else 0), self._params.logprobs or 0)
 
     @property
     def _too_short(self) -> bool:
-        """Whether a text that ends with the next token would be shorter than `min_tokens`."""
+        """Whether ending with the next token would violate `min_tokens`."""
         return self.beams[0].length < self._params.min_tokens
 
     def advance(self, found: Sequence[Candidates]) -> list[int]:
-        """Advance all beams by one token, given their candidates. Returns which beam each of the new ones continues."""
+        """Advance all beams by one token, given their candidates; return the index of the parent of each new beam."""
         compared = nlargest(self._num_compared, self._continuations(found), key=lambda entry: entry[0])
         continuing: list[tuple[int, Beam]] = []
         for place, (total, index, at) in enumerate(compared):
@@ -100,7 +100,7 @@ class BeamSearch:
         return [index for index, _ in continuing]
 
     def _continuations(self, found: Sequence[Candidates]) -> Iterator[tuple[float, int, int]]:
-        """(total, beam, index of the candidate) of every allowed continuation."""
+        """Yield (total, beam index, candidate index) of every allowed continuation."""
         banned = self._end_ids if self._too_short else frozenset[int]()
         for index, (beam, candidates) in enumerate(zip(self.beams, found, strict=True)):
             for at, (token, logprob) in enumerate(zip(candidates.ids, candidates.logprobs, strict=True)):
@@ -125,17 +125,17 @@ class BeamSearch:
         return total / math.pow(length, self._params.length_penalty)
 
     def _worth_continuing(self) -> bool:
-        """Whether a beam may still become better than the worst hypothesis, by the rule of `early_stopping`."""
+        """Whether a beam may still beat the worst hypothesis, by the rule of `early_stopping`."""
         if len(self.finished) < self.width:
             return True
         early, best = self._params.early_stopping, self.beams[0]
         if early is True:
             return False
-        at_most_length = early == "never" and self._params.length_penalty > 0.0
-        length = self._max_new_tokens if at_most_length else best.length
+        longest = early == "never" and self._params.length_penalty > 0.0
+        length = self._max_new_tokens if longest else best.length
         return self._score(best.total, length) > self.finished[-1].score
 
 
 def end_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
-    """The tokens that end a text."""
+    """The tokens that end a beam."""
     return frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else eos_ids)

@@ -1,4 +1,4 @@
-"""What a budget is: the rule for how many tokens a step may carry, and how many requests may share it."""
+"""The interface of a budget, which decides how many tokens and requests a step may have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chairlift.registry import Registry
 
 
 class BatchLoad:
-    """The running and waiting requests that the next step finds; groups of them are computed on demand."""
+    """The running and waiting requests before a step; subsets are computed on demand."""
 
     def __init__(self, running: Sequence[Request], waiting: Sequence[Request], now: float) -> None:
         self.running = running
@@ -39,7 +39,7 @@ class TokenBudget(ABC):
     options: ClassVar[frozenset[str]] = frozenset()  # of the config; passed to the constructor as keywords
 
     def __init__(self, most: StepLimits, cost: CostModel) -> None:
-        """`most`: the configured limits, never to be exceeded. `cost`: predicts the duration of steps."""
+        """`most`: the configured limits, never exceeded. `cost`: predicts the duration of steps."""
         self.most = most
         self._cost = cost
 
@@ -72,5 +72,5 @@ def make_budget(
 
 
 def check_budget(name: str | None, target_tpot_ms: float | None, target_ttft_ms: float | None) -> None:
-    """Raise InvalidParameter if no such budget can be built."""
+    """Raise InvalidParameter if the budget cannot be built."""
     make_budget(name, CostModel(), max_batch_tokens=1, target_tpot_ms=target_tpot_ms, target_ttft_ms=target_ttft_ms)

@@ -1,4 +1,4 @@
-"""The same limits in every step."""
+"""The budget `fixed`: the same limits in every step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chairlift.core.step_limits import StepLimits
 
 @BUDGETS.register("fixed")
 class FixedBudget(TokenBudget):
-    """All that the config allows, in every step."""
+    """Always returns the configured limits."""
 
     @classmethod
     def of(cls, max_batch_tokens: int, max_prefill_tokens: int | None = None) -> FixedBudget:

@@ -1,4 +1,4 @@
-"""Stops where a larger step would hardly raise throughput."""
+"""The budget `knee`: steps only as large as throughput needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chairlift.core.step_limits import LimitReason, StepLimits
 
 @BUDGETS.register("knee")
 class KneeBudget(AdaptiveBudget):
-    """The smallest step that comes close to the highest throughput: beyond it, running requests wait for little."""
+    """Chooses the smallest step close to the highest throughput; larger ones add latency for little gain."""
 
     def _decide(self, load: BatchLoad) -> StepLimits:
         forecast, known = StepForecast(self._cost, load), self._known_sizes()[-1]

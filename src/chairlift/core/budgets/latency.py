@@ -1,4 +1,4 @@
-"""Keeps latency targets: spends on prompts what a target leaves."""
+"""The budget `latency`: as many prompt tokens as latency targets allow."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from chairlift.core.request import Request
 from chairlift.core.step_limits import LimitReason, StepLimits
 from chairlift.errors import InvalidParameter
 
-_ROOM_FOR_PROMPTS = 16  # slots are limited so that prompts still get this much inside the target
-_FIRST_SLOTS = 4  # before anything is measured; doubles at most with each step observed
-_TAIL_ALLOWANCE = 1.02  # of the target is what a late step may take; the few later ones stay within 1.2 or so
-_MOST_CAUTION = 0.5  # of the target is planned for at least, however often steps are late
+_ROOM_FOR_PROMPTS = 16  # prompt tokens that must fit beside the decodes of all slots within the target
+_FIRST_SLOTS = 4  # before anything is measured; at most doubles with each observed step
+_TAIL_ALLOWANCE = 1.02  # share of the target that a late step may take; the few later ones stay within about 1.2
+_MOST_CAUTION = 0.5  # lowest share of the target to plan for, however often steps are late
 _LOOK_AHEAD = 64  # waiting requests that are checked against target_ttft_ms
 
 
 @BUDGETS.register("latency")
 class LatencyBudget(AdaptiveBudget):
-    """Keeps steps short enough for a time per output token, prompts fast enough for a time to first token, or both.
+    """Limits steps to meet a target time per output token, a target time to first token, or both.
 
     - `target_tpot_ms` alone: the largest chunk that fits beside the decodes.
-    - `target_ttft_ms` alone: the smallest chunk with which all waiting prompts are in time.
-    - both: the smallest with which they are, but no smaller than throughput demands and no larger than fits.
+    - `target_ttft_ms` alone: the smallest chunk with which all waiting prompts meet it.
+    - both: the smallest chunk that meets the latter, but at least the knee and at most the largest that fits.
     """
 
     options = frozenset({"target_tpot_ms", "target_ttft_ms"})
@@ -56,20 +56,20 @@ class LatencyBudget(AdaptiveBudget):
     def _choose(self, forecast: StepForecast, load: BatchLoad) -> StepLimits:
         if not forecast.decodes:
             return self._chosen(forecast, self.most.prefill_tokens, LimitReason.ALONE)
-        fits, why = self._largest_that_fits(forecast)
+        fits, reason = self._largest_that_fits(forecast)
         if self._ttft is None:
-            return self._chosen(forecast, fits, why)
-        needed, why_needed = self._smallest_in_time(forecast, load)
+            return self._chosen(forecast, fits, reason)
+        needed, reason_needed = self._smallest_in_time(forecast, load)
         if self._tpot is not None:
             needed = max(needed, knee(forecast, self._sizes))
-        return self._chosen(forecast, *min((needed, why_needed), (fits, why), key=lambda choice: choice[0]))
+        return self._chosen(forecast, *min((needed, reason_needed), (fits, reason), key=lambda choice: choice[0]))
 
     def _largest_that_fits(self, forecast: StepForecast) -> tuple[int, LimitReason]:
         sizes = self._known_sizes()
         beyond = LimitReason.LEARNING if sizes[-1] < self._sizes[-1] else LimitReason.FIXED
         if self._tpot is None:
             return sizes[-1], beyond
-        target = self._planned(self._tpot) / self._cost.drag
+        target = self._planned(self._tpot) / self._cost.slowdown
         if forecast.seconds(sizes[-1]) <= target:
             return sizes[-1], beyond
         place = bisect_right(sizes, target, key=forecast.seconds)
@@ -79,7 +79,7 @@ class LatencyBudget(AdaptiveBudget):
         return sizes[0], LimitReason.FLOOR if alone > self._tpot else LimitReason.TPOT
 
     def _planned(self, target: float) -> float:
-        """The time to plan for: less than the target where steps are often later than predicted."""
+        """The step time to plan for, which is below the target if steps are often later than predicted."""
         return target * max(_MOST_CAUTION, min(1.0, _TAIL_ALLOWANCE / self._cost.tail))
 
     def _smallest_in_time(self, forecast: StepForecast, load: BatchLoad) -> tuple[int, LimitReason]:
@@ -93,23 +93,24 @@ class LatencyBudget(AdaptiveBudget):
         return sizes[speeds.index(max(speeds))], LimitReason.LATE
 
     def _slots(self, forecast: StepForecast, load: BatchLoad, target: float) -> int:
-        """How many requests may run so that all of them decoding, beside a little of a prompt, keep the target."""
-        everyone = (*load.running, *load.waiting[:1])
-        context = sum(request.num_expected for request in everyone) // len(everyone)
+        """The number of slots with which decoding all of them, plus a small chunk, meets the target."""
+        requests = (*load.running, *load.waiting[:1])
+        context = sum(request.num_expected for request in requests) // len(requests)
 
         def seconds(slots: int) -> float:
             return self._cost.predict(StepShape(slots, _ROOM_FOR_PROMPTS, slots * context, 0, slots + 1))
 
         known = max(_FIRST_SLOTS, 2 * self._cost.largest_decode)
         modelled = bisect_right(range(1, known + 1), target, key=seconds)
-        # Twice the decodes take at most twice as long. This holds even while the coefficients are far from settled,
-        # and they would never settle if the model admitted no request.
+        # Twice the decodes take at most twice as long. This bound holds before the coefficients have settled, and
+        # they could not settle if no request were admitted.
         proportional = int(forecast.decodes * target / max(forecast.seconds(0), 1e-9))
         return max(1, modelled, min(proportional, known))
 
 
 def tokens_per_second_needed(queue: Sequence[Request], now: float, target_ttft: float) -> float:
-    """How fast the prompts of `queue`, one after the other, must be computed for every first token to be in time."""
+    """The speed at which the prompts of `queue`, in order, must be computed for every first token to meet the
+    target."""
     ahead, needed = 0, 0.0
     for request in queue:
         ahead += request.num_behind

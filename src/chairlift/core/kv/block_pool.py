@@ -2,12 +2,12 @@
 
 A block is in exactly one of three states:
 
-    used      reference count > 0: it stands in that many block tables
-    cached    reference count 0, but its contents are indexed: a later request may use it again
-    empty     reference count 0, contents worthless
+    used      reference count > 0: the number of block tables that contain it
+    cached    reference count 0, but its contents are indexed: a later request may share it
+    empty     reference count 0, contents not needed
 
-Cached and empty blocks are both *free*: both may be handed out. Empty ones go first, the most recently used before the
-rest, then the cached ones, the least recently used first; handing out a cached block drops it from the index.
+Cached and empty blocks are both *free*. Empty ones are allocated first, most recently used first, then cached ones,
+least recently used first; allocating a cached block evicts it from the index.
 
 Blocks that were never used take no memory here: a simulation may have thousands of pools, each as large as a GPU's.
 """
@@ -20,17 +20,17 @@ from chairlift.core.kv.eviction import EvictionQueue
 
 
 class BlockPool:
-    """Counts the references to each block and hands out free ones."""
+    """Counts the references to each block and allocates free ones."""
 
     def __init__(
         self, num_blocks: int, on_evict: Callable[[Sequence[int]], None], queue: EvictionQueue | None = None
     ) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
-        self._references: list[int] = []  # of the blocks that were ever used: the first ones
-        self._empty: list[int] = []  # used before; handed out from the end
+        self._references: list[int] = []  # by block; only for blocks that were ever used, which are the first ones
+        self._empty: list[int] = []  # used before; allocated from the end
         self._cached: set[int] = set()  # blocks whose contents are indexed, used or free
-        self._cached_free = EvictionQueue() if queue is None else queue  # the free ones among them
+        self._cached_free = EvictionQueue() if queue is None else queue  # the free blocks among the cached ones
         self._on_evict = on_evict
         self._changed: set[int] | None = None  # while changes are tracked: blocks whose state may have changed
         self.num_evictions = 0
@@ -54,25 +54,25 @@ class BlockPool:
         return self.references(block) == 0
 
     def free_blocks(self) -> list[int]:
-        """The free list, next to be handed out first."""
+        """The free blocks in the order of allocation."""
         return [*reversed(self._empty), *range(len(self._references), self.num_blocks), *self._cached_free]
 
     def is_cached(self, block: int) -> bool:
         return block in self._cached
 
     def is_private(self, block: int) -> bool:
-        """Whether its one owner may write to it: no other table has it, and its contents are not indexed."""
+        """Whether its owner may write to it: no other table contains it, and its contents are not indexed."""
         return self._references[block] == 1 and block not in self._cached
 
     def mark_cached(self, blocks: Sequence[int]) -> None:
-        """The contents of these blocks are indexed now: keep them as long as possible once they are free."""
+        """Mark these blocks as indexed, so that they are evicted last once they are free."""
         assert all(map(self._references.__getitem__, blocks)), "an indexed block must be in a table"
         self._cached.update(blocks)
         if self._changed is not None:
             self._changed.update(blocks)
 
     def take(self, count: int) -> list[int] | None:
-        """Hand out `count` blocks to one new owner, or return None (and change nothing) if there are fewer."""
+        """Allocate `count` blocks for one owner; return None (and change nothing) if fewer are free."""
         if count > self.num_free:
             return None
         blocks = self._take_empty(min(count, self.num_empty))
@@ -85,7 +85,7 @@ class BlockPool:
         return blocks
 
     def _take_empty(self, count: int) -> list[int]:
-        """The most recently used ones first, then some that were never used."""
+        """Take the most recently used empty blocks, then blocks that were never used."""
         used = min(count, len(self._empty))
         blocks = self._empty[len(self._empty) - used :]
         blocks.reverse()
@@ -104,17 +104,18 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one owner to each of these; a cached free block is used again."""
+        """Add one reference to each of these blocks, which are used or cached."""
         for block in blocks:
             if self._references[block] == 0:
-                assert block in self._cached, f"block {block} is shared but holds nothing"
+                assert block in self._cached, f"block {block} is shared but its contents are not cached"
                 self._cached_free.remove(block)
             self._references[block] += 1
             if self._changed is not None:
                 self._changed.add(block)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one owner of each. Pass a table's tail first: what is released first is evicted first."""
+        """Remove one reference from each. Blocks released first are evicted first, so pass the tail of a table
+        first."""
         references, cached = self._references, self._cached
         for block in blocks:
             count = references[block] = references[block] - 1
@@ -128,7 +129,7 @@ class BlockPool:
                     self._empty.append(block)
 
     def track_changes(self, on: bool) -> None:
-        """Start afresh to note changed blocks, or stop."""
+        """Start (with no changes) or stop to record changed blocks."""
         self._changed = set() if on else None
 
     def take_changes(self) -> list[int]:

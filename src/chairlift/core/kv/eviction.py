@@ -1,4 +1,4 @@
-"""The order in which free blocks with cached contents are evicted: least recently used first."""
+"""The eviction order of free cached blocks: least recently used first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class EvictionQueue:
-    """Free cached blocks, the next one to be evicted first."""
+    """Free cached blocks in the order of eviction."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
@@ -22,7 +22,7 @@ class EvictionQueue:
         self._blocks[block] = None
 
     def remove(self, block: int) -> None:
-        """Take out a block that is used again."""
+        """Remove a block that is used again."""
         del self._blocks[block]
 
     def evict(self, count: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""KV memory as accounting: which request holds which blocks. The tensors themselves belong to the runner.
+"""KV accounting: which request holds which blocks. The tensors belong to the runner.
 
-The analogy is virtual memory. A request sees its tokens as contiguous; its block table maps each run of
-`block_size` tokens to a physical block anywhere in the pool, and several tables may point at the same block.
+This works like virtual memory. The tokens of a request are logically contiguous; its block table maps each run of
+`block_size` tokens to a physical block anywhere in the pool, and several tables may contain the same block.
 
     tokens      0 ........ 15 | 16 ....... 31 | 32 .. 37
     table            7        |       2       |    9          block 9 has 10 slots left
@@ -21,9 +21,9 @@ from chairlift.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class KVChanges:
-    """What changed since it was last asked for."""
+    """The changes since the last call of `KVCache.take_changes`."""
 
-    blocks: list[int]  # whose state may have changed, in order
+    blocks: list[int]  # blocks whose state may have changed, in order
     rewritten: set[str]  # ids of requests whose tables changed other than at their end
 
 
@@ -36,8 +36,8 @@ class KVCache:
         self.index = PrefixIndex(block_size)
         self.pool = BlockPool(num_blocks, on_evict=self.index.remove)
         self._tables: dict[str, list[int]] = {}
-        self._num_indexed: dict[str, int] = {}  # how many of a table's first blocks commit() has indexed
-        self._rewritten: set[str] | None = None  # while changes are tracked: see `KVChanges`
+        self._num_indexed: dict[str, int] = {}  # number of a table's first blocks that are indexed
+        self._rewritten: set[str] | None = None  # see `KVChanges`; None while changes are not tracked
 
     @property
     def num_blocks(self) -> int:
@@ -57,7 +57,7 @@ class KVCache:
         return {request_id: tuple(table) for request_id, table in self._tables.items()}
 
     def match(self, request: Request) -> PrefixMatch:
-        """The cached blocks that `request` could start with."""
+        """Find the cached blocks that `request` can start with."""
         return self.index.find(request) if self.prefix_caching else PrefixMatch((), Miss.DISABLED)
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
@@ -71,8 +71,8 @@ class KVCache:
             self.index.claim(request)
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
-        """Start the table of `child` with the blocks of the first `num_tokens` tokens of `parent`, the last one perhaps
-        partly filled: the first write into a shared block copies it (see `reserve`)."""
+        """Start the table of `child` with the blocks of the first `num_tokens` tokens of `parent`. The last block may
+        be partly filled: the first write into a shared block copies it (see `reserve`)."""
         assert child.id not in self._tables
         assert parent.num_computed >= num_tokens
         shared = self._tables[parent.id][: self.blocks_for(num_tokens)]
@@ -81,11 +81,10 @@ class KVCache:
         self._num_indexed[child.id] = num_tokens // self.block_size
         child.start_from(num_tokens)
         if self._rewritten is not None:
-            self._rewritten.add(child.id)  # a beam may have had another table before
+            self._rewritten.add(child.id)  # a beam may have had a different table before
 
     def restore(self, request: Request) -> list[int] | None:
-        """Take blocks for computed tokens that are missing in the table of `request`, to be filled from host memory;
-        None (and no change) if memory is short."""
+        """Allocate the blocks of computed tokens that are in host memory; None (and no change) if memory is short."""
         table = self._tables[request.id]
         blocks = self.pool.take(self.blocks_for(request.num_computed) - len(table))
         if blocks is not None:
@@ -93,14 +92,14 @@ class KVCache:
         return blocks
 
     def reserve(self, request: Request, count: int) -> tuple[BlockCopy, ...] | None:
-        """Make room to write the next `count` tokens of `request`, into blocks that it alone holds.
+        """Allocate blocks for the next `count` tokens of `request`, which it alone may write to.
 
-        Returns the copies that must be made first, or None (and no change) if memory is short.
+        Returns the copies to make before writing, or None (and no change) if memory is short.
         """
         table = self._tables[request.id]
         planned, room = request.num_planned, len(table) * self.block_size
         if room - self.block_size <= planned <= room - count and self.pool.is_private(table[-1]):
-            return ()  # as for most decodes: its last block has room
+            return ()  # most decodes: the last block has room
         frozen = self._frozen_positions(request, table)
         num_new = self.blocks_for(planned + count) - len(table)
         blocks = self.pool.take(len(frozen) + max(num_new, 0))
@@ -118,16 +117,16 @@ class KVCache:
         return tuple(copies)
 
     def _frozen_positions(self, request: Request, table: Sequence[int]) -> list[int]:
-        """Table positions from the next write on whose block is shared, or whose contents are indexed."""
+        """Table positions, from the next write on, whose block is shared or indexed."""
         first = request.num_planned // self.block_size
         return [position for position in range(first, len(table)) if not self.pool.is_private(table[position])]
 
     def num_missing(self, request: Request) -> int:
-        """Blocks that `request` needs for its known tokens but does not hold yet."""
+        """The number of blocks that `request` still needs for its known tokens."""
         return max(0, self.blocks_for(request.num_expected) - len(self.table(request)))
 
     def num_own(self, requests: Sequence[Request]) -> int:
-        """Blocks that only `requests` hold."""
+        """The number of blocks that only `requests` hold."""
         held = Counter(block for request in requests for block in self.table(request))
         return sum(self.pool.references(block) == count for block, count in held.items())
 
@@ -136,14 +135,14 @@ class KVCache:
         if not self.prefix_caching:
             return
         num_full, num_indexed = request.num_computed // self.block_size, self._num_indexed[request.id]
-        if num_full <= num_indexed:  # as for most decodes
+        if num_full <= num_indexed:  # most decodes
             return
         table = self._tables[request.id]
         self.pool.mark_cached(self.index.insert(request, num_indexed, table[num_indexed:num_full]))
         self._num_indexed[request.id] = num_full
 
     def trim(self, request: Request, num_tokens: int) -> None:
-        """Release the blocks after the first `num_tokens` tokens of `request`, which were reserved for drafts."""
+        """Release the blocks after the first `num_tokens` tokens of `request` (they were reserved for drafts)."""
         table = self._tables[request.id]
         spare = table[self.blocks_for(num_tokens) :]
         del table[len(table) - len(spare) :]
@@ -155,16 +154,16 @@ class KVCache:
         """Release every block that `request` holds, tail first."""
         table = self._tables.pop(request.id, [])
         self._num_indexed.pop(request.id, None)
-        self.index.disclaim(request)
+        self.index.drop_claims(request)
         self.pool.release(reversed(table))
 
     def track_changes(self, on: bool) -> None:
-        """Start afresh to note what changes, for `take_changes`, or stop."""
+        """Start (with no changes) or stop to record changes for `take_changes`."""
         self._rewritten = set() if on else None
         self.pool.track_changes(on)
 
     def take_changes(self) -> KVChanges:
-        """What changed since the last call, while changes are tracked."""
+        """The changes since the last call, while they are tracked."""
         rewritten = self._rewritten or set()
         if self._rewritten:
             self._rewritten = set()

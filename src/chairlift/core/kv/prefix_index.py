@@ -1,8 +1,8 @@
 """The prefix index: maps tokens after a prefix to the cached block that holds them.
 
-Each full block has a digest that is chained, SHA-256(digest of the block before it, its tokens), starting from the
-request's salt. Equal digests therefore mean equal prefixes, under the same salt, back to the first token. A hit is
-still compared token by token, so that not even a broken hash could mix up two conversations.
+The digest of a full block is chained: SHA-256(digest of the block before it, its tokens), starting from the request's
+salt. Equal digests therefore mean equal salts and equal tokens back to the first one. A hit is still compared token by
+token, so that a hash collision cannot mix up two conversations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sha256(parent: bytes, tokens: tuple[int, ...]) -> bytes:
 
 
 class Miss(StrEnum):
-    """Why a lookup found no more than it did."""
+    """Why a lookup found no further blocks."""
 
     DISABLED = "prefix caching is off"
     TOO_SHORT = "the rest of the prompt does not fill a block"
@@ -38,15 +38,15 @@ class Miss(StrEnum):
 
 class PrefixMatch(NamedTuple):
     blocks: tuple[int, ...]
-    miss: Miss | None  # None: all blocks that could be shared were found
-    coming: bool = False  # a running request is computing the next block
+    miss: Miss | None  # None: all blocks that can be shared were found
+    in_progress: bool = False  # a running request is computing the next block
 
 
 class TokenHolder(Protocol):
-    """What the index reads of a request."""
+    """The part of a request that the index reads."""
 
     salt: str
-    block_digests: list[bytes]  # of its first full blocks, as far as they were needed
+    block_digests: list[bytes]  # of its first full blocks, extended on demand
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -73,27 +73,27 @@ class PrefixIndex:
         return len(self._block_of)
 
     def find(self, request: TokenHolder) -> PrefixMatch:
-        """The longest run of cached blocks that the tokens of `request` start with. Changes nothing but its digests.
+        """Find the longest cached prefix of `request`. Changes only its digests.
 
-        The last known token is never taken from the cache: it has to be computed to get its logits.
+        The last known token is never taken from the cache, because its logits are needed.
         """
         size, tokens, chain = self.block_size, request.tokens, request.block_digests
         shareable = (request.num_known - 1) // size
         blocks: list[int] = []
         parent = _root(request.salt)
         for position in range(shareable):
-            own = tuple(tokens[position * size : (position + 1) * size])
-            if position == len(chain):  # computed as far as needed: the queue may be long
-                chain.append(self._digest(parent, own))
+            block_tokens = tuple(tokens[position * size : (position + 1) * size])
+            if position == len(chain):  # computed on demand: the queue may be long
+                chain.append(self._digest(parent, block_tokens))
             digest = chain[position]
             block = self._lookup(digest)
             if block is not None:
                 found = self._entry_of[block]
-                if found.tokens != own or found.parent != parent:
+                if found.tokens != block_tokens or found.parent != parent:
                     block = None
             if block is None:
                 miss = Miss.EVICTED if digest in self._evicted else Miss.NEVER_SEEN
-                return PrefixMatch(tuple(blocks), miss, coming=digest in self._claims)
+                return PrefixMatch(tuple(blocks), miss, in_progress=digest in self._claims)
             blocks.append(block)
             parent = digest
         return PrefixMatch(tuple(blocks), None if blocks else Miss.TOO_SHORT)
@@ -102,8 +102,8 @@ class PrefixIndex:
         return self._block_of.get(digest)
 
     def insert(self, request: TokenHolder, first: int, blocks: Sequence[int]) -> list[int]:
-        """Index `blocks` as the full blocks of `request` from the `first`-th on. Returns the newly indexed ones; the
-        tokens of the others were indexed already."""
+        """Index `blocks` as the full blocks of `request` from position `first` on; return those that were not indexed
+        already under the same tokens."""
         size, tokens = self.block_size, request.tokens
         digests = self.digests(request, first + len(blocks))
         parent = digests[first - 1] if first else _root(request.salt)
@@ -112,8 +112,8 @@ class PrefixIndex:
             digest = digests[position]
             if self._lookup(digest) is None:
                 self._block_of[digest] = block
-                own = tuple(tokens[position * size : (position + 1) * size])
-                self._entry_of[block] = _Entry(digest, parent, own)
+                block_tokens = tuple(tokens[position * size : (position + 1) * size])
+                self._entry_of[block] = _Entry(digest, parent, block_tokens)
                 self._evicted.pop(digest, None)
                 self._claims.pop(digest, None)
                 inserted.append(block)
@@ -121,13 +121,13 @@ class PrefixIndex:
         return inserted
 
     def claim(self, request: Request) -> None:
-        """Note the blocks that `request` is about to fill, so that others wait instead of computing the same."""
+        """Record the blocks that `request` is about to compute, so that other requests wait for them."""
         num_full = request.num_known // self.block_size
         for digest in self.digests(request, num_full)[:num_full]:
             if digest not in self._block_of:
                 self._claims.setdefault(digest, request.id)
 
-    def disclaim(self, request: Request) -> None:
+    def drop_claims(self, request: Request) -> None:
         if not self._claims:
             return
         for digest in request.block_digests:
@@ -143,7 +143,7 @@ class PrefixIndex:
                 self._evicted.popitem(last=False)
 
     def prefix_of(self, block: int) -> tuple[bytes, tuple[int, ...]]:
-        """The digest of the prefix before `block`, and the tokens in it."""
+        """The digest of the prefix before `block` and the tokens in it."""
         entry = self._entry_of[block]
         return entry.parent, entry.tokens
 
@@ -153,23 +153,23 @@ class PrefixIndex:
         return chain[position] if position < len(chain) else self.digests(request, position + 1)[position]
 
     def digests(self, request: TokenHolder, count: int) -> Sequence[bytes]:
-        """The digests of its first `count` full blocks, and perhaps more; computed once and kept on the request."""
+        """The digests of at least the first `count` full blocks, which are cached on the request."""
         chain = request.block_digests
         if len(chain) < count:
-            size, tokens, make = self.block_size, request.tokens, self._digest
+            size, tokens = self.block_size, request.tokens
             parent = chain[-1] if chain else _root(request.salt)
             for start in range(len(chain) * size, count * size, size):
-                parent = make(parent, tuple(tokens[start : start + size]))
+                parent = self._digest(parent, tuple(tokens[start : start + size]))
                 chain.append(parent)
         return chain
 
     def parent_digest(self, request: TokenHolder, position: int) -> bytes:
-        """The digest of everything before a block: the salt, and the tokens of the blocks before it."""
+        """The digest of the salt and all tokens before a block."""
         return self.digest(request, position - 1) if position else _root(request.salt)
 
 
 @lru_cache(maxsize=4096)
 def _root(salt: str) -> bytes:
     """The digest before a first block."""
-    # A salt may come from JSON, which can spell what is not valid Unicode.
+    # A salt from JSON may contain lone surrogates.
     return hashlib.sha256(b"salt:" + salt.encode("utf-8", "surrogatepass")).digest()

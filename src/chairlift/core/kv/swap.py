@@ -1,10 +1,10 @@
-"""Preemption that keeps what was computed: a victim's KV blocks wait in host memory until it is admitted again.
+"""Preemption by swapping: the KV blocks of a victim are kept in host memory until it is admitted again.
 
-    step n      plan.swap_outs   device block 7 -> host slot 0     before anything else of the step
+    step n      plan.swap_outs   device block 7 -> host slot 0     first in the step
                                  device block 2 -> host slot 1
-    step m      plan.swap_ins    host slot 1 -> device block 5     then these; position 0 was still in the prefix cache
+    step m      plan.swap_ins    host slot 1 -> device block 5     next; position 0 was still in the prefix cache
 
-This module decides which request holds which host slot; the executor makes the copies.
+This module assigns host slots to requests; the executor copies the blocks.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ MODES = ("recompute", "swap", "auto")
 
 class RecomputeCost(Protocol):
     def recompute_seconds(self, tokens: int) -> float:
-        """The time to recompute this many tokens of one request."""
+        """Predict the time to recompute `tokens` tokens of one request."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """Compares moving blocks to host memory and back, at a measured speed, with recomputing them."""
+    """Compares the cost of swapping blocks out and in, at a measured speed, with recomputing them."""
 
     bytes_per_block: int
     bytes_per_second: float
     recompute: RecomputeCost
 
     def swap_is_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
-        there_and_back = 2 * num_blocks * self.bytes_per_block / self.bytes_per_second
-        return there_and_back < self.recompute.recompute_seconds(num_tokens)
+        round_trip = 2 * num_blocks * self.bytes_per_block / self.bytes_per_second
+        return round_trip < self.recompute.recompute_seconds(num_tokens)
 
 
 class SwapSpace:
-    """A bounded number of host slots, each as large as a block. Without any, every preemption recomputes."""
+    """A fixed number of host slots, each as large as a block. Without slots, preempted requests recompute."""
 
     def __init__(self, num_slots: int = 0, cost: SwapCost | None = None) -> None:
         self.num_slots = num_slots
         self.cost = cost  # None: swap whenever there are slots
         self._free = list(range(num_slots))
-        self._slots: dict[str, list[int]] = {}  # by request id: the slots of its first blocks
-        self._emptied: list[int] = []  # read by the step being planned: not to be written by the same step
+        self._slots: dict[str, list[int]] = {}  # by request id, in the order of its blocks
+        self._freed: list[int] = []  # read by the step being planned, which must not write to them
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + len(self._emptied)
+        return len(self._free) + len(self._freed)
 
     def slots(self) -> dict[str, tuple[int, ...]]:
         return {request_id: tuple(slots) for request_id, slots in self._slots.items()}
@@ -61,12 +61,13 @@ class SwapSpace:
         return request.id in self._slots
 
     def begin_step(self) -> None:
-        """Steps run in order, so what the last one reads may be written by this one."""
-        self._free += self._emptied
-        self._emptied = []
+        """Make the slots that the last step reads available: steps run in order."""
+        self._free += self._freed
+        self._freed = []
 
-    def take_out(self, request: Request, kv: KVCache) -> list[BlockSwap] | None:
-        """Take slots for the computed tokens of `request`; None (and no change) if it should recompute instead."""
+    def swap_out(self, request: Request, kv: KVCache) -> list[BlockSwap] | None:
+        """Plan copies of the computed blocks of `request` to host slots; None (and no change) if it should
+        recompute."""
         blocks = kv.table(request)[: kv.blocks_for(request.num_computed)]
         if not blocks or len(blocks) > len(self._free):
             return None
@@ -76,17 +77,17 @@ class SwapSpace:
         self._slots[request.id] = slots
         return [BlockSwap(request, block, slot) for block, slot in zip(blocks, slots, strict=True)]
 
-    def bring_back(self, request: Request, blocks: Sequence[int]) -> list[BlockSwap]:
-        """Plan copies into `blocks`, the last ones in the table of `request`; the others came from the prefix cache.
-        Its slots are free again once this step is planned."""
+    def swap_in(self, request: Request, blocks: Sequence[int]) -> list[BlockSwap]:
+        """Plan copies into `blocks`, the last blocks of the table of `request`; those before came from the prefix
+        cache. All its slots are free from the next step on."""
         slots = self._slots.pop(request.id)
-        self._emptied += slots
+        self._freed += slots
         wanted = slots[len(slots) - len(blocks) :]
         return [BlockSwap(request, block, slot) for block, slot in zip(blocks, wanted, strict=True)]
 
     def release(self, request: Request) -> None:
         """Free the slots of `request`."""
-        self._emptied += self._slots.pop(request.id, [])
+        self._freed += self._slots.pop(request.id, [])
 
 
 def check_mode(mode: str, swap_memory: object) -> None:

@@ -1,8 +1,8 @@
-"""What an ordering is: the rule for which request comes first, combinable with every policy.
+"""The interface of an ordering, which ranks requests; it can be combined with every policy.
 
-An ordering gives each request a *claim*, a number: the lower, the sooner. Equal claims are served first come, first
-served. *Starved* requests, which were passed over too often, come before all others (see `waiting_queue.py`). The last
-request by this order is also the first to be preempted when memory runs out.
+An ordering gives each request a *claim*: lower claims are admitted first, equal claims in order of submission.
+*Starved* requests, which were passed over too often, come before all others (see `waiting_queue.py`). The last request
+in this order is the first to be preempted when memory runs out.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from chairlift.core.request import Request
 from chairlift.registry import Registry
 
 Rank = tuple[bool, float, int]
-"""Sorts requests: (not starved, claim, order of submission)."""
+"""The sort key of a request: (not starved, claim, order of submission)."""
 
 
 class Ordering:
-    """Ranks requests by claim. Without further methods, every claim is equal: first come, first served."""
+    """Ranks requests by claim; by default all claims are equal, which is first come, first served."""
 
     name: ClassVar[str]
     options: ClassVar[frozenset[str]] = frozenset()  # of the config; passed to the constructor as keywords
     has_claims: ClassVar[bool] = True  # False: all claims are equal, and the queue need not be sorted
     takes_slots: ClassVar[bool] = False  # a waiting request may get the slot of a running one (`slot_to_take`)
     depends_on_output: ClassVar[bool] = False  # claims change as running requests generate
-    uses_priority: ClassVar[bool] = False  # requests may set `priority`; without this it is refused as meaningless
+    uses_priority: ClassVar[bool] = False  # whether requests may set `priority`; otherwise setting it is an error
 
     def claim(self, request: Request) -> float:
         return 0.0
 
     def rank(self, request: Request) -> Rank:
-        """The total order; no two requests have the same rank."""
+        """The position of `request` in the total order."""
         return (not request.starved, 0.0 if request.starved else self.claim(request), request.order)
 
     def arrange(self, waiting: Sequence[Request]) -> Iterable[Request]:
-        """Return `waiting`, given in order of submission, in order of admission."""
+        """Sort `waiting`, given in order of submission, by order of admission."""
         return sorted(waiting, key=self.rank)
 
     def victim(self, running: Sequence[Request]) -> Request:
@@ -44,14 +44,14 @@ class Ordering:
         return max(running, key=self.rank)
 
     def slot_to_take(self, request: Request, running: Sequence[Request]) -> Request | None:
-        """Choose a running request whose slot the waiting `request` should get, if any."""
+        """Choose a running request to preempt in favour of the waiting `request`, if any."""
         return None
 
     def holds_back(self, request: Request) -> bool:
-        """Whether a waiting request is not to be admitted at present, to keep slots free for others."""
+        """Whether to defer the admission of a waiting request, to keep slots free for others."""
         return False
 
-    # Called by the scheduler when something happens to a request; most orderings do not need it.
+    # Notifications from the scheduler, which most orderings do not need.
 
     def arrived(self, request: Request) -> None: ...
     def admitted(self, request: Request) -> None: ...

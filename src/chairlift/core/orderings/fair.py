@@ -1,4 +1,4 @@
-"""Fair sharing between tenants."""
+"""The ordering `fair`: tenants share the batch by weight."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from chairlift.errors import InvalidParameter
 class FairOrdering(Ordering):
     """Tenants share the batch by weight, measured in tokens.
 
-    Every tenant has a counter of the tokens it was served, divided by its weight; the lowest counter is next. The
-    prompt is charged on admission (so that one tenant cannot take every free slot of a step), output as it is
-    generated, and no token twice: tokens from the prefix cache and those recomputed after a preemption are free. A
-    tenant that returns is raised to the lowest counter of the active tenants, less `BURST`: time away earns some
-    credit, so that an occasional request is served as on an idle machine, but never more than that.
+    Every tenant has a counter of the tokens it was served, divided by its weight; the tenant with the lowest counter is
+    next. Prompts are charged on admission (so that one tenant cannot take every free slot of a step), output tokens as
+    they are generated, and no token twice: tokens from the prefix cache and recomputed tokens are free. The counter of
+    a tenant that returns is raised to the lowest one of the active tenants, less `BURST`: an idle tenant earns a
+    limited credit, so that an occasional request is served as on an idle machine.
 
-    Slots are shared too. A request that is next and finds no free slot takes one from the tenant with the most, if
-    that brings the two closer together; so a tenant with many long requests does not keep others waiting until one of
-    them ends.
+    Slots are shared too. If no slot is free, the next request takes one from the tenant with the most, provided that
+    this makes the two more equal; so a tenant with many long requests does not block the others until one ends.
     """
 
     name = "fair"
@@ -30,16 +29,16 @@ class FairOrdering(Ordering):
     takes_slots = True
     depends_on_output = True
     BURST = 2048.0
-    CROWD = 8  # open requests, by weight: a tenant with more is a crowd
-    GUEST_SECONDS = 30.0  # a tenant that was here within this time may return
+    HEAVY_REQUESTS = 8  # a tenant with more open requests, times its weight, is heavy
+    LIGHT_SECONDS = 30.0  # a light tenant counts for this long after its last request
     REMEMBERED_TENANTS = 4096
 
     def __init__(self, tenant_weights: Mapping[str, float] | None = None) -> None:
         self.weights = dict(tenant_weights or {})
         self._served: dict[str, float] = {}  # by tenant; tokens / weight
         self._open: dict[str, int] = {}  # waiting and running requests, of the tenants that have any
-        self.held_back: set[str] = set()  # tenants admitted after all others (`tenant_isolation.py`)
-        self._guests: deque[tuple[float, str, int]] = deque(maxlen=64)  # latest arrivals of tenants that are no crowd
+        self.held_back: set[str] = set()  # tenants whose admission is deferred (`tenant_isolation.py`)
+        self._light_arrivals: deque[tuple[float, str, int]] = deque(maxlen=64)  # (arrival, tenant, prompt tokens)
 
     def weight(self, tenant: str) -> float:
         return self.weights.get(tenant, 1.0)
@@ -52,19 +51,19 @@ class FairOrdering(Ordering):
         return self._served[request.tenant]
 
     def arrange(self, waiting: Sequence[Request]) -> Iterable[Request]:
-        """Each tenant's requests in order of submission. Counters move with each admission, so each turn is chosen
-        when it is asked for."""
+        """Yield the requests of each tenant in order of submission. The next tenant is chosen lazily, because counters
+        change with each admission."""
         queues: dict[str, deque[Request]] = {}
         for request in waiting:
             queues.setdefault(request.tenant, deque()).append(request)
         while queues:
-            tenant = min(queues, key=lambda name: self._turn(name, queues[name][0]))
+            tenant = min(queues, key=lambda name: self._tenant_rank(name, queues[name][0]))
             yield queues[tenant].popleft()
             if not queues[tenant]:
                 del queues[tenant]
 
-    def _turn(self, tenant: str, first: Request) -> tuple[bool, float, int, int]:
-        # Among tenants that were served alike, the one with fewer open requests.
+    def _tenant_rank(self, tenant: str, first: Request) -> tuple[bool, float, int, int]:
+        # Ties are broken in favour of the tenant with fewer open requests.
         return tenant in self.held_back, self._served[tenant], self._open[tenant], first.order
 
     def holds_back(self, request: Request) -> bool:
@@ -75,9 +74,9 @@ class FairOrdering(Ordering):
         for other in running:
             slots[other.tenant] = slots.get(other.tenant, 0) + other.num_slots
         load = {tenant: count / self.weight(tenant) for tenant, count in slots.items()}
-        load_with_it = (slots.get(request.tenant, 0) + request.num_slots) / self.weight(request.tenant)
-        crowds = {name for name, count in slots.items() if count > 1 and load[name] > load_with_it}
-        candidates = [other for other in running if other.tenant in crowds and not other.starved]
+        load_after = (slots.get(request.tenant, 0) + request.num_slots) / self.weight(request.tenant)
+        larger = {name for name, count in slots.items() if count > 1 and load[name] > load_after}
+        candidates = [other for other in running if other.tenant in larger and not other.starved]
         return max(candidates, key=lambda other: (load[other.tenant], other.order), default=None)
 
     def arrived(self, request: Request) -> None:
@@ -85,24 +84,24 @@ class FairOrdering(Ordering):
         if tenant not in self._open:
             level = min((self._served[other] for other in self._open), default=self.BURST) - self.BURST
             self._served[tenant] = max(self._served.get(tenant, 0.0), level)
-            self._forget_debts_paid(level)
+            self._drop_idle_counters(level)
         self._open[tenant] = self._open.get(tenant, 0) + 1
-        if not self._is_crowd(tenant):
-            self._guests.append((request.arrival, tenant, request.num_prompt))
+        if not self._is_heavy(tenant):
+            self._light_arrivals.append((request.arrival, tenant, request.num_prompt))
 
-    def _is_crowd(self, tenant: str) -> bool:
-        return self._open.get(tenant, 0) > self.CROWD * self.weight(tenant)
+    def _is_heavy(self, tenant: str) -> bool:
+        return self._open.get(tenant, 0) > self.HEAVY_REQUESTS * self.weight(tenant)
 
-    def crowds(self) -> set[str]:
-        """Tenants with so many open requests that others must be protected from them."""
-        return {tenant for tenant in self._open if self._is_crowd(tenant)}
+    def heavy_tenants(self) -> set[str]:
+        """Tenants with many open requests, from which others are isolated."""
+        return {tenant for tenant in self._open if self._is_heavy(tenant)}
 
-    def shortest_guest_prompt(self, now: float) -> int | None:
-        """The shortest prompt of the recent arrivals of tenants that are no crowd; None without any."""
+    def shortest_light_prompt(self, now: float) -> int | None:
+        """The shortest prompt among the recent requests of light tenants; None if there are none."""
         prompts = (
             prompt
-            for arrival, tenant, prompt in self._guests
-            if now - arrival <= self.GUEST_SECONDS and not self._is_crowd(tenant)
+            for arrival, tenant, prompt in self._light_arrivals
+            if now - arrival <= self.LIGHT_SECONDS and not self._is_heavy(tenant)
         )
         return min(prompts, default=None)
 
@@ -119,13 +118,13 @@ class FairOrdering(Ordering):
         if not self._open[request.tenant]:
             del self._open[request.tenant]
         if not self._open:
-            self._served.clear()  # no waiting request was delayed by what was served before: all start anew
+            self._served.clear()  # with no open request, all tenants start from zero again
 
     def _charge(self, request: Request, tokens: int) -> None:
         self._served[request.tenant] += max(0, tokens) / self.weight(request.tenant)
 
-    def _forget_debts_paid(self, level: float) -> None:
-        """Forget absent tenants that are not ahead of the others: they would be raised to `level` anyway."""
+    def _drop_idle_counters(self, level: float) -> None:
+        """Drop the counters of inactive tenants that would be raised to `level` anyway."""
         if len(self._served) > self.REMEMBERED_TENANTS:
             for tenant in [name for name, served in self._served.items() if served <= max(0.0, level)]:
                 if tenant not in self._open:
@@ -133,7 +132,7 @@ class FairOrdering(Ordering):
 
 
 def parse_weights(given: Mapping[str, float] | Sequence[str] | None) -> dict[str, float]:
-    """Read {"name": 2}, or the same as texts ["name=2"]."""
+    """Parse {"name": 2} or ["name=2"]."""
     if isinstance(given, Mapping):
         pairs = list(given.items())
     elif given is None:
@@ -144,7 +143,7 @@ def parse_weights(given: Mapping[str, float] | Sequence[str] | None) -> dict[str
         pairs = [_parse_weight(text) for text in given]
     weights = dict(pairs)
     if len(weights) < len(pairs):
-        raise InvalidParameter("tenant_weights", "name a tenant twice")
+        raise InvalidParameter("tenant_weights", "contains a tenant twice")
     for tenant, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
             raise InvalidParameter("tenant_weights", f"{tenant!r} must have a weight above 0, got {weight!r}")

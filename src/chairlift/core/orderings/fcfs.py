@@ -1,4 +1,4 @@
-"""First come, first served."""
+"""The ordering `fcfs`: first come, first served."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chairlift.core.request import Request
 
 @ORDERINGS.register("fcfs")
 class FcfsOrdering(Ordering):
-    """In order of submission."""
+    """Admits requests in order of submission."""
 
     name = "fcfs"
     has_claims = False

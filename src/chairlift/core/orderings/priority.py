@@ -1,4 +1,4 @@
-"""By the priority that each request carries."""
+"""The ordering `priority`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chairlift.core.request import Request
 
 @ORDERINGS.register("priority")
 class PriorityOrdering(Ordering):
-    """By `Request.priority`; the lower, the sooner."""
+    """Admits requests by `Request.priority`, lowest first."""
 
     name = "priority"
     uses_priority = True

@@ -1,4 +1,4 @@
-"""Shortest job first."""
+"""The ordering `shortest`: shortest job first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chairlift.core.request import Request
 
 @ORDERINGS.register("shortest")
 class ShortestOrdering(Ordering):
-    """Least remaining work first: tokens still to compute plus the most that may be generated."""
+    """Admits the request with the least remaining work: tokens to compute plus `max_new_tokens` still to generate."""
 
     name = "shortest"
 

@@ -1,4 +1,4 @@
-"""What the static and the dynamic policy share: requests are admitted as whole batches."""
+"""Base of the static and the dynamic policy, which admit requests in batches."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from chairlift.errors import InvalidParameter
 
 
 class BatchPolicy(Policy):
-    """Admits a batch together, and no other request until the last of it has finished.
+    """Admits a batch together, and no other request until its last member has finished.
 
-    With no request running, a batch of all that wait (at most as many as there are slots) is released when
+    With no request running, a batch of all waiting requests (at most one per slot) is released when
 
-    - enough requests wait to fill it, or
+    - there are enough to fill it, or
     - the oldest has waited for `max_delay_ms`, or
-    - no others will come (`Scheduler.expect_no_more`), as with a list of prompts.
+    - no more are expected (`Scheduler.expect_no_more`), as with a list of prompts.
 
     If the step's budget does not admit the whole batch at once, the rest follows in the next steps; a preempted member
     is admitted again as soon as it fits.
@@ -34,7 +34,7 @@ class BatchPolicy(Policy):
         if not isinstance(delay, (int, float)) or not 0 <= delay < float("inf"):
             raise InvalidParameter("max_delay_ms", f"must be a number of at least 0, got {max_delay_ms!r}")
         self.max_delay = delay / 1000
-        self._batch: list[Request] = []  # all that were released together
+        self._batch: list[Request] = []  # the requests released together
 
     def decide(self, waiting: WaitingQueue, running: Sequence[Request], slots: int, now: float) -> PolicyDecision:
         if not running:
@@ -55,5 +55,5 @@ class BatchPolicy(Policy):
         return not self._members_waiting()
 
     def _members_waiting(self) -> list[Request]:
-        """Members of the last batch that were not admitted yet, or were preempted."""
+        """Members of the last batch that are not admitted yet or were preempted."""
         return [request for request in self._batch if request.status is Status.WAITING]

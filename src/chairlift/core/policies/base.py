@@ -1,4 +1,4 @@
-"""What a policy is: the rule for when waiting requests may be admitted.
+"""The interface of a policy, which decides when waiting requests may be admitted.
 
 The ordering decides which request is first; packing, budgets and allocation belong to the scheduler.
 
@@ -28,9 +28,9 @@ POLICIES: Registry[type[Policy]] = Registry("policy", "chairlift.core.policies")
 
 @dataclass(frozen=True, slots=True)
 class PolicyDecision:
-    """Which waiting requests may be admitted now, and what the others wait for."""
+    """The waiting requests that may be admitted now, and why the others wait."""
 
-    candidates: Iterable[Request]  # best first; the queue may be long, so an iterator is only read as far as needed
+    candidates: Iterable[Request]  # best first; may be lazy, since the queue may be long
     reason_of_others: WaitReason | None = None  # None: all waiting requests are candidates
 
 
@@ -44,7 +44,7 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, waiting: WaitingQueue, running: Sequence[Request], slots: int, now: float) -> PolicyDecision:
-        """Select candidates from `waiting`, which is not empty; `slots` is the size of the batch."""
+        """Select candidates from `waiting`, which is not empty; `slots` is max_batch_requests."""
 
     @property
     def closed_until_batch_ends(self) -> bool:
@@ -52,7 +52,7 @@ class Policy(ABC):
         return False
 
     def opens_at(self, waiting: WaitingQueue, slots: int) -> float | None:
-        """With no request running: the time at which `decide` will name candidates; None if it would do so now."""
+        """When `decide` will select candidates if no request is running; None if it would now."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Iteration-level scheduling: a free slot is taken in the very next step."""
+"""Continuous batching: a free slot is used in the next step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chairlift.core.scheduler.waiting_queue import WaitingQueue
 
 @POLICIES.register("continuous")
 class ContinuousPolicy(Policy):
-    """Every waiting request is a candidate in every step."""
+    """Makes every waiting request a candidate in every step."""
 
     name = "continuous"
     always_open = True

@@ -1,4 +1,4 @@
-"""Dynamic batching: a batch starts when it is full or its oldest request has waited for a moment."""
+"""Dynamic batching: a batch starts when it is full or after a short delay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chairlift.core.policies.base import POLICIES
 
 @POLICIES.register("dynamic")
 class DynamicPolicy(BatchPolicy):
-    """Waits for a full batch, but no longer than 50 ms unless `max_delay_ms` says otherwise."""
+    """Waits for a full batch for at most `max_delay_ms`, by default 50 ms."""
 
     name = "dynamic"
     default_delay_ms = 50.0

@@ -8,7 +8,7 @@ from chairlift.core.policies.base import POLICIES
 
 @POLICIES.register("static")
 class StaticPolicy(BatchPolicy):
-    """Waits for a full batch; the delay of 10 s only keeps the last requests from waiting forever."""
+    """Waits for a full batch; the default delay of 10 s keeps the last requests from waiting forever."""
 
     name = "static"
     default_delay_ms = 10_000.0

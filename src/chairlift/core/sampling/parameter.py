@@ -1,4 +1,4 @@
-"""Declarations of sampling parameters: which values are valid, which one changes nothing, and what applies it.
+"""Declarations of sampling parameters: valid values, the neutral value, and the stage that applies them.
 
 The fields of SamplingParams are declared with `declared`. A parameter of a plugin registers an implementation (see
 `sampling/parameters/base.py`) that carries its own declaration; its values are passed as `SamplingParams.extra_args`.
@@ -31,25 +31,25 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameter:
-    """The declaration of one parameter. A request whose value is not neutral goes where the declaration allows."""
+    """The declaration of one parameter, which decides where a request with a non-neutral value is sampled."""
 
-    neutral: Any  # the value that changes nothing
+    neutral: Any  # the value that has no effect
     check: Check
     stage: Stage
-    on_device: bool = False  # whether the GPU's sampling kernel implements it; if not, the host samples the request
+    on_device: bool = False  # whether the sampling kernel implements it; otherwise the host samples the request
     with_beams: bool = False  # whether beam search accepts it
-    implementation: str | None = None  # its name among SAMPLING_PARAMETERS, if it is not the parameter's own
+    implementation: str | None = None  # name in SAMPLING_PARAMETERS, if it differs from the parameter's name
 
     @property
     def needs_host(self) -> bool:
-        """Whether a request with a value that is not neutral must be sampled by the host."""
+        """Whether a request with a non-neutral value must be sampled by the host."""
         return self.stage is not Stage.REQUEST and not self.on_device
 
 
 class Implementation(Protocol):
-    """What SAMPLING_PARAMETERS holds: a LogitsEdit or a ProbabilityFilter of sampling/parameters/base.py."""
+    """An entry of SAMPLING_PARAMETERS: a LogitsEdit or a ProbabilityFilter of sampling/parameters/base.py."""
 
-    declaration: ClassVar[SamplingParameter | None]  # None for the fields of SamplingParams, which declare themselves
+    declaration: ClassVar[SamplingParameter | None]  # None for fields of SamplingParams, which are declared there
 
 
 SAMPLING_PARAMETERS: Registry[Implementation] = Registry(
@@ -58,7 +58,7 @@ SAMPLING_PARAMETERS: Registry[Implementation] = Registry(
 
 
 def extra_parameter(name: str) -> SamplingParameter:
-    """The declaration of a parameter that a plugin registered."""
+    """Look up the declaration of a plugin's parameter."""
     implementation = SAMPLING_PARAMETERS.registered().get(name)
     if implementation is None or implementation.declaration is None:
         raise InvalidParameter(name, "is not a sampling parameter")
@@ -66,13 +66,13 @@ def extra_parameter(name: str) -> SamplingParameter:
 
 
 def extra_parameter_names() -> list[str]:
-    """The names of all parameters that plugins registered."""
+    """The names of all parameters of plugins."""
     registered = SAMPLING_PARAMETERS.registered()
     return [name for name, implementation in registered.items() if implementation.declaration is not None]
 
 
 def declared(default: Any, check: Check, stage: Stage, **options: Any) -> Any:
-    """A dataclass field that carries its SamplingParameter; the default is neutral unless `neutral` is given."""
+    """Make a dataclass field with its SamplingParameter; the default is neutral unless `neutral` is given."""
     parameter = SamplingParameter(options.pop("neutral", default), check, stage, **options)
     return field(default=default, metadata={"parameter": parameter})
 
@@ -118,7 +118,7 @@ def optional(check: Check) -> Check:
 
 
 def each(check: Check) -> Check:
-    """For a sequence that holds only values which pass `check`."""
+    """Check every value of a sequence with `check`."""
 
     def check_all(name: str, values: Sequence[Any]) -> None:
         for value in values:
@@ -128,7 +128,7 @@ def each(check: Check) -> Check:
 
 
 def token_biases(low: float, high: float) -> Check:
-    """For a mapping from token ids to numbers."""
+    """Check a mapping from token ids to numbers."""
     check_token, check_bias = integer(0), number(low, high)
 
     def check(name: str, biases: Mapping[int, float]) -> None:

@@ -25,9 +25,9 @@ MAX_COMPLETIONS = 128
 MAX_BEAM_WIDTH = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 4096  # of all strings together: each completion searches for them anew, while the others wait
+MAX_STOP_CHARACTERS = 4096  # in total: every completion searches for them on the engine thread
 MAX_SEED = 2**63 - 1
-# Below this, logits divided by the temperature may overflow. The limit is the arg max, so that is what is sampled.
+# Below this, logits divided by the temperature may overflow, so the arg max (the limit) is sampled instead.
 MIN_TEMPERATURE = 1e-5
 
 
@@ -52,7 +52,7 @@ def _check_early_stopping(name: str, value: Any) -> None:
 
 def _check_extra_args(name: str, values: Any) -> None:
     if not isinstance(values, Mapping):
-        raise InvalidParameter(name, "must map names of parameters to values")
+        raise InvalidParameter(name, "must map parameter names to values")
     for extra, value in values.items():
         if extra in PARAMETERS:
             raise InvalidParameter(name, f"{extra} is a parameter of its own; pass it by name")
@@ -61,9 +61,9 @@ def _check_extra_args(name: str, values: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the next token, and when to stop. Immutable, and valid from its creation.
+    """How to choose the next token and when to stop; immutable, and checked on creation.
 
-    `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1.0` switch those filters off. `max_tokens=None` means
+    `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1.0` disable those filters. `max_tokens=None` means
     "until the context is full". Each field declares its check, its neutral value and where it can be applied: see
     `core/sampling/parameter.py`.
     """
@@ -88,21 +88,21 @@ class SamplingParams:
     ignore_eos: bool = declared(False, boolean, Stage.REQUEST, with_beams=True)
     logprobs: int | None = declared(None, optional(integer(0, MAX_LOGPROBS)), Stage.LOGPROBS, with_beams=True)
     skip_special_tokens: bool = declared(True, boolean, Stage.REQUEST, with_beams=True)
-    # Special tokens that are part of the text even so, such as <tool_call>.
+    # Special tokens that stay in the text despite skip_special_tokens, such as <tool_call>.
     visible_special_ids: Sequence[int] | None = declared(
         None, each(integer(0)), Stage.REQUEST, neutral=(), with_beams=True
     )
     detokenize: bool = declared(True, boolean, Stage.REQUEST, with_beams=True)
     structure: Structure | None = declared(None, optional(_check_structure), Stage.GRAMMAR)  # noqa: RUF009
-    # Generate this many completions, return the `n` with the highest mean log-probability.
+    # Generate this many completions and return the `n` with the highest mean log-probability.
     best_of: int | None = declared(None, optional(integer(1, MAX_COMPLETIONS)), Stage.REQUEST)
-    # Beam search: nothing is drawn, and the `n` best hypotheses are returned.
+    # Beam search; the `n` best hypotheses are returned.
     beam_width: int | None = declared(None, optional(integer(2, MAX_BEAM_WIDTH)), Stage.REQUEST, with_beams=True)
-    # A hypothesis' score is its log-probability / length ** length_penalty.
+    # The score of a hypothesis is log-probability / length ** length_penalty.
     length_penalty: float = declared(1.0, number(-10.0, 10.0), Stage.REQUEST, with_beams=True)
-    # When a search ends: True, False or "never", as transformers defines them.
+    # When a beam search ends: True, False or "never", as in transformers.
     early_stopping: bool | str = declared(False, _check_early_stopping, Stage.REQUEST, with_beams=True)
-    # Values of parameters that plugins register, by name.
+    # Values of plugins' parameters by name.
     extra_args: Mapping[str, Any] | None = declared(None, optional(_check_extra_args), Stage.REQUEST, with_beams=True)
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class SamplingParams:
         if self.best_of is not None:
             integer(self.n, MAX_COMPLETIONS)("best_of", self.best_of)
             if self.best_of == self.n:
-                object.__setattr__(self, "best_of", None)  # nothing to choose
+                object.__setattr__(self, "best_of", None)  # all completions are returned, so there is nothing to rank
         self._check_beams()
 
     def _check_beams(self) -> None:
@@ -129,14 +129,14 @@ class SamplingParams:
         if self.n > self.beam_width:
             raise InvalidParameter("n", f"must not exceed beam_width ({self.beam_width}), got {self.n}")
         if self.temperature not in (0.0, 1.0):
-            raise InvalidParameter("temperature", "must be 0 or 1 with beam_width: beam search draws nothing")
+            raise InvalidParameter("temperature", "must be 0 or 1 with beam_width: beam search does not sample")
         for name, parameter in self._active():
             if not parameter.with_beams:
                 shown = self.structure.parameter if name == "structure" and self.structure else name
                 raise InvalidParameter(shown, "is not supported with beam_width")
 
     def _normalise(self) -> None:
-        """Reduce the forms that callers use to one: no lists that could change later, no -1 for "off"."""
+        """Convert the accepted forms to one: tuples instead of lists, 0 instead of -1 for "off"."""
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
@@ -153,7 +153,7 @@ class SamplingParams:
     # ---- where a request is sampled ------------------------------------------------------------------------------
 
     def value(self, name: str) -> Any:
-        """The value of a field or of an extra parameter, which is neutral if it was not given."""
+        """The value of a field or of a plugin's parameter, which is neutral by default."""
         if name in PARAMETERS:
             return getattr(self, name)
         return (self.extra_args or {}).get(name, extra_parameter(name).neutral)
@@ -164,13 +164,13 @@ class SamplingParams:
         return [(name, one) for name, one in (*PARAMETERS.items(), *extra.items()) if self.value(name) != one.neutral]
 
     def implementations(self, stage: Stage) -> list[str]:
-        """Which of SAMPLING_PARAMETERS a stage must apply to this request."""
+        """The names in SAMPLING_PARAMETERS that a stage must apply to this request."""
         found = [parameter.implementation or name for name, parameter in self._active() if parameter.stage is stage]
         return [*dict.fromkeys(found)]
 
     @property
     def needs_host(self) -> bool:
-        """Whether some parameter that is not neutral lacks device support, so that the host samples this request."""
+        """Whether the host samples this request, because a non-neutral parameter lacks device support."""
         return any(parameter.needs_host for _, parameter in self._active())
 
     # ---- reading -------------------------------------------------------------------------------------------------
@@ -191,17 +191,17 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many completions are generated to return `n` of them."""
+        """The number of completions that are generated to return `n` of them."""
         return self.beam_width or self.best_of or self.n
 
     def check_streamable(self) -> None:
         """Raise if the completions to return are chosen only after all have finished."""
         for name in ("beam_width", "best_of"):
             if getattr(self, name) is not None:
-                raise InvalidParameter(name, "cannot be streamed: which completions are best shows only in the end")
+                raise InvalidParameter(name, "cannot be streamed: completions are ranked only after all have finished")
 
     def clone(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed, checked like a new one."""
+        """Return a checked copy with some fields changed."""
         for name in changes:
             if name not in PARAMETERS:
                 raise InvalidParameter(name, "is not a sampling parameter")

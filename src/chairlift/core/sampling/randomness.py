@@ -1,7 +1,7 @@
-"""Randomness without state: every number is a hash of (seed, position).
+"""Stateless random numbers: each is a hash of (seed, position).
 
-A request can be moved, preempted, recomputed or batched with others and still draws the same numbers, because they
-depend only on its seed and on the index of the token to generate.
+A request draws the same numbers however it is batched, preempted or recomputed, because they depend only on its seed
+and on the index of the token to generate.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from chairlift.core.sampling.params import MAX_SEED
 _MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: consecutive multiples spread evenly over 64 bits
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64
-_STREAM = 0x9FB21C651E98DF25  # separates several numbers for the same token
-_CHILDREN = 0xD1B54A32D192ED03  # separates the seeds of further completions from the numbers of the first
+_STREAM = 0x9FB21C651E98DF25  # separates the streams of numbers for one token
+_CHILDREN = 0xD1B54A32D192ED03  # separates the seeds of further completions from the numbers of the first one
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:

@@ -1,4 +1,4 @@
-"""The structure that a request's output must have. It is data here; `structured/` enforces it."""
+"""The structure required of a request's output, as data; `structured/` enforces it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_STRUCTURE_LENGTH = 2**17
 
 
 class StructureKind(StrEnum):
-    """The kinds of structure, and what `text` holds for each."""
+    """The kinds of structure and the meaning of `text` for each."""
 
     JSON_OBJECT = "json_object"  # any JSON object; `text` is empty
     JSON_SCHEMA = "json_schema"  # `text` is a JSON schema, as JSON
@@ -25,14 +25,14 @@ class StructureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A constraint on the output, created by one of the methods below or from a kind and its text.
+    """A constraint on the output, created by one of the class methods or from a kind and its text.
 
     >>> SamplingParams(structure=Structure.regex(r"[0-9]{3}-[0-9]{4}"))
     """
 
     kind: StructureKind
     text: str = ""
-    # The request's parameter that it came from, which errors name. Structures that differ in nothing else are equal.
+    # The parameter of the request that it came from, for error messages; it is ignored in comparisons.
     parameter: str = field(default="structure", compare=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Structure:
 
     @classmethod
     def json(cls, schema: str | Mapping[str, Any] | bool, parameter: str = "structure") -> Structure:
-        """JSON that a schema allows; the schema may also be JSON text."""
+        """JSON that matches a schema, which may be given as JSON text."""
         text = schema if isinstance(schema, str) else _dumps(schema, parameter)
         return cls(StructureKind.JSON_SCHEMA, text, parameter)
 

@@ -1,4 +1,4 @@
-"""From the queue to a slot: which requests are admitted in a step, and what keeps the others waiting."""
+"""Admits waiting requests to the batch and records why the others wait."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from chairlift.core.scheduler.siblings import sibling_to_fork, waits_for_sibling
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.core.scheduler.waiting_queue import WaitReason
 
-MAX_PASSED_OVER = 32  # requests that may fail to fit in one step before the rest of the queue is left alone
+MAX_PASSED_OVER = 32  # requests that may fail to fit in one step before admission stops
 
 
 def admit_waiting(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
     """Admit as many waiting requests as policy, slots, budget and memory allow."""
     state.waiting.begin_admission()
     if builder.memory_was_short:
-        state.waiting.note_rest(WaitReason.PREEMPTION)
+        state.waiting.note_default(WaitReason.PREEMPTION)
         return
     if not state.waiting:
         return
@@ -43,17 +43,16 @@ class _StepAdmission:
 
     @cached_property
     def promised_blocks(self) -> int:
-        """Free blocks that running requests will still take. Computed on first use (not needed while all slots are
-        taken), and kept up to date from then on."""
+        """Free blocks that running requests will still need; computed on first use, then kept up to date."""
         return self.state.blocks_promised()
 
     def offer_slots(self, decision: PolicyDecision) -> bool:
-        """Try the candidates in order. False if the order changed meanwhile because a request became starved."""
+        """Try the candidates in order; return False if the order changed because a request became starved."""
         waiting, passed_over = self.state.waiting, list[Request]()
         if decision.reason_of_others is not None:
-            waiting.note_rest(decision.reason_of_others)
+            waiting.note_default(decision.reason_of_others)
         elif self._full(self.state.running, 1) and not self.state.ordering.takes_slots:
-            waiting.note_rest(self._why_full(self.state.running, 1))  # no need to go through a long queue
+            waiting.note_default(self._why_full(self.state.running, 1))  # the queue may be long
             return True
         candidates = iter(decision.candidates)
         for request in candidates:
@@ -64,13 +63,13 @@ class _StepAdmission:
                 continue
             waiting.note(request, obstacle)
             if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX):
-                continue  # it waits for another request, not for room
+                continue  # it waits for another request, so it is not passed over
             passed_over.append(request)
             reason_of_rest = self._why_stop_after(request, obstacle, len(passed_over))
             if reason_of_rest is None:
                 continue
             if decision.reason_of_others is None:
-                waiting.note_rest(reason_of_rest)
+                waiting.note_default(reason_of_rest)
             else:
                 for other in candidates:
                     waiting.note(other, reason_of_rest)
@@ -78,15 +77,15 @@ class _StepAdmission:
         return True
 
     def _why_stop_after(self, request: Request, obstacle: WaitReason, num_passed_over: int) -> WaitReason | None:
-        """Why no request behind `request`, which met this obstacle, can be admitted; None if one might."""
-        # A request that needs many slots may be passed over by one that needs fewer, until it is starved.
+        """The reason why no request after `request` can be admitted, given its obstacle; None if one might be."""
+        # A request that needs several slots may be passed over by one that needs fewer, until it is starved.
         no_slot = obstacle in (WaitReason.SEATS, WaitReason.TARGET) and request.num_slots == 1
         if no_slot or not self.builder.prefill_room or num_passed_over >= MAX_PASSED_OVER:
             return obstacle
         return WaitReason.TURN if request.starved else None
 
     def _admit(self, request: Request) -> WaitReason | None:
-        """Give `request` a slot and its first tokens, or return the obstacle (and change nothing)."""
+        """Admit `request` and plan its first tokens, or return the obstacle (and change nothing)."""
         running = self.state.running
         if self.state.ordering.holds_back(request):
             return WaitReason.COURTESY
@@ -94,14 +93,14 @@ class _StepAdmission:
             return self._why_full(running, request.num_slots)
         if not self.builder.room_for(request):
             return WaitReason.BUDGET
-        swapped = request.num_computed  # in host memory; otherwise a waiting request has no computed tokens
+        swapped = request.num_computed  # computed tokens of a waiting request are in host memory
         match = self.kv.match(request)
         sibling = None if swapped else sibling_to_fork(request, running)
         if not swapped and waits_for_sibling(request, running):
             return WaitReason.SIBLING
         if sibling is not None:
             self.kv.fork(sibling, request, num_tokens=request.num_prompt - 1)
-        elif match.coming and not swapped:
+        elif match.in_progress and not swapped:
             return WaitReason.PREFIX
         else:
             self.kv.attach(request, match)
@@ -118,8 +117,8 @@ class _StepAdmission:
         return None
 
     def _plan_first_tokens(self, request: Request) -> WaitReason | None:
-        promised = self.promised_blocks  # before running requests take some of it below
-        # Running prompts with a better claim to the prefill budget, or a shorter rest, come first.
+        promised = self.promised_blocks  # before running prompts take some of them below
+        # Running prompts that are more urgent get their part of the prefill budget first.
         share_rest_among_prompts(self.state, self.builder, before=self.state.urgency(request, self.builder))
         if not self.builder.room_for(request):
             return WaitReason.BUDGET
@@ -137,14 +136,13 @@ class _StepAdmission:
             return WaitReason.MEMORY
         self.builder.add(request, count, self.kv, copies)
         if self.state.swap.holds(request):
-            self.builder.swap_ins += self.state.swap.bring_back(request, restored)
+            self.builder.swap_ins += self.state.swap.swap_in(request, restored)
         return None
 
     def _victims_for(self, request: Request, promised_blocks: int) -> list[Request] | WaitReason:
-        """The running requests whose slots and blocks `request` may take, by the ordering, to fit; usually none.
+        """The running requests to preempt so that `request` fits, if the ordering allows it; usually none.
 
-        It must fit with all its known tokens beside what running requests still need: admitting a request only to
-        preempt it again is work done twice.
+        All its known tokens must fit beside what running requests still need, so that it is not preempted soon.
         """
         staying, victims = self.state.running, list[Request]()
         spare = self.kv.num_free - promised_blocks - self.state.blocks_needed(request)
@@ -160,9 +158,9 @@ class _StepAdmission:
         return victims
 
     def _full(self, running: Sequence[Request], slots: int) -> bool:
-        """Whether fewer than `slots` slots would be free if these requests were running."""
+        """Whether fewer than `slots` slots are free with these requests running."""
         taken = self.state.slots_with(running)
-        # A request that needs many slots gets them when no other is running, whatever the budget's limit.
+        # With no other request running, the limit of the budget does not apply: a beam search needs all its slots.
         limit = min(self.state.max_batch_requests, max(self.builder.slots, 0 if taken else slots))
         return taken + slots > limit
 

@@ -1,4 +1,4 @@
-"""Requests with deadlines, and which of them can no longer keep theirs."""
+"""The deadlines of requests, and which of them can no longer be met."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing import Protocol
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.request import Request, Status
 
-FORECAST_EVERY = 0.1  # seconds: checking every request in every step would cost more than it saves
+FORECAST_EVERY = 0.1  # seconds; checking every request in every step costs more than it saves
 
 
 class Forecast(Protocol):
     def least_seconds(self, prompt_tokens: int, new_tokens: int) -> float:
-        """The least time to compute `prompt_tokens` and then generate `new_tokens` with an empty batch."""
+        """A lower bound on the time to compute `prompt_tokens` and generate `new_tokens` in an empty batch."""
         ...
 
 
 class Deadlines:
-    """All deadlines, the nearest first."""
+    """A heap of deadlines."""
 
     def __init__(self, find: Callable[[str], Request | None]) -> None:
         self._find = find
-        self._heap: list[tuple[float, int, str]] = []  # ids only, so that finished requests are not kept alive
+        self._heap: list[
+            tuple[float, int, str]
+        ] = []  # (deadline, order, id); ids, so that finished requests can be freed
         self._last_forecast = -math.inf
 
     def add(self, request: Request) -> None:
@@ -36,7 +38,7 @@ class Deadlines:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def passed(self, now: float) -> list[Request]:
+    def expired(self, now: float) -> list[Request]:
         """Requests whose deadline has passed."""
         found = []
         while (deadline := self.next()) is not None and deadline <= now:
@@ -45,10 +47,10 @@ class Deadlines:
             found.append(request)
         return found
 
-    def hopeless(self, now: float, forecast: Forecast, kv: KVCache) -> list[Request]:
-        """Requests that would be too late even on an idle machine: computing them would be wasted.
+    def unmeetable(self, now: float, forecast: Forecast, kv: KVCache) -> list[Request]:
+        """Requests that would miss their deadline even in an empty batch.
 
-        What is not certain counts in their favour, such as that the text may end with its next token.
+        Uncertain costs count as zero, such as output tokens after a possible end of the text.
         """
         if now - self._last_forecast < FORECAST_EVERY:
             return []
@@ -58,7 +60,7 @@ class Deadlines:
 
     def _request(self, entry: tuple[float, int, str]) -> Request | None:
         request = self._find(entry[2])
-        # Otherwise it has ended, and the id may be in use again.
+        # A request with the same id may have been submitted since.
         return request if request is not None and request.order == entry[1] and request.ending is None else None
 
 
@@ -69,6 +71,6 @@ def _too_late(request: Request, now: float, forecast: Forecast, kv: KVCache) -> 
         return False
     if request.status is not Status.WAITING:
         return True
-    cached = len(kv.match(request).blocks) * kv.block_size  # looked up only if needed: a hit may save it
+    cached = len(kv.match(request).blocks) * kv.block_size  # looked up last, because it costs time
     prompt_tokens = min(request.num_behind, request.num_known - cached)
     return forecast.least_seconds(prompt_tokens, request.least_new_tokens) > time_left

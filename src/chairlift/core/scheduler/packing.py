@@ -1,4 +1,4 @@
-"""The tokens of running requests: every decode, then prompts."""
+"""Plans the tokens of running requests: all decodes, then prompts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from chairlift.core.request import Request, Status
 from chairlift.core.scheduler.state import SchedulerState, Urgency
 
 
-def decode(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
-    """Plan one token for every request that is one behind: running requests never wait for a new prompt."""
+def plan_decodes(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
+    """Plan one token for every decoding request, before any prompt."""
     for request in [request for request in state.running if request.decoding]:
         if request.num_behind and builder.room > 0:
             copies = _reserve(request, 1, state, builder, now)
@@ -18,10 +18,10 @@ def decode(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
 
 
 def advance_prompts(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
-    """Give half of the prefill budget (all of it, if there is one prompt and no queue) to prompts in their order.
+    """Give half of the prefill budget (all of it for a single prompt without a queue) to running prompts in order.
 
-    The rest goes to the shortest first later on, newly admitted ones included. So a long prompt does not hold up those
-    behind it, and is never held up itself.
+    `share_rest_among_prompts` gives the other half to the shortest prompts, including newly admitted ones. So a long
+    prompt neither blocks shorter ones nor is blocked by them.
     """
     prompts = sorted((request for request in state.running if not request.decoding), key=state.ordering.rank)
     if not prompts:
@@ -31,11 +31,11 @@ def advance_prompts(state: SchedulerState, builder: PlanBuilder, now: float) -> 
     for request in prompts:
         if best_waiting is not None and best_waiting < state.ordering.rank(request)[:2]:
             return  # a waiting request with a better claim is admitted first
-        _compute(request, min(builder.room_for(request), builder.prefill_room - shared), state, builder, now)
+        _plan_tokens(request, min(builder.room_for(request), builder.prefill_room - shared), state, builder, now)
 
 
 def share_rest_among_prompts(state: SchedulerState, builder: PlanBuilder, before: Urgency | None = None) -> None:
-    """Give what is left of the prefill budget to the most urgent prompts; with `before`, only to more urgent ones."""
+    """Give the rest of the prefill budget to prompts by urgency; with `before`, only to those more urgent than it."""
     if not builder.prefill_room:
         return
     unserved = [
@@ -46,26 +46,26 @@ def share_rest_among_prompts(state: SchedulerState, builder: PlanBuilder, before
             return
         count = builder.room_for(request)
         if not count:
-            continue  # its tenant is held back; others may not be
+            continue  # its tenant is limited; those of other requests may not be
         copies = state.kv.reserve(request, builder.count(request) + count)
         if copies is not None:
             builder.add(request, count, state.kv, copies)
 
 
-def keep_moving(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
-    """If the plan is empty, let the first running prompt compute, preempting others if memory is short.
+def ensure_progress(state: SchedulerState, builder: PlanBuilder, now: float) -> None:
+    """If the plan is empty, plan the first running prompt, preempting others if memory is short.
 
-    This happens when a waiting request had a better claim, but could not be admitted.
+    The plan is empty if a waiting request had a better claim but could not be admitted.
     """
     if builder.chunks:
         return
     for request in sorted(state.running, key=state.ordering.rank):
         if builder.chunks:
             return
-        _compute(request, builder.room_for(request), state, builder, now)
+        _plan_tokens(request, builder.room_for(request), state, builder, now)
 
 
-def _compute(request: Request, count: int, state: SchedulerState, builder: PlanBuilder, now: float) -> None:
+def _plan_tokens(request: Request, count: int, state: SchedulerState, builder: PlanBuilder, now: float) -> None:
     """Plan `count` tokens of a running request."""
     copies = _reserve(request, count, state, builder, now) if count > 0 else None
     if copies is not None:
@@ -75,7 +75,7 @@ def _compute(request: Request, count: int, state: SchedulerState, builder: PlanB
 def _reserve(
     request: Request, count: int, state: SchedulerState, builder: PlanBuilder, now: float
 ) -> tuple[BlockCopy, ...] | None:
-    """Reserve blocks for `count` tokens of a running request, preempting others if memory is short. None if the
+    """Reserve blocks for `count` tokens of a running request, preempting others if memory is short; None if the
     request is preempted itself."""
     if builder.memory_was_short and request.status is not Status.RUNNING:
         return None  # preempted by a request before it

@@ -1,4 +1,4 @@
-"""Applies the result of a step: advances requests, appends sampled tokens, indexes full blocks, finishes, frees."""
+"""Applies the result of a step: appends sampled tokens, indexes full blocks, finishes requests and frees blocks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from chairlift.core.scheduler.state import SchedulerState
 from chairlift.core.speculation import Speculation
 
 EndingCheck = Callable[[Request, int], Ending | None]
-"""Called with a token just appended to a request; returns the ending that its text or grammar calls for, if any. Also
-called with BAD_LOGITS, which is not appended: the grammar may have a reason why no token could be chosen."""
+"""Returns the ending that a stop string or the grammar causes after a token was appended, if any. Also called with
+BAD_LOGITS, which is not appended, because the grammar may have the reason."""
 
 NO_TOKEN = "no token could be chosen: the model's scores are not finite, or the grammar allows none"
 
 
 class ResultApplier:
-    """Changes requests as the results of their steps arrive, and ends them."""
+    """Updates requests with the results of their steps."""
 
     def __init__(self, state: SchedulerState, speculation: Speculation | None) -> None:
         self._state = state
@@ -28,17 +28,17 @@ class ResultApplier:
 
     def apply(self, result: StepResult, now: float, ends: EndingCheck | None = None) -> None:
         assert len(result.tokens) == len(result.logprobs)
-        num_read = 0  # of the sampled tokens
+        num_read = 0  # sampled tokens
         for chunk in result.plan.chunks:
             request = chunk.request
             accepted = result.accepted.get(request.id, 0) if chunk.drafts else 0
             sampled = range(num_read, num_read + chunk.samples + accepted)
             num_read = sampled.stop
             request.steps_in_flight -= 1
-            if request.ending is not None:  # it ended while the step was in flight: its blocks are free now
+            if request.ending is not None:  # it ended while the step was in flight: release its blocks now
                 self._state.release(request)
                 continue
-            if chunk.generation != request.generation:  # preempted meanwhile: it computes those tokens again
+            if chunk.generation != request.generation:  # preempted meanwhile: these tokens are recomputed
                 continue
             request.num_computed = chunk.known_end
             self._kv.commit(request)
@@ -56,15 +56,15 @@ class ResultApplier:
     def _append(
         self, request: Request, result: StepResult, sampled: range, now: float, ends: EndingCheck | None
     ) -> None:
-        """Append sampled tokens. All but the last are accepted drafts, whose keys and values are computed already."""
+        """Append sampled tokens; all but the last are accepted drafts, whose keys and values are computed."""
         for index in sampled:
             if index > sampled.start:
                 request.num_computed += 1
                 self._kv.commit(request)
             token = result.tokens[index]
             if token == BAD_LOGITS:
-                known = ends(request, token) if ends else None
-                self.finish(request, known or Ending(FinishReason.ERROR, NO_TOKEN), now)
+                ending = ends(request, token) if ends else None
+                self.finish(request, ending or Ending(FinishReason.ERROR, NO_TOKEN), now)
                 return
             request.append(token)
             self._state.ordering.appended(request)
@@ -77,18 +77,18 @@ class ResultApplier:
     def _advance_beam(
         self, request: Request, result: StepResult, token: int, now: float, ends: EndingCheck | None
     ) -> None:
-        """Pass the candidates of a beam to its search, which chooses the next tokens once all beams have reported."""
+        """Pass the candidates of a beam to its search, which advances once it has those of all beams."""
         if token == BAD_LOGITS:
             self.finish(request, Ending(FinishReason.ERROR, NO_TOKEN), now)
             return
         group = beam_group(request)
-        group.take(request, result.candidates[request.id], self._state, now)
+        group.add_candidates(request, result.candidates[request.id], self._state, now)
         if group.search.over:
             group.publish(self._state, now, ends)
-            self._leave(request.companions)
+            self._remove(request.companions)
 
     def abandon(self, plan: StepPlan, now: float) -> None:
-        """A planned step will have no result: preempt its requests, since what it wrote and copied is unknown."""
+        """Handle a planned step without a result: preempt its requests, since the state of their blocks is unknown."""
         for swap in plan.swap_outs:
             if swap.request.status is Status.WAITING:
                 self._state.forget_swap(swap.request)
@@ -108,16 +108,16 @@ class ResultApplier:
             assert one.ending is None
             one.ending = ending
             self._state.events.append(RequestFinished(now, one.id, ending))
-        self._leave(request.companions)
+        self._remove(request.companions)
 
-    def _leave(self, requests: Sequence[Request]) -> None:
-        """Remove finished requests from the batch or the queue; the only way out."""
+    def _remove(self, requests: Sequence[Request]) -> None:
+        """Remove finished requests from the batch or the queue."""
         state, first = self._state, requests[0]
         for request in requests:
             was_running = request.status is Status.RUNNING
             if was_running:
                 state.running.remove(request)
-            elif request is first:  # the other beams of a search are in no queue
+            elif request is first:  # the other beams of a search are not in the queue
                 state.waiting.remove(request)
             request.status = Status.FINISHED
             if self._speculation is not None:

@@ -1,8 +1,8 @@
 """Decides which request computes which tokens in the next step.
 
-There are no prefill and decode phases here. In every step, each running request is offered as many of its missing
-tokens as the budget and the memory allow: first the requests that are one token behind, then the others, then requests
-from the queue while there are slots. All of it goes through the model as one ragged batch.
+There are no prefill and decode phases. In every step, each running request computes as many of its missing tokens as
+the budget and the memory allow: first the requests that are one token behind, then the others, then requests from the
+queue while there are free slots. The model computes all of them as one ragged batch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from chairlift.core.speculation import Speculation
 from chairlift.core.step_limits import StepLimits
 from chairlift.errors import InvalidParameter
 
-HOPELESS = "by the measured speed it could not have been finished in time"
+CANNOT_MEET_DEADLINE = "at the measured speed it could not be finished in time"
 
 
 class Scheduler:
-    """Owns every request from submission to its ending. The time `now` is always an argument: no clock is read here."""
+    """Owns every request from submission to its end. The time `now` is always an argument; no clock is read here."""
 
     def __init__(
         self,
@@ -98,28 +98,28 @@ class Scheduler:
             if one.id in self._requests:
                 raise InvalidParameter("request_id", f"{one.id!r} is already in use")
         for one in request.companions:
-            one.order = self._place_of(one)
+            one.order = self._next_order(one)
             self._requests[one.id] = one
         self.waiting.add(request)
         self.ordering.arrived(request)
         self._deadlines.add(request)
         self.state.events.append(RequestQueued(now, request.id, request.num_prompt))
 
-    def _place_of(self, request: Request) -> int:
-        """The place of a new request in the order of submission."""
+    def _next_order(self, request: Request) -> int:
+        """The `order` of a new request."""
         self._num_submitted += 1
         return self._num_submitted - 1
 
     def submit_beams(self, requests: Sequence[Request], now: float) -> None:
-        """Submit a beam search with a request per beam; they end as the best hypothesis, the second best, ..."""
+        """Submit a beam search with one request per beam; they finish with the hypotheses, best first."""
         self.submit(BeamGroup(requests).leader, now)
 
     def expect_no_more(self) -> None:
-        """No request will be submitted soon: a batch need not be full to be released."""
+        """Release batches that are not full, because no more requests will be submitted soon."""
         self.waiting.expect_no_more()
 
     def check_fits(self, num_prompt: int, max_new_tokens: int, beams: int = 1) -> None:
-        """Refuse what could never run: alone in the batch, a request must be able to reach its last token."""
+        """Raise InvalidParameter for a request that could not reach its last token even alone in the batch."""
         if beams == 1 and num_prompt + max_new_tokens <= self.capacity:  # the usual case
             return
         if beams > self.max_batch_requests:
@@ -136,7 +136,7 @@ class Scheduler:
             raise InvalidParameter("prompt", f"{problem}; shorten it, lower max_tokens or raise kv_memory")
 
     def most_new_tokens(self, num_prompt: int, beams: int = 1) -> int:
-        """How many tokens fit after a prompt of this length if beams share nothing but the prompt."""
+        """The tokens that fit after a prompt of this length if beams share only the prompt."""
         shared = num_prompt // self.kv.block_size
         blocks_each = max(0, self.kv.num_blocks - shared) // beams
         # The last token is sampled but never computed, so it needs no block.
@@ -144,11 +144,11 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the whole KV cache holds."""
+        """The size of the KV cache in tokens."""
         return self.kv.num_blocks * self.kv.block_size
 
     def finish(self, request_id: str, ending: Ending, now: float) -> bool:
-        """End a request from outside (cancel, deadline, error). False if it is unknown or has ended already."""
+        """End a request (cancel, deadline, error); return False if it is unknown or has ended already."""
         request = self._requests.get(request_id)
         if request is None or request.status is Status.FINISHED:
             return False
@@ -156,14 +156,14 @@ class Scheduler:
         return True
 
     def make_ready(self, request_id: str) -> None:
-        """The grammar of a waiting request is compiled: it may be admitted."""
+        """Allow the admission of a request whose grammar is compiled."""
         request = self._requests.get(request_id)
         if request is not None:
             request.ready = True
 
     def switch_policy(self, policy: Policy) -> None:
-        """Use `policy` from the next step on. Running requests stay; slots that finished requests kept under the old
-        policy become free, unless the new one keeps them too."""
+        """Use `policy` from the next step on. Running requests stay; slots of finished requests become free unless the
+        new policy keeps them too."""
         self.state.policy = policy
         if not policy.keeps_slots:
             self.state.free_idle_slots()
@@ -183,7 +183,7 @@ class Scheduler:
         return [request.id for request in (*self.running, *self.waiting)]
 
     def why_waiting(self, request_id: str) -> WaitReason | None:
-        """Why this request waits; None if it is running or unknown."""
+        """Why a request waits; None if it is running or unknown."""
         request = self._requests.get(request_id)
         if request is not None and request.group is not None:
             request = request.group.leader
@@ -195,10 +195,10 @@ class Scheduler:
             return self.waiting.reason(request)
         if waits_for_sibling(request, self.running):
             return WaitReason.SIBLING
-        return WaitReason.PREFIX if self.kv.match(request).coming else self.waiting.reason(request)
+        return WaitReason.PREFIX if self.kv.match(request).in_progress else self.waiting.reason(request)
 
     def next_wakeup(self, now: float) -> float | None:
-        """When `schedule` will have something to do without further calls: now, later, or never (None)."""
+        """When to call `schedule` next if nothing else happens; None if there is no work."""
         if not self.has_work:
             return None
         opens_at = None if self.running else self.policy.opens_at(self.waiting, self.max_batch_requests)
@@ -218,21 +218,21 @@ class Scheduler:
         self.swap.begin_step()
         self._drop_late(now)
         builder = self._begin_plan(now)
-        packing.decode(self.state, builder, now)
+        packing.plan_decodes(self.state, builder, now)
         packing.advance_prompts(self.state, builder, now)
         admit_waiting(self.state, builder, now)
         packing.share_rest_among_prompts(self.state, builder)
-        packing.keep_moving(self.state, builder, now)
-        self._give_way_to_guests(builder, now)
+        packing.ensure_progress(self.state, builder, now)
+        self._isolate_tenants(builder, now)
         self._add_drafts(builder, now)
         return self._seal(builder)
 
     def _drop_late(self, now: float) -> None:
-        for request in self._deadlines.passed(now):
+        for request in self._deadlines.expired(now):
             self._results.finish(request, Ending(FinishReason.DEADLINE), now)
         if self.forecast is not None:
-            for request in self._deadlines.hopeless(now, self.forecast, self.kv):
-                self._results.finish(request, Ending(FinishReason.DEADLINE, HOPELESS), now)
+            for request in self._deadlines.unmeetable(now, self.forecast, self.kv):
+                self._results.finish(request, Ending(FinishReason.DEADLINE, CANNOT_MEET_DEADLINE), now)
 
     def _begin_plan(self, now: float) -> PlanBuilder:
         limits = self.budget.limits(BatchLoad(self.running, self.waiting, now))
@@ -241,29 +241,29 @@ class Scheduler:
         self.limits = limits
         builder = self._make_builder(limits)
         if self.tenant_isolation is not None:
-            self.tenant_isolation.hold_back(self.state, builder, now)
+            self.tenant_isolation.limit_heavy_tenants(self.state, builder, now)
         return builder
 
     def _make_builder(self, limits: StepLimits) -> PlanBuilder:
         return PlanBuilder(limits)
 
-    def _give_way_to_guests(self, builder: PlanBuilder, now: float) -> None:
+    def _isolate_tenants(self, builder: PlanBuilder, now: float) -> None:
         if self.tenant_isolation is not None:
-            self.tenant_isolation.give_way(self.state, builder, now)
+            self.tenant_isolation.drop_heavy_chunks(self.state, builder, now)
 
     def _add_drafts(self, builder: PlanBuilder, now: float) -> None:
         if self.speculation is None:
             return
         try:
             self.speculation.add_drafts(self.state, builder)
-        except BaseException:  # also Ctrl-C while a draft model runs: block copies that were planned will not be made
+        except BaseException:  # also Ctrl-C while a draft model runs: the planned block copies will not be made
             self.abandon(self._seal(builder), now)
             raise
 
     def _seal(self, builder: PlanBuilder) -> StepPlan:
-        """Finish the plan: from now on its tokens count as planned."""
+        """Finish the plan and count its tokens as planned."""
         chunks = tuple(builder.chunks.values())
-        if not chunks:  # an empty plan is not run, so nothing is copied
+        if not chunks:  # an empty plan is not run, so nothing is swapped out
             for swap in builder.swap_outs:
                 self.state.forget_swap(swap.request)
             builder.swap_outs.clear()
@@ -278,9 +278,9 @@ class Scheduler:
     # ---- applying its result ------------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float, ends: EndingCheck | None = None) -> None:
-        """Take in what a step computed: advance, append the sampled tokens, index full blocks, finish, free."""
+        """Apply the result of a step: append sampled tokens, index full blocks, finish requests and free blocks."""
         self._results.apply(result, now, ends)
 
     def abandon(self, plan: StepPlan, now: float) -> None:
-        """A planned step will have no result: preempt its requests, since what it wrote and copied is unknown."""
+        """Handle a planned step without a result: preempt its requests, since the state of their blocks is unknown."""
         self._results.abandon(plan, now)

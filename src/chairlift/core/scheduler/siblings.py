@@ -8,13 +8,13 @@ from chairlift.core.request import Request, Status
 
 
 def sibling_to_fork(request: Request, running: Sequence[Request]) -> Request | None:
-    """A running sibling whose prompt is computed, so that all its prompt blocks can be shared."""
+    """Find a running sibling whose prompt is computed, so that its prompt blocks can be shared."""
     siblings = _running_siblings(request, running)
     return next((other for other in siblings if other.num_computed >= other.num_prompt), None)
 
 
 def waits_for_sibling(request: Request, running: Sequence[Request]) -> bool:
-    """Whether `request` must wait until a sibling has computed the prompt, so that its blocks are held once."""
+    """Whether `request` must wait until a sibling has computed the prompt that they share."""
     leader = request.leader
     if leader is None or request.num_output or sibling_to_fork(request, running) is not None:
         return False
@@ -22,7 +22,7 @@ def waits_for_sibling(request: Request, running: Sequence[Request]) -> bool:
 
 
 def _running_siblings(request: Request, running: Sequence[Request]) -> list[Request]:
-    """Other completions of the same prompt, as long as `request` has no output itself."""
+    """Running completions of the same prompt; none once `request` has output."""
     leader = request.leader
     if leader is None or request.num_output:
         return []

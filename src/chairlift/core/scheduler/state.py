@@ -41,30 +41,31 @@ class SchedulerState:
         self.max_batch_requests = max_batch_requests
         self.waiting = WaitingQueue(ordering, max_overtakes)
         self.running: list[Request] = []  # in order of submission, as `waiting` is
-        self.idle: list[Request] = []  # finished, but their batch is not: they keep their slots (and their blocks)
-        self.requests: dict[str, Request] = {}  # by id: all that are open, or still hold blocks
+        self.idle: list[Request] = []  # finished requests that keep slot and blocks until their batch ends
+        self.requests: dict[str, Request] = {}  # by id: open ones, and finished ones that still hold blocks
         self.events: list[Event] = []
 
-    # ---- what is taken ------------------------------------------------------------------------------------------
+    # ---- slots and blocks ---------------------------------------------------------------------------------------
 
     @property
     def slots_taken(self) -> int:
         return self.slots_with(self.running)
 
     def slots_with(self, running: Sequence[Request]) -> int:
-        """Slots that would be taken if these requests were running."""
+        """The slots in use with these requests running."""
         return slots_of(running) + len(self.idle)
 
     def blocks_promised(self) -> int:
-        """Free blocks that the running requests will still need."""
+        """Free blocks that running requests will still need."""
         return sum(map(self.blocks_to_come, self.running))
 
     def blocks_to_come(self, request: Request) -> int:
-        """Blocks that a running request still needs for its known tokens, and a spare one for each of its slots."""
+        """Blocks that a running request still needs for its known tokens, plus one for the output of each of its
+        slots."""
         return self.blocks_needed(request) + request.num_slots
 
     def blocks_needed(self, request: Request) -> int:
-        """Blocks that it needs for its known tokens but does not hold yet; for a beam search, those of all beams."""
+        """Blocks that a request, or all beams of a search, still need for their known tokens."""
         others = request.group.blocks_to_join(self.kv.block_size) if request.group is not None else 0
         return self.kv.num_missing(request) + others
 
@@ -79,15 +80,15 @@ class SchedulerState:
         self.events.append(RequestAdmitted(now, request.id, cached_tokens, miss, swapped_tokens))
 
     def join(self, beam: Request, now: float) -> None:
-        """Run a beam in one of the slots that its search has already."""
+        """Run a beam in one of the slots that its search holds."""
         self.events.append(RequestAdmitted(now, beam.id, beam.num_computed, miss=None))
         insort(self.running, beam, key=lambda request: request.order)
         beam.status = Status.RUNNING
 
     def preempt(self, victim: Request, now: float, builder: PlanBuilder | None = None) -> None:
-        """Take a request's blocks and slot, and its chunk of the step being planned. Its tokens stay known. Their keys
-        and values wait in host memory, or are recomputed once it is admitted again (often found in the prefix cache by
-        then). A beam search is preempted as a whole, and always recomputes its tokens."""
+        """Return a running request to the queue, without its blocks, its slot and its chunk of the step being planned.
+        Its tokens stay known; their keys and values are swapped out or recomputed (often found in the prefix cache). A
+        beam search is preempted as a whole and always recomputes."""
         if victim.group is not None:
             self._preempt_group(victim.group, now, builder)
             return
@@ -117,15 +118,15 @@ class SchedulerState:
 
     def _swap_out(self, victim: Request, builder: PlanBuilder) -> list[BlockSwap] | None:
         chunk = builder.drop(victim)
-        # Only requests admitted in this step copy blocks on write, and they are never victims in the same step: so
-        # the blocks in the victim's table hold what is to be saved.
+        # Only requests admitted in this step copy blocks on write, and they are never victims in the same step. So the
+        # blocks in the victim's table hold the data to swap out.
         assert chunk is None or not chunk.copies
-        swaps = self.swap.take_out(victim, self.kv)
+        swaps = self.swap.swap_out(victim, self.kv)
         builder.swap_outs += swaps or ()
         return swaps
 
     def forget_swap(self, request: Request) -> None:
-        """Recompute `request` after all: its copy to host memory was not made, or may not have been."""
+        """Let `request` recompute its tokens, because its copy to host memory may not have been made."""
         if self.swap.holds(request):
             self.swap.release(request)
             request.start_from(0)
@@ -147,15 +148,16 @@ class SchedulerState:
             self.release(request)
 
     def release(self, request: Request) -> None:
-        """Release what a finished request holds, unless a step in flight may still write to its blocks (this is called
-        again when that step is done) or its batch is not over."""
+        """Release the blocks of a finished request, unless its batch is not over or a step in flight may write to them
+        (then this is called again after that step)."""
         if request.steps_in_flight == 0 and request not in self.idle:
             self.kv.release(request)
             self.swap.release(request)
             del self.requests[request.id]
 
     def take_idle_blocks(self) -> bool:
-        """Release the blocks of one idle request, before any running one is preempted; False if there are none."""
+        """Release the blocks of one idle request, so that no running one is preempted; return False if there are
+        none."""
         for request in self.idle:
             if self.kv.table(request) and request.steps_in_flight == 0:
                 self.kv.release(request)
@@ -165,11 +167,12 @@ class SchedulerState:
     # ---- prompts ------------------------------------------------------------------------------------------------
 
     def unserved_prompts(self, builder: PlanBuilder) -> list[Request]:
-        """Running requests whose known tokens will not all be computed after this step."""
+        """Running prompts that will not be complete after this step."""
         return [request for request in self.running if not request.decoding and builder.num_behind(request)]
 
     def urgency(self, request: Request, builder: PlanBuilder) -> Urgency:
-        """Sorts prompts for what is left of the prefill budget: by claim, then the fewest tokens left to compute."""
+        """The sort key of prompts for the rest of the prefill budget: by claim, then by fewest tokens left to
+        compute."""
         not_starved, claim, _ = self.ordering.rank(request)
         return not_starved, claim, builder.num_behind(request)
 

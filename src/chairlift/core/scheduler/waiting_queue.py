@@ -1,4 +1,4 @@
-"""The waiting requests: their order, how often each may be passed over, and what each waits for."""
+"""The waiting requests: their order, the limit on passing them over, and why each waits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ MAX_OVERTAKES = 16
 
 
 class WaitReason(StrEnum):
+    """Why a request waits. The names, in lower case, are labels of metrics and the dashboard."""
+
     NEXT_STEP = "it has not been considered yet"
     SEATS = "all slots are taken (max_batch_requests)"
     TARGET = "with one more running, the others' tokens would come later than target_tpot_ms"
@@ -31,12 +33,12 @@ class WaitReason(StrEnum):
 
 
 class WaitingQueue(Sequence[Request]):
-    """The queue. Iterates in order of submission; requests are admitted in the order of `ordering`.
+    """The queue. It iterates in order of submission; requests are admitted in the order of `ordering`.
 
-    A request may be passed over: by one with a better claim, or by a smaller one when memory or budget is short. But
-    not forever: each admission is counted against the longest-waiting request and against every request that was passed
-    over in that step. After `max_overtakes` of them a request is *starved*: it comes before all that are not, and as
-    long as it does not fit, no other is admitted.
+    A request may be passed over by one with a better claim, or by a smaller one when memory or budget is short. Each
+    admission of another request counts for the oldest request and for every request passed over in that step. After
+    `max_overtakes` of them a request is *starved*: it comes before all that are not, and no other is admitted until it
+    fits.
     """
 
     def __init__(self, ordering: Ordering, max_overtakes: int = MAX_OVERTAKES) -> None:
@@ -45,10 +47,10 @@ class WaitingQueue(Sequence[Request]):
         self._requests: list[Request] = []
         self._starved: list[Request] = []
         self._reasons: dict[str, WaitReason] = {}
-        self._reason_of_the_rest = WaitReason.NEXT_STEP
-        self._num_seen = 0  # requests submitted so far: `order` of the next one
-        self._num_tried = 0  # the same when admission was last tried
-        self._num_complete = 0  # requests with a lower `order` wait for no others to fill a batch
+        self._default_reason = WaitReason.NEXT_STEP
+        self._num_seen = 0  # requests submitted so far
+        self._num_tried = 0  # `_num_seen` at the last admission
+        self._num_complete = 0  # requests with a lower `order` do not wait for a full batch
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -92,7 +94,7 @@ class WaitingQueue(Sequence[Request]):
         return len(self._starved)
 
     def in_admission_order(self) -> Iterator[Request]:
-        """The requests that are ready. They may leave the queue during the iteration."""
+        """Yield the requests that are ready; they may be removed from the queue during the iteration."""
         yield from [request for request in self._starved if request.ready]
         if self.ordering.has_claims:
             rest = [request for request in self._requests if request.ready and not request.starved]
@@ -101,25 +103,25 @@ class WaitingQueue(Sequence[Request]):
             yield from self._by_submission()
 
     def _by_submission(self) -> Iterator[Request]:
-        """The requests that are ready and not starved, read only as far as needed: the queue may be long."""
-        place = 0
-        while place < len(self._requests):
-            request = self._requests[place]
+        """Yield the requests that are ready and not starved, lazily, since the queue may be long."""
+        position = 0
+        while position < len(self._requests):
+            request = self._requests[position]
             if request.ready and not request.starved:
                 yield request
-            if place < len(self._requests) and self._requests[place] is request:  # else it left the queue
-                place += 1
+            if position < len(self._requests) and self._requests[position] is request:  # otherwise it was removed
+                position += 1
 
     def best_claim(self) -> tuple[bool, float] | None:
-        """The claim of the next request, as in `Ordering.rank`; None without one."""
+        """The claim of the next request, as in `Ordering.rank`; None if there is none."""
         if not self.ordering.has_claims and not self._starved:
             return (True, 0.0) if self._requests else None
         first = next(self.in_admission_order(), None)
         return None if first is None else self.ordering.rank(first)[:2]
 
     def count_passing(self, admitted: Request, passed_over: list[Request]) -> bool:
-        """Count that `admitted` was admitted before `passed_over` and before the oldest request. True if one of them
-        became starved."""
+        """Count the admission of `admitted` for `passed_over` and the oldest request; return True if one became
+        starved."""
         passed = {request.id: request for request in passed_over}
         if self._requests and self.oldest.order < admitted.order:
             passed[self.oldest.id] = self.oldest
@@ -136,36 +138,36 @@ class WaitingQueue(Sequence[Request]):
     def begin_admission(self) -> None:
         self._num_tried = self._num_seen
         self._reasons.clear()
-        self._reason_of_the_rest = WaitReason.NEXT_STEP
+        self._default_reason = WaitReason.NEXT_STEP
 
     def note(self, request: Request, reason: WaitReason) -> None:
         self._reasons[request.id] = reason
 
-    def note_rest(self, reason: WaitReason) -> None:
-        """Note the reason of all requests that were not tried one by one."""
-        self._reason_of_the_rest = reason
+    def note_default(self, reason: WaitReason) -> None:
+        """Set the reason of all requests without one of their own."""
+        self._default_reason = reason
 
     def reason(self, request: Request) -> WaitReason:
         found = self.last_reason(request)
-        # It waited for another request then, but may not any longer.
+        # That reason may no longer hold.
         return WaitReason.NEXT_STEP if found in (WaitReason.SIBLING, WaitReason.PREFIX) else found
 
     def reasons(self) -> Counter[WaitReason]:
-        """How many requests wait for which reason, as of the last admission. Called in every step, however long the
-        queue is: so requests that were not tried one by one are not counted one by one."""
+        """Count the waiting requests by reason, as of the last admission. Requests with the default reason are not
+        iterated over, since the queue may be long and this runs in every step."""
         tried = bisect_left(self._requests, self._num_tried, key=_order)
         others = [request for request in self._requests[:tried] if not request.ready] + self._requests[tried:]
         counts = Counter([*self._reasons.values(), *map(self.last_reason, others)])
-        counts[self._reason_of_the_rest] += len(self._requests) - counts.total()
-        return +counts  # without those that are zero
+        counts[self._default_reason] += len(self._requests) - counts.total()
+        return +counts  # drops zero counts
 
     def last_reason(self, request: Request) -> WaitReason:
-        """Why it was not admitted in the last step."""
+        """Why `request` was not admitted in the last step."""
         if not request.ready:
             return WaitReason.GRAMMAR
         if request.order >= self._num_tried:
             return WaitReason.NEXT_STEP
-        return self._reasons.get(request.id, self._reason_of_the_rest)
+        return self._reasons.get(request.id, self._default_reason)
 
 
 def _order(request: Request) -> int:

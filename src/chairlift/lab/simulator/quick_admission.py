@@ -153,7 +153,7 @@ class QuickAdmission:
                 if one_waits:  # the scheduler counts how often it is passed over
                     aside.shown.show(simulated)
             match = index.find(simulated.request or simulated)
-            if match.coming:
+            if match.in_progress:
                 one_waits = True
                 if simulated.request is None:
                     aside.shown.show(simulated)

@@ -44,7 +44,7 @@ class SimulatedScheduler(Scheduler):
         self._num_submitted += 1
         return self._num_submitted - 1
 
-    def _place_of(self, request: Request) -> int:
+    def _next_order(self, request: Request) -> int:
         return request.order if request.order >= 0 else self.take_place()
 
     def _make_builder(self, limits: StepLimits) -> PlanBuilder:

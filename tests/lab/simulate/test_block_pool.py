@@ -1,44 +1,44 @@
-"""Blocks that a simulation counts without naming them."""
+"""Blocks that a simulation counts without block numbers."""
 
 from __future__ import annotations
 
-from chairlift.lab.simulator.block_pool import LendingBlockPool
+from chairlift.lab.simulator.block_pool import CountingBlockPool
 
 
-def pool_of(size: int) -> tuple[LendingBlockPool, list[int]]:
+def pool_of(size: int) -> tuple[CountingBlockPool, list[int]]:
     evicted: list[int] = []
-    return LendingBlockPool(size, evicted.extend), evicted
+    return CountingBlockPool(size, evicted.extend), evicted
 
 
-def test_lent_blocks_count_as_used_and_evict_what_taking_them_would() -> None:
+def test_counted_blocks_are_used_and_cause_the_same_evictions() -> None:
     pool, evicted = pool_of(4)
     blocks = pool.take(3) or []
     for block in blocks[:2]:
         pool.mark_cached([block])
     pool.release(blocks[:2])
-    pool.lend(1)  # the one that was never used
+    pool.count_used(1)  # the one that was never used
     assert (pool.num_empty, pool.num_free) == (0, 2)
-    assert pool.take(1) == [blocks[0]]  # though an empty one is there: it is lent
-    pool.lend(1)
+    assert pool.take(1) == [blocks[0]]  # the empty one is counted as used
+    pool.count_used(1)
     assert evicted == blocks[:2]
     assert pool.take(1) is None
-    pool.lend(-2)
+    pool.count_used(-2)
     assert (pool.num_empty, pool.num_free) == (2, 2)
 
 
-def test_named_blocks_of_a_pile_keep_their_place_in_the_eviction_order() -> None:
+def test_numbered_blocks_of_a_group_keep_their_position_in_the_eviction_order() -> None:
     pool, evicted = pool_of(4)
     gone: list[str] = []
-    pile = pool.leave_pile(3, lambda: gone.append("pile"))
+    group = pool.add_cached_group(3, lambda: gone.append("group"))
     later = pool.take(1)
     assert later is not None
     pool.mark_cached(later)
     pool.release(later)
     assert (pool.num_empty, pool.num_free) == (0, 4)
-    head, tail = pool.name(pile, 2)
+    head, tail = pool.name(group, 2)
     assert (pool.num_empty, pool.num_free) == (0, 4)
     assert pool.take(1) is not None
-    assert evicted == []  # the one of the pile that has no name
+    assert evicted == []  # the anonymous block of the group
     pool.share([head])
     assert pool.take(2) == [tail, *later]
     assert evicted == [tail, *later]
@@ -49,12 +49,12 @@ def test_named_blocks_of_a_pile_keep_their_place_in_the_eviction_order() -> None
 def test_a_nameless_pile_reports_its_eviction() -> None:
     pool, evicted = pool_of(3)
     gone: list[str] = []
-    pool.leave_pile(2, lambda: gone.append("pile"))
-    pool.lend(2)
+    pool.add_cached_group(2, lambda: gone.append("group"))
+    pool.count_used(2)
     assert (pool.num_empty, pool.num_free, gone) == (0, 1, [])
     blocks = pool.take(1)
     assert blocks is not None
     assert len(blocks) == 1
-    assert gone == ["pile"]
+    assert gone == ["group"]
     assert evicted == []
     assert pool.take(1) is None

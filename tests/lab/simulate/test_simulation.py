@@ -40,7 +40,7 @@ class Linear:
 
 def make_replica(
     *,
-    leaps: bool = True,
+    fast_forward: bool = True,
     num_blocks: int = 400,
     block_size: int = 16,
     seats: int = 8,
@@ -54,7 +54,7 @@ def make_replica(
     kv = SimulatedKVCache(num_blocks, block_size, prefix_caching=caching)
     limits = FixedBudget.of(budget, prefill)
     scheduler = SimulatedScheduler(kv, limits, make_policy(policy), seats, ordering=make_ordering(order))
-    return Replica(scheduler, Linear(), leaps=leaps, speed=speed)
+    return Replica(scheduler, Linear(), fast_forward=fast_forward, speed=speed)
 
 
 def arrivals(
@@ -110,7 +110,7 @@ def test_one_request_by_hand() -> None:
     pace=st.sampled_from([None, UNEVEN]),
     prefill=st.sampled_from([None, None, 8, 30]),
 )
-def test_leaps_change_nothing(
+def test_fast_forward_changes_nothing(
     seed: int,
     count: int,
     rate: float,
@@ -131,10 +131,10 @@ def test_leaps_change_nothing(
     """Every time is the same to the last bit, also on an uneven machine, and where memory is so short that requests are
     preempted."""
     outcomes, evictions = [], []
-    for leaps in (False, True):
+    for fast_forward in (False, True):
         replicas = [
             make_replica(
-                leaps=leaps,
+                fast_forward=fast_forward,
                 num_blocks=num_blocks * 16 // block_size,
                 block_size=block_size,
                 seats=seats,
@@ -152,32 +152,32 @@ def test_leaps_change_nothing(
         for replica in replicas:
             check_quiescent(replica.scheduler)
         evictions.append([replica.scheduler.kv.pool.num_evictions for replica in replicas])
-    plain, leaping = outcomes
-    assert times(leaping) == times(plain)
-    assert (leaping.seconds, leaping.steps) == (plain.seconds, plain.steps)
-    assert leaping.preemptions == plain.preemptions
-    assert sorted(leaping.gaps) == sorted(plain.gaps)
+    plain, forwarded = outcomes
+    assert times(forwarded) == times(plain)
+    assert (forwarded.seconds, forwarded.steps) == (plain.seconds, plain.steps)
+    assert forwarded.preemptions == plain.preemptions
+    assert sorted(forwarded.gaps) == sorted(plain.gaps)
     assert evictions[0] == evictions[1]
 
 
-def test_one_who_finds_all_its_tokens_in_the_cache_again_decodes_at_once() -> None:
-    """It was preempted, and is alone in the queue: that is a decode, not a prompt, also where the leap does it."""
+def test_a_preempted_request_with_all_tokens_cached_decodes_at_once() -> None:
+    """A request alone in the queue with all its tokens cached is a decode, not a prompt, with fast forward too."""
     gaps = []
-    for leaps in (False, True):
-        replicas = [make_replica(leaps=leaps, num_blocks=12, caching=True, budget=300) for _ in range(2)]
+    for fast_forward in (False, True):
+        replicas = [make_replica(fast_forward=fast_forward, num_blocks=12, caching=True, budget=300) for _ in range(2)]
         coming = arrivals(60, rate=1000.0, seed=327000, shared=True)
         gaps.append(sorted(simulate(coming, replicas, make_router("prefix-affine")).gaps))
     assert gaps[0] == gaps[1]
 
 
 def test_short_memory_preempts() -> None:
-    """So that the test above has something to be wrong about."""
+    """Makes sure that the test above covers preemption."""
     outcome = simulate(arrivals(60), [make_replica(num_blocks=9)], make_router("round-robin"))
     assert outcome.preemptions > 0
 
 
-def test_swaps_are_paid_for() -> None:
-    """One step longer by each block that goes to the host or comes back; auto does what is cheaper."""
+def test_swaps_take_time() -> None:
+    """Each swapped block makes a step longer; auto chooses the cheaper mode."""
     outcomes = {}
     for mode, speed in (("recompute", 1.0), ("swap", 1e9), ("swap", 1e3), ("auto", 1e9), ("auto", 1.0)):
         engine = ReplicaSettings(

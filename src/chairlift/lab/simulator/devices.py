@@ -1,4 +1,4 @@
-"""Figures of machines, for predictions where none can be measured."""
+"""Performance figures of devices, for predictions without measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chairlift.errors import InvalidParameter
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Sustained figures: what a large copy and a large product reach, which is less than datasheets promise."""
+    """Sustained bandwidth and throughput, which are below the figures of the datasheet."""
 
     name: str
     bytes_per_second: float
@@ -28,7 +28,7 @@ class Device:
 
 # h200: measured with `chairlift bench shapes`. cpu: two cores with AVX-512, measured. The others: their datasheets'
 # bandwidth and bf16 rate, times the share that the h200 reaches of its own (0.90 and 0.80). To the host: about 80% of
-# what their PCIe promises; on a CPU, a copy from memory to memory.
+# the PCIe bandwidth; on a CPU, a copy within memory.
 DEVICES = {
     device.name: device
     for device in (
@@ -42,7 +42,7 @@ DEVICES = {
 
 
 def device_named(name: str, **changes: float | None) -> Device:
-    """A known device, with some figures replaced; `custom` needs all of them."""
+    """Look up a device and replace the given figures; `custom` needs all of them."""
     given = {key: value for key, value in changes.items() if value is not None}
     if name == "custom":
         missing = [key for key in ("bytes_per_second", "flops_per_second", "memory_bytes") if key not in given]

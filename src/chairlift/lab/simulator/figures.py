@@ -1,4 +1,4 @@
-"""From what happened to the figures of a report."""
+"""Computes the figures of a report from the outcome of a simulation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARES = (50, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What counts as a good answer, in seconds; without a limit, every answer."""
+    """Latency targets in seconds; a request that meets all of them counts as good."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -25,12 +25,12 @@ class Targets:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` percent of all do not exceed."""
+    """The smallest value that at least `share` percent of the values do not exceed."""
     return weighted_percentiles(((value, 1) for value in values), [share])[0]
 
 
 def weighted_percentiles(values: Iterable[tuple[float, int]], shares: Sequence[float]) -> list[float]:
-    """The same, for several shares (rising), of values that occurred several times: (value, how often)."""
+    """Percentiles of (value, count) pairs for several shares, in rising order."""
     ordered = sorted(values)
     total = sum(count for _, count in ordered)
     found: list[float] = []

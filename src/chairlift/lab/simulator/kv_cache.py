@@ -7,31 +7,31 @@ from collections.abc import Callable, Iterable
 from chairlift.core.kv.kv_cache import KVCache
 from chairlift.core.kv.prefix_index import PrefixIndex
 from chairlift.core.request import Request
-from chairlift.lab.simulator.block_pool import LendingBlockPool
+from chairlift.lab.simulator.block_pool import CountingBlockPool
 
 
 def quick_digest(parent: bytes, tokens: tuple[int, ...]) -> bytes:
-    """A cheap digest: in a simulation it is enough that equal blocks after equal prefixes have equal ones."""
+    """A fast digest without protection against collisions."""
     return hash((parent, tokens)).to_bytes(8, "little", signed=True)
 
 
 class LazyPrefixIndex(PrefixIndex):
-    """A prefix index in which blocks can be registered by one digest, and are indexed when that is looked up."""
+    """A prefix index in which a prompt can be registered by one digest and is indexed when that is looked up."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size, quick_digest)
-        self._deferred: dict[bytes, Callable[[], None]] = {}  # digest -> what indexes that block
+        self._deferred: dict[bytes, Callable[[], None]] = {}  # digest -> callback that indexes the block
 
     def defer(self, digest: bytes, index_now: Callable[[], None]) -> None:
-        """Call `index_now` when `digest` is looked up; it has to call `cancel` and index or claim that block and
-        perhaps others after it. In a simulation most are never looked up."""
+        """Call `index_now` when `digest` is looked up; it must call `cancel` and index or claim the block. Most digests
+        are never looked up."""
         self._deferred[digest] = index_now
 
     def cancel(self, digest: bytes) -> None:
         del self._deferred[digest]
 
     def has(self, digest: bytes) -> bool:
-        """Whether such a block is cached, deferred or being computed."""
+        """Whether the block is cached, deferred or being computed."""
         return digest in self._block_of or digest in self._claims or digest in self._deferred
 
     def _lookup(self, digest: bytes) -> int | None:
@@ -44,19 +44,19 @@ class LazyPrefixIndex(PrefixIndex):
 
 
 class SimulatedKVCache(KVCache):
-    """Counts the blocks of most requests without naming them."""
+    """KV accounting that counts the blocks of most requests without assigning block numbers."""
 
     index: LazyPrefixIndex
-    pool: LendingBlockPool
+    pool: CountingBlockPool
 
     def __init__(self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True) -> None:
         super().__init__(num_blocks, block_size, prefix_caching=prefix_caching)
         self.index = LazyPrefixIndex(block_size)
-        self.pool = LendingBlockPool(num_blocks, on_evict=self.index.remove)
+        self.pool = CountingBlockPool(num_blocks, on_evict=self.index.remove)
 
     def leave_blocks(self, request: Request, num_tokens: int) -> None:
-        """Give a request that is about to end the blocks for all its `num_tokens` computed tokens. With prefix caching
-        the full ones count as cached; they are not indexed, since no simulated prompt shares generated tokens."""
+        """Allocate blocks for the `num_tokens` computed tokens of a request that is about to end. With prefix caching
+        the full ones count as cached, but are not indexed, since no simulated prompt contains generated tokens."""
         table = self._tables[request.id]
         blocks = self.pool.take(self.blocks_for(num_tokens) - len(table))
         assert blocks is not None

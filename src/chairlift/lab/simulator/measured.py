@@ -1,14 +1,12 @@
-"""How long a step takes, fitted to steps that were measured.
+"""The duration of a step, fitted to measured steps.
 
     seconds ≈ step + Σ price of each token by its place in the step + a·requests + b·KV of prompts + c·KV of decodes
 
-The first tokens of a step have prices of their own, then those up to the next power of two, and so on: small batches
-may be cheap or expensive, depending on the machine's matrix products. The engine's own `CostModel` has fewer
-such bends, since it learns while it works; a profile has all the steps at once.
+The price per token is piecewise constant between powers of two, because the cost of small matrix products varies
+between machines. The engine's `CostModel` has fewer bends, since it learns online; a profile has all steps at once.
 
-These are the prices of a typical step. Some take longer, and requests wait for them: by how much steps are late on the
-whole is measured for those of decodes alone and for those with a prompt each by itself, and added to their price.
-When they were late, and by how much, is kept besides (`speed_profile.py`).
+These are the prices of a typical step. Late steps are included by a mean factor, one for steps with decodes only and
+one for steps with prompts. `speed_profile.py` records when steps were late.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ from chairlift.lab.simulator.speed_profile import SpeedProfile
 BENDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 Steps = Sequence[tuple[StepShape, float]]
-"""What was in a step, and how many seconds it took."""
+"""(shape, measured seconds) of each step."""
 
 _NAMES = ("step", "request", "prefill_kv", "decode_kv")
 _LATENESS = ("late_decodes", "late_prompts")
 _SWEEPS, _CONVERGED = 2000, 1e-7
-_ROUNDS = 5  # of the fit, each trusting far-off steps less
-_OUTLIER = 3.0  # a step so many typical errors off counts less, in proportion
+_ROUNDS = 5  # of reweighted fits, which give outliers less weight
+_OUTLIER = 3.0  # a step whose error exceeds this multiple of the typical error gets a proportionally lower weight
 _SMALLEST_ERROR = 0.02
-_MOST_LATE = 3.0  # times what is usual: what took longer was an accident, and says little about the next run
+_MOST_LATE = 3.0  # cap relative to a typical step; longer steps are treated as accidents
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +44,16 @@ class MeasuredCost:
     request: float
     prefill_kv: float
     decode_kv: float
-    tokens: tuple[tuple[int, float], ...]  # (from which token of a step on, price of each)
-    late_decodes: float = 1.0  # what steps of decodes alone take, in proportion to these prices
-    late_prompts: float = 1.0  # the same for steps with a prompt
+    tokens: tuple[tuple[int, float], ...]  # (first token of a step, price per token from there on)
+    late_decodes: float = 1.0  # mean measured / predicted of steps with decodes only
+    late_prompts: float = 1.0  # the same for steps with prompts
     pace: SpeedProfile | None = None  # how the speed changed during the profile
-    _seconds_of: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # so many tokens
+    _seconds_of: dict[int, float] = field(default_factory=dict, compare=False, repr=False)  # cached, by tokens
 
     @classmethod
     def fit(cls, steps: Steps) -> MeasuredCost:
-        """Least squares in relative error, so that short steps count as much as long ones. `steps` are in the order in
-        which they were taken."""
+        """Fit by least squares of the relative error, so that short steps count as much as long ones. `steps` are in
+        order."""
         if not steps:
             raise InvalidParameter("steps", "a profile needs at least one")
         most = max(shape.tokens for shape, _ in steps)
@@ -93,9 +91,9 @@ class MeasuredCost:
         return cls(step, request, prefill_kv, decode_kv, tokens, late_decodes, late_prompts, pace)
 
     def to_json(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in (*_NAMES, *_LATENESS)}
+        numbered = {name: getattr(self, name) for name in (*_NAMES, *_LATENESS)}
         tokens = [list(pair) for pair in self.tokens]
-        return named | {"tokens": tokens, "pace": None if self.pace is None else self.pace.to_json()}
+        return numbered | {"tokens": tokens, "pace": None if self.pace is None else self.pace.to_json()}
 
     def predict(self, shape: StepShape) -> float:
         """Seconds at the mean speed."""
@@ -120,7 +118,7 @@ class MeasuredCost:
 
 
 def _spread(tokens: int, bends: Sequence[int]) -> list[float]:
-    """How many of a step's tokens lie between each bend and the next."""
+    """The number of a step's tokens between each bend and the next."""
     ends = (*bends[1:], math.inf)
     return [max(0, min(tokens, end) - bend) for bend, end in zip(bends, ends, strict=True)]
 
@@ -140,7 +138,7 @@ def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[floa
 def _least_squares(
     rows: Sequence[Sequence[float]], seconds: Sequence[float], trust: Sequence[float], start: Sequence[float]
 ) -> list[float]:
-    """Coordinate descent on the normal equations: each price in turn takes its best value, or 0."""
+    """Run coordinate descent on the normal equations, clamping each price at 0."""
     size = len(start)
     scaled = [[value / second for value in row] for row, second in zip(rows, seconds, strict=True)]
     columns = list(zip(*scaled, strict=True))

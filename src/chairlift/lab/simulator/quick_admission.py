@@ -1,10 +1,9 @@
-"""The queue of a simulated engine, and the requests that are admitted without the scheduler.
+"""The queue of a simulated engine, and admission without the scheduler.
 
-Nothing is to be decided about new requests when all that find a slot and blocks fit into the next step with their whole
-prompts: they are admitted, and at its end they are set aside like the others (`steady_decodes.py`). This module comes
-to the same result as the scheduler (`core/scheduler/admission.py`) for first come, first served; in other orders only
-for one new request at a time; with a prefix cache only if they fit even without a hit. In all other cases the scheduler
-plans the step.
+If all new requests with a slot and blocks fit into the next step with their whole prompts, the scheduler has nothing to
+decide: they are admitted, and set aside at its end like the others (`steady_decodes.py`). The result is the same as
+that of `core/scheduler/admission.py` for first come, first served; for other orders only with one new request at a
+time; with a prefix cache only if they fit even without a hit. In all other cases the scheduler plans the step.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ class _Decision:
     """The requests that the next step admits."""
 
     admitted: list[SimulatedRequest] = field(default_factory=list)
-    passed_over: list[tuple[SimulatedRequest, int]] = field(default_factory=list)  # with how many admitted before it
+    passed_over: list[tuple[SimulatedRequest, int]] = field(default_factory=list)  # and the number admitted before it
     blocks: int = 0  # taken by the admitted
-    least_missed: int = NO_LIMIT  # blocks that would have been enough for a request that got none
-    reached_end: bool = True  # one more request at the end of the queue would have been tried too
+    least_missed: int = NO_LIMIT  # the fewest blocks that a request without enough needs
+    reached_end: bool = True  # the whole queue was tried
 
 
 class QuickAdmission:
-    """Admits requests to a `SteadyDecodes` without the scheduler, where the result is certain."""
+    """Admits requests to a `SteadyDecodes` without the scheduler where the result is the same."""
 
     def __init__(self, aside: SteadyDecodes, limits: StepLimits) -> None:
         self._aside = aside
@@ -43,39 +42,39 @@ class QuickAdmission:
         self._none_fits = False  # when they were last tried
         self._least_missed = 0  # with fewer free blocks none fits either, until the queue changes ...
         self._reached_end = False  # ... for which one more request is enough
-        self._hidden: deque[SimulatedRequest] = deque()  # not shown to the scheduler; younger than all that are
+        self._unsubmitted: deque[SimulatedRequest] = deque()  # younger than all submitted ones
 
     def add(self, simulated: SimulatedRequest) -> None:
-        self._hidden.append(simulated)
+        self._unsubmitted.append(simulated)
         if self._reached_end:
             self._least_missed = min(self._least_missed, self._kv.blocks_for(simulated.record.n_in))
 
-    def show_queue(self) -> None:
-        """Show the scheduler as many requests as it can try in a step."""
+    def submit_queue(self) -> None:
+        """Submit as many requests to the scheduler as it can try in a step."""
         scheduler, self._least_missed = self._scheduler, 0
         slots = scheduler.max_batch_requests - len(scheduler.running) - self._aside.size
         enough = slots + MAX_PASSED_OVER + 1
         # It tries any number of requests that wait for a prefix, and sorts all to find the first.
         if self._kv.prefix_caching or scheduler.ordering.has_claims:
-            enough = len(scheduler.waiting) + len(self._hidden)
-        while self._hidden and len(scheduler.waiting) < enough:
-            self._aside.shown.show(self._hidden.popleft())
+            enough = len(scheduler.waiting) + len(self._unsubmitted)
+        while self._unsubmitted and len(scheduler.waiting) < enough:
+            self._aside.submitted.submit(self._unsubmitted.popleft())
 
     def admits_none(self) -> bool:
         """Whether no request can be admitted before one of those set aside, the only ones running, ends."""
-        if not self._hidden and not self._scheduler.waiting:
+        if not self._unsubmitted and not self._scheduler.waiting:
             return True
         if self._aside.size >= self._scheduler.max_batch_requests:
             return True
         return self._none_fits  # and there are never more blocks until then
 
     def admit(self) -> list[SimulatedRequest]:
-        """Admit what the next step can compute as a whole. If the result is empty, the scheduler must plan the step,
-        unless `admits_none`."""
+        """Admit requests whose whole prompts fit into the next step. If there are none, the scheduler must plan the
+        step unless `admits_none`."""
         scheduler, self._none_fits = self._scheduler, False
         if scheduler.running or scheduler.swap.num_slots or self._aside.size >= scheduler.max_batch_requests:
             return []
-        if scheduler.ordering.has_claims and len(self._hidden) + len(scheduler.waiting) > 1:
+        if scheduler.ordering.has_claims and len(self._unsubmitted) + len(scheduler.waiting) > 1:
             return []
         if self._kv.prefix_caching:
             return self._admit_sharing()
@@ -94,18 +93,18 @@ class QuickAdmission:
             passing = len(decision.admitted) - before
             if passing:
                 if simulated.request is None:
-                    self._hidden.remove(simulated)
-                (simulated.request or self._aside.shown.show(simulated)).times_passed_over += passing
+                    self._unsubmitted.remove(simulated)
+                (simulated.request or self._aside.submitted.submit(simulated)).times_passed_over += passing
         for simulated in decision.admitted:
             if simulated.request is None:
-                self._hidden.remove(simulated)
+                self._unsubmitted.remove(simulated)
             else:
-                self._aside.shown.start(simulated.request)
-        self._kv.pool.lend(decision.blocks)
+                self._aside.submitted.start(simulated.request)
+        self._kv.pool.count_used(decision.blocks)
         return decision.admitted
 
     def _decide(self) -> _Decision | None:
-        """Which requests the next step admits; None if the scheduler must decide."""
+        """Choose the requests to admit; None if the scheduler must decide."""
         found, room = _Decision(), self._room()
         slots = self._scheduler.max_batch_requests - self._aside.size
         blocks, block_size, starved = self._blocks_to_give(), self._kv.block_size, self._scheduler.waiting.num_starved
@@ -149,14 +148,14 @@ class QuickAdmission:
         one_waits = False
         for simulated in queue:
             if simulated.request is None:
-                self._hidden.popleft()
+                self._unsubmitted.popleft()
                 if one_waits:  # the scheduler counts how often it is passed over
-                    aside.shown.show(simulated)
+                    aside.submitted.submit(simulated)
             match = index.find(simulated.request or simulated)
             if match.in_progress:
                 one_waits = True
                 if simulated.request is None:
-                    aside.shown.show(simulated)
+                    aside.submitted.submit(simulated)
                 continue
             self._start(simulated, match)
             admitted.append(simulated)
@@ -169,17 +168,17 @@ class QuickAdmission:
         assert aside.lazy_indexing is not None
         if simulated.request is None and aside.lazy_indexing.admit(simulated, match):
             return
-        request = simulated.request or aside.shown.show(simulated)
-        aside.shown.start(request)
+        request = simulated.request or aside.submitted.submit(simulated)
+        aside.submitted.start(request)
         kv.attach(request, match)
         copies = kv.reserve(request, request.num_known - request.num_computed)
-        assert copies == (), "nothing that is shared is written to"
+        assert copies == (), "no shared block is written"
 
     def _all_that_fit(self) -> list[SimulatedRequest]:
         """All waiting requests, or as many as there are slots, if the next step has room for all their tokens; else
         none."""
         waiting, slots = self._scheduler.waiting, self._scheduler.max_batch_requests - self._aside.size
-        num_waiting = len(self._hidden) + len(waiting)
+        num_waiting = len(self._unsubmitted) + len(waiting)
         if not num_waiting or waiting.num_starved:
             return []
         room, blocks, block_size = self._room(), self._blocks_to_give(), self._kv.block_size
@@ -220,5 +219,9 @@ class QuickAdmission:
 
     def _queue(self) -> Iterator[SimulatedRequest]:
         """All waiting requests in the order of submission."""
-        shown = self._scheduler.waiting
-        return chain(map(self._aside.shown.find, shown), self._hidden) if shown else iter(self._hidden)
+        submitted = self._scheduler.waiting
+        return (
+            chain(map(self._aside.submitted.find, submitted), self._unsubmitted)
+            if submitted
+            else iter(self._unsubmitted)
+        )

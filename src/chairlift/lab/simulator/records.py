@@ -1,4 +1,4 @@
-"""The input of a simulation, and its outcome."""
+"""The input and the outcome of a simulation."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class RequestRecord:
 
 
 class Gaps:
-    """Inter-token times: (seconds, how many requests waited that long), one pair for every step; kept in flat arrays,
-    since there are many."""
+    """Inter-token times: (seconds, requests that waited that long) of every step, in flat arrays to save memory."""
 
     def __init__(self, pairs: Iterable[tuple[float, int]] = ()) -> None:
         self._seconds = array("d")
@@ -73,7 +72,7 @@ class Gaps:
 @dataclass(slots=True)
 class SimulationOutcome:
     records: list[RequestRecord] = field(default_factory=list)
-    seconds: float = 0.0  # when the last request ended
+    seconds: float = 0.0  # until the last request ended
     steps: int = 0
     busy_seconds: float = 0.0  # of all replicas together
     preemptions: int = 0

@@ -1,4 +1,4 @@
-"""One engine on a virtual clock: the real scheduler, with a prediction in place of a model."""
+"""One engine on a virtual clock: the real scheduler, with predicted step times instead of a model."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from chairlift.lab.simulator.quick_admission import QuickAdmission
 from chairlift.lab.simulator.records import Gaps, RequestRecord
 from chairlift.lab.simulator.roofline import StepCost
 from chairlift.lab.simulator.scheduler import SimulatedScheduler
-from chairlift.lab.simulator.simulated_request import ShownRequests, SimulatedRequest, token_of
+from chairlift.lab.simulator.simulated_request import SimulatedRequest, SubmittedRequests, token_of
 from chairlift.lab.simulator.speed_profile import SpeedCursor
 from chairlift.lab.simulator.steady_decodes import SteadyDecodes
 
 
 class Replica:
-    """Steps of a scheduler, each as long as `cost` predicts.
+    """Runs the steps of a scheduler, each as long as `cost` predicts.
 
-    When all running requests are decoding and none can be admitted, the next steps differ only in their length until a
-    request finishes or arrives. They are taken at once, in a *leap*; `leaps=False` takes them one by one, with the same
-    outcome. Where nothing depends on decoding requests (continuous, a fixed budget, no tenants), they stay set aside
-    even while a new prompt is computed, and a new request whose prompt fits into one step is not shown to the scheduler
-    at all (`quick_admission.py`).
+    When all running requests are decoding and none can be admitted, the next steps differ only in their duration until
+    a request finishes or arrives. They are computed together, by *fast forward*; `fast_forward=False` computes them one
+    by one with the same outcome. If the scheduler's decisions do not depend on decoding requests (continuous, a fixed
+    budget, no tenants), those stay set aside even while a new prompt is computed, and a new request whose prompt fits
+    into one step is not submitted to the scheduler at all (`quick_admission.py`).
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Replica:
         scheduler: SimulatedScheduler,
         cost: StepCost,
         *,
-        leaps: bool = True,
+        fast_forward: bool = True,
         seconds_per_swap: float = 0.0,
         speed: SpeedCursor | None = None,
     ) -> None:
-        """`seconds_per_swap`: the time to copy a block to host memory or back, which a step does first. `speed`: how
-        the machine's speed changes; without it, steps are exactly as long as predicted."""
+        """`seconds_per_swap`: the time to copy a block to or from host memory. `speed`: how the speed of the machine
+        changes; without it, steps are exactly as long as predicted."""
         self.scheduler = scheduler
         self.cost = cost
         self.seconds_per_swap = seconds_per_swap
@@ -51,43 +51,44 @@ class Replica:
         self.gaps = Gaps()  # (length of a step, requests that were decoding in it)
         self.due: float | None = None  # the next time to call `wake`; None if there is nothing to do
         self.on_end: Callable[[RequestRecord], None] = lambda record: None
-        self._shown = ShownRequests(scheduler, lambda record: self.on_end(record))
-        self._aside = SteadyDecodes(scheduler, self._shown)
-        # In flight: a step with a plan of the scheduler, or with quickly admitted requests, or with neither; or a leap.
+        self._submitted = SubmittedRequests(scheduler, lambda record: self.on_end(record))
+        self._aside = SteadyDecodes(scheduler, self._submitted)
+        # In flight: a step with a plan of the scheduler, or with quickly admitted requests, or with neither; or a fast
+        # forward.
         self._busy = False
         self._plan: StepPlan | None = None
         self._admitted: list[SimulatedRequest] = []  # whose whole prompts the step computes
-        self._leap: list[float] = []  # duration of each step
-        self._leap_ends: list[float] = []  # its start, and the end of each of its steps
+        self._forward_steps: list[float] = []  # duration of each step
+        self._forward_ends: list[float] = []  # its start, and the end of each of its steps
         self._seconds_of_decodes: dict[tuple[int, int], float] = {}
         limits = scheduler.budget.most if isinstance(scheduler.budget, FixedBudget) else None
         # Only then every decoding request gets a token in every step.
-        self.leaps = leaps and limits is not None and limits.tokens >= scheduler.max_batch_requests
+        self.fast_forward = fast_forward and limits is not None and limits.tokens >= scheduler.max_batch_requests
         self._first_come = not scheduler.ordering.has_claims
         self._quick_admission: QuickAdmission | None = None  # if nothing depends on decoding requests
         independent = scheduler.policy.always_open and not scheduler.ordering.depends_on_output
-        if self.leaps and limits and independent:
+        if self.fast_forward and limits and independent:
             self._quick_admission = QuickAdmission(self._aside, limits)
 
     @property
     def preemptions(self) -> int:
-        return self._shown.preemptions
+        return self._submitted.preemptions
 
     def submit(self, record: RequestRecord, prompt: Sequence[int], now: float, next_arrival: float = math.inf) -> None:
-        """`next_arrival`: no other request arrives before this, if it is known."""
+        """Submit a request; no other one arrives before `next_arrival`."""
         self.scheduler.check_fits(record.n_in, record.n_out)
         simulated = SimulatedRequest(record, prompt, self.scheduler.take_place())
-        if self._leap:
-            self._cut_leap(now)
+        if self._forward_steps:
+            self._cut_fast_forward(now)
         if self._quick_admission:
             self._quick_admission.add(simulated)
         else:
-            self._shown.show(simulated)
+            self._submitted.submit(simulated)
         if not self._busy:
             self._begin(now, next_arrival)
 
     def expect_no_more(self, now: float) -> None:
-        """Batches need not wait to be filled any longer."""
+        """Release batches that are not full."""
         self.scheduler.expect_no_more()
         if not self._busy:
             self._begin(now, math.inf)
@@ -96,8 +97,8 @@ class Replica:
         """At time `due`: end the step in flight, or release a batch, and begin the next step."""
         assert self.due is not None
         now = self.due
-        if self._leap:
-            self._end_leap(len(self._leap))
+        if self._forward_steps:
+            self._end_fast_forward(len(self._forward_steps))
         elif self._busy:
             self._end_step(now)
         self._begin(now, next_arrival)
@@ -105,7 +106,7 @@ class Replica:
     # ---- a step -------------------------------------------------------------------------------------------------
 
     def _begin(self, now: float, next_arrival: float) -> None:
-        if self.leaps:
+        if self.fast_forward:
             self._set_aside()
             if self._quick_admission:
                 self._admitted = self._quick_admission.admit()
@@ -113,7 +114,7 @@ class Replica:
                     self._aside.reserve()
                     self._take(self._shape_with_admitted(), now)
                     return
-            if self._begin_leap(now, next_arrival):
+            if self._begin_fast_forward(now, next_arrival):
                 return
         self._plan_step(now)
 
@@ -124,9 +125,9 @@ class Replica:
         if aside.size:
             aside.reserve()
         if self._quick_admission:
-            self._quick_admission.show_queue()
+            self._quick_admission.submit_queue()
         plan = scheduler.schedule(now)
-        self._shown.take_in_events()
+        self._submitted.record_events()
         if not plan and not aside.size:
             wakeup = scheduler.next_wakeup(now)
             self.due = wakeup if wakeup is not None and wakeup > now else None
@@ -157,7 +158,7 @@ class Replica:
         if admitted:
             self._aside.add_admitted(admitted, now)
         if self.scheduler.has_events:
-            self._shown.take_in_events()
+            self._submitted.record_events()
 
     def _shape_with_admitted(self) -> StepShape:
         tokens = prefill_kv = 0
@@ -185,11 +186,11 @@ class Replica:
     # ---- many steps at once -------------------------------------------------------------------------------------
 
     def _set_aside(self) -> None:
-        """Take requests from the scheduler about which nothing is to be decided for now."""
+        """Take requests from the scheduler that only decode for now."""
         scheduler, aside = self.scheduler, self._aside
         if not scheduler.running:
             return
-        if self._quick_admission:  # not where memory is so short that they would be returned at once
+        if self._quick_admission:  # unless memory is short, since they would be returned at once
             if aside.leaves_room():
                 aside.take()
         elif (not scheduler.waiting or self._batch_is_closed()) and all(
@@ -198,7 +199,7 @@ class Replica:
             aside.take()
 
     def _batch_is_closed(self) -> bool:
-        """Whether nothing is to be decided before the whole batch has ended."""
+        """Whether no request is admitted before the whole batch has ended."""
         return self._first_come and self.scheduler.policy.closed_until_batch_ends
 
     def _only_decodes(self) -> bool:
@@ -213,11 +214,11 @@ class Replica:
         )
 
     def _keeps_aside(self) -> bool:
-        """Whether an ending changes nothing for the others that are set aside."""
+        """Whether the requests set aside stay there when one of them ends."""
         return self._quick_admission is not None or self._batch_is_closed()
 
-    def _begin_leap(self, now: float, next_arrival: float) -> bool:
-        """Begin all steps at once that only give one more token to each request; False if there are none."""
+    def _begin_fast_forward(self, now: float, next_arrival: float) -> bool:
+        """Begin all following steps that only decode; return False if there are none."""
         if not self._only_decodes():
             return False
         aside = self._aside
@@ -232,45 +233,43 @@ class Replica:
             steps = min(steps, int((next_arrival - now) / first) + 2)
         if steps <= 0:
             return False
-        self._leap = [base + per_position * read for read in range(context, context + steps * size, size)]
+        self._forward_steps = [base + per_position * read for read in range(context, context + steps * size, size)]
         if self._speed:
-            self._leap = self._speed.look_ahead(self._leap)
-        self._leap_ends = list(accumulate(self._leap, initial=now))
-        self._busy, self.due = True, self._leap_ends[-1]
+            self._forward_steps = self._speed.look_ahead(self._forward_steps)
+        self._forward_ends = list(accumulate(self._forward_steps, initial=now))
+        self._busy, self.due = True, self._forward_ends[-1]
         return True
 
-    def _cut_leap(self, now: float) -> None:
-        """A request arrives: end the leap with the step in flight."""
+    def _cut_fast_forward(self, now: float) -> None:
+        """A request arrives: end the fast forward with the step in flight."""
         if self._quick_admission:
-            if (
-                self._aside.size < self.scheduler.max_batch_requests
-            ):  # else it cannot be admitted before one of them ends
-                steps = bisect_left(self._leap_ends, now, lo=1)
-                del self._leap[steps:], self._leap_ends[steps + 1 :]
-                self.due = self._leap_ends[-1]
+            if self._aside.size < self.scheduler.max_batch_requests:  # else none is admitted before one ends
+                steps = bisect_left(self._forward_ends, now, lo=1)
+                del self._forward_steps[steps:], self._forward_ends[steps + 1 :]
+                self.due = self._forward_ends[-1]
             return
         if self._batch_is_closed():
             return
-        # The scheduler may use what was generated so far, so it has to plan the step in flight itself.
-        steps = bisect_left(self._leap_ends, now, lo=1) - 1
-        began = self._leap_ends[steps]
-        self._end_leap(steps)
+        # The scheduler may depend on the tokens generated so far, so it must plan the step in flight.
+        steps = bisect_left(self._forward_ends, now, lo=1) - 1
+        began = self._forward_ends[steps]
+        self._end_fast_forward(steps)
         self._plan_step(began)
 
-    def _end_leap(self, steps: int) -> None:
-        """End a leap after `steps` of its steps."""
-        seconds, now = self._leap[:steps], self._leap_ends[steps]
+    def _end_fast_forward(self, steps: int) -> None:
+        """End a fast forward after `steps` of its steps."""
+        seconds, now = self._forward_steps[:steps], self._forward_ends[steps]
         if self._speed:
             self._speed.advance_steps(steps)
-        self._busy, self._leap, self._leap_ends = False, [], []
+        self._busy, self._forward_steps, self._forward_ends = False, [], []
         self.num_steps += steps
-        self.busy_seconds = reduce(add, seconds, self.busy_seconds)  # the same sum however steps are grouped
+        self.busy_seconds = reduce(add, seconds, self.busy_seconds)  # the same rounding however steps are grouped
         self.gaps.add_steps(seconds, self._aside.size)
         self._aside.advance(steps, now)
         if not self._keeps_aside():
             self._aside.give_back()
         if self.scheduler.has_events:
-            self._shown.take_in_events()
+            self._submitted.record_events()
 
     def _decode_seconds(self, size: int, idle: int) -> float:
         """The duration of a step of decodes without the positions they read; cached, as few values occur."""

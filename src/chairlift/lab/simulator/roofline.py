@@ -1,4 +1,4 @@
-"""How long a step takes, from a model's shape and a device's figures alone."""
+"""The duration of a step, from the shape of a model and the figures of a device."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from chairlift.lab.simulator.devices import Device
 
 
 class StepCost(Protocol):
-    """What a simulation needs to know of a machine."""
+    """The cost model of a simulation."""
 
     @property
     def seconds_per_position(self) -> float:
-        """What it costs that a decode reads one position more, in a step of decodes alone."""
+        """The time per KV position in a step with decodes only."""
         ...
 
     def predict(self, shape: StepShape) -> float:
-        """Seconds. The positions that decodes read are added last, so that sums come out the same to the last bit."""
+        """Predict the seconds of a step. The term of `decode_kv` is added last, so that sums are equal to the last
+        bit."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model costs; everything that a config.json tells about that."""
+    """The sizes of a model that determine its cost."""
 
     num_parameters: int
     vocab_size: int
     hidden_size: int
     kv_bytes_per_token: int  # of all layers
-    attention_flops_per_kv: int  # of all layers, for one token looking at one position
+    attention_flops_per_kv: int  # of all layers, per token and KV position
     bytes_per_weight: float
     tied_head: bool = True
 
@@ -40,20 +41,20 @@ class ModelShape:
 
     @property
     def read_bytes(self) -> float:
-        """Of one step: all weights, less an embedding table from which only single rows are looked up."""
+        """Bytes of weights read in one step: all but an untied embedding table."""
         looked_up = 0 if self.tied_head else self.vocab_size * self.hidden_size
         return (self.num_parameters - looked_up) * self.bytes_per_weight
 
     @property
     def layer_parameters(self) -> int:
-        """Those that every token is multiplied with; the head only sees tokens that are sampled from."""
+        """Parameters that every token is multiplied with; the head only gets tokens that are sampled."""
         tables = 1 if self.tied_head else 2
         return self.num_parameters - tables * self.vocab_size * self.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Weights are read while they are multiplied, so the slower of the two counts; the cache is read besides."""
+    """Step time: the slower of reading and multiplying the weights, plus reading the KV cache."""
 
     model: ModelShape
     device: Device

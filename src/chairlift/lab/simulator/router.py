@@ -1,4 +1,4 @@
-"""Which replica a request goes to."""
+"""Routers: choose the replica of a request."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol
 from chairlift.errors import InvalidParameter
 from chairlift.lab.simulator.records import Arrival
 
-AFFINE_TOKENS = 256  # requests with this many equal first tokens belong together
+AFFINE_TOKENS = 256  # requests that share this many first tokens have the same key
 TOO_BUSY = 1.5  # a replica with this many times the mean load is skipped
 
 
 class ReplicaLoads:
-    """Tokens that the open requests of each replica may still compute; a heap finds the least."""
+    """The tokens of the open requests of each replica, with a heap to find the least."""
 
     def __init__(self, num_replicas: int) -> None:
         self.total = 0
@@ -56,17 +56,17 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The one with the fewest tokens still to compute."""
+    """Chooses the replica with the fewest tokens still to compute."""
 
     def choose(self, arrival: Arrival, loads: ReplicaLoads) -> int:
         return loads.least()
 
 
 class PrefixAffine:
-    """The one that has seen a prompt with the same beginning, unless it has far more to do than the others."""
+    """Chooses the replica that had a prompt with the same prefix, unless its load is far above the mean."""
 
     def __init__(self) -> None:
-        self._home: dict[int, int] = {}  # by the hash of the prefix: there may be millions
+        self._home: dict[int, int] = {}  # by the hash of the prefix, to save memory
 
     def choose(self, arrival: Arrival, loads: ReplicaLoads) -> int:
         key = hash(tuple(arrival.prompt[:AFFINE_TOKENS]))

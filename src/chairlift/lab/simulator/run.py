@@ -1,4 +1,4 @@
-"""Requests over time, through a router, on many replicas."""
+"""Simulates requests that a router distributes over replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def simulate(
     *,
     progress: Callable[[int], None] = lambda done: None,
 ) -> SimulationOutcome:
-    """Run all of `arrivals`, given in order of time, to their end."""
+    """Run all of `arrivals`, which are in order of time, to the end."""
     return _Run(replicas, router, progress).run(arrivals)
 
 
@@ -29,7 +29,7 @@ class _Run:
         self.progress = progress
         self.outcome = SimulationOutcome()
         self.loads = ReplicaLoads(len(replicas))
-        self.due: list[tuple[float, int]] = []  # (time, replica): out of date unless the replica is still due then
+        self.due: list[tuple[float, int]] = []  # (time, replica), valid if the replica is still due then
         self.num_done = 0
         for replica in replicas:
             replica.on_end = self._note_end
@@ -37,7 +37,7 @@ class _Run:
     def run(self, arrivals: Iterable[Arrival]) -> SimulationOutcome:
         coming = iter(arrivals)
         following = next(coming, None)
-        alone = len(self.replicas) == 1  # else the replica of the next arrival is unknown
+        alone = len(self.replicas) == 1  # otherwise the replica of the next arrival is unknown
         until = math.inf
         while following is not None or self.due:
             if following is not None and (not self.due or following.at <= self.due[0][0]):

@@ -15,7 +15,7 @@ from chairlift.lab.simulator.kv_cache import SimulatedKVCache
 
 
 class SimulatedState(SchedulerState):
-    """Scheduler state beside which `num_aside` more requests are running and decode in every step."""
+    """Scheduler state with `num_aside` more running requests, which decode in every step."""
 
     num_aside = 0
 
@@ -31,7 +31,7 @@ class SimulatedState(SchedulerState):
 
 
 class SimulatedScheduler(Scheduler):
-    """A scheduler to which requests may be submitted long after they arrived, in the place they took then."""
+    """A scheduler that accepts requests long after their arrival, at their original position in the queue."""
 
     kv: SimulatedKVCache
     state: SimulatedState
@@ -40,7 +40,7 @@ class SimulatedScheduler(Scheduler):
         return SimulatedState(self.kv, policy, self.ordering, max_batch_requests, max_overtakes, self.swap)
 
     def take_place(self) -> int:
-        """Reserve the next place in the order of submission, for `Request.order`."""
+        """Reserve the next position in the order of submission, for `Request.order`."""
         self._num_submitted += 1
         return self._num_submitted - 1
 

@@ -1,4 +1,4 @@
-"""A request of a simulation, and the `Request` that stands for it in the scheduler."""
+"""A simulated request, and its `Request` in the scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from chairlift.core.events import RequestFinished, RequestPreempted, TokenProduced
 from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.lab.simulator.block_pool import Pile
+from chairlift.lab.simulator.block_pool import BlockGroup
 from chairlift.lab.simulator.records import RequestRecord
 from chairlift.lab.simulator.scheduler import SimulatedScheduler
 
@@ -16,14 +16,14 @@ _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 
 
 class SimulatedRequest:
-    """An open request. Most run from arrival to end without being shown to the scheduler."""
+    """An open request. Most run from arrival to end without being submitted to the scheduler."""
 
     __slots__ = (
         "block_digests",
+        "group",
         "known",
         "num_found",
         "order",
-        "pile",
         "prompt",
         "record",
         "request",
@@ -36,14 +36,14 @@ class SimulatedRequest:
         self.record = record
         self.prompt = prompt
         self.order = order  # place in the order of submission
-        self.request: Request | None = None  # in the scheduler, if it was shown
+        self.request: Request | None = None  # in the scheduler, if it was submitted
         self.since = 0  # steps taken when it was set aside (`steady_decodes.py`) ...
         self.known = 0  # ... and its known tokens then
         self.block_digests: list[bytes] = []  # of its prompt
-        # While it is not shown, with a prefix cache (`lazy_indexing.py`):
+        # While it is not submitted, with a prefix cache (`lazy_indexing.py`):
         self.shared: Sequence[int] = ()  # blocks with the start of its prompt that were cached before it arrived ...
         self.num_found = 0  # ... and how many tokens that is
-        self.pile: Pile | None = None  # blocks with the rest of its prompt, in the cache since it ended
+        self.group: BlockGroup | None = None  # blocks with the rest of its prompt, in the cache since it ended
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -61,12 +61,12 @@ class SimulatedRequest:
 
 
 def token_of(request: Request) -> int:
-    """A generated token: only how many there are matters, so each request has one that no other has."""
+    """The token that stands for all generated tokens of a request; no other request has it."""
     return _LAST_TOKEN - request.order
 
 
-class ShownRequests:
-    """The requests that the scheduler was shown."""
+class SubmittedRequests:
+    """The requests that were submitted to the scheduler."""
 
     def __init__(self, scheduler: SimulatedScheduler, on_end: Callable[[RequestRecord], None]) -> None:
         self.preemptions = 0
@@ -74,8 +74,8 @@ class ShownRequests:
         self._on_end = on_end
         self._by_id: dict[str, SimulatedRequest] = {}
 
-    def show(self, simulated: SimulatedRequest) -> Request:
-        """Submit it to the scheduler, as if that had been done when it arrived."""
+    def submit(self, simulated: SimulatedRequest) -> Request:
+        """Submit a request to the scheduler as of its arrival."""
         record = simulated.record
         request = Request(
             str(simulated.order), simulated.prompt, _GREEDY, max_new_tokens=record.n_out, arrival=record.arrival
@@ -87,21 +87,21 @@ class ShownRequests:
         self._scheduler.submit(request, record.arrival)
         return request
 
-    def show_running(self, simulated: SimulatedRequest) -> Request:
-        request = self.show(simulated)
+    def submit_running(self, simulated: SimulatedRequest) -> Request:
+        request = self.submit(simulated)
         self.start(request)
         return request
 
     def start(self, request: Request) -> None:
-        """Take a request out of the queue; it runs outside of the scheduler."""
+        """Remove a request from the queue; it runs outside of the scheduler."""
         self._scheduler.waiting.remove(request)
         request.status = Status.RUNNING
 
     def find(self, request: Request) -> SimulatedRequest:
         return self._by_id[request.id]
 
-    def take_in_events(self) -> None:
-        """Note the events of the scheduler in the records."""
+    def record_events(self) -> None:
+        """Record the events of the scheduler."""
         for event in self._scheduler.drain_events():
             if isinstance(event, TokenProduced):
                 record = self._by_id[event.request_id].record

@@ -1,10 +1,9 @@
-"""How the speed of a machine changes over time.
+"""The speed of a machine over time.
 
-The same step takes 10 ms now and 13 ms a little later: other programs use the same memory and caches, clocks rise and
-fall, and interrupts happen. Slow times come in stretches, and requests queue up in them, so that percentiles of latency
-depend on them and not only on the mean. Therefore a profile keeps, in order, how long its steps should have taken by
-their price and how long they took. A simulated engine moves along that line: an amount of work takes as long as the
-same amount took the machine there.
+The duration of the same step varies with other programs, clock speeds and interrupts. Slow periods last for many steps,
+and requests queue up in them, so latency percentiles depend on them and not only on the mean. Therefore a profile
+records the predicted and the measured duration of its steps in order. A simulated engine moves along that line: an
+amount of work takes as long as it took at the same point of the profile.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class SpeedProfile:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[float, float]]) -> SpeedProfile | None:
-        """Rounded as it is saved; None without any usable pair."""
+        """Build a profile, rounded as it is saved; None without any usable pair."""
         rounded = ((round(work, _DIGITS), round(took, _DIGITS)) for work, took in pairs)
         pieces = tuple((work, took) for work, took in rounded if work > 0 and took > 0)
         return cls(pieces) if pieces else None
@@ -54,7 +53,7 @@ class SpeedProfile:
         return self._work[-1]
 
     def time_at(self, work: float) -> float:
-        """The time at which this much work is done."""
+        """The time at which `work` is done."""
         laps, rest = divmod(work, self._work[-1])
         index = bisect_right(self._work, rest, hi=len(self.pieces)) - 1
         amount, took = self.pieces[index]
@@ -65,21 +64,21 @@ class SpeedCursor:
     """A position on a speed profile."""
 
     def __init__(self, profile: SpeedProfile, begin: float = 0.0) -> None:
-        """`begin`: the share of the line to start after."""
+        """`begin`: the share of the profile to skip."""
         self._profile = profile
         self._done = begin * profile.total_work
         self._time = profile.time_at(self._done)
         self._ahead: list[tuple[float, float]] = []  # (work done, time), now and after each step looked ahead
 
     def advance(self, work: float) -> float:
-        """Do an amount of work; return how long it takes."""
+        """Do an amount of work; return its duration."""
         before = self._time
         self._done += work
         self._time = self._profile.time_at(self._done)
         return self._time - before
 
     def look_ahead(self, work: Iterable[float]) -> list[float]:
-        """How long each of these amounts would take, one after the other."""
+        """The duration of each of these amounts of work, one after the other."""
         self._ahead = [(done, self._profile.time_at(done)) for done in accumulate(work, initial=self._done)]
         return [later - earlier for (_, earlier), (_, later) in pairwise(self._ahead)]
 

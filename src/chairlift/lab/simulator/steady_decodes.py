@@ -1,13 +1,12 @@
 """Requests that only decode, kept outside of the scheduler.
 
-Of a hundred running requests, ninety-nine usually get one token in a step, as in the step before, and nothing is to be
-decided about them before one ends or memory runs out. A simulation that passes each of them through the scheduler in
-every step spends all its time there. So they are set aside: the scheduler has only their number
-(`SimulatedState.num_aside`) and the number of their blocks (`LendingBlockPool.lend`); all else is computed when it is
-needed.
+Most running requests get one token in each step, and the scheduler has nothing to decide about them before one ends or
+memory runs out. Passing each of them through the scheduler in every step would take most of the time of a simulation.
+So they are set aside: the scheduler has only their number (`SimulatedState.num_aside`) and the number of their blocks
+(`CountingBlockPool.count_used`); all else is computed on demand.
 
-Which blocks they hold does not matter, only how many, and when. That is known exactly: each request takes one every
-`block_size` steps, so it is enough to count how many do so in which of these steps (`_takers`).
+Only the number of their blocks matters. Each request takes one every `block_size` steps, so it is enough to count how
+many requests do so in which of these steps (`_takers`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from chairlift.core.kv.prefix_index import Miss, PrefixMatch
 from chairlift.core.request import Ending, FinishReason
 from chairlift.lab.simulator.lazy_indexing import LazyIndexing
 from chairlift.lab.simulator.scheduler import SimulatedScheduler
-from chairlift.lab.simulator.simulated_request import ShownRequests, SimulatedRequest, token_of
+from chairlift.lab.simulator.simulated_request import SimulatedRequest, SubmittedRequests, token_of
 
 _NOTHING_SHARED = PrefixMatch((), Miss.DISABLED)
 _ALL_GENERATED = Ending(FinishReason.LENGTH)
@@ -28,9 +27,9 @@ _ALL_GENERATED = Ending(FinishReason.LENGTH)
 class SteadyDecodes:
     """The running requests of a scheduler that are set aside."""
 
-    def __init__(self, scheduler: SimulatedScheduler, shown: ShownRequests) -> None:
+    def __init__(self, scheduler: SimulatedScheduler, submitted: SubmittedRequests) -> None:
         self.scheduler = scheduler
-        self.shown = shown
+        self.submitted = submitted
         self.size = 0
         self.context = 0  # known tokens of all of them: positions that a decode of each reads
         self._state = scheduler.state
@@ -39,9 +38,9 @@ class SteadyDecodes:
         self._block_size = scheduler.kv.block_size
         self._steps = 0  # taken since the beginning
         self._ends: list[tuple[int, int, SimulatedRequest]] = []  # (last step, order, request): a heap
-        self._takers = [0] * self._block_size  # at s % block_size: how many take a block in step s
-        self._next_is_lent = False  # whether the blocks of the next step are lent already
-        self.lazy_indexing = LazyIndexing(scheduler, shown) if scheduler.kv.prefix_caching else None
+        self._takers = [0] * self._block_size  # at s % block_size: requests that take a block in step s
+        self._next_is_counted = False  # whether the blocks of the next step are counted already
+        self.lazy_indexing = LazyIndexing(scheduler, submitted) if scheduler.kv.prefix_caching else None
 
     @property
     def steps_to_next_end(self) -> int:
@@ -53,7 +52,7 @@ class SteadyDecodes:
         state, staying = self.scheduler.state, []
         for request in state.running:
             if request.decoding and not request.steps_in_flight:
-                self._add(self.shown.find(request), request.num_known)
+                self._add(self.submitted.find(request), request.num_known)
             else:
                 staying.append(request)
         state.running = staying
@@ -71,7 +70,7 @@ class SteadyDecodes:
     def advance(self, count: int, now: float) -> None:
         """Take `count` steps of one token for each request, and end those that have all their tokens then."""
         self.reserve(count)
-        self._next_is_lent = False
+        self._next_is_counted = False
         self._steps += count
         self.context += count * self.size
         ends = self._ends
@@ -86,7 +85,7 @@ class SteadyDecodes:
         if request is None:
             if self.lazy_indexing is not None:
                 self.lazy_indexing.end(simulated, num_computed)
-            self.shown.end(simulated, now)
+            self.submitted.end(simulated, now)
             return
         if self._kv.prefix_caching or self.scheduler.policy.keeps_slots:
             self._kv.leave_blocks(request, num_computed)
@@ -95,9 +94,9 @@ class SteadyDecodes:
 
     def give_back(self) -> None:
         """Return all requests to the scheduler."""
-        if self._next_is_lent:
-            self._pool.lend(-self.takers_of(1))
-            self._next_is_lent = False
+        if self._next_is_counted:
+            self._pool.count_used(-self.takers_of(1))
+            self._next_is_counted = False
         for _, _, simulated in self._ends:
             self._return(simulated)
         self._ends.clear()
@@ -107,11 +106,11 @@ class SteadyDecodes:
         if simulated.request is None and self.lazy_indexing is not None:
             self.lazy_indexing.index_now(simulated)
         computed = simulated.known - 1 + self._remove(simulated)
-        request = simulated.request or self.shown.show_running(simulated)
+        request = simulated.request or self.submitted.submit_running(simulated)
         if not self._kv.table(request):
             self._kv.attach(request, _NOTHING_SHARED)
         copies = self._kv.reserve(request, computed - request.num_planned)
-        assert copies is not None, "they are the blocks that it was lent"
+        assert copies is not None, "its blocks were counted as used"
         request.extend([token_of(request)] * (computed + 1 - request.num_known))
         request.start_from(computed)
         self._kv.commit(request)
@@ -119,13 +118,13 @@ class SteadyDecodes:
         insort(self.scheduler.state.running, request, key=lambda other: other.order)
 
     def _remove(self, simulated: SimulatedRequest) -> int:
-        """Take back the blocks that it was lent; return how many steps it took part in."""
+        """Stop counting its blocks as used; return the number of steps since it was set aside."""
         taken = self._steps - simulated.since
         self.size -= 1
         self._state.num_aside = self.size
         self.context -= simulated.known + taken
         self._takers[(simulated.since + 2 - simulated.known) % self._block_size] -= 1
-        self._pool.lend(self._num_held(simulated) - self._kv.blocks_for(simulated.known - 1 + taken))
+        self._pool.count_used(self._num_held(simulated) - self._kv.blocks_for(simulated.known - 1 + taken))
         return taken
 
     def _num_held(self, simulated: SimulatedRequest) -> int:
@@ -133,8 +132,8 @@ class SteadyDecodes:
         return len(simulated.shared if simulated.request is None else self._kv.table(simulated.request))
 
     def add_admitted(self, admitted: list[SimulatedRequest], now: float) -> None:
-        """The step in which these were admitted is over: each has its first token, and decodes from now on. Those that
-        were not shown to the scheduler hold no blocks, but were lent as many as their prompts need."""
+        """Set aside requests after the step that computed their prompts and first tokens. The blocks of those that were
+        not submitted to the scheduler are only counted."""
         for simulated in admitted:
             record, known = simulated.record, simulated.num_known
             if record.first_token is None:
@@ -145,22 +144,22 @@ class SteadyDecodes:
             if record.n_in + record.n_out > known + 1:
                 self._add(simulated, known + 1)
             else:
-                self._pool.lend(self._num_held(simulated) - self._kv.blocks_for(known))
+                self._pool.count_used(self._num_held(simulated) - self._kv.blocks_for(known))
                 self._end(simulated, known, now)
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def reserve(self, steps: int = 1) -> None:
         """Count the blocks of the next `steps` steps as used, unless those of the next step are already."""
-        if self._next_is_lent and steps == 1:
+        if self._next_is_counted and steps == 1:
             return
-        self._pool.lend(self.takers_of(steps) - (self.takers_of(1) if self._next_is_lent else 0))
-        self._next_is_lent = self.size > 0
+        self._pool.count_used(self.takers_of(steps) - (self.takers_of(1) if self._next_is_counted else 0))
+        self._next_is_counted = self.size > 0
 
     @property
     def blocks_for_next(self) -> int:
-        """Blocks of the next step that are not lent yet."""
-        return 0 if self._next_is_lent else self.takers_of(1)
+        """Blocks of the next step that are not counted yet."""
+        return 0 if self._next_is_counted else self.takers_of(1)
 
     def takers_of(self, steps: int) -> int:
         """Blocks that the next `steps` steps take."""
@@ -174,7 +173,7 @@ class SteadyDecodes:
         return blocks
 
     def steps_with_room(self) -> int:
-        """How many steps the free blocks suffice for."""
+        """The number of steps that the free blocks suffice for."""
         rounds, left = divmod(self._pool.num_free, self.size)
         steps = rounds * self._block_size
         for step in range(self._steps + 1, self._steps + 1 + self._block_size):

@@ -284,8 +284,7 @@ def test_answers_equal_those_of_the_server(tiny: str, tmp_path: Path) -> None:
     assert statuses == {"text": 200, "chat": 200, "response": 200, "wrong model": 404, "wrong value": 400}
     assert body("wrong name")["error"]["param"] == "frobnicate"
     assert body("too long")["status"] == 400
-    # type: ignore[index]
-    assert found[None]["error"] == {"code": "invalid_json", "message": "line 4: is not valid JSON", "line": 4}
+    assert found[None]["error"] == {"code": "invalid_json", "message": "line 4: is not valid JSON", "line": 4}  # type: ignore[index]
     assert found["embedding"]["error"]["code"] == "invalid_url"
     # Repeating a finished command reports that and loads nothing.
     before = target.read_bytes()

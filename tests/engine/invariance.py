@@ -51,7 +51,7 @@ def check_all_batches(loaded: LoadedModel, **options: object) -> None:
     chunked = start_engine(loaded, config(**options, max_batch_tokens=19, max_batch_requests=6)).engine
     assert generate(chunked, prompt_ids)[0] == alone
     memory = 2**14 * loaded.model.dtype.itemsize
-    cramped = start_engine(loaded, config(**options | {"kv_memory": memory}, max_batch_requests=8)).engine
-    again, preemptions = generate(cramped, prompt_ids)
+    small_cache = start_engine(loaded, config(**options | {"kv_memory": memory}, max_batch_requests=8)).engine
+    again, preemptions = generate(small_cache, prompt_ids)
     assert preemptions > 0, "no request was preempted"
     assert again == alone

@@ -95,8 +95,7 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
 def test_each_step_is_read_first_with_drafts_or_a_synchronous_executor(drafting: bool) -> None:
     """While steps carry drafts, or with an executor that does not work ahead."""
     executor = RecordingExecutor(steps_ahead=1 if drafting else 0)
-    # type: ignore[arg-type]
-    engine = make_engine(executor, make_scheduler(speculation=Drafting() if drafting else None))
+    engine = make_engine(executor, make_scheduler(speculation=Drafting() if drafting else None))  # type: ignore[arg-type]
     engine.submit([3, 4, 5], PARAMS)
     while engine.has_work:
         engine.step()

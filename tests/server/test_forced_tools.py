@@ -89,8 +89,7 @@ def test_streams_add_up_to_whole_responses(tool_server: RunningServer, choice: A
         for call in outcome.message.tool_calls or []:
             check(call.function)
             if call.function.name == "get_weather":
-                # type: ignore[union-attr]
-                pieces = streamed_choice["calls"][outcome.message.tool_calls.index(call)]["pieces"]
+                pieces = streamed_choice["calls"][outcome.message.tool_calls.index(call)]["pieces"]  # type: ignore[union-attr]
                 assert len(pieces) > 3, "the arguments must be streamed"
 
 

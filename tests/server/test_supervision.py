@@ -1,4 +1,4 @@
-"""Detection and restart of hung engines, with a stand-in for the engine process."""
+"""Detection and restart of hung engines, with a fake engine process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a browser, as tests use it."""
+"""The dashboard page in a browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def wait_for(self, script: str, *arguments: Any, seconds: float = 30) -> Any:
-        """Wait until the script returns a true value, and return that."""
+        """Wait until the script returns a true value, and return it."""
         end = time.monotonic() + seconds
         while not (found := self.run(script, *arguments)):
             assert time.monotonic() < end, f"waited {seconds} s for {script}; the page reports {self.problems()}"
@@ -35,7 +35,7 @@ class Page:
         return str(self.find(css).text)
 
     def problems(self) -> list[str]:
-        """Warnings and errors on the browser's console since the last call."""
+        """Return the warnings and errors on the browser's console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
     def burst(self, kind: str) -> None:
@@ -49,7 +49,7 @@ class Page:
         self.wait_for("return chairlift.model.policy === arguments[0]", name)
 
     def colours_of(self, canvas: str) -> int:
-        """The number of colours on a canvas; one that was never drawn has one."""
+        """Return the number of colours on a canvas; an empty canvas has one."""
         script = """
             const canvas = document.getElementById(arguments[0]);
             const image = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);

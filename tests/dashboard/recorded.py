@@ -1,4 +1,4 @@
-"""Scheduler runs with a recorder, and the true state to compare its frames with."""
+"""Scheduler runs with a recorder, and the expected content of its frames."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ class RecordedRun:
     scheduler: Scheduler
     steps_per_frame: int = 3
     frames: list[FrameData] = field(default_factory=list)
-    shapes: list[list[tuple[str, int, int]]] = field(default_factory=list)  # of each step: id, start, count
+    shapes: list[list[tuple[str, int, int]]] = field(
+        default_factory=list
+    )  # (id, start, count) of the chunks of each step
     idle: list[int] = field(default_factory=list)
-    outputs: dict[str, int] = field(default_factory=dict)  # of finished requests
-    tables: list[dict[str, tuple[int, ...]]] = field(default_factory=list)  # at each frame
-    pools: list[list[tuple[int, bool]]] = field(default_factory=list)  # at each frame: references, cached
+    outputs: dict[str, int] = field(default_factory=dict)  # output tokens of finished requests
+    tables: list[dict[str, tuple[int, ...]]] = field(default_factory=list)  # block tables at each frame
+    pools: list[list[tuple[int, bool]]] = field(
+        default_factory=list
+    )  # (references, cached) of each block at each frame
     requests: dict[str, Request] = field(default_factory=dict)
     now: float = 0.0
 
@@ -96,7 +100,7 @@ class RecordedRun:
 
 
 def random_run(seed: int, **options: Any) -> RecordedRun:
-    """Thirty requests with and without siblings and shared prefixes, more than fit, some of them cancelled."""
+    """Run thirty requests, some with several completions, shared prefixes or a cancellation, in too little memory."""
     chance = random.Random(seed)
     settings = {
         "num_blocks": chance.choice([12, 30]),
@@ -123,7 +127,7 @@ def random_run(seed: int, **options: Any) -> RecordedRun:
 
 
 def read_back(frames: list[FrameData]) -> tuple[list[list[tuple[str, int, int]]], Counter[str]]:
-    """The shape of every step and the ending of every request, from the frames."""
+    """Return the chunks of every step and the number of endings by request id, from the frames."""
     names: dict[int, str] = {}
     steps: list[list[tuple[str, int, int]]] = []
     endings: Counter[str] = Counter()

@@ -27,7 +27,7 @@ BUBBLES = "return chairlift.model.slots.flat().filter((stay) => stay.idleFrom < 
 
 def test_a_burst_fills_all_slots_and_frees_them(page: Page, lift_server: RunningServer) -> None:
     page.burst("mixed")
-    assert page.run("return chairlift.model.slots.length") == 6  # all were used, and never more
+    assert page.run("return chairlift.model.slots.length") == 6  # all slots were used, and no more
     assert page.run("return chairlift.model.finished.length") == 24
     page.wait_for("return document.getElementById('tile-slots').textContent === '0 / 6'")
     assert page.run(WAITED_FOR_SLOTS) > 0

@@ -150,5 +150,5 @@ def test_keyframes_take_a_small_share_of_the_engines_time(
         recorded.turn()
     keys = recorded.kinds().count("key")
     assert most / 2 <= keys <= most
-    # Each but the first has a frame before it, and the time of the last one is spent after it.
+    # Each keyframe but the first follows a frame, and the cost of the last one is paid after it.
     assert (2 * (keys - 1) - 1) * work <= MAX_KEYFRAME_SHARE * seconds

@@ -48,8 +48,8 @@ MIXED = {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, 
 
 @pytest.mark.parametrize("other", [{}, {"model_type": "gemma2"}, MIXED], ids=["qwen3", "gemma2", "qwen3_moe"])
 def test_models_large_enough_for_two_threads_are_invariant_too(tmp_path: Path, other: dict[str, object]) -> None:
-    """Beyond 32,768 numbers torch cuts its work by the number of threads: here the activations of a step, its hidden
-    states and its logits have more, and those of most requests alone have fewer."""
+    """Torch splits tensors of more than 32,768 numbers between threads: the activations, hidden states and logits of
+    the batch are larger than that, those of most single requests are smaller."""
     (tmp_path / "config.json").write_text(json.dumps(LARGE | other))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the figures that tests recorded, in whichever process they ran."""
+    """Print the figures recorded by tests of all worker processes."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
     for line in show([property for report in reports for property in getattr(report, "user_properties", [])]):
         terminalreporter.write_line(line)
@@ -42,7 +42,7 @@ def exact_products() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def default_model_file() -> Path:
-    """The file of the default model, if it is cached: nothing is downloaded for these tests."""
+    """The cached file of the default model; the test is skipped without it."""
     from chairlift.loading.store import DEFAULT_MODEL, known_models
 
     (known,) = (model for model in known_models() if model.name == DEFAULT_MODEL)

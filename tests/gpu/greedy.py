@@ -26,7 +26,7 @@ def load_tiny(folder: Path, device: torch.device, dtype: torch.dtype, **options:
 
 
 def generate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> Run:
-    """Generate greedily on a new engine; the option `num_blocks` stands for the `kv_memory` of as many blocks."""
+    """Generate greedily on a new engine; the option `num_blocks` sets `kv_memory` to this number of blocks."""
     model = loaded.model
     block_size = options.get("block_size", 16)
     per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in model.attention_layers) * model.dtype.itemsize
@@ -46,7 +46,7 @@ class Rounding:
 
     tokens: int
     different: int  # tokens that differ from those of transformers in the 16-bit type
-    theirs_different: int  # tokens of transformers that differ from its own in float32
+    theirs_different: int  # tokens of transformers that differ between the 16-bit type and float32
     largest_gap: float  # largest float32 score difference between the best token and ours
     noise: float
 
@@ -87,7 +87,7 @@ def count_ties(
     expected: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
 ) -> int:
-    """How many outputs differ from the expected tokens by a tie within 1e-4; fails for any other difference."""
+    """Return the number of outputs that differ at a tie within 1e-4; fails for any other difference."""
     return sum(
         compare(hf, prompt, expected_tokens[: len(output)], output) is not None
         for prompt, expected_tokens, output in zip(prompts, expected, outputs, strict=True)

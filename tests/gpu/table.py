@@ -1,4 +1,4 @@
-"""Tables of what tests record with `record_property`."""
+"""Tables of the figures that tests record with `record_property`."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_rounded_tokens_differ_at_near_ties_only(name: str, tmp_path: Path, reco
     assert found.all_near_ties, found
 
 
-# Sizes that the fused kernels of steps with few rows support; those above run the other kernels.
+# Sizes supported by the fused kernels for steps with few rows; the models above use the other kernels.
 EVEN = SIZES | {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}
 FUSED: dict[str, dict[str, Any]] = {
     "LlamaConfig": {},

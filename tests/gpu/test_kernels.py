@@ -1,4 +1,4 @@
-"""The kernels against float64 at the sizes of real models, on random batches. tests/kernels has the small ones."""
+"""The kernels compared with float64 on random batches at the sizes of real models. tests/kernels has small sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# heads, heads of keys, their size, tokens per block, type, window, soft cap
+# heads, KV heads, head size, tokens per block, dtype, window, soft cap
 ATTENTION: dict[str, tuple[int, int, int, int, torch.dtype, int | None, float | None]] = {
     "llama-3-8b": (32, 8, 128, 16, BF16, None, None),
     "llama-3-8b float16, large blocks": (32, 8, 128, 128, FP16, None, None),
@@ -47,7 +47,7 @@ PRODUCTS = [(1536, 576), (1000, 1024), (6144, 4096), (4096, 4096), (4096, 14336)
 
 
 def context_lengths(rng: random.Random, count: int, most: int) -> list[int]:
-    """Some long and many short, of at most `most` tokens together."""
+    """Return some long and many short context lengths with a sum of at most `most` tokens."""
     lengths = [int(2 ** rng.uniform(0, 14.5)) for _ in range(count)]
     share = min(1.0, most / sum(lengths))
     return [max(0, int(length * share)) for length in lengths]
@@ -186,7 +186,7 @@ def test_experts(num_experts: int, top_k: int, hidden: int, inner: int, dtype: t
 @pytest.mark.parametrize("vocab", [49_152, 151_936])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_sampling(vocab: int, dtype: torch.dtype) -> None:
-    """A sampled token is where its random number falls in the cumulative weights, up to rounding."""
+    """A sampled token is the one at its random number in the cumulative weights, up to rounding."""
     from chairlift.core.sampling.params import SamplingParams
 
     rng = random.Random(vocab)

@@ -82,7 +82,7 @@ def test_invariant_tokens_in_every_execution_mode(
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_long_prompt_alone_with_a_large_vocabulary(tmp_path: Path, graphs: bool) -> None:
-    """Its first steps sample nothing, and the head's product uses tensor descriptors."""
+    """The first steps sample nothing, and the product of the output head uses tensor descriptors."""
     reference = make_reference(transformers.Qwen3Config(**(SIZES | WIDE | {"vocab_size": 20_000})))
     save(reference, tmp_path)
     loaded = load_tiny(tmp_path, torch.device("cuda"), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The GPU's runner is tested on a GPU where there is one, else in Triton's interpreter and without graphs."""
+"""Fixtures of the GPU runner's tests, which use Triton's interpreter and no graphs on machines without a GPU."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.kernels.tiny_config import CONFIG
 from tests.text import backends
 
 MAX_REQUESTS, BLOCK_SIZE, MAX_LEN = 4, 8, 96
-WEIGHT_SCALE = 0.3  # with much smaller weights a model with tied embeddings just repeats its last token
+WEIGHT_SCALE = 0.3  # with smaller weights, a model with tied embeddings repeats its last token
 
 
 def random_model(
@@ -109,7 +109,7 @@ def generate(engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]
 
 
 def random_prompts(count: int, length: int = 20) -> list[list[int]]:
-    """Prompts of different lengths, of which every other one has the same prefix."""
+    """Return prompts of different lengths; every second one has the same prefix."""
     generator = torch.Generator().manual_seed(3)
     shared = torch.randint(0, 300, (17,), generator=generator).tolist()
     return [

@@ -1,4 +1,4 @@
-"""Engines that speculate on the GPU's runner, and the same work without drafts on the CPU's."""
+"""Engines with speculation on the GPU runner, and the reference without drafts on the CPU runner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(tiny: LoadedModel, *given: Any, **options: Any) -> Engine:
 
 
 def plain(tiny: LoadedModel, work: Work) -> Run:
-    """The work on the CPU's runner without drafts."""
+    """Run the requests on the CPU runner without drafts."""
     return run(start(tiny, attention="bursted", speculate=None, draft_length=None), work)
 
 

@@ -138,7 +138,7 @@ def test_steps_go_on_without_graphs_when_memory_runs_out(
 
 
 def test_no_capture_takes_the_memory_of_the_largest_step(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in idle time nor for a shape that occurs often."""
+    """This holds in idle time and for frequent shapes."""
     graphs.capture(DECODES)
     monkeypatch.setattr(graphs, "_has_room", lambda taken: taken < 5)
     assert [graphs.find(MORE_DECODES) for _ in range(2 * CAPTURE_DECODES_AFTER)] == [None] * (2 * CAPTURE_DECODES_AFTER)
@@ -243,7 +243,7 @@ def test_memory_of_a_draft_head_is_part_of_the_largest_step(
 
     monkeypatch.setattr(GPURunner, "measure_largest_step", measured)
     engine = start(tiny, max_batch_tokens=8, speculate=speculate, draft_length=2)
-    features = 2 * 64  # the last layer's and one in the middle's
+    features = 2 * 64  # hidden states of the last layer and of a middle one
     kept = MAX_PENDING_STATES * 4 * features * 4
     assert counted[0] >= kept
     assert tiny.model.device.type == "cuda" or counted == [kept]
@@ -284,7 +284,7 @@ def test_replayed_steps_compute_the_same(
     assert {bool(shape.tiles) for shape in graphs._captured} == {False, True}
     assert device.type == "cuda" or ReplayedGraph.count > 5
     graphs._captured.clear()
-    graphs._pool = None  # a pool goes with its last graph
+    graphs._pool = None  # a pool is freed with its last graph
     assert engine.prepare()
     assert list(graphs._captured) == [BatchShape(1, 1, 1, 0, 1, 8)]
     turns = 1
@@ -310,4 +310,4 @@ def test_speculation_is_measured_after_its_steps_are_captured(
     maker = EngineMaker(tiny, {"device": tiny.model.device.type, "dtype": "float32"})
     with pytest.raises(InterruptedError):
         compare_speculation(maker, SpeculationSettings(scenarios=("chat",), batches=(1,)))
-    assert len(captured) == len({*captured}) == 3  # without drafts, once more without, and with ngram's
+    assert len(captured) == len({*captured}) == 3  # twice without drafts, and once with drafts of ngram

@@ -1,4 +1,4 @@
-"""The GPU's runner generates the same tokens as the CPU's."""
+"""The GPU runner generates the same tokens as the CPU runner."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_tokens_depend_on_attention(device: torch.device) -> None:
 
 
 def test_padding_rows_of_a_long_step_do_nothing(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three single tokens beside a prompt, in a step that is too long for a graph, get the kernels of four."""
+    """Three decodes beside a prompt, in a step that is too long for a graph, use the kernels for four."""
     monkeypatch.setattr(gpu_shapes, "MIXED_BUCKETS", [2])
     monkeypatch.setattr(gpu_runner, "can_capture", lambda device: True)
     monkeypatch.setattr(Graphs, "find", lambda graphs, shape: None)
@@ -56,7 +56,7 @@ def test_padding_rows_of_a_long_step_do_nothing(model: CausalLM, monkeypatch: py
 
 
 def test_invariant_attention_allocates_its_memory_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of one to four single tokens, with chunks and without, use slices of what was allocated at the start."""
+    """Steps of one to four decodes, with and without chunks, use slices of the memory allocated at startup."""
     from chairlift.kernels.triton import invariant_attention as triton_invariant_attention
 
     attention = PagedGPUAttention(invariant_for=MAX_LEN)

@@ -1,4 +1,4 @@
-"""Every batch gets a shape that holds it, and few shapes serve all batches that recur."""
+"""Every batch fits into its shape, and few shapes cover all recurring batches."""
 
 from __future__ import annotations
 

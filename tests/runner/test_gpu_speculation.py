@@ -1,4 +1,4 @@
-"""Drafts on the GPU's runner change no token."""
+"""Drafts on the GPU runner change no token."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_drafts_change_no_token(tiny: LoadedModel) -> None:
 
 
 def test_blocks_that_only_drafts_needed_are_sent_again() -> None:
-    """The third block was needed by drafts alone; the next step has another one in its place."""
+    """Only drafts needed the third block; in the next step another block replaces it."""
     slots = Slots(max_requests=1, table_width=8, block_size=4)
     request = Request("r", [1] * 6, GREEDY, max_new_tokens=9, arrival=0.0)
     request.append(1)
@@ -75,12 +75,12 @@ def test_preempted_requests_lose_no_token(tiny: LoadedModel) -> None:
 
 
 def alternate(step: int) -> bool:
-    """Drafts in three steps, then none in two, in which the engine works ahead again."""
+    """Draft in three steps, then not in two, in which the engine works ahead again."""
     return step % 5 < 3
 
 
 def test_all_drafts_of_the_model_itself_are_accepted(tiny: LoadedModel, folder: Path) -> None:
-    """Also where drafts are drawn and verified by rejection: both draw from the same distribution."""
+    """This includes drawn drafts with rejection sampling, since both distributions are equal."""
     work = work_of(GREEDY.clone(max_tokens=12), GREEDY, GREEDY.clone(temperature=1.0, top_k=30, max_tokens=9))
     expected = plain(tiny, work)
     engine = start(tiny, speculate=f"draft:{folder}", seed=None)
@@ -111,7 +111,7 @@ def test_all_drafts_of_all_layers_are_accepted(tiny: LoadedModel) -> None:
 
 
 def drafts_of(engine: Engine, work: Work) -> tuple[Run, dict[tuple[str, int], list[int]]]:
-    """The run, and all its drafts by request and number of known tokens."""
+    """Return the run, and its drafts by request and number of known tokens."""
     drafted: dict[tuple[str, int], list[int]] = {}
     proposer = drafter_of(engine)
     propose = proposer.propose
@@ -127,7 +127,7 @@ def drafts_of(engine: Engine, work: Work) -> tuple[Run, dict[tuple[str, int], li
 
 @pytest.mark.slow
 def test_a_draft_head_drafts_the_same_as_on_the_cpu_runner(tiny: LoadedModel, tmp_path: Path) -> None:
-    """Its states come from chunks of prompts, from steps that were read at once and from steps that were not."""
+    """The states of the head come from prompt chunks, from pipelined steps and from others."""
     model = tiny.model
     assert isinstance(model, Decoder)
     speculate = f"draft:{write_random_head(tmp_path, model)}"

@@ -26,7 +26,7 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="session")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A model whose chat template shows tools and whose tool call markers are special tokens."""
+    """A server with a chat template that shows tools and with special tokens as tool-call markers."""
     marks = ["<tool_call>", "</tool_call>"]
     folder = tmp_path_factory.mktemp("tools") / "tiny"
     write_tiny_checkpoint(folder, chat_template=TOOL_TEMPLATE, more_special=marks, positions=2048)
@@ -37,7 +37,7 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
 
 @pytest.fixture(scope="session")
 def described_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A model whose chat template does not show tools, with enough context to describe them."""
+    """A server with a chat template that does not show tools, and with enough context to describe them."""
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("described") / "tiny", positions=4096)
     running = start_server(folder, tmp_path_factory.mktemp("described_server") / "log")
     yield running

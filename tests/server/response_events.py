@@ -16,7 +16,7 @@ PATH = "/v1/responses"
 
 
 def sse(server: RunningServer, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream, each checked against its `event:` line, its number and the official types."""
+    """Return the events of a stream after checking their `event:` lines, numbers and official types."""
     events = []
     with httpx.stream("POST", server.url + PATH, json={"stream": True, **body}, timeout=60) as response:
         assert response.status_code == 200, response.read()

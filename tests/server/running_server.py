@@ -1,4 +1,4 @@
-"""A server in processes of its own, on a real socket."""
+"""A server in separate processes, on a real socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import openai
 
 NAME = "tiny"
 START_SECONDS, STOP_SECONDS = 120.0, 60.0
-# Shared, because each client reads the list of certificates. It keeps no connections, so that tests can count them.
+# Shared, because each new client reads the certificates. It keeps no connections, so that tests can count them.
 HTTP = httpx.Client(verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
 
 
@@ -44,13 +44,13 @@ class RunningServer:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
     def metric_of(self, name: str, **labels: str) -> float:
-        """The value with exactly these labels."""
+        """Return the value with exactly these labels."""
         key = name + "{" + ",".join(f'{label}="{value}"' for label, value in labels.items()) + "}"
         lines = [line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines()]
         return sum(float(value) for found, value in lines if found == key)
 
     def address(self) -> str:
-        """The address in its log; empty until it listens."""
+        """Return the address in the server's log; empty until it listens."""
         found = re.search(r" at (http://[\d.]+:\d+)\. Try:", self.log.read_text())
         return found[1] if found else ""
 

@@ -134,7 +134,7 @@ def test_prompts_carry_their_priority_and_tenant(folder: Path) -> None:
     llm = LLM(str(folder), order="priority", max_batch_size=1, kv_memory="1MiB")
     prompts = [{"prompt": "one", "priority": 2, "tenant": "x"}, {"prompt": "two", "priority": 1}, "three"]
     results = llm.generate(prompts, GREEDY, use_tqdm=False)
-    admitted = [result.metrics.admitted for result in results]
+    admitted = [result.metrics.boarded for result in results]
     assert sorted(admitted, reverse=True) == admitted  # the last one is admitted first
     with pytest.raises(InvalidParameter, match="tenant: must be a string"):
         llm.generate({"prompt": "x", "tenant": 3}, GREEDY, use_tqdm=False)

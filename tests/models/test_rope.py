@@ -205,8 +205,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "huge base": ({"rope_theta": 10**400}, CorruptCheckpoint, "rope_theta must be"),
     "huge list": ({"rope_type": "frequency_factors", "factors": [10**400] * 4}, CorruptCheckpoint, "finite"),
     "base of one": ({"rope_theta": 1.0}, CorruptCheckpoint, "rope_theta"),
-    "odd part": ({"partial_rotary_factor": 0.4}, CorruptCheckpoint, "even part"),
-    "too large a part": ({"partial_rotary_factor": 2.0}, CorruptCheckpoint, "even part"),
+    "odd part": ({"partial_rotary_factor": 0.4}, CorruptCheckpoint, "even number of the head.s 8"),
+    "too large a part": (
+        {"partial_rotary_factor": 2.0},
+        CorruptCheckpoint,
+        "even number of the head.s 8",
+    ),
     "short list": ({"rope_type": "frequency_factors", "factors": [1.0]}, CorruptCheckpoint, "4 entries"),
     "bad list": ({"rope_type": "frequency_factors", "factors": [1.0, 1.0, 0.0, 1.0]}, CorruptCheckpoint, "above 0"),
     "crossed bounds": (

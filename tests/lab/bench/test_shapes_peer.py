@@ -188,7 +188,7 @@ def test_a_python_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch
     ("shape", "kind", "message"),
     [
         ("nowhere", InvalidParameter, "^shape: there is no file 'nowhere'"),
-        ("empty", ChairliftError, "^empty: no config.json there"),
+        ("empty", ChairliftError, "^empty: there is no config.json"),
     ],
 )
 def test_errors_of_our_process_are_raised_here(

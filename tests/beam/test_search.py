@@ -110,6 +110,28 @@ def test_early_stopping_decides_when_the_search_is_over(
     assert search.over is over
 
 
+def test_with_a_negative_penalty_never_compares_at_the_present_length() -> None:
+    """A longer text would only lose by such a penalty: the most that a beam can reach is its score as it is."""
+    search = search_of(early_stopping="never", length_penalty=-1.0)
+    search.advance([candidates(t1=-1.0, t9=-1.1, t2=-1.5, t3=-9.0)])
+    search.advance(
+        [candidates(t3=-0.1, t9=-1.0, t4=-9.0, t5=-9.5), candidates(t3=-8.0, t4=-9.0, t5=-9.5, t6=-9.9)],
+    )
+    assert [found.score for found in search.finished] == pytest.approx([-1.1, -2.0 * 2])
+    assert not search.over  # -1.1 * 2 is better than -4.0, though -1.1 * 5 would not be
+
+
+def test_a_beam_that_can_only_tie_with_the_worst_hypothesis_does_not_continue() -> None:
+    search = search_of()
+    search.advance([candidates(t1=-1.0, t9=-1.5, t2=-2.0, t3=-9.0)])
+    search.advance(
+        [candidates(t9=-0.5, t3=-2.0, t4=-9.0, t5=-9.5), candidates(t3=-8.0, t4=-9.0, t5=-9.5, t6=-9.9)],
+    )
+    assert [found.score for found in search.finished] == [-1.5 / 2, -1.5]
+    assert search.beams[0].total / 2 == -1.5
+    assert search.over
+
+
 def test_without_early_stopping_a_better_beam_continues() -> None:
     search = search_of(width=2, max_new_tokens=5, early_stopping=False)
     search.advance([candidates(t1=-1.0, t2=-1.1, t3=-5.0, t4=-6.0)])
@@ -142,3 +164,21 @@ def test_a_group_needs_blocks_for_all_beams_until_they_have_joined() -> None:
     assert list(scheduler.waiting) == [members[0]]
     assert not scheduler.running
     assert group.blocks_to_join(4) == 2 * (2 - 1)
+
+
+def test_beams_share_no_more_than_the_prompt_until_they_have_joined() -> None:
+    scheduler = make_scheduler(num_blocks=100, block_size=2, max_batch_requests=8)
+    members = submit_beams(scheduler, "search", range(3), 3)
+    for _ in range(3):
+        scheduler.apply(run_plan(scheduler.schedule(0.0)), 0.0)
+    assert members[0].num_known == 6
+    scheduler.state.preempt(members[1], 1.0)
+    assert beam_group(members[0]).blocks_to_join(2) == 2 * (3 - 1)  # three blocks of each, of which one is shared
+
+
+def test_a_search_that_has_not_joined_is_promised_a_spare_block_for_each_beam() -> None:
+    scheduler = make_scheduler(num_blocks=100, block_size=4, max_batch_tokens=4, max_batch_requests=8)
+    leader = submit_beams(scheduler, "search", range(6), 3)[0]
+    scheduler.schedule(0.0)
+    assert list(scheduler.running) == [leader]
+    assert scheduler.state.blocks_to_come(leader) == 1 + 2 * (2 - 1) + 3  # its own, those of the others, and the spare

@@ -186,6 +186,37 @@ def test_pruned_beams_release_their_blocks_in_the_same_step() -> None:
     assert pruned
 
 
+def test_what_a_beam_computed_is_found_under_its_own_tokens() -> None:
+    """Also after it has taken over the table of another beam, and both have gone on."""
+    scheduler = make_scheduler(num_blocks=200, block_size=2, max_batch_requests=8)
+    driver = Driver(scheduler)
+    members = submit_beams(scheduler, "search", range(5), 4, 12)
+    num_checked = 0
+    while scheduler.has_work:
+        driver.step()
+        for member in scheduler.running:
+            reader = make_request("reader", [*member.tokens[: member.num_computed], 99])
+            assert len(scheduler.kv.match(reader).blocks) == member.num_computed // 2
+            num_checked += member.num_computed > members[0].num_prompt + 2
+    assert num_checked
+
+
+def test_a_table_only_grows_unless_its_generation_is_new_or_blocks_are_copied() -> None:
+    """An executor that keeps block tables on a device sends only what was added, but for those two cases."""
+    scheduler = make_scheduler(num_blocks=200, block_size=1, max_batch_requests=8, prefix_caching=False)
+    members = submit_beams(scheduler, "search", range(5), 4, 12)
+    sent: dict[str, tuple[int, list[int]]] = {}
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0)
+        for chunk in plan.chunks:
+            generation, table = sent.get(chunk.request.id, (-1, []))
+            if generation == chunk.generation and not chunk.copies:
+                assert list(chunk.table[: len(table)]) == table
+            sent[chunk.request.id] = chunk.generation, list(chunk.table)
+        scheduler.apply(run_plan(plan), 0.0)
+    assert any(member.generation for member in members)
+
+
 @pytest.mark.parametrize("member", [0, 2])
 def test_cancelling_one_completion_ends_the_search_at_once(member: int) -> None:
     scheduler = make_scheduler(max_batch_requests=8)

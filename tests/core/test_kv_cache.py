@@ -114,6 +114,17 @@ def test_a_fork_shares_the_partly_filled_block_until_the_first_write() -> None:
     assert kv.reserve(parent, 1) == ()  # sole owner again: no copy
 
 
+def test_the_block_that_was_partly_filled_at_a_fork_is_indexed_once_it_is_full() -> None:
+    kv = KVCache(10, block_size=4)
+    parent, child = make_request("p", range(6)), make_request("c", range(6))
+    compute(kv, parent)
+    kv.fork(parent, child, num_tokens=6)
+    for token in (98, 99):
+        child.append(token)
+        compute(kv, child, 1)
+    assert kv.match(make_request("d", [*range(6), 98, 99, 100])).blocks == tuple(kv.table(child))
+
+
 def test_the_parent_copies_too_if_it_writes_first() -> None:
     kv = KVCache(10, block_size=4)
     parent, child = make_request("p", range(6)), make_request("c", range(6))

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.sampling import sampler as sampler_module
@@ -110,6 +111,15 @@ def test_penalties_count_the_sampled_tokens() -> None:
     sampler.add("r", greedy(frequency_penalty=1.0), [2], seed=0, eos_ids=[])
     tokens = [sampler.sample(torch.tensor([[3.0, 2.5, 0.9]]), ["r"], [i]).tokens[0] for i in range(6)]
     assert tokens == [0, 1, 0, 1, 0, 2]
+
+
+def test_a_request_that_has_generated_before_is_penalised_for_it() -> None:
+    """A request enters the sampler after its first tokens if it was preempted, or if it needs the host only later."""
+    request = Request("r", [1], greedy(presence_penalty=2.0), max_new_tokens=9, arrival=0.0)
+    request.append(2)
+    sampler = Sampler(4, CPU)
+    sampler.follow(request)
+    assert sampler.sample(torch.tensor([[0.0, 1.0, 3.0, 2.0]]), ["r"], [1]).tokens == [3]
 
 
 def test_logprobs_are_those_of_the_unedited_logits() -> None:

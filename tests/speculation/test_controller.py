@@ -10,10 +10,12 @@ import pytest
 
 from chairlift.core.cost_model import StepShape
 from chairlift.core.events import DraftsVerified
-from chairlift.core.plan import Chunk, StepPlan, StepResult
+from chairlift.core.plan import BlockCopy, Chunk, StepPlan, StepResult
+from chairlift.core.plan_builder import PlanBuilder
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
+from chairlift.core.step_limits import StepLimits
 from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.payoff import Pace
 from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms, Proposer
@@ -174,6 +176,30 @@ def test_without_room_for_all_each_request_gets_a_share() -> None:
     plans = run_to_end(scheduler)
     assert [len(chunk.drafts) for chunk in plans[1].chunks] == [2, 2, 2]
     assert max(plan.num_drafts for plan in plans) <= 7
+
+
+def test_with_less_room_than_requests_no_more_are_drafted_than_there_is_room_for() -> None:
+    speculation = fixed_length(FixedProposer(lambda _, length: [998] * length), 5, max_drafts=2)
+    scheduler = make_scheduler(speculation=speculation)
+    for name in "abc":
+        scheduler.submit(make_request(name, 4, 20), 0.0)
+    plans = run_to_end(scheduler)
+    assert [len(chunk.drafts) for chunk in plans[1].chunks] == [1, 1, 0]
+    assert max(plan.num_drafts for plan in plans) == 2
+
+
+@pytest.mark.parametrize("copies", [(), (BlockCopy(0, 1),)])
+def test_a_request_whose_blocks_are_copied_in_the_step_gets_no_drafts(copies: tuple[BlockCopy, ...]) -> None:
+    """A proposer would read the target of the copy before it is made."""
+    scheduler = make_scheduler()
+    request = make_request("a", 10, 20)
+    scheduler.submit(request, 0.0)
+    scheduler.apply(run_plan(scheduler.schedule(0.0)), 0.0)
+    scheduler.kv.reserve(request, 1)
+    builder = PlanBuilder(StepLimits.most(64))
+    builder.add_decode(request, scheduler.kv.table(request), copies)
+    fixed_length(FixedProposer(lambda _, length: [998] * length), 5).add_drafts(scheduler.state, builder)
+    assert len(builder.chunks["a"].drafts) == (0 if copies else 5)
 
 
 def test_steps_of_extra_work_are_compared_with_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import NormalDist
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,17 @@ from numpy.typing import NDArray
 
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.randomness import uniform
+from chairlift.core.sampling.structure import Structure
 from chairlift.engine.startup import LoadedModel
 from chairlift.lab.training.trainable_head import WholeTextAttention
+from chairlift.sampling import sampler as sampler_module
 from chairlift.sampling.sampler import Sampler
 from chairlift.sampling.token_masks import TokenMasks
+from chairlift.speculation import draft_proposer
 from chairlift.speculation.first_layers import FirstLayers
+from tests.core.driving import make_request
 from tests.sampling import reference
-from tests.speculation.drafting import fixed_length
+from tests.speculation.drafting import fixed_length, terms
 from tests.speculation.running import decoder_of, proposer_with, run, runner_of, start
 
 VOCAB, RUNS, FIRST_SEED = 8, 3000, 10**6
@@ -160,3 +165,54 @@ def test_drafts_of_a_model_keep_the_distribution_of_the_engine(tiny: LoadedModel
     if sampled:  # and a sampler that accepted every draft would be far outside
         accepting_all = sum(float(draft[of_first[first]][overrated[of_first[first]]].sum()) for first, _ in pairs)
         assert accepting_all - sum(expected_share) > 2 * critical * deviation
+
+
+def test_a_draft_is_sampled_with_a_number_of_its_own_for_the_place_of_its_token(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a number that the sampler uses too, what follows a rejected draft would depend on the draft."""
+    numbers: dict[object, set[tuple[int, int, int]]] = {}
+
+    def note_numbers_of(module: ModuleType) -> None:
+        used = numbers[module] = set()
+
+        def noted(seed: int, position: int, stream: int = 0) -> float:
+            used.add((stream, seed, position))
+            return uniform(seed, position, stream=stream)
+
+        monkeypatch.setattr(module, "uniform", noted)
+
+    for module in (draft_proposer, sampler_module):
+        note_numbers_of(module)
+    engine = start(tiny, seed=1)
+    proposer = proposer_with(engine, FirstLayers(decoder_of(tiny), 1))
+    runner_of(engine).drafter = proposer
+    engine.scheduler.speculation = fixed_length(proposer, 1)
+    outcome = run(engine, [([7, 8, 9], SamplingParams(max_tokens=8, temperature=1.0, ignore_eos=True))] * 3)
+    assert 0 < outcome.accepted < outcome.proposed
+    drafted, sampled = numbers[draft_proposer], numbers[sampler_module]
+    assert not drafted & sampled
+    drawn = {number for number in sampled if number[0] == 0}
+    verified = sampled - drawn
+    assert {number[1:] for number in drafted} == {number[1:] for number in verified} <= {number[1:] for number in drawn}
+
+
+@pytest.mark.parametrize(
+    ("change", "sampled"),
+    [
+        ({}, True),
+        ({"temperature": 0.0}, False),
+        ({"seed": 3}, False),
+        ({"structure": Structure.regex("a*")}, False),  # drafts that the grammar forbids are dropped, not rejected
+    ],
+)
+def test_drafts_are_sampled_only_where_that_keeps_the_distribution(
+    tiny: LoadedModel, change: dict[str, Any], sampled: bool
+) -> None:
+    proposer = proposer_with(start(tiny), FirstLayers(decoder_of(tiny), 1))
+    request = make_request("a", [7, 8, 9], 9, params=SamplingParams(max_tokens=9, **change))
+    (draft,) = proposer.propose([request], terms(2, [0, 1]))
+    assert draft is not None
+    assert len(draft.tokens) == 2
+    source = proposer.sampled_from("a")
+    assert (source is not None and len(source) == 2) == sampled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from chairlift.core.kv.swap import SwapSpace
 from chairlift.core.request import Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.speculation.control.controller import SpeculationController
+from chairlift.speculation.control.proposer import LEVELS, Draft, DraftTerms
 from tests.core.driving import (
     make_request,
     make_scheduler,
@@ -102,6 +104,49 @@ def test_blocks_of_wrong_drafts_are_free_after_the_step() -> None:
         assert scheduler.kv.pool.num_used == (scheduler.kv.blocks_for(request.num_computed) if scheduler.running else 0)
         freed.append(held - scheduler.kv.pool.num_used)
     assert max(freed[:-1]) >= 3
+
+
+class ReservingProposer(FixedProposer):
+    """Reserves blocks for whole drafts, as a draft model does, and drafts one token only."""
+
+    def propose(self, requests: Sequence[Request], terms: DraftTerms) -> list[Draft | None]:
+        assert all(terms.reserve(request) is not None for request in requests)
+        return [Draft([998], [LEVELS - 1]) for _ in requests]
+
+
+def test_blocks_reserved_for_drafts_that_did_not_come_are_free_before_the_step() -> None:
+    scheduler = make_scheduler(block_size=2, speculation=speculation(7, kind=ReservingProposer))
+    for name in "ab":
+        scheduler.submit(make_request(name, 5, 20), 0.0)
+    step(scheduler)
+    for _ in range(4):
+        plan = scheduler.schedule(0.0)
+        assert [len(chunk.drafts) for chunk in plan.chunks] == [1, 1]
+        assert [len(chunk.table) for chunk in plan.chunks] == [scheduler.kv.blocks_for(c.end) for c in plan.chunks]
+        scheduler.apply(run_plan(plan), 0.0)
+
+
+def test_a_step_that_moves_blocks_to_or_from_host_memory_has_no_drafts_that_could_touch_them() -> None:
+    """A proposer reads and writes blocks before the step makes its copies."""
+    scheduler = make_scheduler(
+        order="fair",
+        max_batch_requests=3,
+        prefix_caching=False,
+        swap=SwapSpace(50),
+        speculation=speculation(kind=FixedProposer),
+    )
+    for name in "abc":
+        scheduler.submit(make_request(name, 6, 40, tenant="many"), 0.0)
+    step(scheduler)
+    assert step(scheduler).num_drafts
+    scheduler.submit(make_request("guest", 6, 4, tenant="guest"), 0.0)
+    out = step(scheduler)  # the guest takes a slot; there is memory enough
+    assert {swap.request.id for swap in out.swap_outs} == {"c"}
+    assert not out.num_drafts
+    back = next(plan for plan in run_to_end(scheduler) if plan.swap_ins)
+    drafts = {chunk.request.id: len(chunk.drafts) for chunk in back.chunks}
+    assert drafts["c"] == 0
+    assert drafts["a"] > 0
 
 
 def test_the_prefix_index_never_holds_a_draft() -> None:

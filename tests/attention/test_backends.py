@@ -1,4 +1,4 @@
-"""Every backend against the formula in float64, over random ragged mixes of prefills, chunks and decodes."""
+"""Every backend against a float64 reference, on random ragged batches of prefills, chunks and decodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def reference(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-    """One sequence, token by token and head by head, in float64."""
+    """Attention of one sequence, token by token and head by head, in float64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     group = layer.num_heads // layer.num_kv_heads
     for row in range(q.shape[0]):
@@ -62,14 +62,14 @@ def ragged_cases(draw: st.DrawFn) -> tuple[AttentionLayer, list[tuple[int, int]]
 @pytest.mark.parametrize("name", BACKENDS.names())
 @settings(max_examples=60, deadline=None)
 @given(case=ragged_cases())
-def test_backend_equals_the_formula(name: str, case: tuple[AttentionLayer, list[tuple[int, int]], int, int]) -> None:
+def test_backends_equal_the_reference(name: str, case: tuple[AttentionLayer, list[tuple[int, int]], int, int]) -> None:
     layer, chunks, block_size, seed = case
     generator = torch.Generator().manual_seed(seed)
     backend = choose_backend(name, [layer], CPU, torch.float32)
     needed = [-(-(start + count) // block_size) for start, count in chunks]
     order = torch.randperm(sum(needed) + 3, generator=generator)
     shape = (sum(needed) + 4, block_size, layer.num_kv_heads, layer.head_dim)
-    # Slots that no sequence owns hold NaN: reading one would spoil the result.
+    # Slots that no sequence owns contain NaN, so that reading one is detected.
     storage = KVStorage([torch.full(shape, math.nan)], [torch.full(shape, math.nan)])
     tables = torch.zeros(len(chunks), max(needed), dtype=torch.int32)
     sequences, slots = [], []
@@ -95,7 +95,7 @@ def test_backend_equals_the_formula(name: str, case: tuple[AttentionLayer, list[
     layout = RaggedLayout([0, *(row.stop for row in rows)], starts, ends, tables, where)
     out = backend.plan(layout, storage)(layer, q, k, v)
     assert out.shape == q.shape
-    assert out.isfinite().all()  # padding too: in a model it goes through the next layers
+    assert out.isfinite().all()  # padding rows too, since the next layers compute them
     # The rounding error of a score grows with its size, and softmax passes it on.
     allowed = 2e-5 * max(1.0, layer.scale * layer.head_dim**0.5)
     for i, (keys, values) in enumerate(sequences):
@@ -122,10 +122,10 @@ def test_block_copies_read_before_they_write() -> None:
     assert keys.flatten().tolist() == [0, 0, 1, 3]
 
 
-def test_unknown_and_unfit_backends_are_refused() -> None:
+def test_unknown_and_unsuitable_backends_are_refused() -> None:
     layer = AttentionLayer(0, 2, 1, 8, 1.0)
     with pytest.raises(InvalidParameter, match="unknown backend"):
-        choose_backend("magic", [layer], CPU, torch.float32)
+        choose_backend("unknown", [layer], CPU, torch.float32)
     with pytest.raises(InvalidParameter, match="takes float32"):
         choose_backend("ragged", [layer], CPU, torch.bfloat16)
     assert choose_backend("auto", [layer], CPU, torch.bfloat16).name == "bursted"

@@ -1,4 +1,4 @@
-"""`best_of`, what may go with beam search, and how both are asked for."""
+"""`best_of`, and the parameters of beam search in the API and on the command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(str(folder), dtype="float32", progress=False)
 
 
-def test_best_of_returns_the_likeliest(llm: LLM) -> None:
+def test_best_of_returns_the_completions_with_the_highest_mean_logprob(llm: LLM) -> None:
     prompt, seeded = [[5, 6, 7]], {"seed": 3, "max_tokens": 12, "temperature": 1.5}
     every = llm.generate(prompt, SamplingParams(n=6, logprobs=0, **seeded), use_tqdm=False)[0].outputs
     for with_logprobs in (None, 2):
@@ -45,26 +45,26 @@ def test_best_of_returns_the_likeliest(llm: LLM) -> None:
             assert (output.logprobs is None) == (with_logprobs is None)
 
 
-def test_what_is_not_chosen_is_not_heard(llm: LLM) -> None:
-    heard: list[Event] = []
+def test_completions_that_are_not_returned_produce_no_token_events(llm: LLM) -> None:
+    events: list[Event] = []
     engine = llm.engine
-    engine.subscribe(heard.extend)
+    engine.subscribe(events.extend)
     for search in ({"best_of": 4}, {"beam_width": 4}):
-        heard.clear()
+        events.clear()
         (first, second) = engine.submit([5, 6, 7], SamplingParams(n=2, max_tokens=5, **search), request_id="chosen")
         with pytest.raises(InvalidParameter, match="already in use"):
             engine.submit([1], SamplingParams(), request_id="chosen#3")
         while engine.has_work:
             engine.step()
-        speakers = {event.request_id for event in heard if isinstance(event, TokenProduced)}
-        assert speakers == {first, second}
-        ended = [event.request_id for event in heard if isinstance(event, RequestFinished)]
+        producers = {event.request_id for event in events if isinstance(event, TokenProduced)}
+        assert producers == {first, second}
+        ended = [event.request_id for event in events if isinstance(event, RequestFinished)]
         assert sorted(ended) == ["chosen", "chosen#1", "chosen#2", "chosen#3"]
         assert not llm.runner.sampler._requests
 
 
 @pytest.mark.parametrize("search", [{"best_of": 4}, {"beam_width": 4}])
-def test_cancelling_ends_all_of_them_within_two_steps(llm: LLM, search: dict[str, int]) -> None:
+def test_cancelling_ends_all_completions_within_two_steps(llm: LLM, search: dict[str, int]) -> None:
     engine = llm.engine
     params = SamplingParams(max_tokens=50, ignore_eos=True, **search)
     (only,) = engine.submit([5, 6, 7], params)
@@ -108,13 +108,13 @@ def test_a_deadline_ends_a_search(llm: LLM) -> None:
         ({"early_stopping": "never"}, "early_stopping"),
     ],
 )
-def test_what_does_not_go_together_is_refused(given: dict[str, Any], parameter: str) -> None:
+def test_incompatible_parameters_are_refused(given: dict[str, Any], parameter: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
         SamplingParams(**given)
     assert refused.value.parameter == parameter
 
 
-def test_refused_by_the_engine(llm: LLM) -> None:
+def test_the_engine_refuses_wide_searches_and_streaming(llm: LLM) -> None:
     with pytest.raises(InvalidParameter, match="compares 384 tokens, but there are 320") as small:
         llm.generate([[5]], SamplingParams(beam_width=64, stop_token_ids=[7, 8, 9, 10], max_tokens=1), use_tqdm=False)
     assert small.value.parameter == "beam_width"
@@ -124,7 +124,7 @@ def test_refused_by_the_engine(llm: LLM) -> None:
         assert streamed.value.parameter in search
 
 
-def test_on_the_command_line(llm: LLM, tmp_path: Path) -> None:
+def test_beam_search_on_the_command_line(llm: LLM, tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path / "tiny")
     command = ["generate", "a chairlift", "--model", str(folder), "--kv-memory", "4MiB", "--json", "--max-tokens", "6"]
     options = ["--beam-width", "3", "-n", "2", "--length-penalty", "0", "--early-stopping", "never"]

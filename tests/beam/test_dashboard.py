@@ -1,17 +1,17 @@
-"""The live page shows every beam: its tokens, its table, its end."""
+"""The dashboard shows the tokens, the block table and the end of every beam."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.beam.pretending import run_plan, submit_beams
+from tests.beam.fake_model import run_plan, submit_beams
 from tests.core.driving import make_scheduler
 from tests.dashboard import recorded
 from tests.dashboard.recorded import RecordedRun, read_back
 
 
 @pytest.mark.parametrize("num_blocks", [25, 200])  # with and without preemptions
-def test_frames_tell_of_every_beam(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_contain_every_beam(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "run_plan", run_plan)
     run = RecordedRun(make_scheduler(num_blocks, 2, max_batch_requests=8), steps_per_frame=3)
     preemptions = 0

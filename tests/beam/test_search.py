@@ -1,4 +1,4 @@
-"""Beam search by hand: which continuations are kept, what ends, and when the search is over."""
+"""Beam search with given candidates: continuations, endings and the end of the search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chairlift.core.beam.search import BeamSearch, Candidates
 from chairlift.core.events import RequestAdmitted
 from chairlift.core.request import Ending, FinishReason
 from chairlift.core.sampling.params import SamplingParams
-from tests.beam.pretending import run_plan, submit_beams
+from tests.beam.fake_model import run_plan, submit_beams
 from tests.core.driving import events_of, make_scheduler
 
 EOS = 9
@@ -42,7 +42,7 @@ def test_the_best_continuations_of_all_beams_continue_best_first() -> None:
     assert not search.over
 
 
-def test_an_ending_counts_only_among_the_best() -> None:
+def test_an_ending_is_kept_only_among_the_best() -> None:
     first = search_of()
     first.advance([candidates(t1=-0.5, t2=-0.55, t9=-0.6, t3=-0.7)])
     assert first.finished == []
@@ -72,9 +72,9 @@ def test_stop_tokens_are_not_considered_before_min_tokens() -> None:
     assert search.num_candidates == 2 * 2
 
 
-def test_a_stop_token_of_the_request_is_named_in_its_ending() -> None:
+def test_an_ending_contains_the_stop_token_of_the_request() -> None:
     search = search_of(stop_token_ids=[7])
-    assert search.num_candidates == 3 * 2  # two of three could end
+    assert search.num_candidates == 3 * 2  # two of three may end
     search.advance([candidates(t7=-0.1, t9=-0.2, t1=-1.0, t2=-2.0, t3=-3.0, t4=-4.0)])
     assert [found.ending for found in search.finished] == [
         Ending(FinishReason.STOP, 7),
@@ -95,7 +95,7 @@ def test_scores_are_divided_by_the_length_to_the_power_of_the_penalty() -> None:
         (True, -3.0, True),  # as many hypotheses as beams are enough
         (False, -3.0, True),  # (-1 - 3) / 2 is worse than the worst hypothesis, -3.1 / 2
         ("never", -3.0, False),  # in five tokens it could reach -4 / 5
-        ("never", -7.5, True),  # -8.5 / 5 is worse even then
+        ("never", -7.5, True),  # -8.5 / 5 is still worse
     ],
 )
 def test_early_stopping_decides_when_the_search_is_over(

@@ -16,7 +16,7 @@ from chairlift.outputs import RequestOutput
 from tests.tiny import write_tiny_checkpoint
 
 PAD = 1
-STOPS = [2, 3, 40, 76, 107, 212, 285, 304]  # 2 is the model's own; with so many, beams end early and often
+STOPS = [2, 3, 40, 76, 107, 212, 285, 304]  # 2 is the EOS of the model; many stop tokens make beams end early and often
 RULES = list(itertools.product([-1.0, 0.0, 1.0, 2.0], [True, False, "never"]))
 
 
@@ -40,7 +40,7 @@ def llm(checkpoint: Path) -> LLM:
 def expected(
     model: Any, prompts: list[list[int]], params: SamplingParams, **more: Any
 ) -> list[list[tuple[Any, float]]]:
-    """For each of the prompts, which have the same length: what transformers finds, as (tokens, score)."""
+    """The (tokens, score) that transformers finds for each of the prompts, which have the same length."""
     found = model.generate(
         torch.tensor(prompts),
         attention_mask=torch.ones(len(prompts), len(prompts[0])),
@@ -68,9 +68,9 @@ def check(result: RequestOutput, wanted: list[tuple[list[int], float]]) -> None:
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_sequences_and_scores(width: int, llm: LLM, reference: Any) -> None:
-    """Two prompts for each of twelve rules, all searches and a plain request in one batch."""
-    chance = random.Random(width)
-    pairs = [[[chance.randrange(4, 320) for _ in range(length)] for _ in range(2)] for length in range(1, 13)]
+    """Two prompts for each of twelve rules: all searches and a plain request in one batch."""
+    rng = random.Random(width)
+    pairs = [[[rng.randrange(4, 320) for _ in range(length)] for _ in range(2)] for length in range(1, 13)]
     rules = [
         SamplingParams(
             beam_width=width,
@@ -98,7 +98,7 @@ def test_sequences_and_scores(width: int, llm: LLM, reference: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{"max_batch_tokens": 3, "max_batch_requests": 3}, {"kv_memory": "34 KiB", "max_batch_requests": 9}]
 )
-def test_short_of_budget_or_memory(options: dict[str, Any], checkpoint: Path, reference: Any) -> None:
+def test_a_small_budget_or_memory_changes_nothing(options: dict[str, Any], checkpoint: Path, reference: Any) -> None:
     """Prompts in chunks, beams that do not all fit in one step, searches that are preempted."""
     llm = LLM(str(checkpoint), dtype="float32", progress=False, block_size=4, max_model_len=40, **options)
     params = SamplingParams(beam_width=3, n=2, max_tokens=12, ignore_eos=True)
@@ -110,7 +110,7 @@ def test_short_of_budget_or_memory(options: dict[str, Any], checkpoint: Path, re
     assert preempted == ("kv_memory" in options)
 
 
-def test_least_length_logprobs_and_text(llm: LLM, reference: Any) -> None:
+def test_min_tokens_logprobs_and_text(llm: LLM, reference: Any) -> None:
     params = SamplingParams(beam_width=4, n=2, max_tokens=8, min_tokens=5, logprobs=3, stop_token_ids=STOPS[1:])
     prompt = [8, 9, 10, 30, 200]
     result = llm.generate([prompt], params, use_tqdm=False)[0]
@@ -131,8 +131,8 @@ def test_least_length_logprobs_and_text(llm: LLM, reference: Any) -> None:
         assert output.text == llm.get_tokenizer().decode(output.token_ids[:-1] if ends else output.token_ids)
 
 
-def test_beside_speculation_and_with_a_prefix_hit(checkpoint: Path, reference: Any) -> None:
-    """Drafts of others give a step more rows than chunks; beams have none, but find their prompt in the cache."""
+def test_beam_search_with_speculation_and_a_prefix_hit(checkpoint: Path, reference: Any) -> None:
+    """Other requests have drafts, so that steps have more rows than chunks; beams have a prefix hit."""
     llm = LLM(str(checkpoint), dtype="float32", progress=False, block_size=4, speculate="ngram", draft_length=3)
     search = SamplingParams(beam_width=4, n=4, max_tokens=10, ignore_eos=True)
     plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias={5: 100.0})  # repeats itself
@@ -153,14 +153,14 @@ def test_beside_speculation_and_with_a_prefix_hit(checkpoint: Path, reference: A
 
 
 def test_memory_of_eight_beams_on_a_long_prompt(checkpoint: Path) -> None:
-    """The searches share the prompt, and what their beams have in common after it."""
+    """Beams share the prompt and their common tokens after it."""
     peaks = {}
     for width in (1, 8):
         llm = LLM(str(checkpoint), dtype="float32", progress=False)
         used = [0]
         llm.engine.subscribe(lambda _, used=used, llm=llm: used.append(llm.engine.scheduler.kv.pool.num_used))
-        chance = random.Random(0)
-        prompt = [chance.randrange(4, 320) for _ in range(1000)]
+        rng = random.Random(0)
+        prompt = [rng.randrange(4, 320) for _ in range(1000)]
         search = {"beam_width": width} if width > 1 else {"temperature": 0}
         llm.generate([prompt], SamplingParams(max_tokens=48, ignore_eos=True, **search), use_tqdm=False)
         peaks[width] = max(used)

@@ -17,7 +17,7 @@ from chairlift.core.plan import StepPlan
 from chairlift.core.request import Ending, FinishReason, Request
 from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.errors import InvalidParameter
-from tests.beam.pretending import run_plan, submit_beams
+from tests.beam.fake_model import run_plan, submit_beams
 from tests.core.driving import make_request, make_scheduler
 from tests.core.memory_model import MemoryModel
 
@@ -39,7 +39,7 @@ def found_alone(prompt: list[int], width: int, new: int) -> Found:
 
 
 class Driver:
-    """Plans and applies steps, the latter `depth` behind, and checks every invariant at each."""
+    """Plans steps, applies them `depth` steps later, and checks all invariants each time."""
 
     def __init__(self, scheduler: Scheduler, depth: int = 0) -> None:
         self.scheduler = scheduler
@@ -78,7 +78,7 @@ class Driver:
             if not self.scheduler.has_work and not self.in_flight:
                 return
             self.step()
-        raise AssertionError("the workload does not come to an end")
+        raise AssertionError("the workload does not end")
 
 
 JOB = st.tuples(
@@ -86,7 +86,7 @@ JOB = st.tuples(
     st.integers(1, 20),  # length of the prompt
     st.integers(1, 9),  # new tokens
     st.integers(2, 4),  # width
-    st.integers(0, 1),  # family: prompts of one share prefixes
+    st.integers(0, 1),  # family: prompts of a family share prefixes
 )
 
 
@@ -122,7 +122,7 @@ def test_random_workloads(options: dict[str, Any], depth: int, slots: int, jobs:
             elif kind == "plain":
                 scheduler.submit(make_request(f"p{number}", prompt, new, tenant="ab"[family]), driver.now)
         except InvalidParameter:
-            continue  # too large for so few blocks
+            continue  # too large for the KV cache
         if kind == "cancel" and searches:
             victim = searches[number % len(searches)][0]
             scheduler.finish(victim[-1].id, Ending(FinishReason.CANCELLED), driver.now)
@@ -139,7 +139,7 @@ def test_random_workloads(options: dict[str, Any], depth: int, slots: int, jobs:
             assert found == found_alone(prompt, width, new)
 
 
-def test_a_search_that_is_preempted_again_and_again_finds_the_same() -> None:
+def test_preempted_searches_find_the_same() -> None:
     prompt, preemptions = list(range(10)), 0
     scheduler = make_scheduler(num_blocks=21, block_size=2, max_batch_requests=8, prefix_caching=False)
     driver = Driver(scheduler)
@@ -156,7 +156,7 @@ def test_a_search_that_is_preempted_again_and_again_finds_the_same() -> None:
     assert endings(members) == found_alone(prompt, 4, 9)
 
 
-def test_all_beams_are_in_one_batch_with_others_and_share_the_prompt() -> None:
+def test_all_beams_share_a_batch_with_other_requests_and_share_the_prompt() -> None:
     scheduler = make_scheduler(num_blocks=200, max_batch_requests=8)
     driver = Driver(scheduler)
     one = submit_beams(scheduler, "one", range(12), 3)
@@ -169,7 +169,7 @@ def test_all_beams_are_in_one_batch_with_others_and_share_the_prompt() -> None:
     tables = [scheduler.kv.table(member) for member in one]
     assert [table[:3] for table in tables] == [tables[0][:3]] * 3  # 12 prompt tokens in blocks of 4
     assert len({table[3] for table in tables}) == 3
-    assert len(plan.copies) == 2  # of the prompt's last block, partly filled, for all but one of the other three
+    assert len(plan.copies) == 2  # of the partly filled last block of the prompt, for all but one of the three beams
 
 
 def test_pruned_beams_release_their_blocks_in_the_same_step() -> None:
@@ -181,7 +181,7 @@ def test_pruned_beams_release_their_blocks_in_the_same_step() -> None:
         driver.step()
         if scheduler.has_work:
             prefixes = {tuple(member.tokens[:end]) for member in members for end in range(1, member.num_computed + 1)}
-            assert scheduler.kv.pool.num_used == len(prefixes)  # with blocks of one token: one for each that is alive
+            assert scheduler.kv.pool.num_used == len(prefixes)  # one block per live token
             pruned += len(prefixes) < 5 + 4 * (members[0].num_known - 6)
     assert pruned
 
@@ -246,7 +246,7 @@ def test_a_wide_search_waits_for_its_slots_and_is_not_passed_over_forever() -> N
     check_quiescent(scheduler)
 
 
-def test_what_cannot_fit_is_refused() -> None:
+def test_searches_that_cannot_fit_are_refused() -> None:
     scheduler = make_scheduler(num_blocks=10, block_size=4, max_batch_requests=4)
     with pytest.raises(InvalidParameter, match="5 beams need a slot each, but there are 4") as slots:
         submit_beams(scheduler, "wide", range(4), 5, 2)

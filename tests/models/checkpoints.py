@@ -1,4 +1,4 @@
-"""Tiny random checkpoints made with transformers, and the three ways to run a model on them."""
+"""Tiny random checkpoints made with transformers, and helpers that run a model on them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 
 
 def make_reference(config: Any) -> Any:
-    """A transformers model with seeded weights in which no norm is one and no bias zero, so that bugs show.
+    """A transformers model with seeded weights, without norms of one and biases of zero, which could hide bugs.
 
     Biases and tied embeddings are small: large ones would make the model repeat one token whatever the layers compute.
     """
@@ -55,7 +55,7 @@ def make_reference(config: Any) -> Any:
 
 
 def save(model: Any, folder: Path) -> dict[str, Any]:
-    """Write the checkpoint as a user would find it; returns its config.json."""
+    """Write the checkpoint as published ones look; return its config.json."""
     model.save_pretrained(folder)
     return read_config(folder)
 
@@ -92,14 +92,14 @@ def reference_logits(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def run_alone(model: CausalLM, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
-    """`rows`: of which the logits are wanted, if not of all."""
+    """Run one sequence; return the logits of `rows`, or of all rows."""
     attend = DenseCache().step([("only", len(tokens))])
     return model.logits(model.hidden_states(tokens, torch.arange(len(tokens)), attend, rows).last)
 
 
 @torch.inference_mode()
 def run_ragged(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
-    """All sequences in one batch."""
+    """Run all sequences in one batch."""
     counts = [len(tokens) for tokens in sequences]
     attend = DenseCache().step([(str(i), count) for i, count in enumerate(counts)])
     positions = torch.cat([torch.arange(count) for count in counts])
@@ -109,7 +109,7 @@ def run_ragged(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
 
 @torch.inference_mode()
 def run_chunked(model: CausalLM, sequences: list[Tensor], chunk: int) -> list[Tensor]:
-    """In steps of at most `chunk` tokens of each sequence, the shorter ones dropping out."""
+    """Run all sequences in steps of at most `chunk` tokens of each."""
     cache = DenseCache()
     logits: list[list[Tensor]] = [[] for _ in sequences]
     for start in range(0, max(len(tokens) for tokens in sequences), chunk):
@@ -124,7 +124,7 @@ def run_chunked(model: CausalLM, sequences: list[Tensor], chunk: int) -> list[Te
 
 
 def assert_matches(model: CausalLM, reference: Any, *lengths: int, tolerance: float = 1e-4) -> None:
-    """Alone, all in one ragged batch, and chunked, the logits are those of transformers; also where few are wanted."""
+    """Check the logits against transformers: alone, in one ragged batch, chunked, and for selected rows only."""
     sequences = prompts(*lengths)
     expected = [reference_logits(reference, tokens) for tokens in sequences]
     assert expected[0].std() > 0.1, "a model with flat logits would not show a bug"

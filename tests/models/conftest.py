@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
-    """The models here are so small that a second thread only waits, for very long on a busy machine."""
+    """Use one thread: for models this small a second one only adds waiting."""

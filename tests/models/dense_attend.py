@@ -1,4 +1,4 @@
-"""The simplest attention that can be right: per sequence, dense, in float64, over plain lists of keys and values."""
+"""Reference attention: per sequence, dense, in float64, over plain lists of keys and values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DenseCache:
 
 
 def dense_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The last len(q) tokens of one sequence look at its len(k) tokens."""
+    """Attention of the last len(q) tokens of a sequence over its len(k) tokens."""
     groups = layer.num_heads // layer.num_kv_heads
     keys = k.double().repeat_interleave(groups, dim=1)
     values = v.double().repeat_interleave(groups, dim=1)

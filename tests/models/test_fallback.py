@@ -1,4 +1,4 @@
-"""Models that run on the code of transformers, in the ragged batch; and those that must be refused."""
+"""Models that run with the code of transformers in a ragged batch, and models that are refused."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_bad_config_value() -> None:
         describe({"model_type": "gpt_neox", "hidden_size": "wide"})
 
 
-def test_absurdly_many_layers() -> None:
+def test_too_many_layers_are_refused() -> None:
     with pytest.raises(CorruptCheckpoint, match="more than 4096 layers"):
         describe({"model_type": "gpt_neox", "num_hidden_layers": 10**7})
 
@@ -147,7 +147,7 @@ def test_checkpoint_must_fit(how: str, tmp_path: Path) -> None:
         build_model(config, changed, dtype=torch.float32, device=CPU)
 
 
-def test_tokens_that_leak_into_each_other_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_mix_sequences_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.AutoConfig.for_model("olmo", **SIZES)
     saved = save(make_reference(config), tmp_path)
     model = load(tmp_path)

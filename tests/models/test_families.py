@@ -151,7 +151,7 @@ def test_names_without_the_model_prefix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama gqa", "gemma3", "mixtral", "olmo2"])
 def test_bfloat16_stays_close(name: str, tmp_path: Path) -> None:
-    """Rounding differs from transformers in places; the distributions must not."""
+    """Rounding differs from transformers, but the distributions stay close."""
     reference = make_reference(CONFIGS[name]())
     save(reference, tmp_path)
     model = load(tmp_path, dtype=torch.bfloat16)

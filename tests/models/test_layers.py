@@ -1,4 +1,4 @@
-"""The parts of the decoder on their own."""
+"""The layers of the decoder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_packed_linear_is_the_same_map(out_features: int, in_features: int, bias
 
 
 def test_zero_rows_never_reach_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of one long prompt may sample nothing, and tensor descriptors of a GPU refuse tensors without rows."""
+    """A step with part of a prompt samples nothing, and GPU tensor descriptors reject tensors without rows."""
     monkeypatch.delattr(PlainWeight, "multiply")
     linear = _linear(96, 64, False, torch.bfloat16)
     for linear.weight.batch_invariant in (False, True):

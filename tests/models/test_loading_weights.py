@@ -1,4 +1,4 @@
-"""Checkpoints and configs that do not fit, and what loading does to memory."""
+"""Invalid checkpoints and configs, and the memory use of loading."""
 
 from __future__ import annotations
 
@@ -108,18 +108,18 @@ class TestTiedHead:
         logits = _build(self.config, tensors).logits(hidden)
         torch.testing.assert_close(logits, hidden @ tensors["model.embed_tokens.weight"].T)
 
-    def test_either_name_will_do(self) -> None:
+    def test_either_name_is_accepted(self) -> None:
         tensors = _tensors(self.config)
         tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
         model = _build(self.config, tensors)
         assert torch.equal(model.embedding.table, tensors["lm_head.weight"])
 
-    def test_both_if_equal(self) -> None:
+    def test_both_names_are_accepted_if_equal(self) -> None:
         tensors = _tensors(self.config)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         _build(self.config, tensors)
 
-    def test_a_head_of_its_own_contradicts_the_config(self) -> None:
+    def test_a_different_head_contradicts_the_config(self) -> None:
         tensors = _tensors(self.config)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
         with pytest.raises(CorruptCheckpoint, match="tie_word_embeddings"):
@@ -140,7 +140,7 @@ def test_weights_are_converted_to_the_wanted_type() -> None:
 
 
 def test_fill_copies_each_tensor_when_it_arrives() -> None:
-    """A tensor of the stream may be gone when the next one is read."""
+    """A tensor of the stream may be invalid once the next one is read."""
     target = {"a": torch.empty(2), "b": torch.empty(2)}
     buffer = torch.empty(2)
 
@@ -191,7 +191,7 @@ def test_bad_config_values_are_named(changes: dict[str, Any], message: str) -> N
         describe(CONFIG | changes)
 
 
-def test_more_weights_than_any_memory_holds() -> None:
+def test_more_weights_than_memory_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match=r"no memory for the .* weights of the model in float32"):
         _build(CONFIG | {"vocab_size": 2**31, "hidden_size": 2**31, "head_dim": 4}, {})
 

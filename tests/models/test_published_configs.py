@@ -1,6 +1,6 @@
-"""Config files as model authors published them: old names, and much left out.
+"""Published config files, with old names and missing fields.
 
-What transformers makes of them, with all its defaults filled in, must describe the same decoder.
+The config that transformers makes of them, with all its defaults, must describe the same decoder.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def empty_storage(model: Any, num_blocks: int, dtype: torch.dtype = torch.float3
 
 
 def run(model: Any, attention: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Two prompts, the first in two chunks, and then a decode of both: the logits of every token."""
+    """The logits of all tokens of two prompts, the first in two chunks, and of a decode of both."""
     backend = choose_backend(attention, model.attention_layers, CPU, torch.float32)
     storage = empty_storage(model, 20, dtype)
     tables = torch.tensor([[7, 3, 11, 0, 5, 9, 2], [1, 8, 4, 12, 6, 10, 13]], dtype=torch.int32)
@@ -80,7 +80,7 @@ def test_int8_models_stay_close_to_full_precision(name: str, tmp_path: Path) -> 
         """Per row: a mean over all rows would hide one that is wrong."""
         return (found - expected).abs().mean(dim=1) / spread
 
-    # The same integers, but a number may round the other way where sums differ in their last bit.
+    # The integers are the same, but rounding may differ where sums differ in the last bit.
     assert errors(fused, by_layers).max() < 0.03
     assert errors(fused, reference).min() > 0
     assert errors(fused, reference).max() < 0.1
@@ -90,7 +90,7 @@ def test_int8_models_stay_close_to_full_precision(name: str, tmp_path: Path) -> 
 
 @torch.inference_mode()
 def test_requested_rows_of_a_long_context(tmp_path: Path) -> None:
-    """The context is so long that its attention is split into several pieces."""
+    """The context is long enough that its attention is split."""
     model = load(tmp_path, save(make_reference(CONFIGS[FUSED[0]]()), tmp_path), quantization="int8")
     backend = choose_backend("ragged", model.attention_layers, CPU, torch.float32)
     length = 600
@@ -128,8 +128,8 @@ def test_int8_is_refused_with_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attention", BACKENDS.names())
 @pytest.mark.parametrize("kv_dtype", ["auto", "float32"])
-def test_tokens_do_not_depend_on_neighbours(attention: str, kv_dtype: str, tmp_path: Path) -> None:
-    """Bit for bit, because every row has scales of its own."""
+def test_tokens_do_not_depend_on_other_rows(attention: str, kv_dtype: str, tmp_path: Path) -> None:
+    """Bit for bit, because every row has its own scales."""
     try:
         choose_backend(attention, [], CPU, torch.float32)
     except InvalidParameter:

@@ -1,4 +1,4 @@
-"""How fast the simulator is: `python -m tests.lab.simulate.speed [TRACE ...]`. No test, since it is about time."""
+"""Measures the speed of the simulator: `python -m tests.lab.simulate.speed [TRACE ...]`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from chairlift.lab.simulator.run import simulate
 
 COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", 2)[0], device_named("h200"))
 PROMPTS = (16, 512)
-BEGINNINGS = 8  # system prompts that others share ...
+BEGINNINGS = 8  # shared system prompts ...
 COMMON = 256  # ... of this many tokens
-REPEATS = 3  # of which the fastest counts: others may use the machine too
+REPEATS = 3  # the fastest counts
 
 
 def traffic(running: int, output: int, count: int, *, times: float = 1.0, shared: bool = False) -> list[Arrival]:
     """Traffic that keeps about `running` requests in the batch, each generating `output` tokens.
-    `times`: as many as that come (to several replicas, or to one that cannot take them all). `shared`: each prompt
-    has one of a few others in front of it."""
+    `times`: multiplies the arrival rate (for several replicas, or for overload). `shared`: each prompt starts with
+    one of a few system prompts."""
     prompt = round(sum(PROMPTS) / 2 * running / output)  # tokens in a step
     context = running * (sum(PROMPTS) // 2 + output // 2)
     step = COST.predict(StepShape(running, prompt, context, prompt * PROMPTS[1] // 2, running))

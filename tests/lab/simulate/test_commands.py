@@ -32,7 +32,7 @@ def test_plan_counts_memory_exactly(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").stat().st_size > 1000
 
 
-def test_a_model_that_does_not_fit_is_said_so() -> None:
+def test_a_model_that_does_not_fit_is_reported() -> None:
     outcome = CliRunner().invoke(app, ["plan", "--model", "llama3-8b", "--device", "l4", "--memory", "12"])
     assert outcome.exit_code == 2
     assert "16.1 GB of weights" in outcome.output.replace("\n", " ")
@@ -58,7 +58,7 @@ def test_simulate_a_trace(tmp_path: Path) -> None:
     assert row["output_tokens_per_s"] * row["seconds"] == pytest.approx(325)
 
 
-def test_a_profile_of_this_machine_feeds_the_simulator(tmp_path: Path) -> None:
+def test_the_simulator_uses_a_profile_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     profile, result = tmp_path / "profile.json", tmp_path / "result.json"
     options = "--load-format dummy --device cpu --max-batch-requests 4 --kv-memory 16MiB --rounds 1 --quiet"
@@ -90,7 +90,7 @@ def test_a_profile_of_this_machine_feeds_the_simulator(tmp_path: Path) -> None:
         (("bench", "profile", "--target-tpot-ms", "3"), "a profile needs steps of all sizes"),
     ],
 )
-def test_what_does_not_go_together_is_refused(arguments: tuple[str, ...], problem: str, tmp_path: Path) -> None:
+def test_incompatible_options_are_refused(arguments: tuple[str, ...], problem: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     file.write_text('{"prices": {"step": -1}}')
     outcome = CliRunner().invoke(app, [argument.replace("FILE", str(file)) for argument in arguments])

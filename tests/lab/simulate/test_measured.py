@@ -1,4 +1,4 @@
-"""Prices of steps fitted to measured ones, and a recorded real run simulated again."""
+"""Step costs fitted to measured steps, and the simulation of a recorded run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def random_shape(rng: random.Random) -> StepShape:
 
 
 @pytest.mark.parametrize(("noise", "outliers", "allowed"), [(0.0, 0.0, 0.005), (0.05, 0.0, 0.03), (0.05, 0.05, 0.05)])
-def test_a_fit_finds_what_steps_cost(noise: float, outliers: float, allowed: float) -> None:
-    """Also where steps vary, and where some take five times as long: those count, but not for more than three times."""
+def test_a_fit_recovers_the_cost_of_steps(noise: float, outliers: float, allowed: float) -> None:
+    """Also with noise, and with outliers of five times the duration, which count as three times."""
     rng = random.Random(3)
     steps = []
     for _ in range(600):
@@ -46,12 +46,12 @@ def test_a_fit_finds_what_steps_cost(noise: float, outliers: float, allowed: flo
     assert sum(errors) / len(errors) < allowed
 
 
-def test_steps_with_and_without_prompts_are_late_each_in_its_way() -> None:
+def test_lateness_is_measured_separately_for_steps_with_prompts() -> None:
     rng, steps = random.Random(5), []
     for index in range(800):
         shape = random_shape(rng)
         seconds = TRUE.predict(shape)
-        late = not shape.prefill_tokens and index % 5 == 0  # some of the decodes, and no prompt
+        late = not shape.prefill_tokens and index % 5 == 0  # some of the steps with decodes only
         steps.append((shape, 2 * seconds if late else seconds))
     fitted = MeasuredCost.fit(steps)
     assert fitted.late_prompts == pytest.approx(1.0, abs=0.02)
@@ -62,19 +62,19 @@ def test_steps_with_and_without_prompts_are_late_each_in_its_way() -> None:
     assert difference == pytest.approx(100 * fitted.seconds_per_position)
 
 
-def test_steps_larger_than_any_measured_cost_in_proportion() -> None:
+def test_costs_are_extrapolated_beyond_the_measured_steps() -> None:
     fitted = MeasuredCost.fit([(StepShape(prefill_tokens=n, requests=1), 1e-3 * n) for n in range(1, 200)])
     assert fitted.predict(StepShape(prefill_tokens=2000, requests=1)) == pytest.approx(2.0, rel=0.02)
 
 
-def test_prices_survive_json_and_bad_ones_are_refused() -> None:
+def test_costs_are_saved_as_json_and_invalid_ones_are_refused() -> None:
     assert MeasuredCost.from_json(TRUE.to_json()) == TRUE
     for change in ({"step": -1.0}, {"request": None}, {"tokens": [[1, 0.1]]}, {"tokens": []}):
         with pytest.raises(InvalidParameter):
             MeasuredCost.from_json(TRUE.to_json() | change)
 
 
-def test_a_profile_remembers_when_the_machine_was_slow() -> None:
+def test_a_profile_records_when_the_machine_was_slow() -> None:
     rng, steps = random.Random(7), []
     for index in range(900):
         shape = random_shape(rng)
@@ -95,7 +95,7 @@ def test_a_profile_remembers_when_the_machine_was_slow() -> None:
     work=st.lists(st.floats(0, 0.3), max_size=12),
 )
 def test_a_cursor_moves_along_its_profile(pieces: list[tuple[int, int]], begin: float, work: list[float]) -> None:
-    """Time never goes back, looking ahead changes nothing, and a whole lap takes what all its pieces took."""
+    """Time is monotonic, looking ahead changes nothing, and a full cycle takes as long as all pieces."""
     pace = SpeedProfile.from_json(pieces)
     cursor = SpeedCursor(pace, begin)
     expected = cursor.look_ahead(work)
@@ -107,14 +107,14 @@ def test_a_cursor_moves_along_its_profile(pieces: list[tuple[int, int]], begin: 
 
 
 @pytest.mark.parametrize("pieces", [(), ((0.0, 1.0),), ((1.0, 0.0),), ((1.0, -1.0),)])
-def test_a_pace_without_progress_is_refused(pieces: tuple[tuple[float, float], ...]) -> None:
+def test_a_profile_without_progress_is_refused(pieces: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(InvalidParameter):
         SpeedProfile(pieces)
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_a_recorded_run_is_reproduced_within_a_tenth(path: Path) -> None:
-    """Throughput and percentiles of latency; everything is in the file, so no clock is read here."""
+    """Throughput and latency percentiles; the recording has all times, so no clock is read."""
     rows = compare(RecordedRun.load(path))
     assert [row["name"] for row in rows] == list(COMPARED)
     assert {row["name"]: row["error"] for row in rows if abs(row["error"]) > 0.1} == {}

@@ -30,7 +30,7 @@ UNEVEN = SpeedProfile(((0.031, 0.020), (0.007, 0.050), (0.113, 0.131), (0.0005, 
 
 
 class Linear:
-    """A step costs 10 ms, 1 ms a token and 10 µs for each position read: easy to follow by hand."""
+    """A step takes 10 ms, plus 1 ms per token and 10 µs per KV position."""
 
     seconds_per_position = 0.00001
 
@@ -60,8 +60,8 @@ def make_replica(
 def arrivals(
     count: int, *, rate: float = 20.0, seed: int = 0, longest: int = 60, shared: bool = False, branching: bool = False
 ) -> list[Arrival]:
-    """`shared`: every fourth prompt is the same, as long as it is. `branching`: those that begin alike part somewhere,
-    not always at the end of a block."""
+    """`shared`: every fourth prompt has the same tokens. `branching`: prompts with a common prefix diverge, not always
+    at a block boundary."""
     rng = random.Random(seed)
     at, found = 0.0, []
     for index in range(count):
@@ -79,7 +79,7 @@ def times(outcome: SimulationOutcome) -> list[tuple[float, float]]:
     return [(record.first_token or -1.0, record.end or -1.0) for record in outcome.records]
 
 
-def test_one_request_by_hand() -> None:
+def test_the_times_of_one_request() -> None:
     outcome = simulate([Arrival(5.0, range(10), 3)], [make_replica()], make_router("round-robin"))
     prompt = 0.010 + 0.010 + 0.00001 * 55  # 10 tokens that read 1 + 2 + ... + 10 positions
     second, third = (0.010 + 0.001 + 0.00001 * length for length in (11, 12))
@@ -128,8 +128,7 @@ def test_fast_forward_changes_nothing(
     pace: SpeedProfile | None,
     prefill: int | None,
 ) -> None:
-    """Every time is the same to the last bit, also on an uneven machine, and where memory is so short that requests are
-    preempted."""
+    """All times are equal to the last bit, also with a varying speed and with preemptions."""
     outcomes, evictions = [], []
     for fast_forward in (False, True):
         replicas = [

@@ -1,4 +1,4 @@
-"""Beam searches with a pretend model: its scores depend on a beam's own tokens only, as a real model's do."""
+"""Beam searches with a fake model whose scores depend only on the tokens of a beam, like those of a real model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ EOS = 3
 
 
 def logprobs_after(tokens: Sequence[int]) -> list[float]:
-    chance = random.Random(hash(tuple(tokens[-3:])))
-    weights = [chance.random() ** 4 + 1e-6 for _ in range(VOCAB)]
+    rng = random.Random(hash(tuple(tokens[-3:])))
+    weights = [rng.random() ** 4 + 1e-6 for _ in range(VOCAB)]
     return [math.log(weight / sum(weights)) for weight in weights]
 
 
@@ -49,7 +49,8 @@ def submit_beams(
     params = SamplingParams(beam_width=width, max_tokens=new, n=width)
     eos_ids = frozenset({EOS})
     members = [
-        Request(one, list(prompt), params, max_new_tokens=new, arrival=now, eos_ids=eos_ids, **options)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        Request(one, list(prompt), params, max_new_tokens=new, arrival=now, eos_ids=eos_ids, **options)
         for one in completion_ids(name, width)
     ]
     scheduler.submit_beams(members, now)

@@ -203,6 +203,7 @@ def test_a_variable_that_is_not_a_number_is_named() -> None:
         ("c.toml", "prefix_caching = 1", "prefix_caching: must be true or false, got 1"),
         ("c.yaml", "cors_origin: '*'", "cors_origin: must be a list of texts"),
         ("c.yaml", "max_num_seqs: 1\nmax_batch_requests: 1", "max_batch_requests: max_batch_requests is given twice"),
+        ("c.yaml", "max-batch-requests: 1\nmax_batch_requests: 2", "max_batch_requests: is given twice"),
         ("c.yaml", "tensor_parallel_size: 2", "tensor_parallel_size: 2 is not supported"),
         ("c.yaml", "- a\n- b", "must map option names to values"),
         ("c.yaml", "a: [", "is not YAML"),

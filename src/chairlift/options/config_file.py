@@ -16,15 +16,25 @@ _PARAMETER = "config"
 
 def read_config_file(path: Path, options: tuple[Option, ...]) -> dict[str, Any]:
     """The checked values in a file, by option name. Its keys are option names or aliases, with - or _ between words."""
-    found = {str(key).replace("-", "_"): value for key, value in _parse(path).items()}
+    parsed = _parse(path)
     try:
-        values = translate_options(found, options)
+        values = translate_options(_with_underscores(parsed), options)
         for option in options:
             if option.name in values:
                 option.check_value(values[option.name])
     except InvalidParameter as error:
         raise InvalidParameter(_PARAMETER, f"{path}: {error}") from None
     return values
+
+
+def _with_underscores(parsed: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in parsed.items():
+        name = str(key).replace("-", "_")
+        if name in found:
+            raise InvalidParameter(name, "is given twice")
+        found[name] = value
+    return found
 
 
 def _parse(path: Path) -> Mapping[str, Any]:

@@ -218,7 +218,8 @@ def plan(
     No weights are read, and only the scheduler runs.
     """
     from chairlift.lab.common.workload import LengthRange
-    from chairlift.lab.simulate.plot import decode_curve, plot_plan
+    from chairlift.lab.simulate.decode_curve import decode_curve
+    from chairlift.lab.simulate.plot import plot_plan
     from chairlift.lab.simulate.run import ReplicaSettings, highest_rate
     from chairlift.lab.simulator.roofline import Roofline
 
@@ -243,8 +244,8 @@ def plan(
         ["KV cache", f"{memory.kv_bytes / 1e9:.1f} GB = {memory.num_blocks:,} blocks = {memory.num_tokens:,} tokens"],
         [f"Requests at {middle:,} tokens each", f"{largest:,}"],
         [f"Requests at {longest:,} tokens each", f"{memory.num_tokens // longest:,}"],
-        ["One request alone", f"{1 / curve[0].seconds:,.0f} tokens/s"],
-        ["All of them, decoding", f"{curve[-1].batch / curve[-1].seconds:,.0f} tokens/s"],
+        ["One request alone", f"{curve[0].tokens_per_second:,.0f} tokens/s"],
+        ["All of them, decoding", f"{curve[-1].tokens_per_second:,.0f} tokens/s"],
     ]
     if goal.tpot is not None:
         most = fitting[-1].batch if fitting else 0
@@ -264,8 +265,8 @@ def plan(
         "kv_bytes_per_token": model.kv_bytes_per_token,
         "kv_blocks": memory.num_blocks,
         "largest_batch": largest,
-        "tokens_per_s_alone": 1 / curve[0].seconds,
-        "tokens_per_s_full": curve[-1].batch / curve[-1].seconds,
+        "tokens_per_s_alone": curve[0].tokens_per_second,
+        "tokens_per_s_full": curve[-1].tokens_per_second,
         "highest_rate": best,
         "replicas": replicas,
     }

@@ -52,7 +52,9 @@ def test_simulate_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,20\n0.5,2000,5\n0.6,10,300\n")
     result = tmp_path / "result.json"
-    run("simulate", "--model", "qwen3-0.6b", "--trace", str(trace), "--json", str(result))
+    files = ("--json", str(result), "--plot", str(tmp_path / "trace.png"))
+    run("simulate", "--model", "qwen3-0.6b", "--trace", str(trace), *files)
+    assert (tmp_path / "trace.png").stat().st_size > 1000
     (row,) = json.loads(result.read_text())["rows"]
     assert row["requests"] == 3
     assert row["output_tokens_per_s"] * row["seconds"] == pytest.approx(325)

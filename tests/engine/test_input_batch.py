@@ -38,7 +38,7 @@ def test_a_ragged_batch_has_no_padding() -> None:
     assert batch.layout.offsets == [0, 3, 4, 6]
     assert batch.layout.starts == [4, 5, 0]
     assert batch.layout.ends == [7, 6, 2]
-    assert batch.layout.slots.tolist() == [8, 9, 10, 1, 4, 5]
+    assert batch.layout.slot_mapping.tolist() == [8, 9, 10, 1, 4, 5]
     assert batch.num_padding == 0
 
 
@@ -48,7 +48,7 @@ def test_an_idle_row_is_one_padding_token() -> None:
     assert batch.positions.tolist() == [4, 5, 6, 5, 0, 1, 0, 0]
     assert batch.sampled_rows.tolist() == [2, 3, 6, 7]
     assert batch.layout.ends == [7, 6, 2, 1, 1]
-    assert batch.layout.slots.tolist() == [8, 9, 10, 1, 4, 5, SCRATCH, SCRATCH]
+    assert batch.layout.slot_mapping.tolist() == [8, 9, 10, 1, 4, 5, SCRATCH, SCRATCH]
     assert batch.layout.tables[3:, 0].tolist() == [9, 9]
     assert batch.num_padding == 2
 
@@ -61,5 +61,5 @@ def test_a_rectangle_is_as_wide_as_the_longest_chunk() -> None:
     assert batch.layout.offsets == [0, 3, 6, 9, 12]
     assert batch.layout.ends == [7, 6, 2, 1]
     slots_of, fill = [[8, 9, 10], [1], [4, 5], []], [SCRATCH] * 3
-    assert batch.layout.slots.view(4, 3).tolist() == [(slots + fill)[:3] for slots in slots_of]
+    assert batch.layout.slot_mapping.view(4, 3).tolist() == [(slots + fill)[:3] for slots in slots_of]
     assert batch.num_padding == 12 - 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -40,12 +41,13 @@ class Attend(Protocol):
         ...
 
 
-class FusedAttend:
-    """An `Attend` that also does what comes before it: norms of queries and keys, rotation, and the cache write."""
+class FusedAttend(ABC):
+    """An `Attend` that can also start from the QKV projection: it then normalizes and rotates queries and keys, too."""
 
-    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
+    @abstractmethod
     def from_projection(
         self,
         layer: AttentionLayer,
@@ -61,21 +63,20 @@ class FusedAttend:
 
         qkv [T, (heads + 2 * kv_heads) * head_dim]; norms [head_dim]; cos, sin [T, pairs] -> [T, heads, head_dim].
         """
-        raise NotImplementedError
 
 
-class HostAttend:
+class HostAttend(ABC):
     """An `Attend` whose batch is in host memory, where a kernel that runs all layers in one call can read it."""
 
     layout: RaggedLayout
     storage: KVStorage
 
-    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
+    @abstractmethod
     def work(self, layer: AttentionLayer) -> AttentionWork:
         """The step's attention split into pieces for threads."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +85,26 @@ class RaggedLayout:
 
     Sequence i owns rows [offsets[i], offsets[i + 1]), which are its tokens at positions [starts[i], ends[i]). In a
     rectangle all sequences own equally many rows; those behind a sequence's tokens are padding.
+
+    Other engines call `offsets` query_start_loc and `ends` seq_lens.
     """
 
     offsets: Sequence[int]  # S + 1, from 0 to T
-    starts: Sequence[int]  # S
-    ends: Sequence[int]  # S
+    starts: Sequence[int]  # S: the tokens of each sequence whose keys and values are already in the cache
+    ends: Sequence[int]  # S: each sequence's length after the step
     tables: Tensor  # [S, longest table] int32: logical -> physical block, zero-padded
-    slots: Tensor  # [T] int64: where each token's key and value go
+    slot_mapping: Tensor  # [T] int64: where each token's key and value go: block * block_size + offset
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
     """One ragged batch in device memory, as kernels read it: T tokens of C chunks, all int32.
 
-    Chunks of a single token come first, so that chunk i of them is row i of the batch.
+    A slot is a request's place in the runner's batch, and its row of `tables`. Chunks of a single token come first, so
+    that chunk i of them is row i of the batch.
     """
 
-    slots: Tensor  # [T]: the row of `tables` that belongs to each token's request
+    slots: Tensor  # [T]: the slot of each token's request
     positions: Tensor  # [T]: each token's place in its sequence; -1 in padding rows
     tables: Tensor  # [slots, blocks]
     chunk_slot: Tensor  # [C]

@@ -66,7 +66,7 @@ def build_batch(plan: StepPlan, storage: KVStorage, device: torch.device, *, rec
             starts=starts.tolist(),
             ends=(starts + counts).tolist(),
             tables=torch.from_numpy(tables).to(device),
-            slots=torch.from_numpy(blocks * block_size + positions % block_size).to(device),
+            slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size).to(device),
         ),
         num_padding=len(tokens) - plan.num_tokens,
     )

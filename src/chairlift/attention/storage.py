@@ -18,9 +18,8 @@ class KVStorage:
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
-    stacked: tuple[Tensor, Tensor] | None = (
-        None  # the same memory as one tensor per side: the leading layers of one shape
-    )
+    # The same memory as one tensor per side, of the leading layers that have one shape.
+    stacked: tuple[Tensor, Tensor] | None = None
 
     @property
     def block_size(self) -> int:
@@ -30,10 +29,10 @@ class KVStorage:
     def scratch_block(self) -> int:
         return int(self.keys[0].shape[0]) - 1
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def write(self, layer: int, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
         """Store each token's key and value [T, kv_heads, head_dim] into its slot (block * block_size + offset)."""
         for side, new in ((self.keys[layer], k), (self.values[layer], v)):
-            as_plain(side.view(-1, *side.shape[2:])).index_copy_(0, slots, as_plain(narrowed(new, side.dtype)))
+            as_plain(side.view(-1, *side.shape[2:])).index_copy_(0, slot_mapping, as_plain(narrowed(new, side.dtype)))
 
     def clear(self, layer: int, blocks: Sequence[int]) -> None:
         """Fill these blocks of one layer with zeros."""

@@ -173,7 +173,7 @@ class HeadNetwork:
         if self.one_call and isinstance(attend, HostAttend):
             prompts = [range(offset, offset + chunk.count) for offset, chunk in places if not chunk.decodes]
             rows = torch.tensor([row for some in prompts for row in some])
-            positions, slots = batch.positions[rows], batch.layout.slots[rows]
+            positions, slots = batch.positions[rows], batch.layout.slot_mapping[rows]
             self._head.store(batch.tokens[rows], previous[rows], positions, slots, step.storage)
         else:
             self._head.states(batch.tokens, self._head.join(previous), batch.positions, attend)

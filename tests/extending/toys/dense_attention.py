@@ -22,7 +22,7 @@ class DenseAttention(AttentionBackend):
 
     def plan(self, layout: RaggedLayout, storage: KVStorage) -> Attend:
         def attend(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            storage.write(layer.index, layout.slots, k, v)
+            storage.write(layer.index, layout.slot_mapping, k, v)
             out = torch.empty_like(q)
             for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
                 rows = slice(layout.offsets[i], layout.offsets[i + 1])

@@ -29,7 +29,7 @@ class _BurstedStep:
 
     def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layout = self.layout
-        self.storage.write(layer.index, layout.slots, k, v)
+        self.storage.write(layer.index, layout.slot_mapping, k, v)
         out = torch.empty_like(q)
         for i, (start, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
             rows = slice(layout.offsets[i], layout.offsets[i + 1])

@@ -66,7 +66,7 @@ class _PaddedStep:
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window: layers share them
 
     def __call__(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.storage.write(layer.index, self.layout.slots, k, v)
+        self.storage.write(layer.index, self.layout.slot_mapping, k, v)
         keys = self._gather(self.storage.keys[layer.index], q.dtype)
         values = self._gather(self.storage.values[layer.index], q.dtype)
         query = q.unflatten(0, (-1, self.rectangle.width))  # [B, width, heads, d]

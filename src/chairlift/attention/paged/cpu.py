@@ -68,7 +68,7 @@ class PagedCPUStep(HostAttend):
         the_team().run(
             attend_layer,
             *(side.contiguous().numpy() for side in (q, k, v)),
-            layout.slots.numpy(),
+            layout.slot_mapping.numpy(),
             Cache(as_array(storage.keys[layer.index]), as_array(storage.values[layer.index]), layout.tables.numpy()),
             self.work(layer),
             Score(np.float32(layer.scale), layer.window or 0, np.float32(layer.softcap or 0.0)),

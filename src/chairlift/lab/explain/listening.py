@@ -91,7 +91,7 @@ def _who_sees(call: AttentionCall, sequence: int, position: int) -> Tensor:
         v = call.v.clone()
         v[layout.offsets[sequence] + position - start] += PUSH
         changed = call.attend(call.layer, call.q, call.k, v)
-        storage.write(index, layout.slots, call.k, call.v)
+        storage.write(index, layout.slot_mapping, call.k, call.v)
     else:
         block = int(layout.tables[sequence, position // storage.block_size])
         value = storage.values[index][block, position % storage.block_size]

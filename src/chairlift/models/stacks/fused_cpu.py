@@ -148,7 +148,7 @@ class FusedCPULayers:
             x=x.numpy(),
             cos=cos,
             sin=sin,
-            slots=attend.layout.slots.numpy(),
+            slots=attend.layout.slot_mapping.numpy(),
             keys=keys,
             values=values,
             tables=attend.layout.tables.numpy(),

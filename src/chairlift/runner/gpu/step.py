@@ -32,7 +32,7 @@ class ModelOutput:
             starts=[chunk.start for chunk in plan.chunks],
             ends=[chunk.end for chunk in plan.chunks],
             tables=empty[:, None],  # the attention backend reads its own tables, by slot
-            slots=empty,
+            slot_mapping=empty,
         )
         padding = len(self.tokens) - plan.num_tokens
         return InputBatch(self.tokens, view["position"], view["sample_row"], layout, num_padding=padding)

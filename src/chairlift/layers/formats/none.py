@@ -1,4 +1,4 @@
-"""Weights in the model's own type, in the layout that the machine multiplies fastest."""
+"""No quantization: weights in the model's own type, in the layout that the machine multiplies fastest."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ EXPECTED_ROWS = 32
 
 @FORMATS.register("none")
 class PlainWeight(WeightFormat):
-    """On a CPU the weight is prepacked by oneDNN, which replaces the plain tensor.
+    """An unquantized weight: on a GPU as it was loaded, on a CPU prepacked by oneDNN, which replaces the plain tensor.
 
-    A shared tensor stays, so a tied head on a CPU takes its bytes twice: lookups need plain rows, and the head is the
-    largest matrix product of a decode step.
+    A shared tensor is not released, so a tied head on a CPU takes its bytes twice: lookups need plain rows, and the
+    head is the largest matrix product of a decode step.
     """
 
     name = "none"
@@ -30,7 +30,7 @@ class PlainWeight(WeightFormat):
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
         self._num_bytes = weight.nbytes
-        self._borrowed = shared and not can_pack(weight)
+        self._counted_elsewhere = shared and not can_pack(weight)  # no copy is made: the embedding counts the bytes
         self._packed: Tensor | None = None
 
     def pack(self) -> None:
@@ -44,48 +44,55 @@ class PlainWeight(WeightFormat):
 
     @property
     def own_bytes(self) -> int:
-        return 0 if self._borrowed else self._num_bytes
+        return 0 if self._counted_elsewhere else self._num_bytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.batch_invariant and not x.is_cuda:
-            return in_tiles(lambda rows: self._multiply(rows, bias), x)
-        return self._multiply(x, bias)
+        if x.is_cuda:
+            return self._multiply_on_gpu(x, bias)
+        if self.batch_invariant:
+            return in_tiles(lambda rows: self._multiply_on_cpu(rows, bias), x)
+        return self._multiply_on_cpu(x, bias)
 
-    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self._packed is not None:
-            output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
-            return output
+    def _multiply_on_cpu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self._packed is None:
+            assert self.plain is not None
+            return F.linear(x, self.plain, bias)
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return output
+
+    def _multiply_on_gpu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.plain is not None
-        if x.is_cuda and self.batch_invariant:
+        if self.batch_invariant:
             from chairlift.kernels.triton.invariant import invariant_linear
 
             return invariant_linear(x, self.plain, bias)
-        if bias is None and self.adds_in_place(x):
-            return self._multiply_by_kernel(x)
+        if bias is None and self._own_kernel_is_faster(x):
+            from chairlift.kernels.triton.products import product
+
+            return product(x, self.plain)[0]
         return F.linear(x, self.plain, bias)
 
     def adds_in_place(self, x: Tensor) -> bool:
-        if not x.is_cuda or self.plain is None:
-            return False
+        return x.is_cuda and (self.batch_invariant or self._own_kernel_is_faster(x))
+
+    def add_to_(self, total: Tensor, x: Tensor) -> None:
+        assert self.plain is not None
         if self.batch_invariant:
-            return True
+            from chairlift.kernels.triton.invariant import invariant_linear
+
+            invariant_linear(x, self.plain, None, add_to=total)
+        else:
+            from chairlift.kernels.triton.products import product
+
+            product(x, self.plain, add_to=total)
+
+    def _own_kernel_is_faster(self, x: Tensor) -> bool:
+        """Whether our Triton product is faster than torch's for so many rows."""
         if x.dtype not in (torch.bfloat16, torch.float16) or self.in_features % 16 != 0:
             return False
         from chairlift.kernels.triton.products import is_faster
 
         return is_faster(len(x), self.out_features, self.in_features, gated=False)
-
-    def add_to_(self, total: Tensor, x: Tensor) -> None:
-        self._multiply_by_kernel(x, add_to=total)
-
-    def _multiply_by_kernel(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        from chairlift.kernels.triton.invariant import invariant_linear
-        from chairlift.kernels.triton.products import product
-
-        assert self.plain is not None
-        if self.batch_invariant:
-            return invariant_linear(x, self.plain, None, add_to=add_to)
-        return product(x, self.plain, add_to=add_to)[0]
 
 
 def can_pack(weight: Tensor) -> bool:

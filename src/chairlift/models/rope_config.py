@@ -1,4 +1,4 @@
-"""The frequencies of a rotation, from the rope settings of a config.json.
+"""The frequencies of rotary position embeddings (RoPE), from the rope settings of a config.json.
 
 All arithmetic is done on float32 tensors in the order that transformers uses: at position 100,000 the last bit of a
 frequency is already a visible angle.
@@ -43,7 +43,7 @@ def rope_parameters(config: Fields, layer_type: str) -> Mapping[str, Any]:
 
 
 def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: int, max_len: int) -> Rope:
-    """The rotation that `parameters` describe.
+    """The rope that `parameters` describe.
 
     `max_positions` is the config's `max_position_embeddings`, `max_len` the longest sequence that will run.
     """
@@ -52,9 +52,9 @@ def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: in
         {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0, "original_max_position_embeddings": max_positions},
         _WHERE,
     )
-    kind = _kind(fields)
-    if kind not in _SCALINGS:
-        raise UnsupportedModel(f"rope type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}")
+    rope_type = _rope_type(fields)
+    if rope_type not in _SCALINGS:
+        raise UnsupportedModel(f"rope type {rope_type!r} is not supported; supported: {', '.join(_SCALINGS)}")
     rotary_dim = int(head_dim * fields.number("partial_rotary_factor"))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise CorruptCheckpoint(
@@ -64,8 +64,8 @@ def make_rope(parameters: Mapping[str, Any], *, head_dim: int, max_positions: in
     theta = fields.number("rope_theta")
     if theta <= 1:
         raise CorruptCheckpoint(f"{_WHERE}: rope_theta must be above 1, got {theta:g}")
-    wavelengths = theta**exponents  # positions per radian
-    inv_freq, scale = _SCALINGS[kind](fields, wavelengths, max_positions, max_len)
+    pos_freqs = theta**exponents  # positions per radian; the name is that of transformers
+    inv_freq, scale = _SCALINGS[rope_type](fields, pos_freqs, max_positions, max_len)
     return Rope(tuple(inv_freq.tolist()), scale)
 
 
@@ -76,63 +76,63 @@ def scaled_length(parameters: Mapping[str, Any], max_positions: int) -> int:
     multiplied by the factor.
     """
     fields = Fields(parameters, {}, _WHERE)
-    if _kind(fields) != "yarn" or "factor" not in fields or "original_max_position_embeddings" not in fields:
+    if _rope_type(fields) != "yarn" or "factor" not in fields or "original_max_position_embeddings" not in fields:
         return max_positions
-    return max(max_positions, min(int(_original(fields) * fields.number("factor")), MAX_SIZE))
+    return max(max_positions, min(int(_original_len(fields) * fields.number("factor")), MAX_SIZE))
 
 
-def _kind(fields: Fields) -> str:
-    kind = str(fields.raw("rope_type") or fields.raw("type") or "default")
+def _rope_type(fields: Fields) -> str:
+    given = str(fields.raw("rope_type") or fields.raw("type") or "default")
     # The first Phi-3 configs called longrope "su", and later ones "yarn".
-    return "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in fields) else kind
+    return "longrope" if given == "su" or (given == "yarn" and "short_factor" in fields) else given
 
 
-def _original(fields: Fields) -> int:
+def _original_len(fields: Fields) -> int:
     """The context length the model was trained with, before any scaling."""
     return fields.integer("original_max_position_embeddings", low=2)
 
 
-_Scaled = tuple[Tensor, float]
+_Scaled = tuple[Tensor, float]  # inverse frequencies, and the factor of cos and sin
 
 
-def _default(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    return 1.0 / wavelengths, 1.0
+def _default(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    return 1.0 / pos_freqs, 1.0
 
 
-def _dynamic(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
+def _dynamic(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
     """Unscaled up to `max_position_embeddings`, which is also the longest sequence allowed: beyond it this
     scheme changes all frequencies with every token, and keys in the cache would be wrong."""
-    return _default(fields, wavelengths, max_positions, max_len)
+    return _default(fields, pos_freqs, max_positions, max_len)
 
 
-def _linear(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    return 1.0 / wavelengths / fields.number("factor"), 1.0
+def _linear(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    return 1.0 / pos_freqs / fields.number("factor"), 1.0
 
 
-def _frequency_factors(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    """GGUF files hold the result of a scaling: one divisor per pair."""
-    factors = _factor_list(fields, "factors", len(wavelengths))
-    return 1.0 / wavelengths / factors, fields.optional_number("attention_factor") or 1.0
+def _frequency_factors(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    """Divide by one factor per pair: GGUF files hold the result of a scaling, not its parameters."""
+    factors = _factor_list(fields, "factors", len(pos_freqs))
+    return 1.0 / pos_freqs / factors, fields.optional_number("attention_factor") or 1.0
 
 
-def _llama3(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    """High frequencies stay, low ones are divided by the factor, those between are blended."""
+def _llama3(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    """Keep high frequencies, divide low ones by the factor, and interpolate between."""
     factor = fields.number("factor")
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
-    original = _original(fields)
+    original = _original_len(fields)
     if high <= low:
         raise CorruptCheckpoint(f"{_WHERE}: high_freq_factor must be above low_freq_factor")
-    inv_freq = 1.0 / wavelengths
+    inv_freq = 1.0 / pos_freqs
     turns = original / (2 * math.pi / inv_freq)  # full turns of each pair within the trained context
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * inv_freq / factor + blend * inv_freq, 1.0
 
 
-def _yarn(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    """Like llama3, with the blend linear over pairs instead of over frequencies."""
-    original = _original(fields)
+def _yarn(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    """Like llama3, but interpolating linearly over pairs instead of over frequencies."""
+    original = _original_len(fields)
     factor = fields.optional_number("factor") or max_positions / original
-    pairs, theta = len(wavelengths), fields.number("rope_theta")
+    pairs, theta = len(pos_freqs), fields.number("rope_theta")
 
     def pair_with_turns(turns: float) -> float:
         return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
@@ -143,9 +143,9 @@ def _yarn(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int)
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     last = last + 0.001 if first == last else last
-    slowed = ((torch.arange(pairs, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
-    kept = 1 - slowed
-    inv_freq = 1.0 / (factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    ramp = ((torch.arange(pairs, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    kept = 1 - ramp  # the share of each unscaled frequency
+    inv_freq = 1.0 / (factor * pos_freqs) * (1 - kept) + 1.0 / pos_freqs * kept
     return inv_freq, _yarn_scale(fields, factor)
 
 
@@ -161,20 +161,20 @@ def _yarn_scale(fields: Fields, factor: float) -> float:
     return magnitude(1.0)
 
 
-def _longrope(fields: Fields, wavelengths: Tensor, max_positions: int, max_len: int) -> _Scaled:
-    """One divisor per pair, from a list for short and one for long contexts.
+def _longrope(fields: Fields, pos_freqs: Tensor, max_positions: int, max_len: int) -> _Scaled:
+    """Divide by one factor per pair, from a list for short or one for long contexts.
 
     transformers picks the list anew for every call, by the longest sequence in it. A cached key cannot change
     its rotation, nor may one request change another's, so the choice is made once: the long list if any
     sequence may pass the trained length. Run with a smaller `max_len` to get the short list.
     """
-    original = _original(fields)
+    original = _original_len(fields)
     name = "long_factor" if max_len > original else "short_factor"
     factor = fields.optional_number("factor") or max_positions / original
     scale = fields.optional_number("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return 1.0 / (_factor_list(fields, name, len(wavelengths)) * wavelengths), scale
+    return 1.0 / (_factor_list(fields, name, len(pos_freqs)) * pos_freqs), scale
 
 
 def _factor_list(fields: Fields, name: str, length: int) -> Tensor:

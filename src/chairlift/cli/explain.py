@@ -41,7 +41,7 @@ def explain(
     require_matplotlib()
     folder = make_folder(out)
     show_log(quiet=True)
-    from chairlift.lab.explain.stage import TopicEngines
+    from chairlift.lab.explain.topic_engines import TopicEngines
 
     with watch(enabled=not quiet) as note:
         note(f"loading {model}")

@@ -1,4 +1,4 @@
-"""A stage with a tiny model: what is drawn depends on lengths and books, hardly on what is said."""
+"""Engines of a tiny model: the pictures depend on lengths and block tables, hardly on the text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from tests.tiny import write_tiny_checkpoint
 
 
@@ -21,5 +21,5 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stage(tiny_folder: Path) -> TopicEngines:
+def engines(tiny_folder: Path) -> TopicEngines:
     return TopicEngines.load(str(tiny_folder))

@@ -13,13 +13,13 @@ from chairlift.attention.storage import KVStorage
 from chairlift.core.cost_model import chunk_kv
 from chairlift.lab.explain.listening import AttentionCall, who_sees_whom
 from chairlift.lab.explain.palette import LIGHT
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topics import attention, masks
 
 
 @pytest.fixture(scope="module")
-def masks_data(stage: TopicEngines) -> masks.MasksData:
-    return masks.run(stage)
+def masks_data(engines: TopicEngines) -> masks.MasksData:
+    return masks.run(engines)
 
 
 def test_the_masks_drawn_are_what_each_step_reads(masks_data: masks.MasksData) -> None:
@@ -69,8 +69,8 @@ def test_a_kernel_without_a_causal_mask_would_be_seen() -> None:
     assert who_sees_whom(call) == [[True] * 4] * 4
 
 
-def test_the_head_drawn_is_the_engine_s(stage: TopicEngines) -> None:
-    data = attention.run(stage)
+def test_the_head_drawn_is_the_engine_s(engines: TopicEngines) -> None:
+    data = attention.run(engines)
     drawn = attention.draw(data, LIGHT).drawn
     n, d = len(data.words), len(data.q[0])
     assert n == data.run.queued()[0].num_prompt

@@ -7,13 +7,13 @@ import pytest
 from chairlift.core.events import RequestAdmitted, RequestFinished, StepDone
 from chairlift.lab.explain.palette import DARK, LIGHT
 from chairlift.lab.explain.recording import Run
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topics import batching, budget
 
 
 @pytest.fixture(scope="module")
-def batching_data(stage: TopicEngines) -> batching.BatchingData:
-    return batching.run(stage)
+def batching_data(engines: TopicEngines) -> batching.BatchingData:
+    return batching.run(engines)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,8 @@ def test_the_text_has_the_figures_of_the_run(batching_data: batching.BatchingDat
     assert str(sum(step.padding_tokens for step in batching_data.runs["static"].done())) in text
 
 
-def test_the_budget_drawn_is_that_of_every_step(stage: TopicEngines) -> None:
-    data = budget.run(stage)
+def test_the_budget_drawn_is_that_of_every_step(engines: TopicEngines) -> None:
+    data = budget.run(engines)
     drawn = budget.draw(data, DARK).drawn["steps"]
     done = data.run.done()
     assert drawn["decode"] == sum(step.decode_tokens for step in done)

@@ -9,13 +9,13 @@ import pytest
 from chairlift.engine.memory_plan import bytes_per_token
 from chairlift.lab.explain.palette import DARK, LIGHT
 from chairlift.lab.explain.recording import Run
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topics import heads, paging, prefix
 
 
 @pytest.fixture(scope="module")
-def prefix_data(stage: TopicEngines) -> prefix.PrefixData:
-    return prefix.run(stage)
+def prefix_data(engines: TopicEngines) -> prefix.PrefixData:
+    return prefix.run(engines)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def test_sharing_equals_the_cached_tokens_at_admission(prefix_data: prefix.Prefi
     assert prefix.reusable(prefix_data.run.steps[prefix_data.leaving]) > 0
 
 
-def test_every_token_is_drawn_where_its_table_says(stage: TopicEngines) -> None:
-    data = paging.run(stage)
+def test_every_token_is_drawn_where_its_table_says(engines: TopicEngines) -> None:
+    data = paging.run(engines)
     drawn = paging.draw(data, DARK).drawn["memory"]
     tokens = sum(len(memory.words) for memory in data.requests)
     entries = sum(len(memory.table) for memory in data.requests)
@@ -88,10 +88,10 @@ def test_every_token_is_drawn_where_its_table_says(stage: TopicEngines) -> None:
     assert held[block][1][place % data.block_size] == data.requests[0].words[place]
 
 
-def test_the_bytes_drawn_are_those_of_the_model(stage: TopicEngines) -> None:
-    data = heads.run(stage)
+def test_the_bytes_drawn_are_those_of_the_model(engines: TopicEngines) -> None:
+    data = heads.run(engines)
     drawn = heads.draw(data, LIGHT).drawn
-    model = stage.loaded.model
+    model = engines.loaded.model
     mine = heads.own(data)
     assert mine.bytes_per_token == bytes_per_token(model.attention_layers, model.dtype)
     for variant in data.variants:

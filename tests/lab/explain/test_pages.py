@@ -15,7 +15,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.explain import registry
 from chairlift.lab.explain.page import index_page
 from chairlift.lab.explain.palette import LIGHT
-from chairlift.lab.explain.stage import readable
+from chairlift.lab.explain.topic_engines import as_label
 from chairlift.lab.explain.words import to_html, to_markdown
 from chairlift.lab.explain.write import neighbours
 
@@ -142,7 +142,7 @@ def test_markdown_becomes_html() -> None:
     [(" cat", "cat"), ("$x", r"\$x"), (" ", "␣"), ("\n", "⏎"), ("\x07", "·"), ("\ufffd", "·"), ("", "␣")],
 )
 def test_labels_show_any_token(text: str, shown: str) -> None:
-    assert readable(text) == shown
+    assert as_label(text) == shown
 
 
 def test_the_first_page_leads_to_every_topic() -> None:

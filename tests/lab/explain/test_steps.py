@@ -6,18 +6,18 @@ import pytest
 
 from chairlift.core.events import BudgetDecided, DraftsVerified, TokenProduced
 from chairlift.lab.explain.palette import LIGHT
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topics import cache, chunking, cost, flash, kernels, speculation
 
 
 @pytest.fixture(scope="module")
-def cache_data(stage: TopicEngines) -> cache.CacheData:
-    return cache.run(stage)
+def cache_data(engines: TopicEngines) -> cache.CacheData:
+    return cache.run(engines)
 
 
 @pytest.fixture(scope="module")
-def chunking_data(stage: TopicEngines) -> chunking.ChunkingData:
-    return chunking.run(stage)
+def chunking_data(engines: TopicEngines) -> chunking.ChunkingData:
+    return chunking.run(engines)
 
 
 def test_what_is_computed_again_is_counted(cache_data: cache.CacheData) -> None:
@@ -32,19 +32,19 @@ def test_what_is_computed_again_is_counted(cache_data: cache.CacheData) -> None:
     assert data.same_output
 
 
-def test_a_new_token_changes_nothing_before_it(stage: TopicEngines, cache_data: cache.CacheData) -> None:
+def test_a_new_token_changes_nothing_before_it(engines: TopicEngines, cache_data: cache.CacheData) -> None:
     data = cache_data
     drawn = cache.draw_past(data, LIGHT).drawn["layers"]
     layers, length = len(data.differences), len(data.before)
-    assert layers == len(stage.loaded.model.attention_layers)
+    assert layers == len(engines.loaded.model.attention_layers)
     assert cache.unchanged_before(data) == layers * data.changed
     assert all(apart > 0 for row in data.differences[1:] for apart in row[data.changed :])
     assert drawn["unchanged"] == layers * data.changed + (length - data.changed - 1), "in the first layer, none sees it"
     assert sum(drawn.values()) == layers * length
 
 
-def test_three_kernels_do_the_same_step(stage: TopicEngines) -> None:
-    data = kernels.run(stage)
+def test_three_kernels_do_the_same_step(engines: TopicEngines) -> None:
+    data = kernels.run(engines)
     drawn = kernels.draw(data, LIGHT).drawn
     useful = kernels.useful_pairs(data.ways["ragged"])
     assert {drawn[name]["useful"] for name in kernels.NAMES} == {useful}
@@ -79,10 +79,10 @@ def test_every_chunk_is_drawn(chunking_data: chunking.ChunkingData, name: str) -
     assert chunking.first_token(data, name) > 0
 
 
-def test_draft_tokens_are_drawn_as_they_were_verified(stage: TopicEngines) -> None:
+def test_draft_tokens_are_drawn_as_they_were_verified(engines: TopicEngines) -> None:
     # A random model soon repeats itself, and then draft tokens are accepted.
     texts = {"one": ("a chair, a chair, a chair, a chair, a", 150), "two": ("ab ab ab ab ab ab", 60)}
-    data = speculation.run(stage, texts)
+    data = speculation.run(engines, texts)
     drawn = speculation.draw(data, LIGHT).drawn
     verified = [event for event in data.run.events if isinstance(event, DraftsVerified)]
     assert any(event.accepted for event in verified)
@@ -97,8 +97,8 @@ def test_draft_tokens_are_drawn_as_they_were_verified(stage: TopicEngines) -> No
     assert data.same_output
 
 
-def test_the_tiles_are_those_of_the_kernel_and_no_score_is_written(stage: TopicEngines) -> None:
-    data = flash.run(stage)
+def test_the_tiles_are_those_of_the_kernel_and_no_score_is_written(engines: TopicEngines) -> None:
+    data = flash.run(engines)
     drawn = flash.draw(data, LIGHT).drawn["tiles"]
     lasts = [tile.last for tile in data.made if tile.keys == 0]
     made = sum(keys <= last for last in lasts for keys in range(0, data.tokens, data.tile_keys))
@@ -120,8 +120,8 @@ def _keys(tile: flash.ScoreTile) -> range:
     return range(tile.keys, tile.keys + tile.count)
 
 
-def test_the_chunk_drawn_is_the_one_that_was_chosen(stage: TopicEngines) -> None:
-    data = cost.run(stage)
+def test_the_chunk_drawn_is_the_one_that_was_chosen(engines: TopicEngines) -> None:
+    data = cost.run(engines)
     drawn = cost.draw(data, LIGHT).drawn
     done = data.run.done()
     assert drawn["steps"]["decode"] == sum(step.decode_tokens for step in done)

@@ -9,7 +9,7 @@ from typing import Any
 
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.sheet import Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from chairlift.lab.explain.page import index_page, topic_page
 from chairlift.lab.explain.palette import LIGHT, THEMES
 from chairlift.lab.explain.registry import ALL, TOPICS, topic_named
 from chairlift.lab.explain.sheet import Sheet
-from chairlift.lab.explain.stage import TopicEngines, one_thread
+from chairlift.lab.explain.topic_engines import TopicEngines, one_thread
 from chairlift.lab.explain.topic import Topic, as_json
 from chairlift.lab.explain.words import to_markdown
 
@@ -70,14 +70,14 @@ def make_folder(path: Path) -> Path:
 
 
 def write_guide(
-    topics: Sequence[Topic], stage: TopicEngines, out: Path, formats: Sequence[str], *, note: Note = lambda text: None
+    topics: Sequence[Topic], engines: TopicEngines, out: Path, formats: Sequence[str], *, note: Note = lambda text: None
 ) -> list[Path]:
     """Run and draw every topic, and write the index page if all are there; returns the files."""
     told, written = [], []
     for place, topic in enumerate(topics):
         note(f"{place + 1}/{len(topics)} {topic.name}: running")
         with one_thread():
-            one = Told(topic, topic.run(stage), stage.model_name)
+            one = Told(topic, topic.run(engines), engines.model_name)
         note(f"{place + 1}/{len(topics)} {topic.name}: drawing")
         written += write_topic(one, out, formats)
         told.append(one)

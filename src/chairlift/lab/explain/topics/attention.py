@@ -11,7 +11,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.explain.palette import DARK_INK, LIGHT_INK, Look, Theme
 from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 if TYPE_CHECKING:
@@ -46,19 +46,19 @@ class AttentionData:
     run: Run
 
 
-def run(stage: TopicEngines) -> AttentionData:
+def run(engines: TopicEngines) -> AttentionData:
     from chairlift.lab.explain.listening import listening
     from chairlift.models.decoder import Decoder
 
-    model = stage.loaded.model
+    model = engines.loaded.model
     if not isinstance(model, Decoder):
         raise InvalidParameter("model", "this topic looks into our own decoder; choose a model that runs on it")
-    started = stage.start(prefix_caching=False)
-    tokens = tuple(stage.loaded.tokenizer.encode(SENTENCE, add_special_tokens=False))
+    started = engines.start(prefix_caching=False)
+    tokens = tuple(engines.loaded.tokenizer.encode(SENTENCE, add_special_tokens=False))
     calls: list[AttentionCall] = []
     with listening(started, calls.append), _noting_inputs(model) as inputs:
         recorded = record(started.engine, [TimedRequest("A", tokens, 1)])
-    words = tuple(stage.words(tokens))
+    words = tuple(engines.labels(tokens))
     asks = _pair(words)
     call, head = max(
         ((call, head) for call in calls for head in range(call.layer.num_heads)),

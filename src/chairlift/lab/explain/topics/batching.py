@@ -8,7 +8,7 @@ from typing import Any
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.timeline import SlotTimeline, timeline
 from chairlift.lab.explain.topic import Picture, Topic
 
@@ -34,13 +34,13 @@ class BatchingData:
     timelines: dict[str, SlotTimeline]
 
 
-def run(stage: TopicEngines) -> BatchingData:
+def run(engines: TopicEngines) -> BatchingData:
     requests = [
-        TimedRequest(chr(ord("A") + index), stage.prompt(prompt, skip=3 * index), new, turn)
+        TimedRequest(chr(ord("A") + index), engines.prompt(prompt, skip=3 * index), new, turn)
         for index, (prompt, new, turn) in enumerate(REQUESTS)
     ]
     runs = {
-        name: stage.play(requests, max_batch_requests=SLOTS, max_batch_tokens=64, prefix_caching=False, **options)
+        name: engines.record(requests, max_batch_requests=SLOTS, max_batch_tokens=64, prefix_caching=False, **options)
         for name, options in WAYS.items()
     }
     return BatchingData(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 BUDGET = 16
@@ -21,12 +21,14 @@ class BudgetData:
     run: Run
 
 
-def run(stage: TopicEngines) -> BudgetData:
+def run(engines: TopicEngines) -> BudgetData:
     requests = [
-        TimedRequest(chr(ord("A") + index), stage.prompt(prompt, skip=4 * index), new, turn)
+        TimedRequest(chr(ord("A") + index), engines.prompt(prompt, skip=4 * index), new, turn)
         for index, (prompt, new, turn) in enumerate(REQUESTS)
     ]
-    return BudgetData(BUDGET, stage.play(requests, max_batch_tokens=BUDGET, max_batch_requests=8, prefix_caching=False))
+    return BudgetData(
+        BUDGET, engines.record(requests, max_batch_tokens=BUDGET, max_batch_requests=8, prefix_caching=False)
+    )
 
 
 def draw(data: BudgetData, theme: Theme) -> Sheet:

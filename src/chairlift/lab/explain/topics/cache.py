@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from chairlift.lab.explain.palette import Look, Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 if TYPE_CHECKING:
@@ -35,30 +35,30 @@ class CacheData:
     run: Run
 
 
-def run(stage: TopicEngines) -> CacheData:
-    prompt = stage.prompt(PROMPT)
-    played = stage.play([TimedRequest("A", prompt, NEW)], prefix_caching=False)
+def run(engines: TopicEngines) -> CacheData:
+    prompt = engines.prompt(PROMPT)
+    played = engines.record([TimedRequest("A", prompt, NEW)], prefix_caching=False)
     output = [token for step in played.steps for token in step.sampled.get("A", ())]
-    generated, spans = _without_cache(stage, prompt)
-    text = stage.prompt(TOKENS, skip=24)
-    other = (*text[:CHANGED], stage.prompt(1, skip=60)[0], *text[CHANGED + 1 :])
+    generated, spans = _without_cache(engines, prompt)
+    text = engines.prompt(TOKENS, skip=24)
+    other = (*text[:CHANGED], engines.prompt(1, skip=60)[0], *text[CHANGED + 1 :])
     return CacheData(
-        words=tuple(stage.words((*prompt, *output))),
+        words=tuple(engines.labels((*prompt, *output))),
         num_prompt=PROMPT,
         without=tuple(spans),
         with_cache=tuple((chunk.start, chunk.count) for step in played.steps for chunk in step.chunks),
         same_output=generated == output,
-        before=tuple(stage.words(text)),
-        after=tuple(stage.words(other)),
+        before=tuple(engines.labels(text)),
+        after=tuple(engines.labels(other)),
         changed=CHANGED,
-        differences=_differences(stage, text, other),
+        differences=_differences(engines, text, other),
         run=played,
     )
 
 
-def _without_cache(stage: TopicEngines, prompt: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
+def _without_cache(engines: TopicEngines, prompt: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
     """Generate as if nothing were kept: every step reads the whole text from its first token."""
-    runner: ModelRunner = stage.start(prefix_caching=False).runner
+    runner: ModelRunner = engines.start(prefix_caching=False).runner
     tokens, spans = list(prompt), []
     for _ in range(NEW):
         tokens.append(_next_token(runner, tokens))
@@ -78,9 +78,9 @@ def _next_token(runner: ModelRunner, tokens: list[int]) -> int:
     return result.tokens[0]
 
 
-def _differences(stage: TopicEngines, text: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+def _differences(engines: TopicEngines, text: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
     """How far the keys and values of two texts are apart, for each layer and position."""
-    one, two = _keys_and_values(stage, text), _keys_and_values(stage, other)
+    one, two = _keys_and_values(engines, text), _keys_and_values(engines, other)
     rows = []
     for a, b in zip(one, two, strict=True):
         apart = (a - b).norm(dim=-1) / a.norm(dim=-1)
@@ -88,14 +88,14 @@ def _differences(stage: TopicEngines, text: tuple[int, ...], other: tuple[int, .
     return tuple(rows)
 
 
-def _keys_and_values(stage: TopicEngines, tokens: tuple[int, ...]) -> list[Tensor]:
+def _keys_and_values(engines: TopicEngines, tokens: tuple[int, ...]) -> list[Tensor]:
     """[positions, numbers] for each layer."""
     import torch
 
     from chairlift.lab.explain.listening import AttentionCall, listening
     from chairlift.lab.explain.recording import record
 
-    started, found = stage.start(prefix_caching=False), []
+    started, found = engines.start(prefix_caching=False), []
 
     def listen(call: AttentionCall) -> None:
         found.append(torch.cat((call.k.flatten(1), call.v.flatten(1)), dim=1))

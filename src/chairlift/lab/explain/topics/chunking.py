@@ -10,7 +10,7 @@ from chairlift.core.events import TokenProduced
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import QUIET_CLOCK, TopicEngines
+from chairlift.lab.explain.topic_engines import CPU_TIME, TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 LONG, CHUNK = 150, 20
@@ -23,20 +23,20 @@ class ChunkingData:
     runs: dict[str, Run]
 
 
-def run(stage: TopicEngines) -> ChunkingData:
-    short = [TimedRequest(name, stage.prompt(6, skip=7 * index), 18) for index, name in enumerate("ABC")]
-    requests = [*short, TimedRequest("D", stage.prompt(LONG, skip=1), 5, turn=4)]
+def run(engines: TopicEngines) -> ChunkingData:
+    short = [TimedRequest(name, engines.prompt(6, skip=7 * index), 18) for index, name in enumerate("ABC")]
+    requests = [*short, TimedRequest("D", engines.prompt(LONG, skip=1), 5, turn=4)]
     options: dict[str, Any] = {
         "max_batch_tokens": 256,
         "max_batch_requests": 8,
         "prefix_caching": False,
-        "clock": QUIET_CLOCK,
+        "clock": CPU_TIME,
     }
     return ChunkingData(
         "D",
         {
-            "whole": stage.play(requests, **options),
-            "chunked": stage.play(requests, **options, max_prefill_tokens=CHUNK),
+            "whole": engines.record(requests, **options),
+            "chunked": engines.record(requests, **options, max_prefill_tokens=CHUNK),
         },
     )
 

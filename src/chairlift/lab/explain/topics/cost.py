@@ -11,7 +11,7 @@ from chairlift.core.step_limits import LimitReason, StepLimits
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import QUIET_CLOCK, TopicEngines
+from chairlift.lab.explain.topic_engines import CPU_TIME, TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 MOST = 128  # prompt tokens of a step
@@ -75,18 +75,18 @@ class _Watching(TokenBudget):
         return limits
 
 
-def run(stage: TopicEngines) -> CostData:
+def run(engines: TopicEngines) -> CostData:
     from chairlift.core.cost_model import StepShape
 
     options: dict[str, Any] = {"max_batch_tokens": 160, "max_batch_requests": 8, "prefix_caching": False}
-    first = stage.start(clock=QUIET_CLOCK, max_prefill_tokens=MOST, **options)
-    learning = record(first.engine, _requests(stage))
+    first = engines.start(clock=CPU_TIME, max_prefill_tokens=MOST, **options)
+    learning = record(first.engine, _requests(engines))
     learned = first.engine.cost_model
     target = learned.predict(StepShape(4, ROOM, 4 * 40, ROOM * 40, 5))
-    started = stage.start(clock=QUIET_CLOCK, max_prefill_tokens=MOST, target_tpot_ms=1e3 * target, **options)
+    started = engines.start(clock=CPU_TIME, max_prefill_tokens=MOST, target_tpot_ms=1e3 * target, **options)
     watching = _Watching(started.engine.scheduler.budget, started.engine.cost_model)
     started.engine.scheduler.budget = watching
-    played = record(started.engine, _requests(stage))
+    played = record(started.engine, _requests(engines))
     done = played.done()
     return CostData(
         target=target,
@@ -101,12 +101,12 @@ def run(stage: TopicEngines) -> CostData:
     )
 
 
-def _requests(stage: TopicEngines) -> list[TimedRequest]:
+def _requests(engines: TopicEngines) -> list[TimedRequest]:
     """Some that are being answered all the time, and long prompts between."""
-    short = [TimedRequest(f"S{index}", stage.prompt(8, skip=5 * index), 40, turn=index) for index in range(4)]
+    short = [TimedRequest(f"S{index}", engines.prompt(8, skip=5 * index), 40, turn=index) for index in range(4)]
     return [
         *short,
-        *(TimedRequest(f"L{index}", stage.prompt(110, skip=index), 4, turn=6 + 9 * index) for index in range(4)),
+        *(TimedRequest(f"L{index}", engines.prompt(110, skip=index), 4, turn=6 + 9 * index) for index in range(4)),
     ]
 
 

@@ -10,7 +10,7 @@ from chairlift.errors import InvalidParameter
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 if TYPE_CHECKING:
@@ -60,18 +60,18 @@ class FlashData:
     run: Run
 
 
-def run(stage: TopicEngines) -> FlashData:
+def run(engines: TopicEngines) -> FlashData:
     from chairlift.lab.explain.listening import listening
 
-    started = stage.start(prefix_caching=False, max_batch_tokens=TOKENS, attention="ragged")
-    middle = len(stage.loaded.model.attention_layers) // 2
+    started = engines.start(prefix_caching=False, max_batch_tokens=TOKENS, attention="ragged")
+    middle = len(engines.loaded.model.attention_layers) // 2
     calls: list[AttentionCall] = []
 
     def listen(call: AttentionCall) -> None:
         if call.layer.index == middle:
             calls.append(call)
 
-    prompt = (*stage.prompt(TOKENS - 102), *stage.prompt(102, skip=3))
+    prompt = (*engines.prompt(TOKENS - 102), *engines.prompt(102, skip=3))
     with listening(started, listen):
         played = record(started.engine, [TimedRequest("A", prompt, 1)])
     if calls[0].layer.window is not None or calls[0].layer.softcap is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 GIB = 2**30
@@ -34,10 +34,10 @@ class HeadsData:
     run: Run
 
 
-def run(stage: TopicEngines) -> HeadsData:
-    started = stage.start(block_size=16, prefix_caching=False)
-    played = record(started.engine, [TimedRequest("A", stage.prompt(20), 12)])
-    model = stage.loaded.model
+def run(engines: TopicEngines) -> HeadsData:
+    started = engines.start(block_size=16, prefix_caching=False)
+    played = record(started.engine, [TimedRequest("A", engines.prompt(20), 12)])
+    model = engines.loaded.model
     layer = model.attention_layers[0]
     heads = layer.num_heads
     shared = layer.num_kv_heads if 1 < layer.num_kv_heads < heads else _middle_divisor(heads)
@@ -47,7 +47,7 @@ def run(stage: TopicEngines) -> HeadsData:
         heads,
         layer.head_dim,
         model.dtype.itemsize,
-        tuple(_variant(stage, names[kv], kv, own=kv == layer.num_kv_heads) for kv in sorted(names, reverse=True)),
+        tuple(_variant(engines, names[kv], kv, own=kv == layer.num_kv_heads) for kv in sorted(names, reverse=True)),
         max(chunk.end for step in played.steps for chunk in step.chunks),
         played,
     )
@@ -57,11 +57,11 @@ def _middle_divisor(heads: int) -> int:
     return next((size for size in range(heads // 2, 0, -1) if heads % size == 0), 1)
 
 
-def _variant(stage: TopicEngines, name: str, kv_heads: int, *, own: bool) -> Variant:
+def _variant(engines: TopicEngines, name: str, kv_heads: int, *, own: bool) -> Variant:
     from chairlift.engine.memory_plan import MemoryPlan, plan_memory
     from chairlift.runner.kv_storage import allocate_storage
 
-    model = stage.loaded.model
+    model = engines.loaded.model
     layers = [replace(layer, num_kv_heads=kv_heads) for layer in model.attention_layers]
 
     def plan(memory: int | None) -> MemoryPlan:

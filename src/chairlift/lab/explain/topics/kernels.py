@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, StepRecord, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 if TYPE_CHECKING:
@@ -46,25 +46,25 @@ class KernelsData:
     runs: dict[str, Run]
 
 
-def run(stage: TopicEngines) -> KernelsData:
+def run(engines: TopicEngines) -> KernelsData:
     requests = [
-        TimedRequest("A", stage.prompt(13), 6),
-        TimedRequest("B", stage.prompt(4, skip=9), 6),
-        TimedRequest("C", stage.prompt(8, skip=20), 6, turn=1),
-        TimedRequest("D", stage.prompt(4, skip=31), 2, turn=3),
+        TimedRequest("A", engines.prompt(13), 6),
+        TimedRequest("B", engines.prompt(4, skip=9), 6),
+        TimedRequest("C", engines.prompt(8, skip=20), 6, turn=1),
+        TimedRequest("D", engines.prompt(4, skip=31), 2, turn=3),
     ]
     ways, outputs, runs = {}, [], {}
     for name in NAMES:
-        ways[name], output, runs[name] = _measure(stage, name, requests)
+        ways[name], output, runs[name] = _measure(engines, name, requests)
         outputs.append(output)
     apart = max(abs(a - b) for one, two in pairwise(outputs) for a, b in zip(one, two, strict=True))
     return KernelsData(ways, apart, runs)
 
 
-def _measure(stage: TopicEngines, name: str, requests: list[TimedRequest]) -> tuple[KernelData, list[float], Run]:
+def _measure(engines: TopicEngines, name: str, requests: list[TimedRequest]) -> tuple[KernelData, list[float], Run]:
     from chairlift.lab.explain.listening import listening
 
-    started = stage.start(block_size=BLOCK_SIZE, prefix_caching=False, attention=name)
+    started = engines.start(block_size=BLOCK_SIZE, prefix_caching=False, attention=name)
     calls: list[tuple[AttentionCall, float]] = []
 
     def listen(call: AttentionCall) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import ChunkRecord, Run, StepRecord, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 BLOCK_SIZE = 8
@@ -45,16 +45,16 @@ class MasksData:
     runs: dict[str, Run]
 
 
-def run(stage: TopicEngines) -> MasksData:
+def run(engines: TopicEngines) -> MasksData:
     def request(name: str, prompt: int, new: int = 1, turn: int = 0) -> TimedRequest:
-        return TimedRequest(name, stage.prompt(prompt, skip=5 * (ord(name) - ord("A"))), new, turn)
+        return TimedRequest(name, engines.prompt(prompt, skip=5 * (ord(name) - ord("A"))), new, turn)
 
-    causal, causal_run = _masks(stage, [request("A", 10)], lambda step: True)
-    chunked, chunked_run = _masks(stage, [request("A", 14)], lambda step: True, max_batch_tokens=6)
+    causal, causal_run = _masks(engines, [request("A", 10)], lambda step: True)
+    chunked, chunked_run = _masks(engines, [request("A", 14)], lambda step: True, max_batch_tokens=6)
     three = [request("A", 5), request("B", 3), request("C", 7)]
-    padded, padded_run = _masks(stage, three, lambda step: len(step.chunks) == 3, attention="padded")
+    padded, padded_run = _masks(engines, three, lambda step: len(step.chunks) == 3, attention="padded")
     four = [request("A", 5, 6), request("B", 3, 6, 1), request("C", 14, 4, 2), request("D", 4, 3, 3)]
-    ragged, ragged_run = _masks(stage, four, _mixed, max_batch_tokens=12)
+    ragged, ragged_run = _masks(engines, four, _mixed, max_batch_tokens=12)
     longest = max(sequence.end for sequence in padded[0].sequences)
     return MasksData(
         causal[0],
@@ -73,12 +73,12 @@ def _mixed(step: StepRecord) -> bool:
 
 
 def _masks(
-    stage: TopicEngines, requests: list[TimedRequest], wanted: Callable[[StepRecord], bool], **options: Any
+    engines: TopicEngines, requests: list[TimedRequest], wanted: Callable[[StepRecord], bool], **options: Any
 ) -> tuple[list[Mask], Run]:
     """The masks of the wanted steps of a run."""
     from chairlift.lab.explain.listening import AttentionCall, listening, who_sees_whom
 
-    started = stage.start(block_size=BLOCK_SIZE, prefix_caching=False, **({"attention": "ragged"} | options))
+    started = engines.start(block_size=BLOCK_SIZE, prefix_caching=False, **({"attention": "ragged"} | options))
     found: list[tuple[list[list[bool]], list[int]]] = []
 
     def listen(call: AttentionCall) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 14
@@ -28,12 +28,12 @@ class PagingData:
     run: Run
 
 
-def run(stage: TopicEngines) -> PagingData:
+def run(engines: TopicEngines) -> PagingData:
     requests = [
-        TimedRequest("A", stage.prompt(7), 12),
-        TimedRequest("B", stage.prompt(6, skip=17), 12, turn=1),
+        TimedRequest("A", engines.prompt(7), 12),
+        TimedRequest("B", engines.prompt(6, skip=17), 12, turn=1),
     ]
-    played = stage.play(
+    played = engines.record(
         requests, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_requests=4, prefix_caching=False
     )
     last = max(step.turn for step in played.steps if len(step.chunks) == len(requests))
@@ -43,7 +43,7 @@ def run(stage: TopicEngines) -> PagingData:
         made = [token for past in played.steps[:last] for token in past.sampled.get(request.name, ())]
         (chunk,) = (chunk for chunk in step.chunks if chunk.request == request.name)
         tokens = (*request.prompt, *made)[: chunk.end]
-        memories.append(RequestMemory(request.name, tuple(stage.words(tokens)), chunk.table))
+        memories.append(RequestMemory(request.name, tuple(engines.labels(tokens)), chunk.table))
     return PagingData(BLOCK_SIZE, NUM_BLOCKS, tuple(memories), played)
 
 

@@ -8,7 +8,7 @@ from chairlift.lab.explain.block_map import block_state, draw_pool
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, StepRecord, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 24
@@ -31,14 +31,14 @@ class PrefixData:
     run: Run
 
 
-def run(stage: TopicEngines) -> PrefixData:
-    system = stage.prompt(SYSTEM)
+def run(engines: TopicEngines) -> PrefixData:
+    system = engines.prompt(SYSTEM)
     requests = [
-        TimedRequest("A", (*system, *stage.prompt(5, skip=30)), 9),
-        TimedRequest("B", (*system, *stage.prompt(7, skip=40)), 8, turn=2),
-        TimedRequest("C", (*system, *stage.prompt(6, skip=50)), 9, turn=4, n=2),
+        TimedRequest("A", (*system, *engines.prompt(5, skip=30)), 9),
+        TimedRequest("B", (*system, *engines.prompt(7, skip=40)), 8, turn=2),
+        TimedRequest("C", (*system, *engines.prompt(6, skip=50)), 9, turn=4, n=2),
     ]
-    played = stage.play(requests, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_requests=8)
+    played = engines.record(requests, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_batch_requests=8)
     steps = played.steps
     return PrefixData(
         BLOCK_SIZE,

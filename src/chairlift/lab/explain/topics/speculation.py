@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.stage import TopicEngines
+from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
 
 DRAFTS = 4
@@ -45,19 +45,19 @@ class SpeculationData:
     plain: Run  # the same requests without draft tokens
 
 
-def run(stage: TopicEngines, texts: Mapping[str, tuple[str, int]] = TEXTS) -> SpeculationData:
-    encode = stage.loaded.tokenizer.encode
+def run(engines: TopicEngines, texts: Mapping[str, tuple[str, int]] = TEXTS) -> SpeculationData:
+    encode = engines.loaded.tokenizer.encode
     requests = [
         TimedRequest(name, tuple(encode(text, add_special_tokens=False)), new) for name, (text, new) in texts.items()
     ]
-    drafted = stage.play(requests, speculate="ngram", draft_length=DRAFTS, prefix_caching=False)
-    plain = stage.play(requests, prefix_caching=False)
+    drafted = engines.record(requests, speculate="ngram", draft_length=DRAFTS, prefix_caching=False)
+    plain = engines.record(requests, prefix_caching=False)
     rows: dict[str, list[Row]] = {name: [] for name in texts}
     for step in drafted.steps:
         for chunk in step.chunks:
             if chunk.samples:
                 *right, own = step.sampled[chunk.request]
-                row = Row(tuple(stage.words(chunk.drafts)), len(right), stage.words([own])[0])
+                row = Row(tuple(engines.labels(chunk.drafts)), len(right), engines.labels([own])[0])
                 rows[chunk.request].append(row)
     same = all(_output(drafted, name)[:new] == _output(plain, name)[:new] for name, (_, new) in texts.items())
     return SpeculationData({name: tuple(found) for name, found in rows.items()}, DRAFTS, same, drafted, plain)

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from chairlift.engine.startup import LoadedModel, StartedEngine
 
 Clock = Callable[[], float]
-# The clock of pictures that show times: CPU time of the one thread (see `one_thread`), so that other programs do not
-# disturb it.
-QUIET_CLOCK: Clock = time.process_time
+# The clock of pictures that show times: with `one_thread` it is not disturbed by other programs.
+CPU_TIME: Clock = time.process_time
 
 TEXT = (
     "A chairlift never stops for boarding. Skiers who reach the top step off, others get on at the bottom, and every "
@@ -68,21 +67,21 @@ class TopicEngines:
         )
         return start_engine(self.loaded, config, clock=clock)
 
-    def play(self, requests: Sequence[TimedRequest], **options: Any) -> Run:
+    def record(self, requests: Sequence[TimedRequest], **options: Any) -> Run:
         """Record a run of these requests on a new engine."""
         return record(self.start(**options).engine, requests)
 
     def prompt(self, num_tokens: int, skip: int = 0) -> tuple[int, ...]:
-        """The first tokens of the text after `skip` of its words."""
-        words = TEXT.split()
-        tokens = self.loaded.tokenizer.encode(" ".join(words[skip:]), add_special_tokens=False)
+        """The first `num_tokens` tokens of TEXT without its first `skip` words."""
+        text = " ".join(TEXT.split()[skip:])
+        tokens = self.loaded.tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) < num_tokens:
             raise InvalidParameter("num_tokens", f"the text has {len(tokens)} tokens, not {num_tokens}")
         return tuple(tokens[:num_tokens])
 
-    def words(self, tokens: Sequence[int]) -> list[str]:
+    def labels(self, tokens: Sequence[int]) -> list[str]:
         """Each token as a short piece of text for a label."""
-        return [readable(self.loaded.tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
+        return [as_label(self.loaded.tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
 
 
 @contextmanager
@@ -101,7 +100,7 @@ def one_thread() -> Iterator[None]:
         numba.set_num_threads(numba_threads)
 
 
-def readable(text: str) -> str:
+def as_label(text: str) -> str:
     """Text for a label: without characters that it cannot show and without surrounding spaces."""
     spelled = text.replace("\n", "⏎").replace("\t", "⇥").replace("\ufffd", "·")
     shown = "".join(character if character.isprintable() else "·" for character in spelled)

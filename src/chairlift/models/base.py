@@ -57,6 +57,11 @@ class CausalLM(Protocol):
     def num_weight_bytes(self) -> int: ...
 
     @property
+    def quantization(self) -> str:
+        """The name of the weights' format; "none" if they are not quantized."""
+        ...
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         """The type of the KV cache unless another is requested."""
         ...

@@ -92,6 +92,7 @@ class TransformersModel:
         self.max_len = info.max_len
         self.attention_layers = info.attention_layers
         self.dtype = self.kv_dtype = dtype
+        self.quantization = "none"
         self.has_own_threads = False
         self.device = device
         self._weight_bytes: int = sum(parameter.nbytes for parameter in shell.parameters())

@@ -49,6 +49,7 @@ class EngineMaker:
         return cls.load(engine.model, engine.config() | changes, progress=not engine.quiet)
 
     def start(self, *, clock: Callable[[], float] = time.monotonic, **changes: Any) -> StartedEngine:
+        """Start an engine; `changes` override `options`."""
         return start_engine(self.loaded, self.config(**changes), clock=clock)
 
     def engine(self, *, clock: Callable[[], float] = time.monotonic, **changes: Any) -> Engine:
@@ -63,29 +64,30 @@ class EngineMaker:
         return num_blocks * config.block_size * bytes_per_token(model.attention_layers, kv_dtype(config, model))
 
     def vocabulary(self) -> list[int]:
-        """The token ids that prompts can be made of."""
+        """All token ids but the special ones."""
         special = self.loaded.tokenizer.special_ids
         return [token for token in range(self.loaded.model.vocab_size) if token not in special]
 
     def num_parameters(self) -> int:
+        """The number of weights, from the checkpoint's config."""
         from chairlift.loading.checkpoint import open_checkpoint
         from chairlift.loading.store import resolve_model
         from chairlift.models import describe
         from chairlift.models.dummy import DummyCheckpoint
 
-        config = self.config()
-        if config.load_format == "dummy":
-            return describe(DummyCheckpoint(self.loaded.name, torch_device(config)).config).num_parameters
-        return describe(open_checkpoint(resolve_model(self.loaded.name)).config).num_parameters
+        name, config = self.loaded.name, self.config()
+        dummy = config.load_format == "dummy"
+        checkpoint = DummyCheckpoint(name, torch_device(config)) if dummy else open_checkpoint(resolve_model(name))
+        return describe(checkpoint.config).num_parameters
 
     def settings(self) -> dict[str, Any]:
-        """What all engines have in common, for a report."""
+        """The settings that all engines share, for a report."""
         config = self.config()
         return {
             "model": self.loaded.name,
             "device": str(torch_device(config)),
             "dtype": str(torch_dtype(config)).removeprefix("torch."),
-            "quantization": getattr(self.loaded.model, "quantization", "none"),
+            "quantization": self.loaded.model.quantization,
             "kv_dtype": str(kv_dtype(config, self.loaded.model)).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "block_size": config.block_size,

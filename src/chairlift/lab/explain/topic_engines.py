@@ -51,21 +51,15 @@ class TopicEngines:
         self, *, num_blocks: int = 64, block_size: int = 16, clock: Clock = time.monotonic, **options: Any
     ) -> StartedEngine:
         """Start an engine with a KV cache of `num_blocks`; `options` are those of EngineConfig."""
-        from chairlift.config import EngineConfig
-        from chairlift.engine.memory_plan import bytes_per_token
-        from chairlift.engine.startup import start_engine
+        from chairlift.lab.common.engines import EngineMaker
 
-        model = self.loaded.model
-        per_block = block_size * bytes_per_token(model.attention_layers, model.dtype)
-        config = EngineConfig(
-            device="cpu",
-            dtype="float32",
-            block_size=block_size,
-            kv_memory=num_blocks * per_block,
-            max_model_len=min(model.max_len, num_blocks * block_size),
+        maker = EngineMaker(self.loaded, {"device": "cpu", "dtype": "float32", "block_size": block_size})
+        return maker.start(
+            clock=clock,
+            kv_memory=maker.kv_memory(num_blocks),
+            max_model_len=min(self.loaded.model.max_len, num_blocks * block_size),
             **options,
         )
-        return start_engine(self.loaded, config, clock=clock)
 
     def record(self, requests: Sequence[TimedRequest], **options: Any) -> Run:
         """Record a run of these requests on a new engine."""

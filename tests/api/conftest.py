@@ -14,7 +14,8 @@ from chairlift.core.integrity import check_accounting, check_quiescent
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, load_model
-from chairlift.loading.store import DEFAULT_MODEL, resolve_model
+from chairlift.loading.known_models import DEFAULT_MODEL
+from chairlift.loading.resolve import resolve_model
 from tests.tiny import write_tiny_checkpoint
 
 

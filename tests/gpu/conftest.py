@@ -43,7 +43,7 @@ def exact_products() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def default_model_file() -> Path:
     """The cached file of the default model; the test is skipped without it."""
-    from chairlift.loading.store import DEFAULT_MODEL, known_models
+    from chairlift.loading.known_models import DEFAULT_MODEL, known_models
 
     (known,) = (model for model in known_models() if model.name == DEFAULT_MODEL)
     if not known.cached:

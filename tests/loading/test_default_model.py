@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
-from chairlift.loading.store import DEFAULT_MODEL, resolve_model
+from chairlift.loading.known_models import DEFAULT_MODEL
+from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import TokenizerFiles, load_tokenizer
 
 pytestmark = pytest.mark.model

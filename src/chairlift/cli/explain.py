@@ -11,7 +11,7 @@ from chairlift.cli.app import UNDERSTAND, app
 from chairlift.lab.explain.registry import ALL, TOPICS, topics_named
 from chairlift.lab.explain.sheet import require_matplotlib
 from chairlift.lab.report.progress import watch
-from chairlift.loading.store import DEFAULT_MODEL
+from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.terminal.console import show_log
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chairlift.cli.app import RUN, app
-from chairlift.loading.store import DEFAULT_MODEL, KnownModel, known_models
+from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, known_models
 
 FORMATS = {
     "safetensors": "a folder with config.json, tokenizer.json and .safetensors files, one or many",

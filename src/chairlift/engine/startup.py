@@ -30,7 +30,7 @@ from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
 from chairlift.loading.read_ahead import read_ahead
-from chairlift.loading.store import resolve_model
+from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.models import build_model, describe, format_obstacles
 from chairlift.models.base import CausalLM

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from chairlift.errors import CorruptCheckpoint, ModelNotFound
-from chairlift.loading.store import KnownModel
+from chairlift.loading.known_models import KnownModel
 
 _POLL_SECONDS = 0.1
 _CHUNK = 1 << 20

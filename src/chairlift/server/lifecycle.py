@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
-from chairlift.loading.store import resolve_model
+from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.server.gc_tuning import freeze_loaded_objects
 from chairlift.server.http.app import make_app

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from chairlift.loading.checkpoint import open_checkpoint
-from chairlift.loading.store import resolve_model
+from chairlift.loading.resolve import resolve_model
 from chairlift.models.base import CausalLM
 from chairlift.speculation.draft_head import HeadNetwork
 from chairlift.speculation.draft_model import load_draft_model

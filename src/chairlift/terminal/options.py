@@ -9,7 +9,7 @@ import typer
 
 from chairlift.config import MODEL, EngineConfig
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.loading.store import DEFAULT_MODEL
+from chairlift.loading.known_models import DEFAULT_MODEL
 from chairlift.options.declaration import option
 from chairlift.terminal.option_groups import field_names, given, refuse_given, with_option_groups
 

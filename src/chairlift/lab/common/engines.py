@@ -71,7 +71,7 @@ class EngineMaker:
     def num_parameters(self) -> int:
         """The number of weights, from the checkpoint's config."""
         from chairlift.loading.checkpoint import open_checkpoint
-        from chairlift.loading.store import resolve_model
+        from chairlift.loading.resolve import resolve_model
         from chairlift.models import describe
         from chairlift.models.dummy import DummyCheckpoint
 

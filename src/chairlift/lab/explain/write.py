@@ -14,8 +14,8 @@ from chairlift.lab.explain.page import index_page, topic_page
 from chairlift.lab.explain.palette import LIGHT, THEMES
 from chairlift.lab.explain.registry import ALL, TOPICS, topic_named
 from chairlift.lab.explain.sheet import Sheet
-from chairlift.lab.explain.topic_engines import TopicEngines, one_thread
 from chairlift.lab.explain.topic import Topic, as_json
+from chairlift.lab.explain.topic_engines import TopicEngines, one_thread
 from chairlift.lab.explain.words import to_markdown
 
 FORMATS = ("png", "svg", "html", "json", "md")

@@ -60,7 +60,7 @@ def local_server(model: str, options: Mapping[str, Any], *, max_waiting: int) ->
 def local_model_facts(model: str, options: Mapping[str, Any], *, progress: bool) -> tuple[list[int], int]:
     """The token ids that prompts for a model can be made of, and the most tokens a request to it can have."""
     from chairlift.loading.checkpoint import open_checkpoint
-    from chairlift.loading.store import resolve_model
+    from chairlift.loading.resolve import resolve_model
     from chairlift.loading.tokenizer import load_tokenizer
     from chairlift.models import describe
 

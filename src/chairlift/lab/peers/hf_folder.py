@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from chairlift.loading.store import resolve_model
+from chairlift.loading.resolve import resolve_model
 
 
 def save_hf_folder(model: str, folder: Path) -> None:

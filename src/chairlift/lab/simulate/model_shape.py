@@ -10,7 +10,7 @@ from typing import Any
 from chairlift.errors import InvalidParameter
 from chairlift.lab.simulator.roofline import ModelShape
 from chairlift.loading.checkpoint import open_checkpoint
-from chairlift.loading.store import resolve_model
+from chairlift.loading.resolve import resolve_model
 from chairlift.models import describe
 from chairlift.models.base import ModelInfo
 

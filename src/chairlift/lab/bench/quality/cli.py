@@ -12,7 +12,7 @@ from chairlift.lab.bench.base import BenchResult, bench
 from chairlift.lab.report.options import ReportOptions
 from chairlift.lab.report.progress import Note
 from chairlift.lab.report.tables import Column, Table
-from chairlift.loading.store import DEFAULT_MODEL
+from chairlift.loading.known_models import DEFAULT_MODEL
 
 LARGEST_LOSS = 0.02  # of perplexity, for an option that is the default
 COLUMNS = (

@@ -118,7 +118,7 @@ class PeerOptions:
     ] = 900.0
 
     def make(self, context: typer.Context, comparison: ThroughputComparison) -> list[Peer]:
-        from chairlift.loading.store import resolve_model
+        from chairlift.loading.resolve import resolve_model
 
         if self.peers is None:
             refuse_given(context, ("peer_python", "peer_model", "peer_timeout"), "has no effect without --peers")

@@ -90,7 +90,7 @@ class ThroughputComparison:
     def vocabulary(self) -> list[int]:
         """The token ids that prompts can be made of."""
         from chairlift.loading.checkpoint import open_checkpoint
-        from chairlift.loading.store import resolve_model
+        from chairlift.loading.resolve import resolve_model
         from chairlift.loading.tokenizer import load_tokenizer
 
         checkpoint = open_checkpoint(resolve_model(self.model, progress=self.progress))
@@ -98,7 +98,7 @@ class ThroughputComparison:
 
     def _require_accelerate(self) -> None:
         """Raise before the measurement if transformers could not load the model."""
-        from chairlift.loading.store import resolve_model
+        from chairlift.loading.resolve import resolve_model
 
         if "transformers" not in self.engines or find_spec("accelerate") is not None:
             return
@@ -133,7 +133,7 @@ class ThroughputComparison:
     def _run_transformers(self, workload: Workload, advance: TokenProgress) -> Measurement:
         from chairlift.engine.machine_defaults import batch_requests, torch_device, torch_dtype
         from chairlift.lab.peers.transformers_run import TransformersSetup, measure_transformers
-        from chairlift.loading.store import resolve_model
+        from chairlift.loading.resolve import resolve_model
 
         config = self._config()
         setup = TransformersSetup(

@@ -8,9 +8,9 @@ from typing import Any
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.timeline import SlotTimeline, timeline
 from chairlift.lab.explain.topic import Picture, Topic
+from chairlift.lab.explain.topic_engines import TopicEngines
 
 SLOTS = 4
 # Prompt tokens, new tokens, and the turn at which each request comes.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Sheet
-from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
+from chairlift.lab.explain.topic_engines import TopicEngines
 
 BUDGET = 16
 # Prompt tokens, new tokens, and the turn at which each request comes.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from chairlift.lab.explain.palette import Look, Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
+from chairlift.lab.explain.topic_engines import TopicEngines
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,8 @@ from chairlift.core.events import TokenProduced
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.topic_engines import CPU_TIME, TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
+from chairlift.lab.explain.topic_engines import CPU_TIME, TopicEngines
 
 LONG, CHUNK = 150, 20
 NAMES = {"whole": "the prompt at once", "chunked": f"the prompt in chunks of at most {CHUNK} tokens"}

@@ -11,8 +11,8 @@ from chairlift.core.step_limits import LimitReason, StepLimits
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.topic_engines import CPU_TIME, TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
+from chairlift.lab.explain.topic_engines import CPU_TIME, TopicEngines
 
 MOST = 128  # prompt tokens of a step
 ROOM = 28  # prompt tokens that the target leaves room for, about

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
+from chairlift.lab.explain.topic_engines import TopicEngines
 
 GIB = 2**30
 CONTEXT = 2048  # tokens of a text, for the number of texts that fit

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, StepRecord, TimedRequest, record
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
+from chairlift.lab.explain.topic_engines import TopicEngines
 
 if TYPE_CHECKING:
     from chairlift.lab.explain.listening import AttentionCall

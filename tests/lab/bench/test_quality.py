@@ -10,7 +10,7 @@ import torch
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model, start_engine
 from chairlift.errors import InvalidParameter
-from chairlift.lab.bench.quality.run import MODES, Scores, measure_quality, parse_modes, score
+from chairlift.lab.bench.quality.run import CPU_MODES, Scores, measure_quality, parse_modes, score
 from chairlift.runner.base import ModelRunner
 from tests.tiny import SENTENCES, write_tiny_checkpoint
 
@@ -57,4 +57,4 @@ def test_modes_are_parsed_by_name() -> None:
     assert parse_modes("float32; int8, KV bfloat16") == ["float32", "int8, KV bfloat16"]
     with pytest.raises(InvalidParameter, match="there is no 'int4'"):
         parse_modes("int4")
-    assert set(parse_modes(";".join(MODES))) == set(MODES)
+    assert set(parse_modes(";".join(CPU_MODES))) == set(CPU_MODES)

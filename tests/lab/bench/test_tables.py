@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from chairlift.lab.bench.claims.claim import ClaimVerdict, Holds
 from chairlift.lab.bench.claims.cli import ClaimsTable
 from chairlift.lab.bench.quality.cli import quality_table
-from chairlift.lab.bench.quality.run import MODES, Quality
+from chairlift.lab.bench.quality.run import CPU_MODES, Quality
 from chairlift.lab.report.tables import show_table
 
 words = st.text("abcdefgh", min_size=1, max_size=9)
@@ -50,12 +50,12 @@ def test_all_modes_of_bench_quality_are_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    found = [Quality(mode, 12.345, 0.01234, 0.987, 538_060_800, 46_080) for mode in MODES]
+    found = [Quality(mode, 12.345, 0.01234, 0.987, 538_060_800, 46_080) for mode in CPU_MODES]
     quality_table("smollm2-135m", [quality.row() for quality in found]).show()
     shown = capsys.readouterr().out
     names = " ".join(line[:14].strip() for line in shown.splitlines())  # long ones take two lines
-    assert all(mode in " ".join(names.split()) for mode in MODES)
-    assert shown.count("12.345") == shown.count("46,080") == len(MODES)
+    assert all(mode in " ".join(names.split()) for mode in CPU_MODES)
+    assert shown.count("12.345") == shown.count("46,080") == len(CPU_MODES)
     assert max(map(len, shown.splitlines())) <= 80
 
 

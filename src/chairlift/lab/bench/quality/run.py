@@ -1,4 +1,4 @@
-"""The cost of lossy options against float32: perplexity, and agreement of the likeliest token."""
+"""The cost of lossy options against float32: perplexity, and how often greedy decoding picks the same token."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.input_batch import build_batch
@@ -23,22 +24,22 @@ from chairlift.lab.bench.quality.texts import TEXTS
 from chairlift.lab.report.progress import Note
 from chairlift.runner.base import ModelRunner
 
-EXACT = {"dtype": "float32", "quantization": "none", "kv_dtype": "float32"}
-MODES: Mapping[str, Mapping[str, str]] = {
-    "float32": EXACT,
-    "float32, KV bfloat16": EXACT | {"kv_dtype": "bfloat16"},
+FLOAT32 = {"dtype": "float32", "quantization": "none", "kv_dtype": "float32"}
+CPU_MODES: Mapping[str, Mapping[str, str]] = {
+    "float32": FLOAT32,
+    "float32, KV bfloat16": FLOAT32 | {"kv_dtype": "bfloat16"},
     "int8, KV float32": {"quantization": "int8", "kv_dtype": "float32"},
     "int8, KV bfloat16": {"quantization": "int8", "kv_dtype": "bfloat16"},
     "bfloat16": {"dtype": "bfloat16"},
 }
 GPU_MODES: Mapping[str, Mapping[str, str]] = {
-    "float32": EXACT,
+    "float32": FLOAT32,
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, KV fp8": {"dtype": "bfloat16", "kv_dtype": "fp8"},
     "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
     "fp8, KV fp8": {"dtype": "bfloat16", "quantization": "fp8", "kv_dtype": "fp8"},
 }
-ROWS = 64  # tokens whose logits are held at a time
+LOGIT_ROWS = 64  # rows whose logits are held at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,12 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
+    """One mode, compared with float32."""
+
     mode: str
     perplexity: float
-    change: float  # of the perplexity against float32, as a share
-    agreement: float  # share of the tokens after which the same one is likeliest
+    change: float  # relative, of the perplexity against float32
+    agreement: float  # share of positions with the same likeliest next token
     weight_bytes: int
     kv_bytes_per_token: int
 
@@ -74,15 +77,16 @@ class Quality:
 
 
 def modes_on(device: str) -> Mapping[str, Mapping[str, str]]:
-    return MODES if torch_device(EngineConfig(device=device)).type == "cpu" else GPU_MODES
+    """The modes that a device can run: their options by name."""
+    return CPU_MODES if torch_device(EngineConfig(device=device)).type == "cpu" else GPU_MODES
 
 
 def measure_quality(
     model: str, modes: Sequence[str], note: Note, *, texts: Sequence[str] = TEXTS, device: str = "cpu"
 ) -> list[Quality]:
-    """Every mode on the same texts; float32, the reference, is always the first."""
+    """Score every mode on the same texts. float32 is the reference and always comes first, even if not in `modes`."""
     found: list[Quality] = []
-    exact: Scores | None = None
+    reference: Scores | None = None
     for mode in ["float32", *(mode for mode in modes if mode != "float32")]:
         note(f"{mode}: loading")
         options: dict[str, Any] = {"device": device, "kv_memory": "256MiB", "max_batch_requests": 1}
@@ -94,25 +98,25 @@ def measure_quality(
             note(f"{mode}: text {index + 1} of {len(texts)}")
             parts.append(score(started.runner, loaded.tokenizer.encode(text), started.memory.block_size))
         scores = Scores(torch.cat([part.losses for part in parts]), torch.cat([part.likeliest for part in parts]))
-        exact = exact or scores
+        reference = reference or scores
         found.append(
             Quality(
                 mode=mode,
                 perplexity=scores.perplexity,
-                change=scores.perplexity / exact.perplexity - 1,
-                agreement=float((scores.likeliest == exact.likeliest).double().mean()),
+                change=scores.perplexity / reference.perplexity - 1,
+                agreement=float((scores.likeliest == reference.likeliest).double().mean()),
                 weight_bytes=started.memory.weight_bytes,
                 kv_bytes_per_token=started.memory.bytes_per_token,
             )
         )
-        del loaded, started
+        del loaded, started  # before the next model is loaded
         gc.collect()
     return found
 
 
 @torch.inference_mode()
 def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores:
-    """One text as one chunk, through the same code that serves requests."""
+    """Run one text as one chunk, with the model and the attention that serve requests."""
     if len(tokens) < 2:
         raise InvalidParameter("texts", "a text must have at least two tokens")
     request = Request("quality", list(tokens), SamplingParams(), max_new_tokens=1, arrival=0.0)
@@ -124,15 +128,15 @@ def score(runner: ModelRunner, tokens: Sequence[int], block_size: int) -> Scores
     hidden = runner.model.hidden_states(batch.tokens, batch.positions, attend).last
     losses, likeliest = [], []
     following = torch.tensor(tokens[1:], device=hidden.device)
-    for first in range(0, len(following), ROWS):
-        logits = runner.model.logits(hidden[first : min(first + ROWS, len(following))]).float()
-        losses.append(torch.nn.functional.cross_entropy(logits, following[first : first + ROWS], reduction="none"))
+    for rows, actual in zip(hidden[:-1].split(LOGIT_ROWS), following.split(LOGIT_ROWS), strict=True):
+        logits = runner.model.logits(rows).float()
+        losses.append(F.cross_entropy(logits, actual, reduction="none"))
         likeliest.append(logits.argmax(dim=-1))
     return Scores(torch.cat(losses).cpu(), torch.cat(likeliest).cpu())
 
 
 def parse_modes(text: str, device: str = "cpu") -> list[str]:
-    """ "float32; int8, KV bfloat16" -> both: modes have commas of their own."""
+    """The names in a list separated by semicolons, since modes have commas in their names."""
     names, choices = [name.strip() for name in text.split(";") if name.strip()], modes_on(device)
     for name in names:
         if name not in choices:

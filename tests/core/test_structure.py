@@ -78,7 +78,6 @@ def test_a_request_that_waits_for_its_grammar_can_be_cancelled_or_expire() -> No
     assert scheduler.finish("cancelled", Ending(FinishReason.CANCELLED), 1)
     assert not scheduler.schedule(4.0)
     assert not scheduler.schedule(5.0)
-    # type: ignore[union-attr]
     endings = {event.request_id: event.ending.reason for event in events_of(scheduler, RequestFinished)}
     assert endings == {"cancelled": FinishReason.CANCELLED, "late": FinishReason.DEADLINE}
     check_quiescent(scheduler)

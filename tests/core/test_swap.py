@@ -41,7 +41,6 @@ def run_to_end(scheduler: Scheduler, memory: MemoryModel) -> list[StepPlan]:
 def tight(num_slots: int = 10, **options: object) -> tuple[Scheduler, list[Request], MemoryModel]:
     """Two requests that together need more than six blocks of four."""
     options.setdefault("prefix_caching", False)
-    # type: ignore[arg-type]
     scheduler = make_scheduler(num_blocks=6, block_size=4, swap=SwapSpace(num_slots), **options)
     requests = [make_request(name, 6, new=10) for name in "ab"]
     for request in requests:

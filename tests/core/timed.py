@@ -80,7 +80,6 @@ class TimedRun:
 def timed_scheduler(
     cost: CostModel, budget: str | None = None, slots: int = 64, cap: int = 512, **options: float | None
 ) -> Scheduler:
-    # type: ignore[arg-type]
     made = make_budget(budget, cost, max_batch_tokens=cap + slots, max_prefill_tokens=cap, **options)
     return Scheduler(KVCache(20_000, 16, prefix_caching=False), made, ContinuousPolicy(), slots)
 

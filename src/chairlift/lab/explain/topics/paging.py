@@ -127,9 +127,9 @@ def teach(data: PagingData) -> str:
     empty = sum(len(memory.table) * data.block_size - len(memory.words) for memory in data.requests)
     most = data.block_size - 1
     return f"""
-How long will an answer be? Nobody knows. A server that keeps one long piece of memory free for the longest possible
-answer of each request wastes most of it. Operating systems had the same problem with programs, and solved it with
-**virtual memory**. The KV cache works the same way.
+How long will an answer be? That is not known beforehand. A server that keeps one long piece of memory free for the
+longest possible answer of each request wastes most of it. Operating systems had the same problem with programs, and
+solved it with **virtual memory**. The KV cache works the same way.
 
 [[paging]]
 

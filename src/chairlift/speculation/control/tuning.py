@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SpeculationTuning:
-    """Found by that ablation: what gained less than its noise is not here."""
+    """What gained less than its noise was deleted; docs/notes/speculation.md has the numbers, and the exceptions."""
 
     level_prior_weight: float = 4.0  # draft tokens that a proposer's own confidence counts for
     trial_chance: float = 0.5  # that a draft token needs while its cost is not measured yet
     gain: float = 0.03  # of the latest step in a mean; the acceptance of few requests varies a lot from step to step
-    enough_steps: int = 3  # of a batch size, with and without drafts, before they are compared
-    refresh: int = 48  # steps with drafts after which one without is measured, because the machine's pace changes
+    # Steps of a batch size, with and without drafts, before they are compared. The replays gain nothing from more than
+    # one; it is kept so that one slow step of a real machine cannot start a pause.
+    enough_steps: int = 3
+    refresh: int = 48  # steps with drafts after which one without is measured; else a faster machine is not noticed
     first_pause: int = 128  # steps without drafts after a comparison that they lost; doubled every time
-    longest_pause: int = 2048
+    longest_pause: int = 2048  # without doubling, trials cost 1 to 3% in long runs in which drafts do not pay

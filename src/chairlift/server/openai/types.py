@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
@@ -91,20 +92,13 @@ class GenerationBody(StrictModel):
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Return the sampling parameters; absent ones keep their defaults."""
-        given = {
-            name: getattr(self, name)
-            for name in (
-                *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-                *("frequency_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
-                *("include_stop_str_in_output", "skip_special_tokens"),
-            )
-            if getattr(self, name) is not None
-        }
+        shared = [field.name for field in fields(SamplingParams) if field.name in GenerationBody.model_fields]
+        given = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        given |= {"logit_bias": _logit_bias(self.logit_bias)}
         _check_unicode("user", [self.user or ""])
         _check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
         return SamplingParams(
             **given,
-            logit_bias=_logit_bias(self.logit_bias),
             structure=self.structure(),
             extra_args=self._extra_args,
             **more,
@@ -135,7 +129,7 @@ class CompletionBody(GenerationBody):
         n = 1 if self.n is None else self.n
         params = super().sampling_params(n=n, **self._selection(n), **more)
         if self.stream and (params.beam_width or params.best_of):
-            problem = "cannot be true with best_of or beam search: which completions are best shows only in the end"
+            problem = "cannot be true with best_of or beam search: the best completions are only known at the end"
             raise InvalidParameter("stream", problem)
         return params
 

@@ -304,3 +304,5 @@ def test_a_server_that_cannot_start_gives_the_reason(tiny: str) -> None:
 def test_engine_options_become_command_line_arguments() -> None:
     given = {"device": "cpu", "max_model_len": None, "prefix_caching": False, "block_size": 8}
     assert engine_arguments(given) == ["--device", "cpu", "--no-prefix-caching", "--block-size", "8"]
+    weights = {"tenant_weights": ["alice=2", "bob=3"]}
+    assert engine_arguments(weights) == ["--tenant-weight", "alice=2", "--tenant-weight", "bob=3"]

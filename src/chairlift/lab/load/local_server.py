@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from typing import IO, Any
 
+from chairlift.config import EngineConfig
 from chairlift.errors import EngineDead
 from chairlift.lab.common.cpu_time import children, cpu_seconds
 from chairlift.lab.common.workload import text_like_ids
+from chairlift.options.declaration import options_of
 
 START_SECONDS = 600
 STOP_SECONDS = 30
@@ -71,13 +73,16 @@ def local_model_facts(model: str, options: Mapping[str, Any], *, progress: bool)
 
 def engine_arguments(options: Mapping[str, Any]) -> list[str]:
     """Fields of `EngineConfig` as command-line options."""
+    flags = {option.name: option.long_flag for option in options_of(EngineConfig)}
     arguments = []
     for name, value in options.items():
-        option = name.replace("_", "-")
+        flag = flags[name]
         if isinstance(value, bool):
-            arguments.append(f"--{option}" if value else f"--no-{option}")
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list | tuple):
+            arguments += [part for one in value for part in (flag, str(one))]
         elif value is not None:
-            arguments += [f"--{option}", str(value)]
+            arguments += [flag, str(value)]
     return arguments
 
 

@@ -47,7 +47,8 @@ class DraftRecorder(Proposer):
 
 def record(maker: EngineMaker, scenario: str, speculate: str, answers: int, tokens: int) -> list[RecordedAnswer]:
     """The model's first `answers` answers of a scenario, of `tokens` tokens each, with the drafts of `speculate`."""
-    engine = maker.engine(max_batch_requests=answers, speculate=speculate, draft_length=MAX_LENGTH)
+    # One request at a time: neither its tokens nor the room for its drafts depends on others.
+    engine = maker.engine(max_batch_requests=1, speculate=speculate, draft_length=MAX_LENGTH)
     controller = engine.scheduler.speculation
     assert isinstance(controller, SpeculationController)
     controller.proposer = recorder = DraftRecorder(controller.proposer)

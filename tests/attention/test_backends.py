@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
-from chairlift.attention.base import AttentionLayer, RaggedLayout, visible_mask
 from chairlift.attention.choose import choose_backend
+from chairlift.attention.interface import AttentionLayer, RaggedLayout, visible_mask
 from chairlift.attention.storage import KVStorage
 from chairlift.errors import InvalidParameter
 

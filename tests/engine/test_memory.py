@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 from chairlift.byte_sizes import parse_bytes
 from chairlift.engine import memory_plan
 from chairlift.engine.memory_plan import MemoryPlan, plan_memory

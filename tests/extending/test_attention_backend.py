@@ -10,8 +10,8 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.attention.backends import BACKENDS
-from chairlift.attention.base import AttentionLayer
 from chairlift.attention.choose import choose_backend
+from chairlift.attention.interface import AttentionLayer
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidParameter
 from tests.extending.pages import load_toy, page_shows, run_with_plugin

@@ -34,7 +34,7 @@ def make_model(changes: dict[str, Any], device: torch.device) -> Decoder:
 
 def logits(model: Decoder, storage: KVStorage, rows: list[tuple[int, int]]) -> torch.Tensor:
     """One new token for each (position, first block of the table), in one step."""
-    from chairlift.attention.base import PagedBatch
+    from chairlift.attention.interface import PagedBatch
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chairlift.attention.backends.bursted import BurstedAttention
 from chairlift.attention.backends.padded import PaddedAttention
-from chairlift.attention.base import AttentionLayer, RaggedLayout
+from chairlift.attention.interface import AttentionLayer, RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.kv_dtype import kv_dtype

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer
+from chairlift.attention.interface import Attend, AttentionLayer
 
 
 @dataclass

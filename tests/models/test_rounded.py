@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
-from chairlift.attention.base import RaggedLayout
 from chairlift.attention.choose import choose_backend
+from chairlift.attention.interface import RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_model, start_engine

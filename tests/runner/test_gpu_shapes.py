@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.paged.gpu import LONG_CONTEXT, PagedGPUAttention
 from chairlift.runner.gpu.shapes import Shapes
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import RaggedLayout
+from chairlift.attention.interface import RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import StepPlan
 

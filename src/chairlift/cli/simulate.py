@@ -12,10 +12,10 @@ import typer
 
 from chairlift.cli.app import UNDERSTAND, app
 from chairlift.errors import InvalidParameter
+from chairlift.lab.planning.options import MACHINE, MachineOptions, TargetOptions
 from chairlift.lab.report.options import ReportOptions
 from chairlift.lab.report.progress import watch
 from chairlift.lab.report.tables import comparison_table, show_table
-from chairlift.lab.simulate.options import MACHINE, MachineOptions, TargetOptions
 from chairlift.terminal.options import refuse_given
 
 _TRAFFIC = "Traffic"
@@ -97,8 +97,8 @@ def simulate(
     from chairlift.lab.common.workload import LengthRange
     from chairlift.lab.load.arrivals import Arrivals
     from chairlift.lab.load.traces import load_trace
-    from chairlift.lab.simulate.plot import plot_outcome
-    from chairlift.lab.simulate.run import BLOCK_SIZE, ReplicaSettings, load_profile, random_arrivals, trace_arrivals
+    from chairlift.lab.planning.plot import plot_outcome
+    from chairlift.lab.planning.run import BLOCK_SIZE, ReplicaSettings, load_profile, random_arrivals, trace_arrivals
     from chairlift.lab.simulator.figures import figures
     from chairlift.lab.simulator.roofline import Roofline, StepCost
     from chairlift.lab.simulator.router import make_router
@@ -159,8 +159,8 @@ def simulate(
 
 
 def _compare_with_recording(context: typer.Context, against: Path, report: ReportOptions) -> None:
+    from chairlift.lab.planning.recording import RecordedRun, compare
     from chairlift.lab.report.json_report import write_report
-    from chairlift.lab.simulate.recording import RecordedRun, compare
 
     others = [name for name in context.params if name not in ("against", "json_file", "quiet")]
     refuse_given(context, others, "does not go with --against: the recording determines what is simulated")
@@ -218,9 +218,9 @@ def plan(
     No weights are read, and only the scheduler runs.
     """
     from chairlift.lab.common.workload import LengthRange
-    from chairlift.lab.simulate.decode_curve import decode_curve
-    from chairlift.lab.simulate.plot import plot_plan
-    from chairlift.lab.simulate.run import ReplicaSettings, highest_rate
+    from chairlift.lab.planning.decode_curve import decode_curve
+    from chairlift.lab.planning.plot import plot_plan
+    from chairlift.lab.planning.run import ReplicaSettings, highest_rate
     from chairlift.lab.simulator.roofline import Roofline
 
     if rate is not None and not rate > 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 from chairlift.byte_sizes import format_bytes, parse_bytes
 from chairlift.errors import InvalidParameter
 from chairlift.runner.device_memory import free_memory

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage
 from chairlift.config import EngineConfig
 from chairlift.engine.kv_dtype import kv_dtype

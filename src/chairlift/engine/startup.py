@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.base import AttentionLayer
 from chairlift.attention.choose import choose_backend
+from chairlift.attention.interface import AttentionLayer
 from chairlift.byte_sizes import format_bytes
 from chairlift.config import EngineConfig
 from chairlift.core.budgets.base import make_budget

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer
+from chairlift.attention.interface import Attend, AttentionLayer
 
 
 class HiddenStates(NamedTuple):

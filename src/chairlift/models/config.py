@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 from chairlift.layers.rope import Rope
 
 

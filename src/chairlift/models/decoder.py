@@ -8,7 +8,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend
+from chairlift.attention.interface import Attend
 from chairlift.layers.embedding import Embedding
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight

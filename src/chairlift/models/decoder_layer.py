@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer, FusedAttend
+from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer
+from chairlift.attention.interface import Attend, AttentionLayer
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.models.base import HiddenStates
 from chairlift.models.probe import AttentionRecorder, CannotPlug

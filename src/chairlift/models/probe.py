@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 
 # Arguments without effect here: the mask has the window and the direction, and there is no cache.
 HARMLESS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 from chairlift.errors import CorruptCheckpoint, InvalidParameter, UnsupportedModel
 from chairlift.layers.mlp import ACTIVATIONS
 from chairlift.models.config import DecoderConfig, ExpertsConfig, LayerConfig

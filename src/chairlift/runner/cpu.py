@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend
 from chairlift.attention.input_batch import InputBatch, build_batch
+from chairlift.attention.interface import Attend
 from chairlift.core.executor import ExecutorCapabilities, FinishedStep
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.request import Request

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.aligned import aligned
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, HostAttend
 from chairlift.attention.input_batch import InputBatch
+from chairlift.attention.interface import Attend, HostAttend
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request, Status

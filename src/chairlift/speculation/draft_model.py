@@ -8,8 +8,8 @@ from functools import partial
 
 from torch import Tensor
 
-from chairlift.attention.base import Attend
 from chairlift.attention.input_batch import InputBatch
+from chairlift.attention.interface import Attend
 from chairlift.core.plan import Chunk
 from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from chairlift.attention.base import Attend
 from chairlift.attention.input_batch import InputBatch
+from chairlift.attention.interface import Attend
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request

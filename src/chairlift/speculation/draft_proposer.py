@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.base import AttentionLayer
 from chairlift.attention.input_batch import build_batch
+from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.attention_work import AttentionWork, work_by_rows
 from chairlift.kernels.cpu.decoder import Buffers, Step

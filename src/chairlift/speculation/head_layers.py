@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.base import Attend, AttentionLayer, HostAttend
+from chairlift.attention.interface import Attend, AttentionLayer, HostAttend
 from chairlift.attention.storage import KVStorage
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.layers.linear import Linear

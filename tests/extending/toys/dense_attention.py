@@ -8,7 +8,7 @@ from torch import Tensor
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.base import Attend, AttentionLayer, RaggedLayout, visible_mask
+from chairlift.attention.interface import Attend, AttentionLayer, RaggedLayout, visible_mask
 from chairlift.attention.storage import KVStorage
 
 

@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 
 from chairlift.lab.bench.policies.run import PoliciesSettings
-from chairlift.lab.simulate.run import ReplicaSettings
+from chairlift.lab.planning.run import ReplicaSettings
 from chairlift.lab.simulator.measured import MeasuredCost
 from chairlift.lab.simulator.records import Arrival, SimulationOutcome
 from chairlift.lab.simulator.router import make_router

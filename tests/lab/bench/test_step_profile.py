@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 from chairlift.cli.main import app
 from chairlift.config import EngineConfig
 from chairlift.engine.startup import load_engine

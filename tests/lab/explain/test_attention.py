@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import AttentionLayer, RaggedLayout
+from chairlift.attention.interface import AttentionLayer, RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.core.cost_model import chunk_kv
 from chairlift.lab.explain.listening import AttentionCall, who_sees_whom

@@ -12,8 +12,8 @@ from typing import Any
 
 from chairlift.core.cost_model import StepShape
 from chairlift.lab.load.traces import load_trace
-from chairlift.lab.simulate.model_shape import model_shape, read_config
-from chairlift.lab.simulate.run import ReplicaSettings, trace_arrivals
+from chairlift.lab.planning.model_shape import model_shape, read_config
+from chairlift.lab.planning.run import ReplicaSettings, trace_arrivals
 from chairlift.lab.simulator.devices import device_named
 from chairlift.lab.simulator.records import Arrival, SimulationOutcome
 from chairlift.lab.simulator.roofline import Roofline

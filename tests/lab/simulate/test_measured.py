@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chairlift.core.cost_model import StepShape
 from chairlift.errors import InvalidParameter
-from chairlift.lab.simulate.recording import COMPARED, RecordedRun, compare
+from chairlift.lab.planning.recording import COMPARED, RecordedRun, compare
 from chairlift.lab.simulator.measured import MeasuredCost
 from chairlift.lab.simulator.speed_profile import SpeedCursor, SpeedProfile
 

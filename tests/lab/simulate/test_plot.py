@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from chairlift.core.cost_model import StepShape
-from chairlift.lab.simulate.decode_curve import decode_curve
-from chairlift.lab.simulate.plot import unfinished_requests
+from chairlift.lab.planning.decode_curve import decode_curve
+from chairlift.lab.planning.plot import unfinished_requests
 from chairlift.lab.simulator.records import RequestRecord
 
 

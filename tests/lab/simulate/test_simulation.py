@@ -15,7 +15,7 @@ from chairlift.core.integrity import check_quiescent
 from chairlift.core.orderings.base import make_ordering
 from chairlift.core.policies.base import make_policy
 from chairlift.errors import InvalidParameter
-from chairlift.lab.simulate.run import ReplicaSettings
+from chairlift.lab.planning.run import ReplicaSettings
 from chairlift.lab.simulator.devices import DEVICES, device_named
 from chairlift.lab.simulator.kv_cache import SimulatedKVCache
 from chairlift.lab.simulator.records import Arrival, SimulationOutcome

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from chairlift.attention.base import Attend, AttentionLayer, PagedBatch, RaggedLayout
+from chairlift.attention.interface import Attend, AttentionLayer, PagedBatch, RaggedLayout
 from chairlift.attention.storage import KVStorage
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
 from chairlift.attention.backends.bursted import attention_by_formula
-from chairlift.attention.base import Attend, AttentionLayer, RaggedLayout
+from chairlift.attention.interface import Attend, AttentionLayer, RaggedLayout
 from chairlift.attention.storage import KVStorage, as_plain
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend, Capabilities
-from chairlift.attention.base import Attend, AttentionLayer, HostAttend, RaggedLayout
+from chairlift.attention.interface import Attend, AttentionLayer, HostAttend, RaggedLayout
 from chairlift.attention.storage import KVStorage
 
 if TYPE_CHECKING:  # numba is slow to import

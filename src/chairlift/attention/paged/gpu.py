@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend, BatchSpec, Capabilities
-from chairlift.attention.base import Attend, AttentionLayer, FusedAttend, PagedBatch, RaggedLayout
+from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend, PagedBatch, RaggedLayout
 from chairlift.attention.storage import KVStorage
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 from chairlift.core.plan import StepPlan
 from chairlift.layers.linear import Linear
 from chairlift.layers.moe import MixtureOfExperts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.base import Attend, AttentionLayer, RaggedLayout
+from chairlift.attention.interface import Attend, AttentionLayer, RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.runner.base import ModelRunner
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from chairlift.attention.base import Attend, RaggedLayout
+from chairlift.attention.interface import Attend, RaggedLayout
 from chairlift.attention.storage import KVStorage
 from chairlift.engine.startup import StartedEngine
 from chairlift.lab.common.step_work import ATTENTION, GEMM, SAMPLING

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chairlift.attention.base import AttentionLayer
+from chairlift.attention.interface import AttentionLayer
 from chairlift.lab.training.writer import refuse_unusual_attention
 from chairlift.models.decoder import Decoder
 from chairlift.speculation.head_config import EPS, HeadConfig

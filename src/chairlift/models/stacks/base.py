@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from chairlift.attention.base import Attend
+from chairlift.attention.interface import Attend
 from chairlift.layers.embedding import Embedding
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.rope import Rope, RotaryEmbedding, Rotation

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend, HostAttend
+from chairlift.attention.interface import Attend, HostAttend
 from chairlift.attention.paged.cpu import as_array
 from chairlift.attention.storage import KVStorage
 from chairlift.kernels.cpu.decoder import GELU_TANH, SILU, Buffers, Network, Step, decode_step

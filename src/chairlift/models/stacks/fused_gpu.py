@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.attention.base import Attend, FusedAttend
+from chairlift.attention.interface import Attend, FusedAttend
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.mlp import gated as gate

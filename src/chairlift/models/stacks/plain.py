@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from chairlift.attention.base import Attend
+from chairlift.attention.interface import Attend
 from chairlift.models.base import HiddenStates
 from chairlift.models.decoder_layer import add_
 from chairlift.models.stacks.base import LayerStack, picked

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from chairlift.attention.base import Attend
+from chairlift.attention.interface import Attend
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request

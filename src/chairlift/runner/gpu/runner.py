@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.base import Attend, AttentionLayer, PagedBatch
+from chairlift.attention.interface import Attend, AttentionLayer, PagedBatch
 from chairlift.attention.storage import KVStorage
 from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.plan import Chunk, StepPlan

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from chairlift.attention.base import RaggedLayout
 from chairlift.attention.input_batch import InputBatch
+from chairlift.attention.interface import RaggedLayout
 from chairlift.core.beam.search import Candidates
 from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
 from chairlift.core.sampling.logprobs import TokenLogprobs

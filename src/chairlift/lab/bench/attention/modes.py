@@ -10,9 +10,9 @@ import torch
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.base import AttentionLayer
 from chairlift.attention.choose import choose_backend
 from chairlift.attention.input_batch import build_batch
+from chairlift.attention.interface import AttentionLayer
 from chairlift.attention.storage import KVStorage
 from chairlift.core.plan import Chunk, StepPlan
 from chairlift.core.request import Request

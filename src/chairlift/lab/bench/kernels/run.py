@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
-from chairlift.attention.base import Attend, AttentionLayer, FusedAttend
 from chairlift.attention.choose import choose_backend
 from chairlift.attention.input_batch import build_batch
+from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend
 from chairlift.attention.paged.gpu import PagedGPUStep
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from chairlift.config import EngineConfig
     from chairlift.engine.engine import Engine
     from chairlift.lab.bench.profile.run import CostProfile
-    from chairlift.lab.simulate.run import ReplicaSettings
+    from chairlift.lab.planning.run import ReplicaSettings
 
 _RUN = "The recorded run"
 _OPTIONS_OF_THE_RUN = ("requests", "prompt_len", "output_len", "load", "seed")
@@ -66,7 +66,7 @@ def bench_profile(
     from chairlift.lab.bench.profile.run import measure_profile
     from chairlift.lab.common.cpu_time import OtherPrograms
     from chairlift.lab.common.workload import LengthRange
-    from chairlift.lab.simulate.recording import RunRecorder, RunSettings, compare
+    from chairlift.lab.planning.recording import RunRecorder, RunSettings, compare
 
     if rounds < 1:
         raise InvalidParameter("rounds", f"must be at least 1, got {rounds}")
@@ -117,7 +117,7 @@ def _settings(model: str, replica: ReplicaSettings) -> dict[str, Any]:
 def _replica(engine: Engine, config: EngineConfig) -> ReplicaSettings:
     """A simulated engine that schedules as this one does."""
     from chairlift.engine.machine_defaults import batch_tokens
-    from chairlift.lab.simulate.run import ReplicaSettings
+    from chairlift.lab.planning.run import ReplicaSettings
 
     scheduler = engine.scheduler
     return ReplicaSettings(

@@ -104,7 +104,7 @@ def _scores(call: AttentionCall, head: int) -> Tensor:
 
 
 def _weights(call: AttentionCall, head: int) -> Tensor:
-    from chairlift.attention.base import visible_mask
+    from chairlift.attention.interface import visible_mask
 
     scores = _scores(call, head)
     mask = visible_mask(0, len(scores), call.layer.window, scores.device)

@@ -231,5 +231,5 @@ TOPIC = Topic(
     run=run,
     pictures=(Picture("cache", draw_generation, says_generation), Picture("cache-past", draw_past, says_past)),
     teach=teach,
-    code=("chairlift/core/request.py", "chairlift/runner/cpu.py", "chairlift/attention/base.py"),
+    code=("chairlift/core/request.py", "chairlift/runner/cpu.py", "chairlift/attention/interface.py"),
 )

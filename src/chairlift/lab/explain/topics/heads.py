@@ -171,5 +171,5 @@ TOPIC = Topic(
     run=run,
     pictures=(Picture("heads", draw, says),),
     teach=teach,
-    code=("chairlift/attention/base.py", "chairlift/engine/memory_plan.py"),
+    code=("chairlift/attention/interface.py", "chairlift/engine/memory_plan.py"),
 )

@@ -270,7 +270,7 @@ TOPIC = Topic(
     pictures=(Picture("masks", draw, says),),
     teach=teach,
     code=(
-        "chairlift/attention/base.py",
+        "chairlift/attention/interface.py",
         "chairlift/attention/backends/padded.py",
         "chairlift/attention/input_batch.py",
     ),

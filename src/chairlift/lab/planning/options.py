@@ -10,7 +10,7 @@ import typer
 from chairlift.errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from chairlift.lab.simulate.run import MemoryBudget
+    from chairlift.lab.planning.run import MemoryBudget
     from chairlift.lab.simulator.devices import Device
     from chairlift.lab.simulator.figures import Targets
     from chairlift.lab.simulator.roofline import ModelShape
@@ -44,8 +44,8 @@ class MachineOptions:
     ] = None
 
     def resolve(self) -> tuple[ModelShape, Device, MemoryBudget]:
-        from chairlift.lab.simulate.model_shape import BYTES_PER_WEIGHT, model_shape, read_config
-        from chairlift.lab.simulate.run import MemoryBudget
+        from chairlift.lab.planning.model_shape import BYTES_PER_WEIGHT, model_shape, read_config
+        from chairlift.lab.planning.run import MemoryBudget
         from chairlift.lab.simulator.devices import device_named
 
         if self.kv_dtype not in BYTES_PER_WEIGHT:

@@ -7,8 +7,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from chairlift.lab.planning.decode_curve import DecodePoint
 from chairlift.lab.report.plots import save_panels
-from chairlift.lab.simulate.decode_curve import DecodePoint
 from chairlift.lab.simulator.records import RequestRecord, SimulationOutcome
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.workload import BenchRequest, LengthRange
 from chairlift.lab.load.arrivals import Arrivals
-from chairlift.lab.simulate.run import ReplicaSettings
+from chairlift.lab.planning.run import ReplicaSettings
 from chairlift.lab.simulator.figures import Targets, figures
 from chairlift.lab.simulator.measured import MeasuredCost
 from chairlift.lab.simulator.records import Arrival, Gaps, RequestRecord, SimulationOutcome

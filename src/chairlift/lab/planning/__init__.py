@@ -1,0 +1,1 @@
+"""Traffic, replicas and the search for the highest rate: the commands `simulate` and `plan`."""

@@ -1,1 +1,0 @@
-"""The commands `simulate` and `plan`."""

@@ -49,11 +49,11 @@ class SpeculativeWorkload(Workload):
             options["block_size"],
             options["tokens"],
             options["prefill"],
-            options["seats"],
+            options["slots"],
             options["caching"],
             FlakyKVCache,
             **options["strategy"],
-            swap=SwapSpace(options["slots"]),
+            swap=SwapSpace(options["host_slots"]),
             speculation=speculation(length or None, seed),
         )
         self.kv = self.scheduler.kv

@@ -65,7 +65,8 @@ def test_a_program_serves_the_workload(name: str, log: Path, tmp_path: Path, mon
     for arrival, times in zip(measured.arrivals, measured.token_times, strict=True):
         assert arrival <= times[0] <= times[-1] <= measured.seconds
     assert (progress[0], progress[-1]) == (0, WORKLOAD.output_tokens)
-    assert [request["prompt"] for request in calls(log, "request")[3:]] == [[5, 6, 7], [8, 9], [4]]
+    # Concurrent requests may reach a peer in any order.
+    assert sorted(request["prompt"] for request in calls(log, "request")[3:]) == [[4], [5, 6, 7], [8, 9]]
 
 
 def test_llama_cpp_is_greedy_and_caches_no_prompts(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,12 +241,6 @@ def _squares(panel: Panel, data: AttentionData, *, show_rows: bool) -> None:
     panel.row_names(data.words if show_rows else [""] * len(data.words), size=8.5)
 
 
-def strongest(data: AttentionData, row: int) -> tuple[str, float]:
-    weights = data.weights[row][: row + 1]
-    place = max(range(len(weights)), key=weights.__getitem__)
-    return data.words[place], weights[place]
-
-
 def says(data: AttentionData) -> str:
     row, column = data.asks
     return (

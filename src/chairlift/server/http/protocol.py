@@ -1,8 +1,8 @@
 """HTTP connections with time limits, so that idle clients cannot hold them open.
 
 Adds to uvicorn: time limits on headers, on the rest of a body after its response, and on clients that stop reading;
-detection of a disconnect while further requests are queued behind the one in flight; and OpenAI's error format for
-malformed HTTP.
+detection of a disconnect while further requests are queued behind the one in flight; OpenAI's error format for
+malformed HTTP; and responses that reach clients which are still sending.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chairlift.server.http.errors import APIError
+from chairlift.server.http.lingering import LingeringTransport
 from chairlift.server.limits import Limits
 
 MAX_PIPELINED = 64 * 2**10  # bytes of pipelined requests read while one is in flight
@@ -33,10 +34,13 @@ class GuardedProtocol(H11Protocol):
     # ---- reading -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._lingering = LingeringTransport(transport, self._is_receiving, self._limits.linger_seconds)
+        super().connection_made(self._lingering)  # type: ignore[arg-type]
         self._limit_reading()
 
     def data_received(self, data: bytes) -> None:
+        if self._lingering.is_lingering:
+            return
         self._write_timer.stop()  # data from the client shows that it is alive
         super().data_received(data)
         self._keep_listening()
@@ -51,8 +55,15 @@ class GuardedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        self._lingering.stop_lingering()
         self._read_timer.stop()
         self._write_timer.stop()
+
+    def _is_receiving(self) -> bool:
+        """Whether the client may be sending the rest of a request."""
+        if self.conn.their_state is h11.IDLE:
+            return bool(self.conn.trailing_data[0])
+        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def _keep_listening(self) -> None:
         """Resume reading, which uvicorn pauses when a pipelined request arrives, to detect a disconnect."""
@@ -112,6 +123,7 @@ class GuardedProtocol(H11Protocol):
 
     def shutdown(self) -> None:
         super().shutdown()
+        self._lingering.stop_lingering()
         self._limit_writing()
 
     def _limit_writing(self) -> None:

@@ -160,11 +160,11 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_every_route_but_health_needs_a_key(locked: RunningServer) -> None:
+def test_every_route_but_the_probes_needs_a_key(locked: RunningServer) -> None:
     good = [bearer(f"{name}-key") for name in ("first", "second", "third", "fourth")]
     bad = [{}, bearer("wrong"), {"Authorization": "Bearer"}, bearer("first-key2"), {"Authorization": "first-key"}]
     bad += [{"Authorization": "Basic first-key"}, bearer("FIRST-KEY"), {"X-Api-Key": "first-key"}]
-    for path in ("/v1/models", "/metrics", "/version", "/ready", "/openapi.json", "/nothing"):
+    for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/nothing"):
         known = 404 if path == "/nothing" else 200
         assert [HTTP.get(locked.url + path, headers=headers).status_code for headers in good] == [known] * len(good)
         for headers in bad:
@@ -174,7 +174,7 @@ def test_every_route_but_health_needs_a_key(locked: RunningServer) -> None:
             assert refused.headers["x-request-id"]
     for path in (PATH, "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
         assert HTTP.post(locked.url + path, json={}).status_code == 401
-    assert HTTP.get(locked.url + "/health").status_code == 200
+    assert HTTP.get(locked.url + "/health").status_code == HTTP.get(locked.url + "/ready").status_code == 200
     assert HTTP.get(locked.url + "/health/", headers=bearer("wrong")).status_code == 401
     lower = {"authorization": "bearer second-key"}
     assert HTTP.get(locked.url + "/version", headers=lower).status_code == 200

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 
+from chairlift.core.request import completion_ids
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.messages import Cancel, StepReport, Submit, ToEngine, Update
 from tests.server.front_end import NAME as SCRIPTED
-from tests.server.front_end import ScriptedEngine, front_end
-from tests.server.running_server import HTTP, NAME, RunningServer, wait_for
+from tests.server.front_end import ScriptedEngine, front_end, stay_silent
+from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for
 
 
 def test_a_restart_is_counted_and_resets_the_gauges() -> None:
     metrics = Metrics()
-    metrics.record_step(StepReport(updates=[], waiting=4, used_blocks=7, total_blocks=9, preemptions=0, requests=3))
+    metrics.record_step(
+        StepReport(updates=[], running=3, waiting=4, used_blocks=7, total_blocks=9, preemptions=0, requests=3)
+    )
+    assert b"chairlift_requests_running 3.0" in metrics.render()
     assert b"chairlift_kv_blocks_used 7.0" in metrics.render()
     metrics.record_restart()
     shown = metrics.render().decode().splitlines()
@@ -27,7 +33,7 @@ def test_a_restart_is_counted_and_resets_the_gauges() -> None:
 
 def test_prediction_errors_and_the_budget_are_recorded() -> None:
     metrics = Metrics()
-    empty = StepReport(updates=[], waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
+    empty = StepReport(updates=[], running=0, waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
     metrics.record_step(msgspec.structs.replace(empty, requests=3, seconds=0.2))  # without a prediction
     metrics.record_step(msgspec.structs.replace(empty, requests=3, seconds=0.2, predicted_seconds=0.15))
     metrics.record_step(msgspec.structs.replace(empty, prefill_limit=48, limit_reason="tpot"))
@@ -48,7 +54,7 @@ def test_the_docs_list_exactly_the_existing_metrics() -> None:
 
 def test_wait_reasons_are_set_and_reset() -> None:
     metrics = Metrics()
-    empty = StepReport(updates=[], waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
+    empty = StepReport(updates=[], running=0, waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
     metrics.record_step(msgspec.structs.replace(empty, waiting=5, wait_reasons={"seats": 3, "prefix": 2}))
     shown = metrics.render().decode().splitlines()
     for line in ('{reason="seats"} 3.0', '{reason="prefix"} 2.0', '{reason="memory"} 0.0'):
@@ -59,6 +65,41 @@ def test_wait_reasons_are_set_and_reset() -> None:
         assert f"chairlift_requests_waiting_for{line}" in shown
     metrics.record_restart()
     assert b'chairlift_requests_waiting_for{reason="memory"} 0.0' in metrics.render()
+
+
+def test_gauges_are_right_before_the_first_step_and_when_idle(tiny_folder: Path, tmp_path: Path) -> None:
+    server = start_server(tiny_folder, tmp_path / "log")
+    try:
+        assert server.metric("chairlift_kv_blocks_total") > 0
+        assert server.metric("chairlift_steps_total") == server.metric("chairlift_requests_open") == 0
+        total = server.metric("chairlift_kv_blocks_total")
+        body = {"model": NAME, "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+        assert server.post("/v1/completions", body).status_code == 200
+        server.wait_idle()
+        assert server.metric("chairlift_steps_total") > 0
+        assert server.metric("chairlift_requests_running") == server.metric("chairlift_requests_open") == 0
+        assert server.metric("chairlift_kv_blocks_total") == total
+    finally:
+        server.stop()
+
+
+def test_the_dashboard_and_the_metrics_have_the_same_number_of_open_requests() -> None:
+    with front_end(stay_silent) as front:
+        request_body = {"model": SCRIPTED, "prompt": "hello", "n": 3}
+        asking = threading.Thread(
+            target=lambda: HTTP.post(front.url + "/v1/completions", json=request_body), daemon=True
+        )
+        asking.start()
+        wait_for(lambda: front.engine.num_open == 3, 20, "the request to reach the engine")
+        shown = json.loads(front.service.subscribers._service_frame())
+        assert shown["open"] == shown["metrics"]["requests_open"] == front.metric("requests_open") == 3
+        (submitted,) = front.engine.received
+        assert isinstance(submitted, Submit)
+        for one_id in completion_ids(submitted.request_id, 3):
+            front.engine.publish(Update(one_id, finish_reason="stop"))
+        asking.join(30)
+        assert front.metric("requests_open") == 0
+        assert front.metric("engine_up") == 1
 
 
 def test_the_numbers_of_a_real_engine_add_up(server: RunningServer) -> None:

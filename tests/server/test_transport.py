@@ -18,7 +18,7 @@ from tests.server.running_server import HTTP, wait_for
 
 TEXT = "/v1/completions"
 BODY = json.dumps({"model": NAME, "prompt": "hello"}).encode()
-SHORT_TIMEOUTS = Limits(header_seconds=0.4, body_seconds=0.4, stall_seconds=0.4)
+SHORT_TIMEOUTS = Limits(header_seconds=0.4, body_seconds=0.4, linger_seconds=0.4, stall_seconds=0.4)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,79 @@ def test_an_endless_body_after_the_response_is_dropped(short_timeouts: FrontEnd)
             return False
 
         wait_for(is_closed, 20, "the connection to be closed")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 41943040", 413),
+        (f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 41943040\r\nconnection: close", 413),
+        (f"POST {TEXT} HTTP/1.0\r\nhost: localhost\r\ncontent-length: 41943040", 413),
+        (f"POST {TEXT} HTTP/1.1\r\nhost: evil.example\r\ncontent-length: 41943040\r\nconnection: close", 403),
+        (f"POST {TEXT} HTTP/1.1\r\nno colon", 400),
+    ],
+    ids=["keep-alive", "close", "HTTP/1.0", "another refusal", "malformed"],
+)
+def test_an_early_refusal_reaches_a_client_that_sends_all_of_a_large_body_first(
+    front: FrontEnd, head: str, status: int
+) -> None:
+    with front.connect() as connection:
+        connection.sendall(f"{head}\r\ncontent-type: application/json\r\n\r\n".encode())
+        for _ in range(40):
+            connection.sendall(b" " * 2**20)
+        expect_error(connection, status)
+    expect_healthy(front)
+
+
+def test_a_refused_client_that_goes_on_sending_is_disconnected(short_timeouts: FrontEnd) -> None:
+    with short_timeouts.connect() as connection:
+        connection.sendall(post(b"", length=2**40, more="connection: close\r\n"))
+        expect_error(connection, 413, "body_too_large")
+
+        def is_closed() -> bool:
+            try:
+                connection.sendall(b"x" * 1000)
+            except OSError:
+                return True
+            return False
+
+        wait_for(is_closed, 20, "the connection to be closed")
+
+
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        ("transfer-encoding: chunked\r\n", 400),
+        ("authorization: Bearer a\r\nauthorization: Bearer b\r\n", 400),
+        ("expect: 200-ok\r\n", 417),
+        ("expect: 100-continue\r\nexpect: more\r\n", 417),
+    ],
+)
+def test_ambiguous_requests_are_refused_and_their_connection_closed(front: FrontEnd, more: str, status: int) -> None:
+    with front.connect() as connection:
+        connection.sendall(post(b"0\r\n\r\n" + post(), length=4, more=more))
+        found = read_to_end(connection)
+        assert statuses(found) == [status]
+        assert b'"bad_http"' in found
+    with front.connect() as connection:
+        connection.sendall(post(b"", length=len(BODY), more="expect: 100-Continue\r\n"))
+        assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(BODY)
+        assert reply(connection).status == 200
+
+
+def test_public_metrics_need_no_key_and_no_known_host() -> None:
+    for options, expected in (
+        ({"api_keys": ["secret"]}, 401),
+        ({}, 403),
+        ({"api_keys": ["secret"], "public_metrics": True}, 200),
+        ({"public_metrics": True}, 200),
+    ):
+        with front_end(**options) as front:
+            assert HTTP.get(front.url + "/metrics", headers={"Host": "prometheus"}).status_code == expected
+            for path in ("/health", "/ready"):
+                assert HTTP.get(front.url + path, headers={"Host": "prometheus"}).status_code == 200
+            assert HTTP.get(front.url + "/version", headers={"Host": "prometheus"}).status_code in (401, 403)
 
 
 def test_a_content_length_that_is_too_short(front: FrontEnd) -> None:

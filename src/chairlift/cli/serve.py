@@ -74,6 +74,7 @@ def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> 
         supervision=Supervision(heartbeat_timeout=server.heartbeat_timeout, step_timeout=server.step_timeout),
         tool_format=server.tool_format,
         dashboard=server.dashboard,
+        public_metrics=server.public_metrics,
         policy_switch=server.policy_switch,
         quiet=engine.quiet,
     )

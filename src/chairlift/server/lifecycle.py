@@ -52,6 +52,7 @@ class ServerConfig:
     supervision: Supervision = field(default_factory=Supervision)
     tool_format: str | None = None  # tool-call format; None: detected from the chat template
     dashboard: bool = True  # whether to serve /dashboard
+    public_metrics: bool = False  # whether /metrics needs no key
     policy_switch: bool | None = None  # whether clients may change the policy; None: only if the server is local
     quiet: bool = False
 
@@ -74,7 +75,14 @@ async def serve_forever(
     hosts = HostNames(config.host, config.allowed_hosts)
     listener = _listen(config.host, config.port)
     service = make_service(config)
-    app = make_app(service, config.api_keys, config.cors_origins, dashboard=config.dashboard, hosts=hosts)
+    app = make_app(
+        service,
+        config.api_keys,
+        config.cors_origins,
+        dashboard=config.dashboard,
+        hosts=hosts,
+        public_metrics=config.public_metrics,
+    )
     server = _Server(uvicorn_config(app, config.limits))
     freeze_loaded_objects()
     signals = _Signals()

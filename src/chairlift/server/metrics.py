@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from chairlift.core.scheduler.waiting_queue import WaitReason
-from chairlift.server.process.messages import StepReport
+from chairlift.server.process.messages import Loaded, StepReport
 
 _LATENCIES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -28,7 +28,7 @@ class Metrics:
             return Histogram(f"chairlift_{name}_seconds", text, buckets=_LATENCIES, registry=registry)
 
         self._last_wait_reasons: set[str] = set()  # reasons in the last report
-        self.running = gauge("requests_running", "Requests in the last step")
+        self.running = gauge("requests_running", "Requests in the batch")
         self.open = gauge("requests_open", "Sequences that the front end has accepted and not yet answered")
         self.waiting = gauge("requests_waiting", "Requests in the engine's queue")
         self.wait_reasons = gauge("requests_waiting_for", "Waiting requests by reason", ("reason",))
@@ -70,7 +70,7 @@ class Metrics:
         self.end_to_end = histogram("end_to_end", "From the request to its end")
 
     def record_step(self, report: StepReport) -> None:
-        self.running.set(report.requests)
+        self.running.set(report.running)
         self.waiting.set(report.waiting)
         self._set_wait_reasons(report.wait_reasons)
         for result, count in report.lookups.items():
@@ -99,6 +99,9 @@ class Metrics:
         if report.prefill_limit is not None:
             self.prefill_limit.set(report.prefill_limit)
             self.decisions.labels(report.limit_reason).inc()
+
+    def record_loaded(self, loaded: Loaded) -> None:
+        self.kv_total.set(loaded.total_blocks)
 
     def record_restart(self) -> None:
         """Reset the gauges of an engine that died."""

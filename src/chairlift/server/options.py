@@ -57,6 +57,9 @@ class ServerOptions:
     isolate_keys: bool = option(
         False, help="Never share cached prefixes between API keys.", group=ACCESS, negatable=False
     )
+    public_metrics: bool = option(
+        False, help="Serve /metrics without a key and to any host name.", group=ACCESS, negatable=False
+    )
     cors_origin: Sequence[str] | None = option(
         None,
         help="Let web pages of this origin call the server; may be repeated, '*' is all.",

@@ -12,7 +12,7 @@ from chairlift.server.generation.handler import GenerationHandler
 from chairlift.server.generation.tokenizer_pool import TokenizerPool
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
-from chairlift.server.process.engine_client import EngineClient
+from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.served_model import ServedModel
 
 
@@ -32,6 +32,9 @@ class Service:
         self.metrics = metrics
         self.limits = limits
         self.policy_switch = policy_switch  # whether clients may change the policy of the running engine
+        metrics.open.set_function(lambda: engine.num_open)
+        metrics.engine_up.set_function(lambda: engine.state is EngineState.READY)
+        engine.on_loaded = metrics.record_loaded
         self.admission = AdmissionControl(engine, metrics, limits)
         self.tokenizer_pool = TokenizerPool()
         self.subscribers = Subscribers(

@@ -31,6 +31,7 @@ def make_app(
     *,
     dashboard: bool = True,
     hosts: HostNames | None = None,
+    public_metrics: bool = False,
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -43,7 +44,12 @@ def make_app(
     hosts = hosts or HostNames()
     app.router.route_class = threaded_body_route(service.admission)
     app.add_middleware(
-        RequestGuard, api_keys=list(api_keys), hosts=hosts, limits=service.limits, metrics=service.metrics
+        RequestGuard,
+        api_keys=list(api_keys),
+        hosts=hosts,
+        limits=service.limits,
+        metrics=service.metrics,
+        public_metrics=public_metrics,
     )
     if cors_origins:
         app.add_middleware(

@@ -24,8 +24,9 @@ from chairlift.server.metrics import Metrics
 
 log = logging.getLogger("chairlift.server")
 
-KEYLESS_PATHS = frozenset({"/health", "/dashboard"})  # paths without an API key
-ANY_HOST_PATHS = frozenset({"/health", "/ready"})  # paths for any host name: they reveal nothing
+PROBE_PATHS = frozenset({"/health", "/ready"})  # without a key and for any host name: they reveal nothing else
+METRICS_PATH = "/metrics"
+CLOSE = {"Connection": "close"}  # for requests whose end is not certain
 
 
 class OutermostMiddleware:
@@ -64,9 +65,18 @@ class RequestGuard:
     """Authenticates requests and enforces the limits on headers and bodies."""
 
     def __init__(
-        self, app: ASGIApp, *, api_keys: Iterable[str], hosts: HostNames, limits: Limits, metrics: Metrics
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Iterable[str],
+        hosts: HostNames,
+        limits: Limits,
+        metrics: Metrics,
+        public_metrics: bool = False,
     ) -> None:
         self._app = app
+        self._any_host_paths = PROBE_PATHS | ({METRICS_PATH} if public_metrics else set())
+        self._keyless_paths = self._any_host_paths | {"/dashboard"}  # the page asks for the key
         self._tenants = dict(_tenants(api_keys))
         self._hosts = hosts
         self._limits = limits
@@ -105,10 +115,12 @@ class RequestGuard:
         if len(headers) > self._limits.max_headers or size > self._limits.max_header_bytes:
             problem = f"more than {self._limits.max_headers} headers or {self._limits.max_header_bytes} bytes of them"
             return APIError(431, problem, code="headers_too_large")
-        if self._tenants and scope["state"]["key"] is None and scope["path"] not in KEYLESS_PATHS:
+        if ambiguous := _ambiguity(headers):
+            return ambiguous
+        if self._tenants and scope["state"]["key"] is None and scope["path"] not in self._keyless_paths:
             problem = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
             return APIError(401, problem, type_="authentication_error", code="invalid_api_key")
-        if not self._tenants and scope["path"] not in ANY_HOST_PATHS:
+        if not self._tenants and scope["path"] not in self._any_host_paths:
             host = dict(headers).get(b"host", b"").decode("latin-1")
             if not self._hosts.allow(host):
                 problem = f"this server has no API keys and does not answer to the name {host[:300]!r}"
@@ -118,6 +130,21 @@ class RequestGuard:
         if length.isdigit() and int(length) > self._limits.max_body_bytes:
             return _too_large(self._limits.max_body_bytes)
         return None
+
+
+def _ambiguity(headers: list[tuple[bytes, bytes]]) -> APIError | None:
+    """Return the refusal of headers that a proxy in front of the server may understand differently."""
+    names = [name for name, _ in headers]
+    if b"transfer-encoding" in names and b"content-length" in names:
+        problem = "send either Content-Length or Transfer-Encoding, not both"
+        return APIError(400, problem, code="bad_http", headers=CLOSE)
+    if names.count(b"authorization") > 1:
+        return APIError(400, "send one Authorization header", code="bad_http", headers=CLOSE)
+    expected = [value.decode("latin-1") for name, value in headers if name == b"expect"]
+    if any(value.strip().lower() != "100-continue" for value in expected):
+        problem = f"cannot meet the expectation {expected[0][:100]!r}; the only known one is 100-continue"
+        return APIError(417, problem, code="bad_http", headers=CLOSE)
+    return None
 
 
 def _tenants(api_keys: Iterable[str]) -> Iterator[tuple[bytes, str]]:

@@ -121,8 +121,6 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", responses=_ERRORS)
     async def metrics() -> Response:
-        service.metrics.open.set(service.engine.num_open)
-        service.metrics.engine_up.set(service.engine.state is EngineState.READY)
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/version", responses=_ERRORS)

@@ -76,6 +76,7 @@ class EngineClient:
         self.loaded: Loaded | None = None
         self.problem = ""  # reason of the failure, for the log
         self.restarts = 0
+        self.on_loaded: Callable[[Loaded], None] = lambda loaded: None
         self.on_frame: Callable[[DashboardFrame | RecorderFault], None] = lambda frame: None
         self._model = model
         self._options = engine_options
@@ -244,6 +245,7 @@ class EngineClient:
                         self._deliver(update)
                 case Loaded():
                     self.loaded, handle.ready_at = message, time.monotonic()
+                    self.on_loaded(message)
                     if self.state is not EngineState.STOPPED:
                         self._set_state(EngineState.READY)
                 case FailedToLoad():

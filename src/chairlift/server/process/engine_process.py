@@ -98,8 +98,8 @@ class EngineProcess:
         started = load_engine(self.settings["model"], EngineConfig(**self.settings["engine"]), progress=False)
         self.engine = started.engine
         self.frames = FramePublisher(self.engine, self._send)
-        max_batch_requests = self.engine.scheduler.max_batch_requests
-        self._send(Loaded(self.engine.limits, max_batch_requests))
+        scheduler = self.engine.scheduler
+        self._send(Loaded(self.engine.limits, scheduler.max_batch_requests, scheduler.kv.pool.num_blocks))
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats from a thread with its own socket: sockets are not thread-safe."""

@@ -53,6 +53,7 @@ class Loaded(msgspec.Struct, tag=True, frozen=True):
 
     limits: RequestLimits
     max_batch_requests: int
+    total_blocks: int = 0  # of the KV cache
 
 
 class FailedToLoad(msgspec.Struct, tag=True, frozen=True):
@@ -86,11 +87,12 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     """The outcome of one step: updates for clients, and numbers for the metrics."""
 
     updates: list[Update]
+    running: int  # after the step
     waiting: int
     used_blocks: int
     total_blocks: int
     preemptions: int
-    requests: int = 0  # 0 if only endings are reported
+    requests: int = 0  # in the step; 0 if only endings are reported
     decode_tokens: int = 0
     prefill_tokens: int = 0
     seconds: float = 0.0

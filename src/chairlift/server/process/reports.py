@@ -46,6 +46,7 @@ def _step_report(events: Sequence[Event], others: Sequence[Event], scheduler: Sc
     """Build the report; `others` are the events except OUTPUT_EVENTS."""
     report = StepReport(
         updates=collect_updates(events),
+        running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         wait_reasons={reason.name.lower(): count for reason, count in scheduler.waiting.reasons().items()},
         lookups=_lookups(others),

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the GPU kernels need triton")
 
 from chairlift.kernels.triton.invariant import invariant_linear
 from chairlift.kernels.triton.layers import add_rms_norm_, silu_mul
-from chairlift.kernels.triton.products import product
+from chairlift.kernels.triton.products.product import product
 from tests.kernels.attention_cases import TOLERANCE, error, make_case, reference, run_decode, run_prefill
 from tests.kernels.test_triton_attention import test_decode_from_the_projection as check_fused_decode
 from tests.kernels.test_triton_invariant import attend, cut

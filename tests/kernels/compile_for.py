@@ -52,11 +52,12 @@ from chairlift.kernels.triton import launch
 launch.overlapping = lambda device: {"OVERLAP": True, "launch_pdl": True} if hopper else {"OVERLAP": False}
 launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
-from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, moe, products, sampling
+from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, moe, sampling
 from chairlift.kernels.triton.decode import Fresh
+from chairlift.kernels.triton.products import product
 from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_prefill, tiles_of
 
-products.reads_ahead = lambda device: hopper
+product.reads_ahead = lambda device: hopper
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 8, 2, 128, 1024, 2048, 5000
@@ -98,8 +99,8 @@ def compile_products() -> None:
     for rows in (1, 24, 100):
         x = launch.empty_rows(rows, HIDDEN, dtype=BF16, device=CPU)
         squares = torch.ones(rows, 4)
-        products.product(x, weight, squares=squares, eps=1e-6, gated=True)
-        products.product(x, weight, add_to=launch.empty_rows(rows, 2 * INNER, dtype=BF16, device=CPU))
+        product.product(x, weight, squares=squares, eps=1e-6, gated=True)
+        product.product(x, weight, add_to=launch.empty_rows(rows, 2 * INNER, dtype=BF16, device=CPU))
         invariant.invariant_linear(x, weight)
     if capability >= 89:
         numbers, scales = fp8.round_rows(torch.randn(4, HIDDEN).to(BF16), 448.0)

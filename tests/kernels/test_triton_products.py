@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels.triton.launch import empty_rows, spare_rows
-from chairlift.kernels.triton.products import ProductTiling, _fitting, _stages, choose_tiling, is_faster, product
+from chairlift.kernels.triton.products.product import product
+from chairlift.kernels.triton.products.tiling import ProductTiling, choose_tiling, fitting, is_faster, num_stages
 
 EPS = 1e-6
 
@@ -111,7 +112,7 @@ def test_the_tiles_of_large_weights_are_right(
     rows: int, columns: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large weights, with a gate and without."""
-    monkeypatch.setattr("chairlift.kernels.triton.products.SMALL_WEIGHTS", 0)
+    monkeypatch.setattr("chairlift.kernels.triton.products.tiling.SMALL_WEIGHTS", 0)
     choose_tiling.cache_clear()
     x, weight = torch.randn(rows, 1032, device=device).half() / 30, torch.randn(2 * columns, 1032, device=device).half()
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
@@ -126,14 +127,14 @@ def test_tiles_shrink_until_two_of_them_fit(monkeypatch: pytest.MonkeyPatch) -> 
     gated = ProductTiling(128, 128, 64, 1, 4, described=True)
     chip, half = torch.device("cuda"), torch.bfloat16
     for size, depth, stages in ((2**20, 128, 4), (101_376, 64, 3), (50_000, 64, 1)):
-        for cached in (_fitting, _stages):
+        for cached in (fitting, num_stages):
             cached.cache_clear()
-        monkeypatch.setattr("chairlift.kernels.triton.products.shared_memory", lambda device, size=size: size)
-        fitting = _fitting(wide, False, half, chip)
-        assert (fitting.depth, fitting.columns) == (depth, 64)
-        assert _stages(fitting, False, half, chip) == stages
-        assert _fitting(gated, True, half, chip).columns == (128 if size == 2**20 else 64)
-    for cached in (_fitting, _stages):
+        monkeypatch.setattr("chairlift.kernels.triton.products.tiling.shared_memory", lambda device, size=size: size)
+        fitted = fitting(wide, False, half, chip)
+        assert (fitted.depth, fitted.columns) == (depth, 64)
+        assert num_stages(fitted, False, half, chip) == stages
+        assert fitting(gated, True, half, chip).columns == (128 if size == 2**20 else 64)
+    for cached in (fitting, num_stages):
         cached.cache_clear()
 
 

@@ -96,7 +96,7 @@ def test_without_captured_steps_all_waiting_counts_as_host_gap() -> None:
 def test_kernels_are_grouped_by_name() -> None:
     names = {
         GEMM: [
-            "_product_kernel",
+            "product_kernel",
             "_linear_kernel",
             "_grouped_kernel",
             "nvjet_tst_128x64_64x7",

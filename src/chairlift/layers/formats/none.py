@@ -67,7 +67,7 @@ class PlainWeight(WeightFormat):
 
             return invariant_linear(x, self.plain, bias)
         if bias is None and self._own_kernel_is_faster(x):
-            from chairlift.kernels.triton.products import product
+            from chairlift.kernels.triton.products.product import product
 
             return product(x, self.plain)[0]
         return F.linear(x, self.plain, bias)
@@ -82,7 +82,7 @@ class PlainWeight(WeightFormat):
 
             invariant_linear(x, self.plain, None, add_to=total)
         else:
-            from chairlift.kernels.triton.products import product
+            from chairlift.kernels.triton.products.product import product
 
             product(x, self.plain, add_to=total)
 
@@ -90,7 +90,7 @@ class PlainWeight(WeightFormat):
         """Whether our Triton product is faster than torch's for so many rows."""
         if x.dtype not in (torch.bfloat16, torch.float16) or self.in_features % 16 != 0:
             return False
-        from chairlift.kernels.triton.products import is_faster
+        from chairlift.kernels.triton.products.tiling import is_faster
 
         return is_faster(len(x), self.out_features, self.in_features, gated=False)
 

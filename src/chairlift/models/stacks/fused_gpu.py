@@ -100,7 +100,8 @@ class _Stream:
 
     def product(self, norm: RMSNorm | None, linear: Linear, *, gated: bool = False) -> Tensor:
         """The normed stream times a weight."""
-        from chairlift.kernels.triton.products import is_faster, product
+        from chairlift.kernels.triton.products.product import product
+        from chairlift.kernels.triton.products.tiling import is_faster
 
         assert norm is not None
         assert linear.weight.plain is not None
@@ -113,7 +114,8 @@ class _Stream:
 
     def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
         """Add y times a weight."""
-        from chairlift.kernels.triton.products import is_faster, product
+        from chairlift.kernels.triton.products.product import product
+        from chairlift.kernels.triton.products.tiling import is_faster
 
         assert next_norm is not None
         assert linear.weight.plain is not None

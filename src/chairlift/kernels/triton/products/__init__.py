@@ -1,0 +1,1 @@
+"""Matrix products with few rows: the kernel, its tilings, and its launch."""

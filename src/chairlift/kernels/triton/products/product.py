@@ -1,0 +1,92 @@
+"""Launches products with few rows."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
+from chairlift.kernels.triton.products.kernel import product_kernel
+from chairlift.kernels.triton.products.tiling import ProductTiling, choose_tiling, fitting, num_stages, reads_ahead
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    add_to: Tensor | None = None,
+    tiling: ProductTiling | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """x [M, K] times weight [N, K] transposed; with `add_to`, also the partial sums of squares of the result's rows.
+
+    `squares` [M, parts]: normalise each row of x by these partial sums of squares.
+    `gated`: weight is [2 N, K]; the result is silu(first half) * second half.
+    `add_to` [M, N]: add the result to it in place.
+    """
+    rows, depth = x.shape
+    columns = len(weight) // (2 if gated else 1)
+    tiling = fitting(tiling or choose_tiling(rows, columns, depth, gated), gated, x.dtype, x.device)
+    out = add_to if add_to is not None else empty_rows(rows, columns, dtype=x.dtype, device=x.device)
+    across = cdiv(columns, tiling.columns)
+    programs = cdiv(rows, tiling.rows) * across
+    tile = tiling.rows * tiling.columns * (2 if gated else 1)
+    partial, arrived = _scratch(programs * tiling.splits * tile if tiling.splits > 1 else 1, programs, x.device)
+    squares_out = None if add_to is None else torch.empty(rows, across, dtype=torch.float32, device=x.device)
+    assert x.is_contiguous()
+    described = tiling.described and reads_ahead(x.device)
+    num_squares = 0 if squares is None else squares.shape[1]
+    product_kernel[(cdiv(rows, tiling.rows), across, tiling.splits)](
+        x,
+        weight,
+        _rows_and_room(x, tiling) if described else x,
+        TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.depth]) if described else weight,
+        weight if bias is None else bias,
+        out,
+        partial if squares is None else squares,
+        partial if squares_out is None else squares_out,
+        partial,
+        arrived,
+        rows,
+        columns,
+        depth,
+        eps,
+        BM=tiling.rows,
+        BN=tiling.columns,
+        BK=tiling.depth,
+        SPLITS=tiling.splits,
+        SQUARES=num_squares,
+        SQUARES_PADDED=next_power_of_2(max(1, num_squares)),
+        GATED=gated,
+        RESIDUAL=add_to is not None,
+        BIAS=bias is not None,
+        EVEN_DEPTH=depth % tiling.depth == 0,
+        SWAPPED=tiling.rows < 64 and tiling.columns >= 64,
+        DESCRIBED=described,
+        PREFETCH=tiling.prefetch,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tiling.warps,
+        num_stages=num_stages(tiling, gated, x.dtype, x.device),
+        **overlapping(x.device),
+    )
+    return out, squares_out
+
+
+@cache
+def _scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scratch memory shared by all kernels of one stream, which run in sequence."""
+    return torch.empty(size, device=device), torch.zeros(programs, dtype=torch.int32, device=device)
+
+
+def _rows_and_room(x: Tensor, tiling: ProductTiling) -> TensorDescriptor:
+    """Describe x with the spare rows its last tile covers (see `empty_rows`); their results are dropped."""
+    rows, depth = x.shape
+    room = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) // depth
+    tiled = min(room, cdiv(rows, tiling.rows) * tiling.rows)
+    return TensorDescriptor(x, [tiled, depth], [depth, 1], [tiling.rows, tiling.depth])

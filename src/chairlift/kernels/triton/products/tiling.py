@@ -1,0 +1,122 @@
+"""The tiles of products with few rows, by the shape of the weight and the number of rows."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from chairlift.kernels.triton.launch import cdiv, last_power_of_2, shared_memory
+
+SPARE_SHARED = 8 * 2**10  # bytes of shared memory besides the tiles, rounded up
+SMALL_WEIGHTS = 8 * 2**20  # elements; a smaller product hardly takes longer than its launch
+PROGRAMS = 128  # about one per multiprocessor of a Hopper GPU
+
+
+class ProductTiling(NamedTuple):
+    """Tile of one program, pipeline depth and splits of the sum."""
+
+    rows: int
+    columns: int
+    depth: int
+    splits: int
+    stages: int
+    prefetch: int = 0
+    described: bool = False
+    warps: int = 4
+
+
+@cache
+def fitting(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torch.device) -> ProductTiling:
+    """Shrink the tiling until two stages fit into shared memory."""
+    narrow = tiling._replace(columns=min(64, tiling.columns))
+    choices = (tiling, narrow, narrow._replace(depth=tiling.depth // 2))
+    enough = min(2, _wanted_stages(tiling, dtype))
+    return next((one for one in choices if num_stages(one, gated, dtype, device) >= enough), choices[-1])
+
+
+@cache
+def num_stages(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torch.device) -> int:
+    """Pipeline stages: as in the tiling, or as many as fit into shared memory."""
+    stage = (tiling.rows + tiling.columns * (2 if gated else 1)) * tiling.depth * dtype.itemsize
+    room = shared_memory(device) - SPARE_SHARED
+    return max(1, min(_wanted_stages(tiling, dtype), room // stage))
+
+
+def _wanted_stages(tiling: ProductTiling, dtype: torch.dtype) -> int:
+    return tiling.stages if dtype != torch.float32 else max(1, tiling.stages // 2)
+
+
+def is_faster(rows: int, columns: int, depth: int, gated: bool) -> bool:
+    """Whether this kernel is faster than cuBLAS with separate kernels, on an H200."""
+    weights = columns * depth * (2 if gated else 1)
+    if weights <= SMALL_WEIGHTS:
+        return rows <= 256
+    if gated:
+        return rows <= 128
+    if weights > 2 * SMALL_WEIGHTS:
+        return rows <= 64
+    return rows <= (224 if _fills_chip(columns) else 96)
+
+
+def _fills_chip(columns: int) -> bool:
+    """Whether programs with few columns and all rows fill the GPU."""
+    return columns // 32 >= PROGRAMS
+
+
+@cache
+def reads_ahead(device: torch.device) -> bool:
+    """Whether tiles are copied by the tensor memory accelerator: on Hopper and later, and in the interpreter."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
+    """The best of about thirty tilings per kind of product on an H200, most of them measured within whole steps, where
+    the best is not always the one that is fastest alone."""
+    if columns * depth * (2 if gated else 1) <= SMALL_WEIGHTS:
+        return _small_tiling(rows, columns, depth, gated)
+    if rows > 64:
+        if gated:
+            return ProductTiling(128, 128, 64, 1, 4, described=True, warps=8)
+        if not _fills_chip(columns):
+            return ProductTiling(128, 64, 64, 1, 7, described=True)
+        if rows <= 128:
+            return ProductTiling(128, 32, 128, 1, 5, described=True)
+        return ProductTiling(128, 64, 128, 1, 4, described=True)
+    splits = 2 if columns // 64 <= PROGRAMS // 2 and depth >= 1024 else 1
+    if rows <= 16:
+        if gated:
+            return ProductTiling(16, 64, 128, 1, 3, prefetch=256, described=True)
+        return ProductTiling(16, 64, 128 if splits == 1 else 256, splits, 5 if splits == 1 else 3, described=True)
+    height = 32 if rows <= 32 else 64
+    stages = (3 if height == 64 else 2) if gated else 5 if height < 64 else 4
+    return ProductTiling(height, 64, 128, splits, stages, described=True)
+
+
+def _small_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
+    wide = gated or columns >= 2048
+    if rows > 128:
+        if gated:
+            return ProductTiling(128, 64, 128, 1, 3, prefetch=256, described=True)
+        return ProductTiling(64, 128 if wide else 32, 128, 1, 4 if wide else 6, prefetch=256, described=True)
+    if rows > 64:
+        if gated:
+            return ProductTiling(64, 64, 128, 1, 4, described=True)
+        splits = 1 if wide else _splits(2 * cdiv(columns, 32), depth)
+        return ProductTiling(64, 64 if wide else 32, 128, splits, 6, prefetch=256, described=True)
+    splits = _splits(cdiv(columns, 32), depth)
+    if rows > 32:
+        splits = 1 if wide else min(2, splits)
+        return ProductTiling(64, 32, 128, splits, 6, prefetch=256, described=True)
+    if rows > 16 and gated:
+        return ProductTiling(64, 32, 128, 1, 3, prefetch=256, described=True)
+    if rows <= 16 and columns >= 4096:
+        return ProductTiling(16, 64, 128, 1, 5, prefetch=256)
+    return ProductTiling(16 if rows <= 16 else 32, 32, 128, splits, 5 if gated else 6, prefetch=256)
+
+
+def _splits(programs: int, depth: int) -> int:
+    """Splits of the sum that give every multiprocessor work, with at least 512 elements each."""
+    return last_power_of_2(min(PROGRAMS // programs, depth // 512))

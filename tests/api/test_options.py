@@ -72,6 +72,11 @@ def test_most_options_have_a_check() -> None:
         "model",
         "host",
         "served_model_name",
+        "uds",
+        "chat_template",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "access_log",
         "api_key",
         "api_key_file",
         "cors_origin",
@@ -233,6 +238,27 @@ def test_option_names_of_vllm_work_on_the_command_line(served: list[ServerConfig
     expected = {"max_batch_requests": 4, "max_batch_tokens": 99, "memory_share": 0.5, "cuda_graphs": False}
     assert {name: served[0].engine[name] for name in expected} == expected
     assert served[0].engine["kv_dtype"] == "bfloat16"
+
+
+def test_a_private_key_needs_a_certificate(served: list[ServerConfig]) -> None:
+    result = serve("--ssl-keyfile", "key.pem")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: --ssl-keyfile: needs a certificate; give it with --ssl-certfile\n",
+    )
+    assert not served
+
+
+@pytest.mark.parametrize(
+    ("arguments", "level"),
+    [([], "info"), (["--quiet"], "warning"), (["--quiet", "--log-level", "debug"], "debug")],
+    ids=str,
+)
+def test_the_log_level_depends_on_quiet_unless_given(
+    arguments: list[str], level: str, served: list[ServerConfig]
+) -> None:
+    assert serve(*arguments).exit_code == 0
+    assert served[0].log_level == level
 
 
 # ---- completion and documentation -------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class RunningServer:
 
     def address(self) -> str:
         """Return the address in the server's log; empty until it listens."""
-        found = re.search(r" at (http://[\d.]+:\d+)\. Try:", self.log.read_text())
+        found = re.search(r" at (https?://[\d.]+:\d+|unix:\S+)\. Try:", self.log.read_text())
         return found[1] if found else ""
 
     def engine_pid(self) -> int:

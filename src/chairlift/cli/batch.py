@@ -108,7 +108,9 @@ async def _answer(
         target = remote_server(HttpClient(Address.parse(url), api_key=api_key))
     else:
         limits = Limits(max_waiting=sys.maxsize)  # limited by --concurrency
-        config = ServerConfig(engine.model, name, engine.config(), limits=limits, quiet=engine.quiet)
+        names = [name] if name is not None else []
+        level = "warning" if engine.quiet else "info"
+        config = ServerConfig(engine.model, names, engine.config(), limits=limits, log_level=level, quiet=engine.quiet)
         target = own_engine(config)
     async with target as send:
         await run.run(send, on_progress)

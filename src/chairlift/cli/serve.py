@@ -19,6 +19,7 @@ from chairlift.terminal.console import note
 from chairlift.terminal.options import EngineOptions, ModelArgument
 
 if TYPE_CHECKING:
+    from chairlift.server.http.listener import Certificate
     from chairlift.server.lifecycle import ServerConfig
     from chairlift.server.service import Service
 
@@ -40,12 +41,13 @@ def serve(server: ServerOptions, engine: EngineOptions, model_argument: ModelArg
     """
     from chairlift.server.lifecycle import serve_forever
 
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     config = _server_config(server, engine, model_argument or engine.model)
 
-    def greet(service: Service, port: int) -> None:
-        _print_address(f"http://{server.host}:{port}", service.model.name, config.api_keys)
+    def greet(service: Service, address: str) -> None:
+        _print_address(address, service.model.name, config.api_keys)
 
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("chairlift").setLevel(config.log_level.upper())
     status = asyncio.run(serve_forever(config, greet))
     if status:
         raise typer.Exit(status)
@@ -61,10 +63,15 @@ def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> 
         raise InvalidParameter("isolate_keys", "needs API keys; give some with --api-key")
     return ServerConfig(
         model=model,
-        served_name=server.served_model_name,
+        served_names=server.served_model_name or (),
         engine=engine.config(),
         host=server.host,
         port=server.port,
+        uds=server.uds,
+        certificate=_certificate(server),
+        access_log=server.access_log,
+        log_level=server.log_level or ("warning" if engine.quiet else "info"),
+        chat_template=server.chat_template,
         api_keys=keys,
         isolate_keys=server.isolate_keys,
         cors_origins=server.cors_origin or (),
@@ -78,6 +85,16 @@ def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> 
         policy_switch=server.policy_switch,
         quiet=engine.quiet,
     )
+
+
+def _certificate(server: ServerOptions) -> Certificate | None:
+    from chairlift.server.http.listener import Certificate
+
+    if server.ssl_certfile is not None:
+        return Certificate(server.ssl_certfile, server.ssl_keyfile)
+    if server.ssl_keyfile is not None:
+        raise InvalidParameter("ssl_keyfile", "needs a certificate; give it with --ssl-certfile")
+    return None
 
 
 def _api_keys(given: Sequence[str], file: Path | None) -> list[str]:
@@ -99,5 +116,7 @@ def _print_address(address: str, model: str, keys: Sequence[str]) -> None:
     auth = " -H 'Authorization: Bearer YOUR_KEY'" if keys else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a chairlift?"}}]}}'
     note(f"Serving {model} at {address}. Try:\n")
+    if address.startswith("unix:"):
+        address = f"--unix-socket {address.removeprefix('unix:')} http://localhost"
     typer.echo(f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{auth} \\\n  -d '{body}'\n")
     sys.stdout.flush()

@@ -31,12 +31,12 @@ class TokenizerFiles:
     template_variables: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, pad_token, ...
 
 
-def make_tokenizer(checkpoint: Checkpoint) -> ModelTokenizer:
-    """Build the tokenizer of a checkpoint, for text and chats."""
+def make_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> ModelTokenizer:
+    """Build the tokenizer of a checkpoint, for text and chats; `chat_template` replaces the checkpoint's own."""
     files = load_tokenizer(checkpoint)
     return ModelTokenizer(
         files.tokenizer,
-        chat_template=files.chat_template,
+        chat_template=files.chat_template if chat_template is None else chat_template,
         bos_token=files.bos_token,
         eos_token=files.eos_token,
         add_bos=files.add_bos,

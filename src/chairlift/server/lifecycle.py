@@ -7,28 +7,28 @@ import logging
 import math
 import resource
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.server.gc_tuning import freeze_loaded_objects
 from chairlift.server.http.app import make_app
 from chairlift.server.http.host_names import HostNames
+from chairlift.server.http.listener import Certificate, listen, listening_address
 from chairlift.server.http.protocol import GuardedProtocol
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
-from chairlift.server.served_model import ServedModel
+from chairlift.server.served_model import ServedModel, read_chat_template
 from chairlift.server.service import Service
 
 log = logging.getLogger("chairlift.server")
@@ -39,10 +39,15 @@ MAX_OPEN_FILES = 65_536
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     model: str
-    served_name: str | None = None
+    served_names: Sequence[str] = ()  # empty: as `model`
     engine: dict[str, Any] = field(default_factory=dict)  # options of EngineConfig
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: Path | None = None  # Unix socket to listen on instead
+    certificate: Certificate | None = None  # None: HTTP without TLS
+    access_log: Path | None = None  # "-" for standard output
+    log_level: str = "info"
+    chat_template: Path | None = None  # replaces the model's
     api_keys: Sequence[str] = ()
     isolate_keys: bool = False  # whether requests with different keys share no cached prefixes
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
@@ -63,9 +68,9 @@ class ServerConfig:
 
 
 async def serve_forever(
-    config: ServerConfig, on_ready: Callable[[Service, int], None] = lambda service, port: None
+    config: ServerConfig, on_ready: Callable[[Service, str], None] = lambda service, address: None
 ) -> int:
-    """Serve until a signal arrives; `on_ready` is called with the port.
+    """Serve until a signal arrives; `on_ready` is called with the address.
 
     Returns the exit status: 0 after draining, 1 if the engine failed permanently, and 128 plus the signal's number if a
     second signal cut the draining short.
@@ -73,8 +78,11 @@ async def serve_forever(
     _raise_file_limit()
     resolve_model(config.model, progress=not config.quiet)  # first, so that errors are reported at once
     hosts = HostNames(config.host, config.allowed_hosts)
-    listener = _listen(config.host, config.port)
-    service = make_service(config)
+    template = read_chat_template(config.chat_template)
+    if config.certificate is not None:
+        config.certificate.check()
+    listener = listen(config.host, config.port, config.uds)
+    service = make_service(config, template)
     app = make_app(
         service,
         config.api_keys,
@@ -82,33 +90,41 @@ async def serve_forever(
         dashboard=config.dashboard,
         hosts=hosts,
         public_metrics=config.public_metrics,
+        access_log=config.access_log,
     )
-    server = _Server(uvicorn_config(app, config.limits))
+    server = _Server(uvicorn_config(app, config.limits, config.certificate))
     freeze_loaded_objects()
     signals = _Signals()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        address = listener.getsockname()
-        return await _run(config, service, server, serving, signals, lambda: on_ready(service, address[1]))
+        address = listening_address(listener, config.host, secure=config.certificate is not None)
+        return await _run(config, service, server, serving, signals, lambda: on_ready(service, address))
     finally:
         # Before the server exits, so that unfinished requests get an error response.
         await service.engine.stop(timeout=0.0 if signals.second else 5.0)
         server.should_exit = True
         await serving
+        if config.uds is not None:
+            config.uds.unlink(missing_ok=True)
 
 
-def make_service(config: ServerConfig) -> Service:
+def make_service(config: ServerConfig, chat_template: str | None = None) -> Service:
     """Build the front end without HTTP. The application's lifespan starts the engine."""
     # The front end needs only the tokenizer; the model is downloaded here to show a progress bar.
     path = resolve_model(config.model, progress=not config.quiet)
-    tokenizer = make_tokenizer(open_checkpoint(path))
+    tokenizer = make_tokenizer(open_checkpoint(path), chat_template)
     metrics = Metrics()
     engine = EngineClient(
-        str(path), config.engine, metrics.record_step, metrics.record_restart, config.supervision, quiet=config.quiet
+        str(path),
+        config.engine,
+        metrics.record_step,
+        metrics.record_restart,
+        config.supervision,
+        log_level=config.log_level,
     )
-    name = config.served_name or config.model
+    name, *aliases = config.served_names or [config.model]
     return Service(
-        ServedModel.create(name, tokenizer, config.tool_format),
+        ServedModel.create(name, tokenizer, config.tool_format, aliases),
         engine,
         metrics,
         config.limits,
@@ -117,7 +133,7 @@ def make_service(config: ServerConfig) -> Service:
     )
 
 
-def uvicorn_config(app: FastAPI, limits: Limits) -> uvicorn.Config:
+def uvicorn_config(app: FastAPI, limits: Limits, certificate: Certificate | None = None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
@@ -128,17 +144,9 @@ def uvicorn_config(app: FastAPI, limits: Limits) -> uvicorn.Config:
         timeout_keep_alive=math.ceil(limits.keep_alive_seconds),
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=limits.max_header_bytes,
+        ssl_certfile=None if certificate is None else certificate.certfile,
+        ssl_keyfile=None if certificate is None else certificate.keyfile,
     )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Bind the port before the engine is started, so that a port in use is reported at once."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        problem = f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
-        raise InvalidParameter("port", problem) from None
 
 
 async def _run(

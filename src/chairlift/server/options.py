@@ -10,15 +10,27 @@ from chairlift.options.checks import at_least, between
 from chairlift.options.declaration import check_options, option
 from chairlift.text.tool_formats.base import TOOL_FORMATS
 
-SERVER, ACCESS, SUPERVISION = "Server", "Access", "Supervision"
+SERVER, ACCESS, LOGGING, SUPERVISION = "Server", "Access", "Logging", "Supervision"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     host: str = option("127.0.0.1", help="Address to listen on; 0.0.0.0 accepts other machines.", group=SERVER)
     port: int = option(8000, help="Port to listen on; 0 uses a free one.", group=SERVER, check=between(0, 65535))
-    served_model_name: str | None = option(
-        None, help="Name of the model in the API.", group=SERVER, default_text="as --model"
+    uds: Path | None = option(None, help="Listen on this Unix socket instead of a port.", group=SERVER, metavar="PATH")
+    served_model_name: Sequence[str] | None = option(
+        None,
+        help="Name of the model in the API; may be repeated: all names are accepted, responses have the first.",
+        group=SERVER,
+        metavar="NAME",
+        default_text="as --model",
+    )
+    chat_template: Path | None = option(
+        None,
+        help="Jinja file that replaces the model's chat template.",
+        group=SERVER,
+        metavar="FILE",
+        default_text="the model's own",
     )
     max_waiting: int = option(
         256, help="Completions that may wait in the queue; more are refused with 429.", group=SERVER, check=at_least(0)
@@ -72,6 +84,29 @@ class ServerOptions:
         "this machine's own names always work.",
         group=ACCESS,
         metavar="NAME",
+    )
+    ssl_certfile: Path | None = option(
+        None, help="Serve HTTPS with this certificate chain (PEM).", group=ACCESS, metavar="FILE"
+    )
+    ssl_keyfile: Path | None = option(
+        None,
+        help="Private key of the certificate (PEM).",
+        group=ACCESS,
+        metavar="FILE",
+        default_text="in the certificate's file",
+    )
+    access_log: Path | None = option(
+        None,
+        help="Write one JSON line per request to this file; '-' is standard output. It has no prompts and no outputs.",
+        group=LOGGING,
+        metavar="FILE",
+    )
+    log_level: str | None = option(
+        None,
+        help="Least severe messages on standard error.",
+        group=LOGGING,
+        choices=("debug", "info", "warning", "error"),
+        default_text="info; warning with --quiet",
     )
     drain_timeout: float = option(
         30.0, help="Seconds for running requests to finish at shutdown.", group=SUPERVISION, check=at_least(0)

@@ -1,29 +1,52 @@
-"""The served model: name, tokenizer and tool format."""
+"""The served model: names, tokenizer and tool format."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.server.http.errors import APIError
+from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import ToolFormat, choose_format
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    name: str
+    names: tuple[str, ...]  # responses have the first one
     tokenizer: Tokenizer
     tool_format: ToolFormat
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def create(cls, name: str, tokenizer: Tokenizer, tool_format: str | None = None) -> ServedModel:
+    def create(
+        cls, name: str, tokenizer: Tokenizer, tool_format: str | None = None, aliases: Sequence[str] = ()
+    ) -> ServedModel:
         """Without `tool_format`, the format is detected from the chat template."""
-        return cls(name, tokenizer, choose_format(tokenizer.chat_template or "", tool_format))
+        return cls((name, *aliases), tokenizer, choose_format(tokenizer.chat_template or "", tool_format))
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
     def check_name(self, name: str | None) -> None:
         """Raise a 404 error if a request names another model."""
-        if name is not None and name != self.name:
-            problem = f"the model {name[:200]!r} does not exist; this server has {self.name!r}"
+        if name is not None and name not in self.names:
+            known = ", ".join(map(repr, self.names))
+            problem = f"the model {name[:200]!r} does not exist; this server has {known}"
             raise APIError(404, problem, param="model", code="model_not_found")
+
+
+def read_chat_template(file: Path | None) -> str | None:
+    """Return the template in a file, once it is known to compile."""
+    if file is None:
+        return None
+    try:
+        source = file.read_text(encoding="utf-8")
+        ChatTemplate(source)
+    except (OSError, UnicodeDecodeError, UnsupportedModel) as error:
+        raise InvalidParameter("chat_template", f"cannot use {str(file)!r}: {error}") from None
+    return source

@@ -117,7 +117,7 @@ class GenerationHandler:
 
     async def _respond(self, request: GenerationRequest, submission: _Submission, http: HTTPRequest) -> Response:
         try:
-            usage = Usage(prompt_tokens=submission.num_prompt_tokens)
+            usage = http.state.usage = Usage(prompt_tokens=submission.num_prompt_tokens)
             self._metrics.prompt_tokens.inc(usage.prompt_tokens)
             builder = request.response_builder(submission.response_id, submission.updates.ids, usage)
             updates = aiter(submission.updates)

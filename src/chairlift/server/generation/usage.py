@@ -24,6 +24,13 @@ class Usage:
             if "#" not in update.request_id:
                 self.cached_tokens += update.cached_tokens
 
+    def counts(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
+        }
+
     def body(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +17,7 @@ from starlette.requests import Request
 import chairlift
 from chairlift.errors import ChairliftError
 from chairlift.server.dashboard.routes import add_dashboard_routes
+from chairlift.server.http.access_log import AccessLog
 from chairlift.server.http.bodies import invalid_value, threaded_body_route
 from chairlift.server.http.errors import APIError, as_api_error
 from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
@@ -32,6 +34,7 @@ def make_app(
     dashboard: bool = True,
     hosts: HostNames | None = None,
     public_metrics: bool = False,
+    access_log: Path | None = None,
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -60,6 +63,8 @@ def make_app(
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(OutermostMiddleware)
+    if access_log is not None:
+        app.add_middleware(AccessLog, file=access_log)
     _add_error_handlers(app)
     add_generation_routes(app, service)
     add_tokenizer_routes(app, service)

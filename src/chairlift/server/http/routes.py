@@ -51,17 +51,17 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", responses=_ERRORS)
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(service)]}
+        return {"object": "list", "data": [_model_card(service, name) for name in service.model.names]}
 
     @app.get("/v1/models/{model:path}", responses=_ERRORS)
     async def model(model: str) -> dict[str, Any]:
         service.model.check_name(model)
-        return _model_card(service)
+        return _model_card(service, model)
 
 
-def _model_card(service: Service) -> dict[str, Any]:
+def _model_card(service: Service, name: str) -> dict[str, Any]:
     return {
-        "id": service.model.name,
+        "id": name,
         "object": "model",
         "created": service.model.created,
         "owned_by": "chairlift",

@@ -70,7 +70,7 @@ class EngineClient:
         on_restart: Callable[[], None],
         supervision: Supervision | None = None,
         *,
-        quiet: bool = False,
+        log_level: str = "info",
     ) -> None:
         self.state = EngineState.STARTING
         self.loaded: Loaded | None = None
@@ -80,7 +80,7 @@ class EngineClient:
         self.on_frame: Callable[[DashboardFrame | RecorderFault], None] = lambda frame: None
         self._model = model
         self._options = engine_options
-        self._quiet = quiet
+        self._log_level = log_level
         self._on_report = on_report
         self._on_restart = on_restart
         self._supervision = supervision or Supervision()
@@ -198,7 +198,7 @@ class EngineClient:
 
     async def _run_process(self) -> bool:
         """Start the process and receive its messages until it exits or hangs. Returns whether it was healthy."""
-        handle = self._handle = await spawn(self._context, self._model, self._options, quiet=self._quiet)
+        handle = self._handle = await spawn(self._context, self._model, self._options, log_level=self._log_level)
         receiver = asyncio.create_task(self._receive(handle))
         exited = asyncio.create_task(handle.process.wait())
         try:

@@ -32,7 +32,7 @@ class EngineHandle:
     ready_at: float | None = None
 
 
-async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any], *, quiet: bool) -> EngineHandle:
+async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any], *, log_level: str) -> EngineHandle:
     with ExitStack() as opened:  # closed again if the process cannot be started or the task is cancelled
         folder = Path(tempfile.mkdtemp(prefix="chairlift-"))  # only this user has access
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -45,7 +45,7 @@ async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any
         settings = {
             "model": model,
             "engine": options,
-            "quiet": quiet,
+            "log_level": log_level,
             "parent": os.getpid(),
             "commands": f"ipc://{folder / 'commands'}",
             "reports": f"ipc://{folder / 'reports'}",

@@ -155,9 +155,8 @@ class EngineProcess:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the front end handles it
     settings = json.loads(sys.argv[1])
-    level = logging.WARNING if settings["quiet"] else logging.INFO
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("chairlift").setLevel(level)
+    logging.getLogger("chairlift").setLevel(settings["log_level"].upper())
     process = EngineProcess(settings)
     try:
         sys.exit(process.main())

@@ -1,0 +1,82 @@
+"""The access log: one JSON line for each request, without prompts and outputs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from datetime import UTC, datetime
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chairlift.errors import InvalidParameter
+
+STANDARD_OUTPUT = Path("-")
+
+_encoder = msgspec.json.Encoder()
+
+
+class AccessLog:
+    """Middleware that writes a line when a response has ended, also if the client disconnected."""
+
+    def __init__(self, app: ASGIApp, *, file: Path) -> None:
+        self._app = app
+        self._handler = _open(file)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, time_of_day = time.monotonic(), datetime.now(UTC)
+        head: Message = {}
+        complete = False
+
+        async def watch(message: Message) -> None:
+            nonlocal head, complete
+            if message["type"] == "http.response.start":
+                head = message
+            elif not message.get("more_body", False):
+                complete = True
+            await send(message)
+
+        scope.setdefault("state", {})
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            line = _line(scope, head, complete=complete)
+            line |= {"time": time_of_day.isoformat(timespec="milliseconds"), "seconds": time.monotonic() - began}
+            self._write(line)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        text = _encoder.encode(line).decode()
+        self._handler.handle(logging.LogRecord("chairlift.access", logging.INFO, "", 0, text, None, None))
+
+
+def _open(file: Path) -> logging.Handler:
+    """Open the log. A file that was moved by logrotate is opened anew."""
+    if file == STANDARD_OUTPUT:
+        return logging.StreamHandler(sys.stdout)
+    try:
+        return WatchedFileHandler(file, encoding="utf-8")
+    except OSError as error:
+        raise InvalidParameter("access_log", f"cannot write {str(file)!r}: {error.strerror}") from None
+
+
+def _line(scope: Scope, head: Message, *, complete: bool) -> dict[str, Any]:
+    state, client = scope["state"], scope.get("client")
+    headers = dict(head.get("headers", ()))
+    found = {
+        "request_id": headers.get(b"x-request-id", b"").decode("latin-1"),
+        "client": client[0] if client else None,
+        "tenant": state.get("tenant"),
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": head.get("status"),  # null: the client disconnected before there was a response
+        "complete": complete,  # whether all of the response was sent
+    }
+    usage = state.get("usage")
+    return found if usage is None else found | usage.counts()

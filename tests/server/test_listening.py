@@ -1,0 +1,179 @@
+"""Where and how the server listens: Unix sockets, TLS, several model names, another chat template, the access log."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from chairlift.errors import InvalidParameter
+from chairlift.server.http.listener import Certificate, listen
+from chairlift.server.limits import Limits
+from chairlift.server.served_model import read_chat_template
+from tests.server.front_end import NAME, answer_ok, front_end, stay_silent
+from tests.server.running_server import HTTP, RunningServer, start_server, wait_for
+from tests.tools import require_tool
+
+SECRET = "the-secret-words-of-a-prompt"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    folder = tmp_path_factory.mktemp("tls")
+    make_certificate(folder, "first")
+    return Certificate(folder / "cert.pem", folder / "key.pem")
+
+
+def make_certificate(folder: Path, name: str) -> None:
+    openssl = require_tool("openssl")
+    command = (
+        f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -keyout key.pem -out cert.pem"
+    )
+    subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command.split(), *subject], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def secure(
+    certificate: Certificate, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A server with TLS, a second model name, its own chat template and an access log."""
+    folder = tmp_path_factory.mktemp("secure")
+    (folder / "chat.jinja").write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    options = ["--served-model-name", "gpt-4o-mini", "--chat-template", str(folder / "chat.jinja")]
+    options += ["--ssl-certfile", str(certificate.certfile), "--ssl-keyfile", str(certificate.keyfile)]
+    running = start_server(tiny_folder, folder / "log", *options, "--access-log", str(folder / "access.jsonl"))
+    yield running
+    assert running.stop() == 0, running.tail()
+
+
+def access_lines(file: Path, count: int) -> list[dict[str, object]]:
+    wait_for(lambda: file.exists() and file.read_text().count("\n") >= count, 20, "the lines of the access log")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_https_with_the_official_client(secure: RunningServer, certificate: Certificate) -> None:
+    assert secure.url.startswith("https://")
+    trusting = httpx.Client(verify=ssl.create_default_context(cafile=str(certificate.certfile)))
+    client = secure.client(http_client=trusting)
+    stream = client.completions.create(model="tiny", prompt="hello", max_tokens=3, stream=True)
+    assert sum(bool(chunk.choices) for chunk in stream) >= 1
+    with pytest.raises(openai.APIConnectionError):  # the certificate is not signed by a known authority
+        secure.client(http_client=httpx.Client(verify=True)).models.list()
+    with pytest.raises(httpx.TransportError):
+        HTTP.get(secure.url.replace("https", "http") + "/health")
+
+
+def test_every_served_name_is_accepted_and_listed(secure: RunningServer) -> None:
+    listed = secure.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["tiny", "gpt-4o-mini"]
+    assert secure.get("/v1/models/gpt-4o-mini").json()["id"] == "gpt-4o-mini"
+    for name in ("tiny", "gpt-4o-mini"):
+        answer = secure.post("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})
+        assert (answer.status_code, answer.json()["model"]) == (200, "tiny")
+    unknown = secure.post("/v1/completions", {"model": "gpt-5", "prompt": "a"})
+    assert unknown.status_code == 404
+    assert "'tiny', 'gpt-4o-mini'" in unknown.json()["error"]["message"]
+
+
+def test_a_given_chat_template_replaces_the_models_own(secure: RunningServer) -> None:
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+    as_chat, as_text = (secure.post("/tokenize", body).json()["tokens"] for body in (chat, {"prompt": "[hello]"}))
+    assert as_chat == as_text
+
+
+def test_the_access_log_has_one_line_per_request_and_no_prompt(secure: RunningServer) -> None:
+    file = secure.log.parent / "access.jsonl"
+    before = len(file.read_text().splitlines()) if file.exists() else 0
+    body = {"model": "tiny", "prompt": SECRET, "max_tokens": 4, "ignore_eos": True}
+    answer = secure.post("/v1/completions", body)
+    streamed = secure.post("/v1/completions?key=hidden", body | {"stream": True})
+    secure.post("/v1/completions", body | {"n": 0})
+    sent, stream, refused = access_lines(file, before + 3)[before:]
+    assert sent["request_id"] == answer.headers["x-request-id"]
+    assert stream["request_id"] == streamed.headers["x-request-id"]
+    usage = answer.json()["usage"]
+    for line in (sent, stream):
+        assert (line["method"], line["path"], line["status"], line["complete"]) == (
+            "POST",
+            "/v1/completions",
+            200,
+            True,
+        )
+        assert (line["prompt_tokens"], line["completion_tokens"]) == (usage["prompt_tokens"], 4)
+        assert line["client"] == "127.0.0.1"
+        assert isinstance(line["seconds"], float)
+    assert refused["status"] == 400
+    assert "prompt_tokens" not in refused
+    assert SECRET not in file.read_text()
+    assert "hidden" not in file.read_text()
+
+
+def test_a_moved_access_log_is_opened_anew_and_disconnects_are_visible(tmp_path: Path) -> None:
+    file = tmp_path / "access.jsonl"
+    with front_end(stay_silent, limits=Limits(), access_log=file) as front:
+        with pytest.raises(httpx.ReadTimeout):
+            HTTP.post(front.url + "/v1/completions", json={"model": NAME, "prompt": "a"}, timeout=0.3)
+        (line,) = access_lines(file, 1)
+        assert line["complete"] is False or line["status"] == 499
+        file.rename(tmp_path / "access.jsonl.1")
+        HTTP.get(front.url + "/health")
+        (line,) = access_lines(file, 1)
+        assert (line["path"], line["status"]) == ("/health", 200)
+
+
+def test_the_access_log_names_the_tenant(tmp_path: Path) -> None:
+    with front_end(answer_ok, access_log=tmp_path / "log", api_keys=["alice s3cret"]) as front:
+        HTTP.get(front.url + "/v1/models", headers={"authorization": "Bearer s3cret"})
+        HTTP.get(front.url + "/v1/models", headers={"authorization": "Bearer wrong"})
+    lines = access_lines(tmp_path / "log", 2)
+    assert [(line["tenant"], line["status"]) for line in lines] == [("alice", 200), (None, 401)]
+    assert "s3cret" not in (tmp_path / "log").read_text()
+
+
+def test_a_unix_socket_serves_http_and_is_removed_at_the_end(tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chairlift.sock"
+    abandoned = listen("", 0, path)
+    abandoned.close()
+    assert path.exists()
+    running = start_server(tiny_folder, tmp_path / "log", "--uds", str(path), "--log-level", "error")
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
+            body = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
+            assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 2
+        with pytest.raises(InvalidParameter, match="uds: cannot listen"):
+            listen("", 0, path)
+        assert "KV" not in running.log.read_text()  # the engine's startup details are of level info
+    finally:
+        assert running.stop() == 0, running.tail()
+    assert not path.exists()
+
+
+def test_a_file_is_never_replaced_by_a_socket(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(InvalidParameter, match="uds"):
+        listen("", 0, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_certificates_and_templates_are_checked_before_anything_is_loaded(
+    tmp_path: Path, certificate: Certificate
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("{% if %}")
+    with pytest.raises(InvalidParameter, match="ssl_certfile: there is no file"):
+        Certificate(tmp_path / "none").check()
+    with pytest.raises(InvalidParameter, match="ssl_keyfile: there is no file"):
+        Certificate(certificate.certfile, tmp_path / "none").check()
+    for wrong in (Certificate(text), Certificate(certificate.certfile), Certificate(certificate.certfile, text)):
+        with pytest.raises(InvalidParameter, match="ssl_certfile: no certificate and matching"):
+            wrong.check()
+    for file in (text, tmp_path / "none"):
+        with pytest.raises(InvalidParameter, match="chat_template: cannot use"):
+            read_chat_template(file)

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
+
+    from tests.repeatable import ignore_loaded_modules
 except ImportError:  # tests/gpu and tests/kernels run without it
     settings = None
 
@@ -25,9 +27,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # `make test` uses the same examples every time, so that it never fails by chance; `make test-all` searches for more.
 if settings is not None:
-    settings.register_profile("repeatable", derandomize=True)
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "repeatable")
+    # No limits on time either: a busy machine must not fail a test.
+    settings.register_profile(
+        "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.register_profile("searching", derandomize=False)
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+    settings.load_profile(profile)
+    if profile == "repeatable":
+        ignore_loaded_modules()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -47,8 +47,9 @@ class _StepAdmission:
         return self.state.blocks_promised()
 
     def offer_slots(self, decision: PolicyDecision) -> bool:
-        """Try the candidates in order; return False if the order changed because a request became starved."""
-        waiting, passed_over = self.state.waiting, list[Request]()
+        """Try the candidates in order; return False if the order changed: a request became starved, or a starved one no
+        longer waits for another request."""
+        waiting, passed_over, starved = self.state.waiting, list[Request](), list[Request]()
         if decision.reason_of_others is not None:
             waiting.note_default(decision.reason_of_others)
         elif self._full(self.state.running, 1) and not self.state.ordering.takes_slots:
@@ -58,11 +59,14 @@ class _StepAdmission:
         for request in candidates:
             obstacle = self._admit(request)
             if obstacle is None:
-                if waiting.count_passing(request, passed_over):
+                newly_starved = waiting.count_passing(request, passed_over)
+                if newly_starved or not all(map(self._waits_for_another, starved)):
                     return False
                 continue
             waiting.note(request, obstacle)
             if obstacle in (WaitReason.SIBLING, WaitReason.PREFIX):
+                if request.starved:
+                    starved.append(request)
                 continue  # it waits for another request, so it is not passed over
             passed_over.append(request)
             reason_of_rest = self._why_stop_after(request, obstacle, len(passed_over))
@@ -83,6 +87,9 @@ class _StepAdmission:
         if no_slot or not self.builder.prefill_room or num_passed_over >= MAX_PASSED_OVER:
             return obstacle
         return WaitReason.TURN if request.starved else None
+
+    def _waits_for_another(self, request: Request) -> bool:
+        return waits_for_sibling(request, self.state.running) or self.kv.match(request).in_progress
 
     def _admit(self, request: Request) -> WaitReason | None:
         """Admit `request` and plan its first tokens, or return the obstacle (and change nothing)."""

@@ -93,6 +93,7 @@ def simulate(
     if against is not None:
         _compare_with_recording(context, against, report)
         return
+    from chairlift.cluster.routing.router import Router
     from chairlift.core.kv.swap import check_mode
     from chairlift.lab.common.workload import LengthRange
     from chairlift.lab.load.arrivals import Arrivals
@@ -101,7 +102,6 @@ def simulate(
     from chairlift.lab.planning.run import BLOCK_SIZE, ReplicaSettings, load_profile, random_arrivals, trace_arrivals
     from chairlift.lab.simulator.figures import figures
     from chairlift.lab.simulator.roofline import Roofline, StepCost
-    from chairlift.lab.simulator.router import make_router
     from chairlift.lab.simulator.run import simulate as run
 
     for name, number in (("replicas", replicas), ("requests", requests)):
@@ -136,7 +136,7 @@ def simulate(
     engines = [settings.make(cost, index / replicas) for index in range(replicas)]
     begun = time.perf_counter()
     with watch(enabled=not quiet) as note:
-        outcome = run(coming, engines, make_router(router), progress=lambda done: note(f"{done:,} requests"))
+        outcome = run(coming, engines, Router(router), progress=lambda done: note(f"{done:,} requests"))
     wall = time.perf_counter() - begun
     row = figures(outcome, replicas, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
     _show_figures(row, replicas)
@@ -185,6 +185,7 @@ def _show_figures(row: dict[str, Any], replicas: int) -> None:
             ["Output tokens per second", f"{row['output_tokens_per_s']:,.0f}"],
             ["Within the targets", f"{row['good_share']:.1%}"],
             [f"Busy, of {replicas} replica{'s' if replicas > 1 else ''}", f"{row['utilisation']:.1%}"],
+            ["Prompt tokens from the cache", f"{row['cached_share']:.1%}"],
             ["Preemptions", f"{row['preemptions']:,}"],
             ["Virtual time", f"{row['seconds']:,.1f} s in {row['steps']:,} steps"],
             ["Real time", f"{row['wall_seconds']:.1f} s, {row['steps_per_wall_second']:,.0f} steps per second"],

@@ -6,11 +6,11 @@ from statistics import median
 
 import pytest
 
+from chairlift.cluster.routing.router import Router
 from chairlift.lab.bench.policies.run import PoliciesSettings
 from chairlift.lab.planning.run import ReplicaSettings
 from chairlift.lab.simulator.measured import MeasuredCost
 from chairlift.lab.simulator.records import Arrival, SimulationOutcome
-from chairlift.lab.simulator.router import make_router
 from chairlift.lab.simulator.run import simulate
 
 CPU_LIKE = MeasuredCost(step=0.012, request=0.0, prefill_kv=0.0, decode_kv=1e-6, tokens=((0, 0.0015),))
@@ -21,7 +21,7 @@ def run(settings: PoliciesSettings, policy: str, variation: float, rate: float |
     times = [0.0] * len(requests) if rate is None else settings.poisson(rate)
     coming = [Arrival(at, request.prompt_ids, request.n_out) for at, request in zip(times, requests, strict=True)]
     engine = ReplicaSettings(num_blocks=4000, seats=settings.seats, max_batch_tokens=256, policy=policy)
-    return simulate(coming, [engine.make(CPU_LIKE)], make_router("round-robin"))
+    return simulate(coming, [engine.make(CPU_LIKE)], Router("round-robin"))
 
 
 def gains(seed: int, variation: float) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from chairlift.cluster.routing.router import Router
 from chairlift.core.cost_model import StepShape
 from chairlift.lab.load.traces import load_trace
 from chairlift.lab.planning.model_shape import model_shape, read_config
@@ -17,7 +18,6 @@ from chairlift.lab.planning.run import ReplicaSettings, trace_arrivals
 from chairlift.lab.simulator.devices import device_named
 from chairlift.lab.simulator.records import Arrival, SimulationOutcome
 from chairlift.lab.simulator.roofline import Roofline
-from chairlift.lab.simulator.router import make_router
 from chairlift.lab.simulator.run import simulate
 
 COST = Roofline(model_shape(read_config("llama3-8b"), "bfloat16", 2)[0], device_named("h200"))
@@ -50,7 +50,7 @@ def report(name: str, coming: Sequence[Arrival], *, replicas: int = 1, **setting
     for _ in range(REPEATS):
         gc.collect()
         begun = time.process_time()
-        outcome = simulate(coming, [made.make(COST) for _ in range(replicas)], make_router("least-loaded"))
+        outcome = simulate(coming, [made.make(COST) for _ in range(replicas)], Router("least-loaded"))
         fastest = min(fastest, time.process_time() - begun)
     batch = sum(arrival.n_out for arrival in coming) / outcome.steps
     rates = f"{outcome.steps / fastest:10,.0f} steps/s {len(coming) / fastest:8,.0f} requests/s"

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chairlift.cluster.routing.policies import ROUTERS
+from chairlift.cluster.routing.router import Router
 from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.cost_model import StepShape
 from chairlift.core.integrity import check_quiescent
@@ -21,7 +23,6 @@ from chairlift.lab.simulator.kv_cache import SimulatedKVCache
 from chairlift.lab.simulator.records import Arrival, SimulationOutcome
 from chairlift.lab.simulator.replica import Replica
 from chairlift.lab.simulator.roofline import ModelShape, Roofline
-from chairlift.lab.simulator.router import ROUTERS, ReplicaLoads, make_router
 from chairlift.lab.simulator.run import simulate
 from chairlift.lab.simulator.scheduler import SimulatedScheduler
 from chairlift.lab.simulator.speed_profile import SpeedCursor, SpeedProfile
@@ -80,7 +81,7 @@ def times(outcome: SimulationOutcome) -> list[tuple[float, float]]:
 
 
 def test_the_times_of_one_request() -> None:
-    outcome = simulate([Arrival(5.0, range(10), 3)], [make_replica()], make_router("round-robin"))
+    outcome = simulate([Arrival(5.0, range(10), 3)], [make_replica()], Router("round-robin"))
     prompt = 0.010 + 0.010 + 0.00001 * 55  # 10 tokens that read 1 + 2 + ... + 10 positions
     second, third = (0.010 + 0.001 + 0.00001 * length for length in (11, 12))
     (record,) = outcome.records
@@ -100,7 +101,7 @@ def test_the_times_of_one_request() -> None:
     num_blocks=st.sampled_from([9, 17, 25, 60, 400]),
     seats=st.sampled_from([1, 3, 8, 20]),
     num_replicas=st.sampled_from([1, 2]),
-    router=st.sampled_from(sorted(ROUTERS)),
+    router=st.sampled_from(ROUTERS.names()),
     policy=st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
     order=st.sampled_from(["fcfs", "fcfs", "shortest", "priority", "fair"]),
     caching=st.booleans(),
@@ -147,7 +148,7 @@ def test_fast_forward_changes_nothing(
             for index in range(num_replicas)
         ]
         coming = arrivals(count, rate=rate, seed=seed, shared=shared, branching=branching)
-        outcomes.append(simulate(coming, replicas, make_router(router)))
+        outcomes.append(simulate(coming, replicas, Router(router)))
         for replica in replicas:
             check_quiescent(replica.scheduler)
         evictions.append([replica.scheduler.kv.pool.num_evictions for replica in replicas])
@@ -165,13 +166,13 @@ def test_a_preempted_request_with_all_tokens_cached_decodes_at_once() -> None:
     for fast_forward in (False, True):
         replicas = [make_replica(fast_forward=fast_forward, num_blocks=12, caching=True, budget=300) for _ in range(2)]
         coming = arrivals(60, rate=1000.0, seed=327000, shared=True)
-        gaps.append(sorted(simulate(coming, replicas, make_router("prefix-affine")).gaps))
+        gaps.append(sorted(simulate(coming, replicas, Router("prefix-affine")).gaps))
     assert gaps[0] == gaps[1]
 
 
 def test_short_memory_preempts() -> None:
     """Makes sure that the test above covers preemption."""
-    outcome = simulate(arrivals(60), [make_replica(num_blocks=9)], make_router("round-robin"))
+    outcome = simulate(arrivals(60), [make_replica(num_blocks=9)], Router("round-robin"))
     assert outcome.preemptions > 0
 
 
@@ -183,7 +184,7 @@ def test_swaps_take_time() -> None:
             num_blocks=9, seats=8, max_batch_tokens=64, preemption=mode, swap_blocks=50, block_bytes=100,
             host_bytes_per_second=speed,
         )  # fmt: skip
-        outcomes[mode, speed] = simulate(arrivals(60), [engine.make(Linear())], make_router("round-robin"))
+        outcomes[mode, speed] = simulate(arrivals(60), [engine.make(Linear())], Router("round-robin"))
     assert all(outcome.preemptions for outcome in outcomes.values())
     assert outcomes["swap", 1e9].busy_seconds < outcomes["recompute", 1.0].busy_seconds
     assert outcomes["swap", 1e3].busy_seconds > outcomes["recompute", 1.0].busy_seconds
@@ -192,10 +193,10 @@ def test_swaps_take_time() -> None:
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic", "continuous"])
-@pytest.mark.parametrize("router", sorted(ROUTERS))
+@pytest.mark.parametrize("router", ROUTERS.names())
 def test_every_request_ends(policy: str, router: str) -> None:
     replicas = [make_replica(policy=policy) for _ in range(3)]
-    outcome = simulate(arrivals(80), replicas, make_router(router))
+    outcome = simulate(arrivals(80), replicas, Router(router))
     assert len(outcome.records) == 80
     assert all(record.end is not None and record.ttft > 0 for record in outcome.records)
     assert {record.replica for record in outcome.records} == {0, 1, 2}
@@ -203,21 +204,10 @@ def test_every_request_ends(policy: str, router: str) -> None:
 
 def test_continuous_batching_beats_static_batching() -> None:
     ends = {
-        policy: simulate(arrivals(60, rate=200), [make_replica(policy=policy)], make_router("round-robin")).seconds
+        policy: simulate(arrivals(60, rate=200), [make_replica(policy=policy)], Router("round-robin")).seconds
         for policy in ("static", "continuous")
     }
     assert ends["continuous"] < ends["static"]
-
-
-@given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=200))
-def test_the_least_loaded_replica_is_found(num_replicas: int, changes: list[tuple[int, int]]) -> None:
-    loads, expected = ReplicaLoads(num_replicas), [0] * num_replicas
-    for place, load in changes:
-        index = place % num_replicas
-        loads.change(index, load - expected[index])
-        expected[index] = load
-        assert loads.least() == expected.index(min(expected))
-        assert (loads[index], loads.total) == (load, sum(expected))
 
 
 def test_affine_routing_finds_more_prefixes() -> None:
@@ -226,7 +216,7 @@ def test_affine_routing_finds_more_prefixes() -> None:
         rng = random.Random(1)
         coming = [Arrival(index * 0.5, [*shared(rng.randrange(4)), 10**6 + index], 4) for index in range(80)]
         replicas = [make_replica(caching=True, num_blocks=100) for _ in range(4)]
-        return simulate(coming, replicas, make_router(router)).busy_seconds
+        return simulate(coming, replicas, Router(router)).busy_seconds
 
     assert run("prefix-affine") < 0.8 * run("round-robin")
 

@@ -10,6 +10,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chairlift.cluster.routing.router import Router
 from chairlift.errors import InvalidParameter
 from chairlift.lab.common.workload import BenchRequest, LengthRange
 from chairlift.lab.load.arrivals import Arrivals
@@ -18,7 +19,6 @@ from chairlift.lab.simulator.figures import Targets, figures
 from chairlift.lab.simulator.measured import MeasuredCost
 from chairlift.lab.simulator.records import Arrival, Gaps, RequestRecord, SimulationOutcome
 from chairlift.lab.simulator.replica import Replica
-from chairlift.lab.simulator.router import make_router
 from chairlift.lab.simulator.run import simulate
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _draw(settings: RunSettings, replica: ReplicaSettings, cost: MeasuredCost, r
 
 def _simulated(part: Sequence[tuple[float, int, int]], replica: Replica) -> SimulationOutcome:
     arrivals = [Arrival(at, [index] * n_in, n_out) for index, (at, n_in, n_out) in enumerate(part)]
-    return simulate(arrivals, [replica], make_router("round-robin"))
+    return simulate(arrivals, [replica], Router("round-robin"))
 
 
 def _outcome(measured: Measurement, part: Part, busy: float) -> SimulationOutcome:

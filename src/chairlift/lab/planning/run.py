@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from chairlift.cluster.routing.router import Router
 from chairlift.core.budgets.fixed import FixedBudget
 from chairlift.core.cost_model import StepShape, chunk_kv
 from chairlift.core.kv.swap import SwapCost, SwapSpace, check_mode
@@ -26,7 +27,6 @@ from chairlift.lab.simulator.measured import MeasuredCost
 from chairlift.lab.simulator.records import Arrival
 from chairlift.lab.simulator.replica import Replica
 from chairlift.lab.simulator.roofline import ModelShape, StepCost
-from chairlift.lab.simulator.router import make_router
 from chairlift.lab.simulator.run import simulate
 from chairlift.lab.simulator.scheduler import SimulatedScheduler
 from chairlift.lab.simulator.speed_profile import SpeedCursor
@@ -160,7 +160,7 @@ def highest_rate(
 
     def keeps(rate: float) -> bool:
         coming = random_arrivals(Arrivals(rate, 1.0), n_in, n_out, count, seed)
-        outcome = simulate(coming, [settings.make(cost)], make_router("round-robin"))
+        outcome = simulate(coming, [settings.make(cost)], Router("round-robin"))
         for limit, values in (
             (targets.ttft, [record.ttft for record in outcome.records]),
             (targets.tpot, [record.tpot for record in outcome.records if record.tpot is not None]),
@@ -184,4 +184,4 @@ def highest_rate(
 def _alone(settings: ReplicaSettings, cost: StepCost, n_in: LengthRange, n_out: LengthRange) -> float:
     """Seconds of a typical request without others."""
     arrival = next(random_arrivals(Arrivals(1.0, 1.0), n_in, n_out, 1, 0))
-    return simulate([arrival], [settings.make(cost)], make_router("round-robin")).seconds
+    return simulate([arrival], [settings.make(cost)], Router("round-robin")).seconds

@@ -53,6 +53,7 @@ def figures(outcome: SimulationOutcome, num_replicas: int, targets: Targets) -> 
         "output_tokens_per_s": tokens / outcome.seconds,
         "goodput_requests_per_s": good / outcome.seconds,
         "good_share": good / len(records),
+        "cached_share": sum(record.cached for record in records) / sum(record.n_in for record in records),
         "utilisation": outcome.busy_seconds / (num_replicas * outcome.seconds),
         "steps": outcome.steps,
         "preemptions": outcome.preemptions,

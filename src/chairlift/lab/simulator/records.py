@@ -24,6 +24,7 @@ class RequestRecord:
     replica: int
     first_token: float | None = None
     end: float | None = None
+    cached: int = 0  # tokens of its prompt that it found in the prefix cache when it was first admitted
 
     @property
     def ttft(self) -> float:

@@ -50,8 +50,11 @@ class Replica:
         self.busy_seconds = 0.0
         self.gaps = Gaps()  # (length of a step, requests that were decoding in it)
         self.due: float | None = None  # the next time to call `wake`; None if there is nothing to do
+        self.on_start: Callable[[RequestRecord], None] = lambda record: None  # at the first token
         self.on_end: Callable[[RequestRecord], None] = lambda record: None
-        self._submitted = SubmittedRequests(scheduler, lambda record: self.on_end(record))
+        self._submitted = SubmittedRequests(
+            scheduler, lambda record: self.on_start(record), lambda record: self.on_end(record)
+        )
         self._aside = SteadyDecodes(scheduler, self._submitted)
         # In flight: a step with a plan of the scheduler, or with quickly admitted requests, or with neither; or a fast
         # forward.
@@ -69,6 +72,11 @@ class Replica:
         independent = scheduler.policy.always_open and not scheduler.ordering.depends_on_output
         if self.fast_forward and limits and independent:
             self._quick_admission = QuickAdmission(self._aside, limits)
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens for which the KV cache has room."""
+        return self.scheduler.kv.pool.num_blocks * self.scheduler.kv.block_size
 
     @property
     def preemptions(self) -> int:

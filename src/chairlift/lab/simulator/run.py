@@ -6,9 +6,11 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from chairlift.cluster.routing.prefix_keys import prefix_keys
+from chairlift.cluster.routing.request import RoutedRequest
+from chairlift.cluster.routing.router import Route, Router
 from chairlift.lab.simulator.records import Arrival, RequestRecord, SimulationOutcome
 from chairlift.lab.simulator.replica import Replica
-from chairlift.lab.simulator.router import ReplicaLoads, Router
 
 
 def simulate(
@@ -28,10 +30,12 @@ class _Run:
         self.router = router
         self.progress = progress
         self.outcome = SimulationOutcome()
-        self.loads = ReplicaLoads(len(replicas))
         self.due: list[tuple[float, int]] = []  # (time, replica), valid if the replica is still due then
         self.num_done = 0
-        for replica in replicas:
+        self._routes: dict[int, Route] = {}  # of open requests, by the identity of their records
+        for index, replica in enumerate(replicas):
+            router.add(index, replica.num_cache_tokens)
+            replica.on_start = self._note_start
             replica.on_end = self._note_end
 
     def run(self, arrivals: Iterable[Arrival]) -> SimulationOutcome:
@@ -57,10 +61,12 @@ class _Run:
 
     def _admit(self, arrival: Arrival, until: float) -> None:
         n_in, n_out = len(arrival.prompt), arrival.n_out
-        index = self.router.choose(arrival, self.loads)
+        keys = prefix_keys(arrival.prompt) if self.router.policy.reads_prefixes else ()
+        route = self.router.route(RoutedRequest(n_in, keys=keys))
+        index = int(route.replica)
         record = RequestRecord(arrival.at, n_in, n_out, index)
+        self._routes[id(record)] = route
         self.outcome.records.append(record)
-        self.loads.change(index, n_in + n_out)
         replica = self.replicas[index]
         before = replica.due
         replica.submit(record, arrival.prompt, arrival.at, until)
@@ -77,8 +83,11 @@ class _Run:
         if due is not None and due != before:
             heapq.heappush(self.due, (due, index))
 
+    def _note_start(self, record: RequestRecord) -> None:
+        self.router.started(self._routes[id(record)])
+
     def _note_end(self, record: RequestRecord) -> None:
-        self.loads.change(record.replica, -record.n_in - record.n_out)
+        self.router.ended(self._routes.pop(id(record)), record.n_out)
         self.num_done += 1
         self.progress(self.num_done)
 

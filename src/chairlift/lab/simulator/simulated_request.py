@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from chairlift.core.events import RequestFinished, RequestPreempted, TokenProduced
+from chairlift.core.events import RequestAdmitted, RequestFinished, RequestPreempted, TokenProduced
 from chairlift.core.request import Request, Status
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.lab.simulator.block_pool import BlockGroup
@@ -68,9 +68,15 @@ def token_of(request: Request) -> int:
 class SubmittedRequests:
     """The requests that were submitted to the scheduler."""
 
-    def __init__(self, scheduler: SimulatedScheduler, on_end: Callable[[RequestRecord], None]) -> None:
+    def __init__(
+        self,
+        scheduler: SimulatedScheduler,
+        on_start: Callable[[RequestRecord], None],
+        on_end: Callable[[RequestRecord], None],
+    ) -> None:
         self.preemptions = 0
         self._scheduler = scheduler
+        self._on_start = on_start
         self._on_end = on_end
         self._by_id: dict[str, SimulatedRequest] = {}
 
@@ -104,13 +110,21 @@ class SubmittedRequests:
         """Record the events of the scheduler."""
         for event in self._scheduler.drain_events():
             if isinstance(event, TokenProduced):
+                self.start_output(self._by_id[event.request_id].record, event.time)
+            elif isinstance(event, RequestAdmitted):
                 record = self._by_id[event.request_id].record
                 if record.first_token is None:
-                    record.first_token = event.time
+                    record.cached = event.cached_tokens
             elif isinstance(event, RequestFinished):
                 self.end(self._by_id.pop(event.request_id), event.time)
             elif isinstance(event, RequestPreempted):
                 self.preemptions += 1
+
+    def start_output(self, record: RequestRecord, now: float) -> None:
+        """Record the time of a token if it is the request's first."""
+        if record.first_token is None:
+            record.first_token = now
+            self._on_start(record)
 
     def end(self, simulated: SimulatedRequest, now: float) -> None:
         simulated.record.end = now

@@ -137,7 +137,8 @@ class SteadyDecodes:
         for simulated in admitted:
             record, known = simulated.record, simulated.num_known
             if record.first_token is None:
-                record.first_token = now
+                record.cached = simulated.num_computed
+                self.submitted.start_output(record, now)
             if self._kv.prefix_caching and simulated.request is not None:
                 simulated.request.start_from(known)
                 self._kv.commit(simulated.request)

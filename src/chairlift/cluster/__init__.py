@@ -1,0 +1,1 @@
+"""Many machines: replicas of the server on an existing distributed engine."""

@@ -1,0 +1,88 @@
+"""What each replica still has to compute, and how much of its memory is free."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+ReplicaId = int | str
+Rank = tuple[int, int, ReplicaId]
+"""Sort key of replicas: (tokens still to compute, tokens ever sent, id)."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    num_tokens: int  # room of its KV cache
+    pending: int = 0  # tokens still to compute, of requests sent from here
+    held: int = 0  # tokens of open requests sent from here
+    others_pending: int = 0  # of requests that other routers sent, by the replica's last report
+    others_held: int = 0
+    sent: int = 0  # tokens of all requests so far
+
+
+class ReplicaLoads:
+    """The loads of all replicas, with a heap to find the least loaded one."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[ReplicaId, _Replica] = {}
+        self._heap: list[Rank] = []  # entries may be out of date
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def __iter__(self) -> Iterator[ReplicaId]:
+        return iter(self._replicas)
+
+    def __contains__(self, replica: object) -> bool:
+        return replica in self._replicas
+
+    def __getitem__(self, replica: ReplicaId) -> int:
+        """Tokens that `replica` still has to compute."""
+        found = self._replicas[replica]
+        return found.pending + found.others_pending
+
+    def free_tokens(self, replica: ReplicaId) -> int:
+        """Room in its KV cache beside open requests; cached prefixes of ended ones count as free."""
+        found = self._replicas[replica]
+        return max(0, found.num_tokens - found.held - found.others_held)
+
+    def rank(self, replica: ReplicaId) -> Rank:
+        return (self[replica], self._replicas[replica].sent, replica)
+
+    def add(self, replica: ReplicaId, num_tokens: int) -> None:
+        self._replicas[replica] = _Replica(num_tokens)
+        heappush(self._heap, self.rank(replica))
+
+    def remove(self, replica: ReplicaId) -> None:
+        del self._replicas[replica]
+
+    def change(self, replica: ReplicaId, pending: int, held: int = 0, sent: int = 0) -> None:
+        """Add to the counts of `replica`."""
+        found = self._replicas[replica]
+        found.pending += pending
+        found.held += held
+        found.sent += sent
+        self._changed(replica)
+
+    def report(self, replica: ReplicaId, pending: int, held: int) -> None:
+        """Take the replica's own counts; what exceeds ours belongs to requests that others sent."""
+        found = self._replicas[replica]
+        found.others_pending = max(0, pending - found.pending)
+        found.others_held = max(0, held - found.held)
+        self._changed(replica)
+
+    def _changed(self, replica: ReplicaId) -> None:
+        heappush(self._heap, self.rank(replica))
+        if len(self._heap) > 64 + 4 * len(self._replicas):
+            self._heap = [self.rank(each) for each in self._replicas]
+            heapify(self._heap)
+
+    def least(self, excluded: Container[ReplicaId] = ()) -> ReplicaId:
+        """The replica with the least to compute; of several, the one that was sent the least so far."""
+        if excluded:
+            return min((replica for replica in self._replicas if replica not in excluded), key=self.rank)
+        heap = self._heap
+        while heap[0][2] not in self._replicas or self.rank(heap[0][2]) != heap[0]:
+            heappop(heap)
+        return heap[0][2]

@@ -19,6 +19,7 @@ from chairlift.layers.formats import FORMATS
 from chairlift.options.checks import above, at_least, strictly_between
 from chairlift.options.declaration import check_options, option
 from chairlift.speculation.control.option import check_speculate, proposer_factory, speculate_forms
+from chairlift.text.reasoning_formats.base import NO_REASONING, REASONING_FORMATS
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "fp8")
@@ -57,6 +58,13 @@ class EngineConfig:
         group=MODEL,
         check=at_least(1),
         default_text="the model's limit",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        help="Format of the model's reasoning; none keeps it in the content.",
+        group=MODEL,
+        choices=lambda: (NO_REASONING, *REASONING_FORMATS.names()),
+        default_text="from its chat template",
     )
     device: str = option(
         "auto",

@@ -12,6 +12,8 @@ from chairlift.engine.engine import Engine
 from chairlift.models.base import CausalLM
 from chairlift.structured.compiler import GrammarCompiler
 from chairlift.structured.output import StructuredOutput
+from chairlift.structured.thinking import ThinkingBudgets
+from chairlift.text.reasoning_formats.think import ThinkFormat
 from chairlift.text.tokenizer import Tokenizer
 from tests.runner import gpu_engine
 from tests.runner.gpu_engine import generate, random_prompts
@@ -23,8 +25,10 @@ END = frozenset({2})
 
 
 def make_engine(model: CausalLM, *, gpu: bool) -> Engine:
-    compiler = GrammarCompiler(Tokenizer(backends.byte_level()), model.vocab_size, END)
-    return gpu_engine.make_engine(model, gpu=gpu, structured=StructuredOutput(compiler, model.vocab_size), eos_ids=END)
+    tokenizer = Tokenizer(backends.byte_level())
+    compiler = GrammarCompiler(tokenizer, model.vocab_size, END)
+    structured = StructuredOutput(compiler, model.vocab_size, ThinkingBudgets(ThinkFormat(""), tokenizer))
+    return gpu_engine.make_engine(model, gpu=gpu, structured=structured, eos_ids=END)
 
 
 def test_structured_and_plain_requests_share_steps_and_keep_their_tokens(model: CausalLM) -> None:
@@ -45,3 +49,17 @@ def test_structured_and_plain_requests_share_steps_and_keep_their_tokens(model: 
     assert re.fullmatch("[0-9]{3}-[ab]{2,9}", text["r0"])
     assert text["r2"] in ("red", "dark green")
     assert re.fullmatch("[a-z]{1,11}", text["r4"])
+
+
+def test_thinking_budgets_are_kept_to_the_token(model: CausalLM) -> None:
+    on_gpu, on_cpu = make_engine(model, gpu=True), make_engine(model, gpu=False)
+    opened, end = (on_gpu.tokenizer.encode(text, add_special_tokens=False) for text in ("<think>", "</think>"))
+    assert len(end) > 1
+    shared = {"temperature": 0.0, "ignore_eos": True}
+    params = [SamplingParams(max_tokens=14, thinking_token_budget=budget, **shared) for budget in (0, 1, 4)]
+    requests = [(opened, one) for one in (*params, SamplingParams(max_tokens=14, **shared))]
+    tokens, _ = generate(on_gpu, requests)
+    expected, _ = generate(on_cpu, requests)
+    assert tokens == expected
+    for name, budget in (("r0", 0), ("r1", 1), ("r2", 4)):
+        assert tokens[name][: budget + len(end)] == [*tokens["r3"][:budget], *end]

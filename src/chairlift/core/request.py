@@ -181,7 +181,7 @@ class Request:
     def num_behind(self) -> int:
         """Tokens still to be computed. The last token that may be generated never needs to be."""
         expected = len(self._tokens) + self.num_unread
-        if self.num_unread and (self.params.structure is not None or self.group is not None):
+        if self.num_unread and (self.params.has_masks or self.group is not None):
             return 0  # the next token depends on tokens that are not read yet
         if expected - self.num_prompt >= self.max_new_tokens:
             return 0

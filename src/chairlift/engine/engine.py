@@ -138,7 +138,7 @@ class Engine:
             requests.append(request)
             self._unreported.add(one_id)
             self._text.open(request)
-            if self._structured is not None and params.structure is not None:
+            if self._structured is not None and params.has_masks:
                 self._structured.open(request)
         self._queue(requests, now)
         return ids[: params.n]

@@ -40,6 +40,8 @@ from chairlift.speculation.control.controller import SpeculationController
 from chairlift.speculation.control.option import drafts_per_request, proposer_factory
 from chairlift.structured.compiler import GrammarCompiler
 from chairlift.structured.output import StructuredOutput
+from chairlift.structured.thinking import ThinkingBudgets
+from chairlift.text.reasoning_formats.base import choose_reasoning
 from chairlift.text.tokenizer import Tokenizer
 
 log = logging.getLogger("chairlift")
@@ -131,7 +133,8 @@ def start_engine(
     layers = (*model.attention_layers, *(draft.layers if draft else ()))
     attention = _choose_attention(config, model, layers, max_model_len)
     compiler = GrammarCompiler(loaded.tokenizer, model.vocab_size, loaded.eos_ids)
-    structured = StructuredOutput(compiler, model.vocab_size)
+    reasoning = choose_reasoning(loaded.tokenizer.chat_template or "", config.reasoning_parser)
+    structured = StructuredOutput(compiler, model.vocab_size, ThinkingBudgets(reasoning, loaded.tokenizer))
     built = RunnerFactory(model, attention, config, max_model_len, structured, draft).build()
     runner, memory = built.runner, built.memory
     cost_model = CostModel()

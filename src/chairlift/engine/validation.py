@@ -43,6 +43,8 @@ class RequestValidator:
         self._check_tokens("logit_bias", list(params.logit_bias or ()))
         if params.structure is not None:
             self.structures(params.structure).check(params.structure)
+        if params.thinking_token_budget is not None and (self._structured is None or not self._structured.can_think):
+            raise InvalidParameter("thinking_token_budget", "this model has no reasoning that could be limited")
         _check_timeout(timeout)
         self._check_priority(priority)
         max_new_tokens = self._max_new_tokens(len(prompt), params)

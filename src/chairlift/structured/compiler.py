@@ -102,7 +102,7 @@ class GrammarCompiler:
     # ---- in the worker threads -----------------------------------------------------------------------------------
 
     def _compile(self, structure: Structure) -> LLMatcher:
-        grammar = grammar_of(structure)
+        grammar = grammar_of(structure, self._eos_ids)
         problem = self._trial().problem(grammar)
         if problem is not None:
             raise BadStructure(_readable(problem, structure))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from chairlift.core.sampling.structure import Structure, StructureKind
@@ -23,12 +24,19 @@ class BadStructure(ValueError):
     """A structure is invalid; the message is shown to the client."""
 
 
-def grammar_of(structure: Structure) -> str:
-    """Return the grammar of a structure; raises BadStructure."""
+def grammar_of(structure: Structure, eos_ids: Sequence[int] = ()) -> str:
+    """Return the grammar of a structure; raises BadStructure. No token of `eos_ids` may precede the structure."""
     try:
-        return _rules(structure) + _NO_FORCING
+        return (_rules_after(structure, eos_ids) if structure.before else _rules(structure)) + _NO_FORCING
     except RecursionError:
         raise BadStructure("is nested too deeply") from None
+
+
+def _rules_after(structure: Structure, eos_ids: Sequence[int]) -> str:
+    """The rules of a structure that other output precedes: nested, so that no names collide."""
+    ends = "".join(f",{token}" for token in eos_ids)
+    before = re.sub(r"<\[\^([\d,]+)\]>", rf"<[^\g<1>{ends}]>", structure.before)
+    return f"start: before structure\n{before}\nstructure: %lark {{\n{_rules(structure)}\n}}"
 
 
 def _rules(structure: Structure) -> str:

@@ -1,4 +1,4 @@
-"""Structured output: grammar states of open requests and token masks of steps."""
+"""Structured output and thinking budgets: states of open requests and token masks of steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from chairlift.errors import InvalidParameter
 from chairlift.sampling.token_masks import Bits, TokenMasks
 from chairlift.structured.compiler import GrammarCompiler, mask_words
 from chairlift.structured.grammar_source import BadStructure
+from chairlift.structured.thinking import ThinkingBudgets, ThinkingState
+from chairlift.text.reasoning.tracker import Restriction
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -35,17 +37,20 @@ class MaskJob:
 
 
 class StructuredOutput:
-    """Holds a grammar matcher for each open request. The engine opens and closes requests; the runner gets masks.
+    """Holds the grammar matcher and the thinking budget of each open request. The engine opens and closes requests; the
+    runner gets masks.
 
-    A matcher depends only on the request's output, so a preemption does not affect it.
+    These states depend only on the request's output, so a preemption does not affect them.
     """
 
-    def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
+    def __init__(self, compiler: GrammarCompiler, vocab_size: int, budgets: ThinkingBudgets | None = None) -> None:
         self._compiler = compiler
         self._vocab_size = vocab_size
         self._num_words = mask_words(vocab_size)
         self._compiling: dict[str, tuple[Structure, Future[LLMatcher]]] = {}  # by request id
         self._states: dict[str, _GrammarState] = {}
+        self._budgets = budgets
+        self._thinking: dict[str, ThinkingState] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._filling: Future[Bits] | None = None
 
@@ -57,15 +62,33 @@ class StructuredOutput:
 
     def check(self, structure: Structure) -> None:
         """Start to compile a structure; raises InvalidParameter if a cached result shows that it is invalid."""
-        future = self._compiler.compile(structure)
-        if future.done():
+        future = self._start(structure)
+        if future.done() and not structure.optional:
             _compiled(structure, future)
 
     def open(self, request: Request) -> None:
-        """Start to compile the grammar of a request."""
+        """Start to compile the grammar of a request and to follow its reasoning."""
         structure = request.params.structure
-        assert structure is not None
-        self._compiling[request.id] = structure, self._compiler.compile(structure)
+        if structure is not None:
+            self._compiling[request.id] = structure, self._start(structure)
+        state = self._budgets.state(request) if self._budgets else None
+        if state is not None:
+            self._thinking[request.id] = state
+
+    @property
+    def can_think(self) -> bool:
+        """Whether the model has reasoning that a budget can limit."""
+        return self._budgets is not None and self._budgets.format is not None
+
+    def _start(self, structure: Structure) -> Future[LLMatcher]:
+        try:
+            return self._compiler.compile(structure)
+        except InvalidParameter as error:
+            if not structure.optional:
+                raise
+            failed: Future[LLMatcher] = Future()
+            failed.set_exception(BadStructure(error.problem))
+            return failed
 
     def newly_compiled(self) -> list[tuple[str, Ending | None]]:
         """Return the requests whose grammars were compiled since the last call, with an ending if it failed."""
@@ -82,6 +105,8 @@ class StructuredOutput:
             except Exception as error:  # the compiler failed, for example to start a process
                 problem = f"the grammar could not be compiled: {error}"
                 ending = Ending(FinishReason.ERROR, problem, temporary=True)
+            if structure.optional:
+                ending = None
             found.append((request_id, ending))
         return found
 
@@ -93,6 +118,7 @@ class StructuredOutput:
     def close(self, request_id: str) -> None:
         """Drop the state of a request, which may not have been admitted yet."""
         self._states.pop(request_id, None)
+        self._thinking.pop(request_id, None)
         structure, _ = self._compiling.pop(request_id, (None, None))
         if structure is not None and all(structure != other for other, _ in self._compiling.values()):
             self._compiler.cancel(structure)
@@ -116,23 +142,27 @@ class StructuredOutput:
     # ---- masks ---------------------------------------------------------------------------------------------------
 
     def begin_masks(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] | None = None) -> MaskJob | None:
-        """Start to compute the masks of the `requests` that have a grammar.
+        """Start to compute the masks of the `requests` that have a grammar or have spent their thinking budget.
 
         A request has a row for its next token and one for the token after each of its drafts.
         """
         tasks: list[_MaskTask] = []
         row = 0
         for request, drafted in zip(requests, drafts or [()] * len(requests), strict=True):
-            state = self._states.get(request.id)
-            if state is not None:
+            state, thinking = self._states.get(request.id), self._thinking.get(request.id)
+            restrictions: list[Restriction | None] = [None] * (1 + len(drafted))
+            if thinking is not None:
+                restrictions = thinking.restrictions(request, drafted)
+            if state is not None or any(restrictions):
                 suppressed = [self._suppressed(request, ahead) for ahead in range(1 + len(drafted))]
-                tasks.append(_MaskTask(request, state, row, tuple(drafted), suppressed))
+                tasks.append(_MaskTask(request, state, row, tuple(drafted), suppressed, restrictions))
             row += 1 + len(drafted)
         if not tasks:
             return None
         self._wait_for_masks()
         for task in tasks:
-            task.state.follow(task.request)
+            if task.state is not None:
+                task.state.follow(task.request)
         self._filling = self._thread.submit(self._fill, tasks)
         return MaskJob([row for task in tasks for row in task.rows], self._filling)
 
@@ -164,17 +194,24 @@ class StructuredOutput:
         return bits
 
     def _fill(self, tasks: Sequence[_MaskTask]) -> Bits:
-        from llguidance.numpy import fill_next_token_bitmask_par
-
         allowed = np.zeros((sum(len(task.rows) for task in tasks), self._num_words), np.uint32)
         firsts = np.cumsum([0, *(len(task.rows) for task in tasks)]).tolist()
-        targets = [(task.state.matcher, first) for task, first in zip(tasks, firsts, strict=False)]
-        fill_next_token_bitmask_par(self._executor, targets, allowed.view(np.int32))
+        targets = [(task.state.matcher, first) for task, first in zip(tasks, firsts, strict=False) if task.state]
+        if targets:
+            from llguidance.numpy import fill_next_token_bitmask_par
+
+            fill_next_token_bitmask_par(self._executor, targets, allowed.view(np.int32))
         for task, first in zip(tasks, firsts, strict=False):
             masks = allowed[first : first + len(task.rows)]
+            if task.state is None:
+                masks[:] = ~np.uint32(0)
+                for index in range(len(task.rows)):
+                    _restrict(masks[index], task.restrictions[index])
+                continue
             _suppress(masks[0], task.state.matcher, task.suppressed[0])
+            _restrict(masks[0], task.restrictions[0])
             if task.drafts:
-                _fill_after_drafts(masks, task)
+                _fill_after_drafts(masks, task, task.state.matcher)
         return allowed
 
     @cached_property
@@ -189,10 +226,11 @@ class _MaskTask:
     """The masks to compute for one request: for its next token and for the token after each draft."""
 
     request: Request
-    state: _GrammarState
+    state: _GrammarState | None
     first_row: int
     drafts: tuple[int, ...]
     suppressed: list[Bits | None]  # one entry per row
+    restrictions: list[Restriction | None]  # one entry per row
 
     @property
     def rows(self) -> range:
@@ -208,12 +246,24 @@ def _suppress(mask: Bits, matcher: LLMatcher, suppressed: Bits | None) -> None:
         mask[:] = others
 
 
-def _fill_after_drafts(masks: Bits, task: _MaskTask) -> None:
+def _restrict(mask: Bits, restriction: Restriction | None) -> None:
+    """Apply a thinking budget to a mask, unless nothing would be allowed: a grammar has priority."""
+    if restriction is None:
+        return
+    others = np.full_like(mask, ~np.uint32(0) if restriction.forced is None else 0)
+    token = restriction.banned if restriction.forced is None else restriction.forced
+    assert token is not None
+    others[token // 32] ^= np.uint32(1 << token % 32)
+    if (others & mask).any():
+        mask &= others
+
+
+def _fill_after_drafts(masks: Bits, task: _MaskTask, matcher: LLMatcher) -> None:
     """Fill the masks after each draft: advance the matcher along the drafts, then roll it back. No mask is needed after
     a draft that is not allowed, since the mask before it excludes that draft."""
     from llguidance.numpy import fill_next_token_bitmask
 
-    matcher, consumed = task.state.matcher, 0
+    consumed = 0
     for index, draft in enumerate(task.drafts):
         allowed = masks[index, draft // 32] >> np.uint32(draft % 32) & 1
         if not allowed or matcher.is_stopped() or not matcher.consume_token(draft):
@@ -222,6 +272,7 @@ def _fill_after_drafts(masks: Bits, task: _MaskTask) -> None:
         if not matcher.is_stopped():  # otherwise the request ends here
             fill_next_token_bitmask(matcher, masks.view(np.int32), index + 1)
             _suppress(masks[index + 1], matcher, task.suppressed[index + 1])
+            _restrict(masks[index + 1], task.restrictions[index + 1])
     if consumed:
         matcher.rollback(consumed)
 

@@ -1,9 +1,16 @@
-"""The parts of a model's output: content and tool calls."""
+"""The parts of a model's output: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More reasoning."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +37,15 @@ class ArgumentsDelta:
     text: str
 
 
-AssistantPart = ContentDelta | CallBegun | ArgumentsDelta
+AssistantPart = ReasoningDelta | ContentDelta | CallBegun | ArgumentsDelta
 
 
 class AssistantParser(Protocol):
     """Parses one completion's text as it is generated. The joined parts do not depend on how the text is cut."""
 
     def push(self, text: str) -> list[AssistantPart]:
-        """Add text and return the complete parts. Text that may begin a tool call is held back."""
+        """Add text and return the complete parts. Text that may begin a tool call or end the reasoning is held
+        back."""
         ...
 
     def close(self) -> list[AssistantPart]:

@@ -39,13 +39,13 @@ class ChatTemplate:
         environment = _Environment()
         try:
             self._template = environment.from_string(source)
-            self._reads = find_undeclared_variables(environment.parse(source))
+            self.reads = frozenset(find_undeclared_variables(environment.parse(source)))
         except (jinja2.TemplateError, RecursionError) as error:
             raise UnsupportedModel(f"the model's chat template cannot be compiled: {error}") from error
 
     @property
     def shows_tools(self) -> bool:
-        return "tools" in self._reads
+        return "tools" in self.reads
 
     def render(
         self,
@@ -100,7 +100,7 @@ class ChatTemplate:
         for name in variables:
             if name in taken:
                 raise InvalidParameter(name, "is set by the engine and cannot be a template variable")
-            if name not in self._reads:
+            if name not in self.reads:
                 raise InvalidParameter(name, "is not a variable of this model's chat template")
         return {name: plain_data(name, value) for name, value in variables.items()}
 

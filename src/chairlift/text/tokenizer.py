@@ -107,6 +107,11 @@ class Tokenizer:
     def template_shows_tools(self) -> bool:
         return self._template is not None and self._template.shows_tools
 
+    @property
+    def template_reads(self) -> frozenset[str]:
+        """The names of the chat template's variables."""
+        return frozenset() if self._template is None else self._template.reads
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -94,6 +94,8 @@ class SamplingParams:
     )
     detokenize: bool = declared(True, boolean, Stage.REQUEST, with_beams=True)
     structure: Structure | None = declared(None, optional(_check_structure), Stage.GRAMMAR)  # noqa: RUF009
+    # The most tokens of reasoning, after which its end marker is forced.
+    thinking_token_budget: int | None = declared(None, optional(integer(0)), Stage.GRAMMAR)
     # Generate this many completions and return the `n` with the highest mean log-probability.
     best_of: int | None = declared(None, optional(integer(1, MAX_COMPLETIONS)), Stage.REQUEST)
     # Beam search; the `n` best hypotheses are returned.
@@ -184,6 +186,11 @@ class SamplingParams:
     def stop_ids(self) -> tuple[int, ...]:
         assert isinstance(self.stop_token_ids, tuple)
         return self.stop_token_ids
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the tokens that are allowed next depend on all tokens before."""
+        return self.structure is not None or self.thinking_token_budget is not None
 
     @property
     def greedy(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -34,6 +34,10 @@ class Structure:
     text: str = ""
     # The parameter of the request that it came from, for error messages; it is ignored in comparisons.
     parameter: str = field(default="structure", compare=False)
+    # Lark rules of what precedes the structure in the output, such as reasoning: `before`, and the rules it needs.
+    before: str = ""
+    # Whether to generate without the structure if it cannot be compiled, instead of refusing the request.
+    optional: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, StructureKind):
@@ -72,6 +76,10 @@ class Structure:
     def grammar(cls, grammar: str, parameter: str = "structure") -> Structure:
         """Text that a context-free grammar allows."""
         return cls(StructureKind.GRAMMAR, grammar, parameter)
+
+    def after(self, before: str) -> Structure:
+        """The same structure after other output, whose grammar `before` may be empty."""
+        return replace(self, before=before)
 
 
 def _dumps(value: Any, parameter: str) -> str:

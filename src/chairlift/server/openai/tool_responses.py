@@ -6,7 +6,14 @@ from typing import Any
 
 from chairlift.server.openai.response_builder import ChatChoiceFormat, Choice
 from chairlift.server.process.messages import Update
-from chairlift.text.assistant_parts import ArgumentsDelta, AssistantParser, AssistantPart, CallBegun, ContentDelta
+from chairlift.text.assistant_parts import (
+    ArgumentsDelta,
+    AssistantParser,
+    AssistantPart,
+    CallBegun,
+    ContentDelta,
+    ReasoningDelta,
+)
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tools.tool_use import ToolUse
 
@@ -73,6 +80,8 @@ def _call(call: CallBegun, arguments: str) -> dict[str, Any]:
 
 def _delta(part: AssistantPart) -> dict[str, Any]:
     match part:
+        case ReasoningDelta(text=text):
+            return {"reasoning_content": text, "reasoning": text}
         case ContentDelta(text=text):
             return {"content": text}
         case CallBegun(index=index):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tools.tool import Tool
 
 Marker = Callable[[str], str]  # spells a marker such as <tool_call> in a grammar: as one token, or as its letters
@@ -58,3 +60,18 @@ def arguments_rules(tools: Sequence[Tool]) -> list[str]:
 def json_value(schema: dict[str, Any], strict: bool) -> str:
     """A rule for a schema. Unless it is strict, keywords that llguidance cannot enforce are ignored."""
     return "%json " + json.dumps({**schema, "x-guidance": {**_OPTIONS, "lenient": not strict}})
+
+
+def pattern(text: str) -> str:
+    """A regular expression, within slashes, that matches this text."""
+    return re.escape(text).replace("/", r"\/")
+
+
+def marker_speller(tokenizer: Tokenizer) -> Marker:
+    """Return the function that spells markers with a tokenizer's tokens."""
+
+    def spell(text: str) -> str:
+        token = tokenizer.added_token_id(text)
+        return f"<[{token}]>" if token in tokenizer.marker_ids else literal(text)
+
+    return spell

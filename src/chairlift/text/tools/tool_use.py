@@ -15,7 +15,7 @@ from chairlift.text.chat_template import RefusedByTemplate
 from chairlift.text.messages import checked_messages
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import ToolFormat
-from chairlift.text.tools.call_grammar import calls_or_json, literal
+from chairlift.text.tools.call_grammar import calls_or_json, marker_speller
 from chairlift.text.tools.tool import Calling, Tool, ToolChoice, checked_choice, checked_tools
 from chairlift.text.tools.tool_prompt import as_plain_messages, describe, in_system_message, in_user_message
 
@@ -82,13 +82,9 @@ class ToolUse:
         return Structure.grammar(grammar, requested.parameter)
 
     def _calls(self, tokenizer: Tokenizer) -> str:
-        def marker(text: str) -> str:
-            token = tokenizer.added_token_id(text)
-            return f"<[{token}]>" if token in tokenizer.marker_ids else literal(text)
-
         named = self.choice.function
         tools = [tool for tool in self.tools if named is None or tool.name == named]
-        return self.format.grammar(tools, parallel=self.parallel and named is None, marker=marker)
+        return self.format.grammar(tools, parallel=self.parallel and named is None, marker=marker_speller(tokenizer))
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Return the prompt as token ids. `options` are those of `Tokenizer.encode_chat`."""

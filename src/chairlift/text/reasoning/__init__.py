@@ -1,0 +1,1 @@
+"""Reasoning in a model's output: parsing, grammars and the thinking budget."""

@@ -1,0 +1,1 @@
+"""The formats in which models write their reasoning, one module each."""

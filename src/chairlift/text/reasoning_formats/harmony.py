@@ -1,0 +1,142 @@
+"""gpt-oss: messages in channels, <|channel|>analysis<|message|>…<|end|> and <|channel|>final<|message|>…<|return|>."""
+
+from __future__ import annotations
+
+import re
+
+from chairlift.text.assistant_parts import AssistantParser, AssistantPart
+from chairlift.text.reasoning.marked_parser import TrimmedReasoning
+from chairlift.text.reasoning.phase import Phase
+from chairlift.text.reasoning_formats.base import (
+    REASONING_FORMATS,
+    Message,
+    ReasoningFormat,
+    reasoning_rules,
+    renamed_reasoning,
+)
+from chairlift.text.tools.call_grammar import Marker, literal
+from chairlift.text.tools.reader import prefix_at_end
+
+CHANNEL, MESSAGE, START, END, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"
+_ANALYSIS, _FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
+_CALL = "<|call|>"
+_ENDS = (END, _CALL, "<|return|>")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([a-zA-Z0-9_-]+)")
+_NAME = re.compile(re.escape(CHANNEL) + r"\s*([a-z]+)")
+
+
+@REASONING_FORMATS.register("harmony")
+class HarmonyReasoning(ReasoningFormat):
+    begins = (_ANALYSIS,)
+    ends = (END,)
+    order = 1
+    repeats = True
+    answer = _FINAL
+
+    @staticmethod
+    def recognises(template: str) -> bool:
+        return CHANNEL in template and MESSAGE in template
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (CHANNEL, MESSAGE, START, END, CONSTRAIN)
+
+    def phase(self, prompt: str) -> Phase:
+        return Phase.OPEN if prompt.endswith(_ANALYSIS) else Phase.POSSIBLE
+
+    def parser(self, phase: Phase, content: AssistantParser) -> AssistantParser:
+        return HarmonyParser(phase, content)
+
+    def grammar(self, phase: Phase, marker: Marker) -> str:
+        channel, message, start = map(marker, (CHANNEL, MESSAGE, START))
+        rest = f"thought {start} {literal('assistant')}"
+        first = f"{rest} " if phase is Phase.OPEN else ""
+        return "\n".join(
+            [
+                f"before: {first}before_message{{0,32}}",
+                f"before_message: {channel} ({literal('analysis')} | {literal('commentary')}) {message} {rest}",
+                *reasoning_rules(END, marker),
+            ]
+        )
+
+    def answer_header(self, marker: Marker) -> str:
+        return f"{marker(CHANNEL)} {literal('final')} {marker(MESSAGE)}"
+
+    def history(self, messages: list[Message]) -> list[Message]:
+        return [renamed_reasoning(message, "thinking") for message in messages]
+
+
+class HarmonyParser:
+    """Sorts messages by their channel: analysis is reasoning, a message to a function is a call, others are content.
+
+    Calls are passed to the parser of the content as `<|channel|>commentary to=functions.NAME<|message|>{…}<|call|>`.
+    """
+
+    def __init__(self, phase: Phase, content: AssistantParser) -> None:
+        self._content = content
+        self._held = _ANALYSIS if phase is Phase.OPEN else ""
+        self._in_header = True
+        self._is_reasoning = False
+        self._trimmed: TrimmedReasoning | None = None
+        self._call_open = False
+
+    def push(self, text: str) -> list[AssistantPart]:
+        self._held += text
+        parts: list[AssistantPart] = []
+        while True:
+            more = self._read_header() if self._in_header else self._read_body()
+            if more is None:
+                return parts
+            parts += more
+
+    def close(self) -> list[AssistantPart]:
+        rest, self._held = self._held, ""
+        if self._in_header:  # a header without a body; text without any marker is content
+            parts = [] if any(mark in rest for mark in (CHANNEL, START)) or rest.startswith(" to=") else self._add(rest)
+        else:
+            parts = self._add(rest)
+        return parts + self._content.close()
+
+    def _read_header(self) -> list[AssistantPart] | None:
+        """Read up to the message, and None if it is incomplete."""
+        at = self._held.find(MESSAGE)
+        if at < 0:
+            if self._held and not _may_be_header(self._held):
+                self._in_header = False  # a model that does not follow the format
+                return []
+            return None
+        header, self._held = self._held[:at], self._held[at + len(MESSAGE) :]
+        self._in_header = False
+        recipient, name = _RECIPIENT.search(header), _NAME.search(header)
+        self._is_reasoning = recipient is None and name is not None and name[1] == "analysis"
+        self._call_open = recipient is not None
+        if recipient is not None:
+            return self._content.push(f"{CHANNEL}commentary to=functions.{recipient[1]}{MESSAGE}")
+        if self._is_reasoning:
+            self._trimmed = TrimmedReasoning("\n\n" if self._trimmed else "")
+        return []
+
+    def _read_body(self) -> list[AssistantPart] | None:
+        found = [(at, end) for end in _ENDS if (at := self._held.find(end)) >= 0]
+        if found:
+            at, end = min(found)
+            body, self._held = self._held[:at], self._held[at + len(end) :]
+            parts = self._add(body)
+            if self._call_open:
+                parts += self._content.push(_CALL)
+            self._in_header, self._is_reasoning, self._call_open = True, False, False
+            return parts
+        cut = len(self._held) - max(prefix_at_end(self._held, end) for end in _ENDS)
+        body, self._held = self._held[:cut], self._held[cut:]
+        return self._add(body) or None
+
+    def _add(self, text: str) -> list[AssistantPart]:
+        if not text:
+            return []
+        return self._trimmed.add(text) if self._is_reasoning and self._trimmed else self._content.push(text)
+
+
+def _may_be_header(text: str) -> bool:
+    """Whether a text is the beginning of a message's header."""
+    stripped = text.lstrip()
+    return any(stripped.startswith(mark) or mark.startswith(stripped) for mark in (CHANNEL, START, "to=", "assistant"))

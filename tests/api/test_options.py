@@ -210,7 +210,7 @@ def test_a_variable_that_is_not_a_number_is_named() -> None:
         ("c.yaml", "max_num_seqs: 1\nmax_batch_requests: 1", "max_batch_requests: max_batch_requests is given twice"),
         ("c.yaml", "max-batch-requests: 1\nmax_batch_requests: 2", "max_batch_requests: is given twice"),
         ("c.yaml", "tensor_parallel_size: 2", "tensor_parallel_size: 2 is not supported"),
-        ("c.yaml", "- a\n- b", "must map option names to values"),
+        ("c.yaml", "- a\n- b", "must map names to values"),
         ("c.yaml", "a: [", "is not YAML"),
         ("c.toml", "a = ", "is not TOML"),
         ("c.ini", "", "must end in .yaml, .yml or .toml"),

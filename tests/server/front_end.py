@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
 
 from chairlift.core.request_limits import RequestLimits
+from chairlift.server.access.keys import KeySources, KeyTable
 from chairlift.server.http.app import make_app
 from chairlift.server.lifecycle import uvicorn_config
 from chairlift.server.limits import Limits
@@ -86,6 +87,8 @@ def front_end(
     limits: Limits | None = None,
     tokenizer: Tokenizer | None = None,
     service_options: dict[str, Any] | None = None,
+    api_keys: Sequence[str] = (),
+    keys: KeyTable | None = None,
     **options: Any,
 ) -> Iterator[FrontEnd]:
     limits = limits or Limits()
@@ -100,7 +103,9 @@ def front_end(
         text = tokenizer or Tokenizer(byte_level_tokenizer(), chat_template=CHATML)
         service = Service(ServedModel.create(NAME, text), engine, metrics, limits, **(service_options or {}))
         made.append(FrontEnd(service, engine, listener.getsockname()[1]))
-        server = uvicorn.Server(uvicorn_config(make_app(service, **options), limits))
+        server = uvicorn.Server(
+            uvicorn_config(make_app(service, keys or KeyTable(KeySources(api_keys).read()), **options), limits)
+        )
         servers.append(server)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from chairlift.server.access.keys import KeySources, KeyTable
 from chairlift.server.http.guards import RequestGuard
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.limits import Limits
@@ -62,7 +63,9 @@ def test_a_key_names_its_tenant(key: str, tenant: str | None) -> None:
         return {"type": "http.request", "body": b""}
 
     keys = ["alice sk-1", "sk-2", "  Bob B  sk-3 "]
-    guards = RequestGuard(app, api_keys=keys, hosts=HostNames(), limits=Limits(), metrics=Metrics())
+    guards = RequestGuard(
+        app, keys=KeyTable(KeySources(keys).read()), hosts=HostNames(), limits=Limits(), metrics=Metrics()
+    )
     headers = [(b"authorization", f"Bearer {key}".encode())]
     scope: Scope = {"type": "http", "path": "/v1/models", "query_string": b"", "headers": headers, "method": "GET"}
     asyncio.run(guards(scope, nothing, nothing))  # type: ignore[arg-type]

@@ -6,8 +6,6 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -19,6 +17,7 @@ from chairlift.terminal.console import note
 from chairlift.terminal.options import EngineOptions, ModelArgument
 
 if TYPE_CHECKING:
+    from chairlift.server.access.keys import KeySources
     from chairlift.server.http.listener import Certificate
     from chairlift.server.lifecycle import ServerConfig
     from chairlift.server.service import Service
@@ -44,7 +43,7 @@ def serve(server: ServerOptions, engine: EngineOptions, model_argument: ModelArg
     config = _server_config(server, engine, model_argument or engine.model)
 
     def greet(service: Service, address: str) -> None:
-        _print_address(address, service.model.name, config.api_keys)
+        _print_address(address, service.model.name, with_keys=bool(config.keys))
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("chairlift").setLevel(config.log_level.upper())
@@ -58,7 +57,7 @@ def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> 
     from chairlift.server.limits import Limits
     from chairlift.server.process.engine_client import Supervision
 
-    keys = _api_keys(server.api_key or (), server.api_key_file)
+    keys = _key_sources(server)
     if server.isolate_keys and not keys:
         raise InvalidParameter("isolate_keys", "needs API keys; give some with --api-key")
     return ServerConfig(
@@ -72,7 +71,7 @@ def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> 
         access_log=server.access_log,
         log_level=server.log_level or ("warning" if engine.quiet else "info"),
         chat_template=server.chat_template,
-        api_keys=keys,
+        keys=keys,
         isolate_keys=server.isolate_keys,
         cors_origins=server.cors_origin or (),
         allowed_hosts=server.allowed_host or (),
@@ -97,23 +96,20 @@ def _certificate(server: ServerOptions) -> Certificate | None:
     return None
 
 
-def _api_keys(given: Sequence[str], file: Path | None) -> list[str]:
-    keys = [*given]
+def _key_sources(server: ServerOptions) -> KeySources:
+    from chairlift.server.access.keys import KeySources
+
+    texts = [*(server.api_key or ())]
     if "CHAIRLIFT_API_KEY" in os.environ:  # an empty key is an error and must not open the server
-        keys.append(os.environ["CHAIRLIFT_API_KEY"])
-    if file is not None:
-        try:
-            keys += [line.strip() for line in file.read_text().splitlines() if line.strip()]
-        except OSError as error:
-            raise InvalidParameter("api_key_file", f"cannot be read: {error.strerror}") from None
-    if any(not key.isascii() or not key.strip() for key in keys):
-        raise InvalidParameter("api_key", "must be non-empty ASCII")
-    return keys
+        texts.append(os.environ["CHAIRLIFT_API_KEY"])
+    sources = KeySources(texts, server.api_key_file)
+    sources.read()  # raises for what is wrong with them, before anything is loaded
+    return sources
 
 
-def _print_address(address: str, model: str, keys: Sequence[str]) -> None:
+def _print_address(address: str, model: str, *, with_keys: bool) -> None:
     """Print where the server listens and a request to try."""
-    auth = " -H 'Authorization: Bearer YOUR_KEY'" if keys else ""
+    auth = " -H 'Authorization: Bearer YOUR_KEY'" if with_keys else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a chairlift?"}}]}}'
     note(f"Serving {model} at {address}. Try:\n")
     if address.startswith("unix:"):

@@ -11,12 +11,14 @@ from chairlift.errors import InvalidParameter
 from chairlift.options.aliases import translate_options
 from chairlift.options.declaration import Option
 
+MAPPING_SUFFIXES = frozenset({".toml", ".yaml", ".yml"})
+
 _PARAMETER = "config"
 
 
 def read_config_file(path: Path, options: tuple[Option, ...]) -> dict[str, Any]:
     """The checked values in a file, by option name. Its keys are option names or aliases, with - or _ between words."""
-    parsed = _parse(path)
+    parsed = read_mapping(path, _PARAMETER)
     try:
         values = translate_options(_with_underscores(parsed), options)
         for option in options:
@@ -37,37 +39,38 @@ def _with_underscores(parsed: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _parse(path: Path) -> Mapping[str, Any]:
+def read_mapping(path: Path, parameter: str) -> Mapping[str, Any]:
+    """Return what a YAML or TOML file holds; errors name `parameter`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidParameter(_PARAMETER, f"cannot read {str(path)!r} ({error})") from None
+        raise InvalidParameter(parameter, f"cannot read {str(path)!r} ({error})") from None
     match path.suffix.lower():
         case ".toml":
-            parsed = _parse_toml(path, text)
+            parsed = _parse_toml(path, text, parameter)
         case ".yaml" | ".yml":
-            parsed = _parse_yaml(path, text)
+            parsed = _parse_yaml(path, text, parameter)
         case _:
-            raise InvalidParameter(_PARAMETER, f"{str(path)!r} must end in .yaml, .yml or .toml")
+            raise InvalidParameter(parameter, f"{str(path)!r} must end in .yaml, .yml or .toml")
     if parsed is None:  # an empty YAML file
         return {}
     if not isinstance(parsed, Mapping):
-        raise InvalidParameter(_PARAMETER, f"{path}: must map option names to values")
+        raise InvalidParameter(parameter, f"{path}: must map names to values")
     return parsed
 
 
-def _parse_toml(path: Path, text: str) -> Any:
+def _parse_toml(path: Path, text: str, parameter: str) -> Any:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InvalidParameter(_PARAMETER, f"{path}: is not TOML ({error})") from None
+        raise InvalidParameter(parameter, f"{path}: is not TOML ({error})") from None
 
 
-def _parse_yaml(path: Path, text: str) -> Any:
+def _parse_yaml(path: Path, text: str, parameter: str) -> Any:
     import yaml
 
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
-        raise InvalidParameter(_PARAMETER, f"{path}: is not YAML ({problem})") from None
+        raise InvalidParameter(parameter, f"{path}: is not YAML ({problem})") from None

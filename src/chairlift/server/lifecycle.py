@@ -17,9 +17,11 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from chairlift.errors import InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
+from chairlift.server.access.keys import KeySources, KeyTable
 from chairlift.server.gc_tuning import freeze_loaded_objects
 from chairlift.server.http.app import make_app
 from chairlift.server.http.host_names import HostNames
@@ -48,7 +50,7 @@ class ServerConfig:
     access_log: Path | None = None  # "-" for standard output
     log_level: str = "info"
     chat_template: Path | None = None  # replaces the model's
-    api_keys: Sequence[str] = ()
+    keys: KeySources = field(default_factory=KeySources)
     isolate_keys: bool = False  # whether requests with different keys share no cached prefixes
     cors_origins: Sequence[str] = ()  # origins of web pages that may call the server
     allowed_hosts: Sequence[str] = ()  # further host names that a server without keys answers to
@@ -64,7 +66,7 @@ class ServerConfig:
     def may_switch_policy(self) -> bool:
         if self.policy_switch is not None:
             return self.policy_switch
-        return not self.api_keys and (self.host == "localhost" or self.host == "::1" or self.host.startswith("127."))
+        return not self.keys and (self.host == "localhost" or self.host == "::1" or self.host.startswith("127."))
 
 
 async def serve_forever(
@@ -83,9 +85,10 @@ async def serve_forever(
         config.certificate.check()
     listener = listen(config.host, config.port, config.uds)
     service = make_service(config, template)
+    keys = KeyTable(config.keys.read())
     app = make_app(
         service,
-        config.api_keys,
+        keys,
         config.cors_origins,
         dashboard=config.dashboard,
         hosts=hosts,
@@ -95,6 +98,7 @@ async def serve_forever(
     server = _Server(uvicorn_config(app, config.limits, config.certificate))
     freeze_loaded_objects()
     signals = _Signals()
+    _reload_on_hangup(config, keys, server)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         address = listening_address(listener, config.host, secure=config.certificate is not None)
@@ -195,6 +199,23 @@ class _Signals:
         if self.first.is_set():
             self.second = number
         self.first.set()
+
+
+def _reload_on_hangup(config: ServerConfig, keys: KeyTable, server: _Server) -> None:
+    """Read the key file and the certificate again on SIGHUP. Without them the signal ends the server, as usual."""
+
+    def reload() -> None:
+        try:
+            keys.replace(config.keys.read())
+            if config.certificate is not None and server.config.ssl is not None:
+                config.certificate.load_into(server.config.ssl)
+        except InvalidParameter as error:
+            log.error("nothing is changed, because a file cannot be used: %s", error)
+        else:
+            log.warning("the API keys and the certificate were read again")
+
+    if config.keys.file is not None or config.certificate is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
 def _raise_file_limit() -> None:

@@ -63,6 +63,7 @@ class Metrics:
         self.output_tokens = counter("output_tokens", "Tokens generated")
         self.requests = counter("requests", "Completions, by finish reason", ("reason",))
         self.refused = counter("requests_refused", "Requests refused temporarily, by status", ("status",))
+        self.rate_limited = counter("requests_rate_limited", "Requests refused for a key's limit", ("key", "limit"))
         self.restarts = counter("engine_restarts", "Restarts of the engine process")
         self.recorder_faults = counter("dashboard_faults", "Failures of the dashboard's recorder")
         self.first_token = histogram("time_to_first_token", "From the request to its first token")

@@ -64,7 +64,11 @@ class ServerOptions:
         in_environment=False,  # CHAIRLIFT_API_KEY adds a key to the others, and must not be empty
     )
     api_key_file: Path | None = option(
-        None, help="Require one of the keys in this file, one per line.", group=ACCESS, metavar="FILE"
+        None,
+        help="Require one of the keys in this file: one per line, or YAML or TOML with names and limits. SIGHUP reads "
+        "it again.",
+        group=ACCESS,
+        metavar="FILE",
     )
     isolate_keys: bool = option(
         False, help="Never share cached prefixes between API keys.", group=ACCESS, negatable=False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import chairlift
+from chairlift.server.access.rate_limits import RateLimiter, RateLimits
 from chairlift.server.dashboard.request_texts import RequestTexts
 from chairlift.server.dashboard.subscribers import Subscribers
 from chairlift.server.generation.admission import AdmissionControl
@@ -36,6 +37,7 @@ class Service:
         metrics.engine_up.set_function(lambda: engine.state is EngineState.READY)
         engine.on_loaded = metrics.record_loaded
         self.admission = AdmissionControl(engine, metrics, limits)
+        self.rate_limits: RateLimits = RateLimiter(metrics)
         self.tokenizer_pool = TokenizerPool()
         self.subscribers = Subscribers(
             engine, metrics, RequestTexts(model.tokenizer), greeting=self._greeting, isolate_keys=isolate_keys

@@ -81,6 +81,9 @@ class GenerationHandler:
             # The engine checks this too, but here a prompt that is too long does not reach its loop.
             loaded.limits.check_prompt_length(max(map(len, tokenized.prompts)), request.prompt_parameter)
 
+            if http.state.allowance is not None:
+                await http.state.allowance.charge(_most_tokens(tokenized))
+
             response_id = f"{request.id_prefix}{uuid.uuid4().hex}"
             messages = self._messages(response_id, tokenized, request.body, deadline, http)
             texts = self._subscribers.texts if self._subscribers.watching else None
@@ -131,3 +134,9 @@ class GenerationHandler:
         return EventStream(
             response_events(first, updates, builder), on_end=lambda: self._engine.cancel(submission.updates)
         )
+
+
+def _most_tokens(tokenized: TokenizedPrompts) -> int:
+    """Return the tokens that a request may use, as far as its client limits them."""
+    output = (tokenized.params.max_tokens or 0) * tokenized.params.num_sequences
+    return sum(len(prompt) + output for prompt in tokenized.prompts)

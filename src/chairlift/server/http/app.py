@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,19 +16,26 @@ from starlette.requests import Request
 
 import chairlift
 from chairlift.errors import ChairliftError
+from chairlift.server.access.keys import KeyTable
 from chairlift.server.dashboard.routes import add_dashboard_routes
 from chairlift.server.http.access_log import AccessLog
 from chairlift.server.http.bodies import invalid_value, threaded_body_route
 from chairlift.server.http.errors import APIError, as_api_error
 from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
 from chairlift.server.http.host_names import HostNames
+from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.http.routes import add_generation_routes, add_status_routes, add_tokenizer_routes
 from chairlift.server.service import Service
+
+_RATE_LIMIT_HEADERS = [
+    f"x-ratelimit-{figure}-{kind}" for figure in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
+]
+EXPOSED_HEADERS = ["x-request-id", "retry-after", *_RATE_LIMIT_HEADERS]  # that scripts of other origins may read
 
 
 def make_app(
     service: Service,
-    api_keys: Iterable[str] = (),
+    keys: KeyTable | None = None,
     cors_origins: Sequence[str] = (),
     *,
     dashboard: bool = True,
@@ -44,11 +51,12 @@ def make_app(
         pinging.cancel()
 
     app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    hosts = hosts or HostNames()
+    hosts, keys = hosts or HostNames(), keys or KeyTable()
     app.router.route_class = threaded_body_route(service.admission)
+    app.add_middleware(RateLimitGuard, limits=service.rate_limits)
     app.add_middleware(
         RequestGuard,
-        api_keys=list(api_keys),
+        keys=keys,
         hosts=hosts,
         limits=service.limits,
         metrics=service.metrics,
@@ -60,7 +68,7 @@ def make_app(
             allow_origins=cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(OutermostMiddleware)
     if access_log is not None:

@@ -6,16 +6,14 @@ These are plain ASGI applications, so that streams pass through without bufferin
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Iterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from chairlift.server.access.keys import APIKey, KeyTable
 from chairlift.server.http.errors import APIError, as_api_error, too_busy
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.json_size import ValueCounter
@@ -68,7 +66,7 @@ class RequestGuard:
         self,
         app: ASGIApp,
         *,
-        api_keys: Iterable[str],
+        keys: KeyTable,
         hosts: HostNames,
         limits: Limits,
         metrics: Metrics,
@@ -77,7 +75,7 @@ class RequestGuard:
         self._app = app
         self._any_host_paths = PROBE_PATHS | ({METRICS_PATH} if public_metrics else set())
         self._keyless_paths = self._any_host_paths | {"/dashboard"}  # the page asks for the key
-        self._tenants = dict(_tenants(api_keys))
+        self._keys = keys
         self._hosts = hosts
         self._limits = limits
         self._held = _HeldBytes(limits.max_held_bytes, metrics)
@@ -88,8 +86,8 @@ class RequestGuard:
             return
         state = scope.setdefault("state", {})
         state["arrived"] = time.monotonic()
-        state["key"] = self._key(scope)
-        state["tenant"] = self._tenants.get(state["key"])
+        key = state["api_key"] = self._key(scope)
+        state["key"], state["tenant"] = (None, None) if key is None else (key.digest, key.name)
         refusal = self._refusal(scope)
         if refusal is not None:
             await refusal.response()(scope, receive, send)
@@ -100,13 +98,10 @@ class RequestGuard:
         finally:
             body.release()
 
-    def _key(self, scope: Scope) -> bytes | None:
-        """Return the digest of the client's API key, or None if it is missing or wrong."""
-        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        # Compare with every key, in constant time, so that timing reveals nothing.
-        matches = [hmac.compare_digest(digest, known) for known in self._tenants]
-        return digest if scheme.lower() == b"bearer" and any(matches) else None
+    def _key(self, scope: Scope) -> APIKey | None:
+        """Return the client's API key, or None if it is missing or wrong."""
+        scheme, _, secret = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return self._keys.find(secret.strip()) if scheme.lower() == b"bearer" else None
 
     def _refusal(self, scope: Scope) -> APIError | None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
@@ -117,10 +112,10 @@ class RequestGuard:
             return APIError(431, problem, code="headers_too_large")
         if ambiguous := _ambiguity(headers):
             return ambiguous
-        if self._tenants and scope["state"]["key"] is None and scope["path"] not in self._keyless_paths:
+        if self._keys and scope["state"]["key"] is None and scope["path"] not in self._keyless_paths:
             problem = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
             return APIError(401, problem, type_="authentication_error", code="invalid_api_key")
-        if not self._tenants and scope["path"] not in self._any_host_paths:
+        if not self._keys and scope["path"] not in self._any_host_paths:
             host = dict(headers).get(b"host", b"").decode("latin-1")
             if not self._hosts.allow(host):
                 problem = f"this server has no API keys and does not answer to the name {host[:300]!r}"
@@ -145,13 +140,6 @@ def _ambiguity(headers: list[tuple[bytes, bytes]]) -> APIError | None:
         problem = f"cannot meet the expectation {expected[0][:100]!r}; the only known one is 100-continue"
         return APIError(417, problem, code="bad_http", headers=CLOSE)
     return None
-
-
-def _tenants(api_keys: Iterable[str]) -> Iterator[tuple[bytes, str]]:
-    """Yield the digest and the tenant name of each key: "alice KEY" has the name alice; others are numbered."""
-    for number, text in enumerate(api_keys, start=1):
-        name, _, key = text.strip().rpartition(" ")
-        yield hashlib.sha256(key.encode()).digest(), name.strip() or f"key-{number}"
 
 
 class _HeldBytes:

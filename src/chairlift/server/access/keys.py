@@ -1,0 +1,138 @@
+"""API keys: each names a tenant and may have limits. They come from options and from a file that can be reloaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from chairlift.errors import InvalidParameter
+from chairlift.options.config_file import MAPPING_SUFFIXES, read_mapping
+
+FILE_PARAMETER = "api_key_file"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What the keys of one name may use together; None means without limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # prompts and outputs
+    concurrent_requests: int | None = None
+
+    def __bool__(self) -> bool:
+        return self != KeyLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class APIKey:
+    name: str  # of the tenant; several keys may have the same
+    digest: bytes  # SHA-256
+    limits: KeyLimits = KeyLimits()
+
+
+class KeyTable:
+    """The API keys of a server. `replace` changes them while it runs."""
+
+    def __init__(self, keys: Iterable[APIKey] = ()) -> None:
+        self._keys: dict[bytes, APIKey] = {}
+        self.replace(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def __iter__(self) -> Iterator[APIKey]:
+        return iter(self._keys.values())
+
+    def replace(self, keys: Iterable[APIKey]) -> None:
+        self._keys = {key.digest: key for key in keys}
+
+    def find(self, secret: bytes) -> APIKey | None:
+        """Return the key that a client sent. The time of a lookup depends on the digest, which reveals nothing."""
+        return self._keys.get(_digest(secret))
+
+
+@dataclass(frozen=True, slots=True)
+class KeySources:
+    """Where the keys come from: texts such as "KEY" or "NAME KEY", and a file."""
+
+    texts: Sequence[str] = ()
+    file: Path | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.texts) or self.file is not None
+
+    def read(self) -> list[APIKey]:
+        keys = list(_from_texts(self.texts, "api_key"))
+        if self.file is not None:
+            found = _from_file(self.file, first_number=len(keys) + 1)
+            if not found:  # the server must not be open to all because a file is empty
+                raise InvalidParameter(FILE_PARAMETER, f"{str(self.file)!r} has no keys")
+            keys += found
+        _check_unambiguous(keys)
+        return keys
+
+
+def _from_texts(texts: Iterable[str], parameter: str, first_number: int = 1) -> Iterator[APIKey]:
+    """Yield the keys: "alice KEY" has the name alice; keys without a name are numbered."""
+    for number, text in enumerate(texts, start=first_number):
+        name, _, secret = text.strip().rpartition(" ")
+        yield APIKey(name.strip() or f"key-{number}", _digest(_checked(secret, parameter)))
+
+
+def _from_file(file: Path, first_number: int) -> list[APIKey]:
+    if file.suffix.lower() in MAPPING_SUFFIXES:
+        entries = read_mapping(file, FILE_PARAMETER)
+        return [key for name, entry in entries.items() for key in _from_entry(file, str(name), entry)]
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        raise InvalidParameter(FILE_PARAMETER, f"cannot read {str(file)!r}: {problem}") from None
+    return list(_from_texts(filter(str.strip, lines), FILE_PARAMETER, first_number))
+
+
+def _from_entry(file: Path, name: str, entry: Any) -> list[APIKey]:
+    """Return the keys of one name: {key: KEY} or {keys: [KEY, …]}, with the fields of `KeyLimits`."""
+
+    def refuse(problem: str) -> InvalidParameter:
+        return InvalidParameter(FILE_PARAMETER, f"{file}: {name}: {problem}")
+
+    if not isinstance(entry, Mapping):
+        raise refuse("must have the field 'key' or 'keys'")
+    known = [item.name for item in fields(KeyLimits)]
+    for field, value in entry.items():
+        if field not in (*known, "key", "keys"):
+            raise refuse(f"unknown field {field!r}; choose from key, keys, {', '.join(known)}")
+        if field in known and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise refuse(f"{field} must be an integer of at least 1, got {value!r}")
+    secrets = entry.get("keys", [entry.get("key")])
+    if ("key" in entry) == ("keys" in entry) or not isinstance(secrets, list) or not secrets:
+        raise refuse("must have either 'key', a text, or 'keys', a list of texts")
+    if not all(isinstance(secret, str) for secret in secrets):
+        raise refuse("keys must be texts; put them in quotes")
+    limits = KeyLimits(**{field: entry[field] for field in known if field in entry})
+    return [APIKey(name, _digest(_checked(secret, FILE_PARAMETER)), limits) for secret in secrets]
+
+
+def _check_unambiguous(keys: Sequence[APIKey]) -> None:
+    limits: dict[str, KeyLimits] = {}
+    digests: set[bytes] = set()
+    for key in keys:
+        if key.digest in digests:
+            raise InvalidParameter("api_key", f"the key of {key.name!r} is given twice")
+        if limits.setdefault(key.name, key.limits) != key.limits:
+            raise InvalidParameter(FILE_PARAMETER, f"{key.name!r} has keys with different limits")
+        digests.add(key.digest)
+
+
+def _checked(secret: str, parameter: str) -> str:
+    if not secret.isascii() or not secret.strip() or " " in secret:
+        raise InvalidParameter(parameter, "must be non-empty ASCII")
+    return secret
+
+
+def _digest(secret: str | bytes) -> bytes:
+    return hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,7 +12,17 @@ from pathlib import Path
 import zmq
 
 from chairlift.core.request_limits import RequestLimits
-from chairlift.server.process.messages import FailedToLoad, FromEngine, Heartbeat, Loaded, encode
+from chairlift.server.process.messages import (
+    FailedToLoad,
+    FromEngine,
+    Heartbeat,
+    Loaded,
+    StepReport,
+    Submit,
+    Update,
+    decode_to_engine,
+    encode,
+)
 
 settings = json.loads(sys.argv[-1])
 fault, notes = settings["model"].split("@")
@@ -26,11 +38,23 @@ def send(message: FromEngine) -> None:
     socket.send(encode(message))
 
 
+if fault == "out of memory":
+    os.kill(os.getpid(), signal.SIGKILL)
+if fault == "exits":
+    sys.exit(3)
 if fault == "cannot load again" and num_starts > 0:
     send(FailedToLoad("out of memory"))
     time.sleep(0.2)
     sys.exit(0)
 send(Loaded(RequestLimits(vocab_size=320, max_model_len=256), max_batch_requests=8))
+if fault == "dies of requests":
+    commands = zmq.Context().socket(zmq.PULL)
+    commands.connect(settings["commands"])
+    while (request := decode_to_engine(commands.recv())) and isinstance(request, Submit):
+        if request.prompt == [666]:
+            sys.exit(1)
+        done = Update(request.request_id, tokens=[1], finish_reason="length")
+        send(StepReport([done], running=0, waiting=0, used_blocks=0, total_blocks=9, preemptions=0))
 born = time.monotonic()
 while True:
     time.sleep(0.05)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,18 @@ import pytest
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
-from chairlift.server.process.messages import Cancel, FromEngine, Refused, Submit, Update, decode_to_engine, encode
+from chairlift.server.process.messages import (
+    Cancel,
+    FromEngine,
+    Refused,
+    StepReport,
+    Submit,
+    Update,
+    decode_to_engine,
+    encode,
+)
+from chairlift.server.process.quarantine import FORGET_SECONDS, MAX_DEATHS, MAX_SUSPECTS, Quarantine
+from chairlift.server.process.socket_folder import make_socket_folder, remove_stale_folders
 from chairlift.server.process.stream import UpdateStream
 
 
@@ -86,6 +99,70 @@ def test_a_message_that_cannot_be_encoded_leaves_no_state() -> None:
         assert engine.received == []
 
     asyncio.run(check())
+
+
+def test_requests_of_a_step_that_raised_count_as_in_flight() -> None:
+    async def check() -> None:
+        client = idle_client()
+        engine = FakeEngine(client)
+        for attempt in range(MAX_DEATHS):
+            failing, passing = f"failing-{attempt}", f"passing-{attempt}"
+            stream = client.submit([prompt(failing, 1)])
+            other = client.submit([prompt(passing, 2)])
+            done = [Update(f"{passing}{end}", finish_reason="length") for end in ("", "#1")]
+            engine.report(report_of(*done))
+            engine.report(report_of(*(Update(f"{failing}{end}", finish_reason="error") for end in ("", "#1"))))
+            for one in (stream, other):
+                async for _ in one:
+                    pass
+            client._record_death()
+        with pytest.raises(InvalidParameter):
+            client.submit([prompt("again", 1)])
+        client.submit([prompt("again", 2)])
+
+    asyncio.run(check())
+
+
+def report_of(*updates: Update) -> StepReport:
+    return StepReport(list(updates), running=0, waiting=0, used_blocks=0, total_blocks=9, preemptions=0)
+
+
+def test_quarantine_ends_with_success_or_after_a_while() -> None:
+    now = 0.0
+    quarantine = Quarantine(lambda: now)
+    for _ in range(2):
+        quarantine.record_death([b"bad", b"bad"])
+        quarantine.record_death([b"finished"])
+        quarantine.clear(b"finished")
+    quarantine.check(b"finished")
+    quarantine.check(b"unknown")
+    with pytest.raises(InvalidParameter):
+        quarantine.check(b"bad")
+    now = FORGET_SECONDS + 1
+    quarantine.record_death([b"new"])
+    quarantine.check(b"bad")
+    quarantine.record_death(str(number).encode() for number in range(MAX_SUSPECTS + 10))
+    assert len(quarantine._suspects) == MAX_SUSPECTS
+
+
+def test_stale_socket_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ExitStack() as opened:
+        in_use = make_socket_folder(opened)
+        (in_use / "commands").touch()
+        stale, new, of_others, with_files, file = (
+            tmp_path / name for name in ("chairlift-a", "chairlift-b", "other-c", "chairlift-d", "chairlift-e")
+        )
+        for folder in (stale, new, of_others, with_files):
+            folder.mkdir()
+            (folder / "reports").touch()
+        (with_files / "notes.txt").touch()
+        file.touch()
+        for path in (in_use, stale, of_others, with_files, file):
+            os.utime(path, (0, 0))
+        remove_stale_folders()
+        assert set(tmp_path.iterdir()) == {in_use, new, of_others, with_files, file}
+    assert not in_use.exists()
 
 
 @pytest.fixture

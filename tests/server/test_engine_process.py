@@ -11,8 +11,17 @@ import pytest
 import zmq
 
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.server.process.engine_process import EngineProcess
-from chairlift.server.process.messages import Cancel, StepReport, Submit, ToEngine, decode_from_engine, encode
+from chairlift.errors import CorruptCheckpoint, InvalidParameter
+from chairlift.server.process.engine_process import EngineProcess, _failure
+from chairlift.server.process.messages import (
+    Cancel,
+    FailedToLoad,
+    StepReport,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
 
 SHORT, LONG = [7, 8, 9], [11] * 100
 
@@ -115,3 +124,24 @@ def test_other_requests_continue_in_the_same_step(engine: EngineDriver) -> None:
     engine.send(Cancel(["stays"]))
     engine.turn()
     assert not engine.process.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (InvalidParameter("kv_memory", "is too much"), FailedToLoad("is too much", "kv_memory")),
+        (CorruptCheckpoint("a.gguf: is damaged"), FailedToLoad("a.gguf: is damaged")),
+        (PermissionError(13, "Permission denied", "a.gguf"), FailedToLoad("[Errno 13] Permission denied: 'a.gguf'")),
+        (ZeroDivisionError("a defect"), FailedToLoad("ZeroDivisionError: a defect")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_prevents_loading_is_reported(error: Exception, expected: FailedToLoad) -> None:
+    assert _failure(error) == expected
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")]
+)
+def test_a_lack_of_memory_is_reported_as_such(error: Exception) -> None:
+    assert "not enough memory" in _failure(error).problem

@@ -126,8 +126,20 @@ def test_an_engine_exits_when_its_front_end_is_killed(tiny_folder: Path, tmp_pat
     server = start_server(tiny_folder, tmp_path / "log")
     children = descendants(server.process.pid)
     assert children
+    os.kill(server.engine_pid(), signal.SIGSTOP)  # as in a long computation, it cannot notice by itself
     server.process.kill()
     server.process.wait(30)
+    for child in children:
+        wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 60, "the engine to exit")
+
+
+def test_an_engine_that_is_loading_exits_when_its_front_end_is_killed(tiny_folder: Path) -> None:
+    command = [sys.executable, "-m", "chairlift", "serve", str(tiny_folder), "--port", "0", "--kv-memory", "2MiB"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: process.poll() is not None or descendants(process.pid), 60, "the engine process")
+    children = descendants(process.pid)
+    process.kill()
+    process.wait(30)
     for child in children:
         wait_for(lambda child=child: not Path(f"/proc/{child}").exists(), 60, "the engine to exit")
 
@@ -220,6 +232,22 @@ def test_a_port_in_use_is_reported_at_once(server: RunningServer, tiny_folder: P
     assert done.returncode in (1, 2)
     assert b"--port" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--kv-memory", "100TB"], b"--kv-memory: 93132.26 GiB is more than"),
+        (["--device", "cuda"], b"--device: there is no CUDA device here"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_that_cannot_work_fail_once_with_one_line(tiny_folder: Path, options: list[str], named: bytes) -> None:
+    command = [sys.executable, "-m", "chairlift", "serve", str(tiny_folder), "--port", "0", "--quiet", *options]
+    done = subprocess.run(command, capture_output=True, timeout=120, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_model_that_cannot_load_fails_at_once(tmp_path: Path) -> None:

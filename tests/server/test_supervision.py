@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.errors import EngineDead
+from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
 from chairlift.server.process.messages import Submit
 
@@ -94,3 +94,47 @@ def test_an_engine_that_was_healthy_and_fails_to_reload_is_retried(
 
     asyncio.run(check())
     assert num_starts(tmp_path) == 1 + SUPERVISION.max_restarts
+
+
+@pytest.mark.parametrize(("fault", "problem"), [("out of memory", "ran out of memory"), ("exits", "status 3")])
+def test_an_engine_that_dies_while_it_loads_is_not_started_again(
+    make_client: Callable[[str], EngineClient], tmp_path: Path, fault: str, problem: str
+) -> None:
+    async def check() -> None:
+        client = make_client(fault)
+        await client.start()
+        assert await settled(client) is EngineState.FAILED
+        assert problem in client.problem
+        await client.stop()
+
+    asyncio.run(check())
+    assert num_starts(tmp_path) == 1
+
+
+def test_a_request_that_killed_the_engine_twice_is_refused(
+    make_client: Callable[[str], EngineClient], tmp_path: Path
+) -> None:
+    def request(token: int, name: str) -> Submit:
+        return Submit(name, [token], SamplingParams(), timeout=None, cache_salt=name, tenant=name)
+
+    async def check() -> None:
+        client = make_client("dies of requests")
+        await client.start()
+        for attempt in range(2):
+            assert await settled(client) is EngineState.READY
+            stream = client.submit([request(666, f"bad-{attempt}")])
+            with pytest.raises(EngineDead):
+                async with asyncio.timeout(60):
+                    await anext(aiter(stream))
+            while client.state is EngineState.READY:
+                await asyncio.sleep(0.01)
+        assert await settled(client) is EngineState.READY
+        with pytest.raises(InvalidParameter, match="in flight when the engine died 2 times"):
+            client.submit([request(1, "good"), request(666, "bad-again")])
+        assert client.num_open == 0
+        async with asyncio.timeout(60):
+            assert (await anext(aiter(client.submit([request(1, "good")]))))[0].tokens == [1]
+        await client.stop()
+
+    asyncio.run(check())
+    assert num_starts(tmp_path) == 3

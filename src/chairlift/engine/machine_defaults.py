@@ -23,6 +23,8 @@ def torch_device(config: EngineConfig) -> torch.device:
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidParameter("device", "torch sees no CUDA device here; choose cpu")
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise InvalidParameter("device", f"{device} does not exist; there are {torch.cuda.device_count()} CUDA devices")
     return device
 
 

@@ -76,10 +76,13 @@ def plan_memory(
     free = free_memory(device) - step_bytes
     if kv_memory is not None:
         budget, source = parse_bytes("kv_memory", kv_memory), "kv_memory"
-        if step_bytes and budget > free:
+        if budget > free:
             problem = f"{format_bytes(budget)} is more than the {format_bytes(max(0, free))} that are free beside"
-            problem = f"{problem} {format_bytes(step_bytes)} for the largest step; lower it, or max_batch_tokens"
-            raise InvalidParameter("kv_memory", problem)
+            if step_bytes:
+                way_out = f"{format_bytes(step_bytes)} for the largest step; lower it, or max_batch_tokens"
+            else:
+                way_out = f"{format_bytes(weight_bytes)} of weights; lower it"
+            raise InvalidParameter("kv_memory", f"{problem} {way_out}")
     else:
         share = memory_share or SHARE_OF_FREE_MEMORY[device.type]
         beside = f" beside {format_bytes(step_bytes)} for the largest step" if step_bytes else ""
@@ -107,6 +110,10 @@ def plan_host_slots(swap_memory: int | str | None, plan: MemoryPlan) -> int:
             raise InvalidParameter("swap_memory", "the host has no free memory for a single block")
         return slots
     slots = parse_bytes("swap_memory", swap_memory) // per_block
+    free = free_memory(torch.device("cpu"))
+    if slots * per_block > free:
+        problem = f"{format_bytes(slots * per_block)} is more than the {format_bytes(free)} that are free on the host"
+        raise InvalidParameter("swap_memory", f"{problem}; lower it")
     if not slots:
         raise InvalidParameter("swap_memory", f"is too little: one block takes {format_bytes(per_block)}")
     return slots

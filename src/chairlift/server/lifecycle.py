@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from chairlift.errors import InvalidParameter
+from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
@@ -29,7 +29,9 @@ from chairlift.server.http.listener import Certificate, listen, listening_addres
 from chairlift.server.http.protocol import GuardedProtocol
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
+from chairlift.server.process.device_check import check_device
 from chairlift.server.process.engine_client import EngineClient, EngineState, Supervision
+from chairlift.server.process.socket_folder import remove_stale_folders
 from chairlift.server.served_model import ServedModel, read_chat_template
 from chairlift.server.service import Service
 
@@ -75,9 +77,11 @@ async def serve_forever(
     """Serve until a signal arrives; `on_ready` is called with the address.
 
     Returns the exit status: 0 after draining, 1 if the engine failed permanently, and 128 plus the signal's number if a
-    second signal cut the draining short.
+    second signal cut the draining short. Raises if the engine cannot start.
     """
     _raise_file_limit()
+    check_device(config.engine.get("device", "auto"))
+    remove_stale_folders()
     resolve_model(config.model, progress=not config.quiet)  # first, so that errors are reported at once
     hosts = HostNames(config.host, config.allowed_hosts)
     template = read_chat_template(config.chat_template)
@@ -170,11 +174,19 @@ async def _run(
         on_ready()
     while not signalled.done() and not serving.done():
         if service.engine.state is EngineState.FAILED:
+            if service.engine.loaded is None:
+                raise _cannot_start(service.engine)
             log.error("the engine failed: %s", service.engine.problem)
             return 1
         await asyncio.wait({signalled, serving}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
     await _drain(service, server, config.drain_timeout, signals)
     return 128 + signals.second if signals.second else 0
+
+
+def _cannot_start(engine: EngineClient) -> ChairliftError:
+    if engine.bad_parameter is not None:
+        return InvalidParameter(engine.bad_parameter, engine.problem)
+    return EngineDead(f"the engine cannot start: {engine.problem}")
 
 
 async def _drain(service: Service, server: _Server, timeout: float, signals: _Signals) -> None:

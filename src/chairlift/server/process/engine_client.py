@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -34,6 +35,8 @@ from chairlift.server.process.messages import (
     decode_from_engine,
     encode,
 )
+from chairlift.server.process.open_requests import OpenRequests
+from chairlift.server.process.quarantine import Quarantine, fingerprint
 from chairlift.server.process.stream import UpdateObserver, UpdateStream
 
 log = logging.getLogger("chairlift.server")
@@ -75,6 +78,7 @@ class EngineClient:
         self.state = EngineState.STARTING
         self.loaded: Loaded | None = None
         self.problem = ""  # reason of the failure, for the log
+        self.bad_parameter: str | None = None  # the engine option that is the reason
         self.restarts = 0
         self.on_loaded: Callable[[Loaded], None] = lambda loaded: None
         self.on_frame: Callable[[DashboardFrame | RecorderFault], None] = lambda frame: None
@@ -85,15 +89,27 @@ class EngineClient:
         self._on_restart = on_restart
         self._supervision = supervision or Supervision()
         self._context = zmq.asyncio.Context()
-        self._streams: dict[str, UpdateStream] = {}  # by completion id
+        self._requests = OpenRequests()
+        self._quarantine = Quarantine()
+        self._just_failed: list[bytes] = []  # fingerprints of completions that the last step ended with an error
         self._handle: EngineHandle | None = None
         self._state_changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
+        self._exit_status: int | None = None  # of the last process
 
     @property
     def num_open(self) -> int:
         """Number of submitted sequences that are not finished."""
-        return sum(stream.sequences[one_id] for one_id, stream in self._streams.items())
+        return self._requests.num_sequences
+
+    @property
+    def open_by_tenant(self) -> Mapping[str, int]:
+        """Number of submitted sequences that are not finished, of the tenants that have any."""
+        return self._requests.sequences_by_tenant
+
+    def newest_waiting(self, tenant: str) -> list[UpdateStream]:
+        """The streams of a tenant whose requests wait in the engine's queue, the newest first."""
+        return [one for one in self._requests.streams() if one.tenant == tenant and one.is_waiting][::-1]
 
     @property
     def pid(self) -> int | None:
@@ -114,11 +130,15 @@ class EngineClient:
         if self.state is not EngineState.READY:
             raise EngineDead(f"the engine is {self.state.value}")
         messages = [encode(request) for request in requests]  # encode all before sending any: encoding may fail
-        ids = [one_id for request in requests for one_id in completion_ids(request.request_id, request.params.n)]
+        prints: dict[str, bytes] = {}  # by completion
+        for request in requests:
+            one = fingerprint(request)
+            self._quarantine.check(one)
+            prints |= dict.fromkeys(completion_ids(request.request_id, request.params.n), one)
         # Sequences without updates are counted with the first completion: all sequences of a search end together.
         sequences = {one.request_id: 1 + one.params.num_sequences - one.params.n for one in requests}
-        stream = UpdateStream(ids, observer, sequences)
-        self._streams.update(dict.fromkeys(stream.ids, stream))
+        stream = UpdateStream(list(prints), observer, sequences, tenant=requests[0].tenant, fingerprints=prints)
+        self._requests.add(stream)
         for message in messages:
             self._send(message)
         return stream
@@ -134,15 +154,18 @@ class EngineClient:
         """Cancel the open completions of a stream. Never waits, so that a cancelled task can call it."""
         self._end(stream, "cancelled")
 
+    def displace(self, stream: UpdateStream, error: Exception) -> None:
+        """Cancel a stream in favour of another request; its reader gets the error."""
+        self._end(stream, "displaced", error)
+
     def _end(self, stream: UpdateStream, reason: str, error: Exception | None = None) -> None:
         ids = stream.end(reason, error)
-        for request_id in stream.ids:
-            self._streams.pop(request_id, None)
+        self._requests.remove(stream)
         if ids and self._handle is not None and self.state is EngineState.READY:
             self._send(encode(Cancel(ids)))
 
     def ping_streams(self) -> None:
-        for stream in set(self._streams.values()):
+        for stream in self._requests.streams():
             stream.ping()
 
     async def stop(self, timeout: float = 5.0) -> None:
@@ -179,8 +202,14 @@ class EngineClient:
             except (OSError, zmq.ZMQError) as error:  # no file descriptors or memory: a retry may succeed
                 log.error("the engine cannot be started: %s", error)
             finally:
+                if self.state is EngineState.READY:
+                    self._record_death()
                 self._fail_all(EngineDead(DIED))
             if self.state in (EngineState.STOPPED, EngineState.FAILED):
+                return
+            if self.loaded is None and self._exit_status is not None:  # it would die again
+                self.problem = _loading_problem(self._exit_status)
+                self._set_state(EngineState.FAILED)
                 return
             if healthy:
                 self.restarts = 0
@@ -210,6 +239,7 @@ class EngineClient:
                     handle.process.kill()
                     await exited
             await asyncio.wait([receiver], timeout=0.2)  # messages sent before the exit may be in flight
+            self._exit_status = handle.process.returncode
             return handle.ready_at is not None and time.monotonic() - handle.ready_at > self._supervision.healthy_after
         finally:
             receiver.cancel()
@@ -241,6 +271,7 @@ class EngineClient:
             match message:
                 case StepReport():
                     self._on_report(message)
+                    self._just_failed = []
                     for update in message.updates:
                         self._deliver(update)
                 case Loaded():
@@ -249,11 +280,11 @@ class EngineClient:
                     if self.state is not EngineState.STOPPED:
                         self._set_state(EngineState.READY)
                 case FailedToLoad():
-                    self.problem = message.problem
+                    self.problem, self.bad_parameter = message.problem, message.parameter
                     if self.loaded is None:  # if the model was loaded before, retry
                         self._set_state(EngineState.FAILED)
                 case Refused():
-                    stream = self._streams.get(message.request_id)
+                    stream = self._requests.get(message.request_id)
                     if stream is not None:
                         # The other prompts of the HTTP request end too.
                         self._end(stream, "refused", _error(message))
@@ -263,17 +294,32 @@ class EngineClient:
                     handle.turn_seconds = message.turn_seconds
 
     def _deliver(self, update: Update) -> None:
-        stream = self._streams.get(update.request_id)
-        if stream is None:
-            return  # cancelled before
-        stream.push(update)
-        if update.finish_reason is not None:
-            del self._streams[update.request_id]
+        stream = self._requests.deliver(update)
+        if stream is None or update.finish_reason is None or update.request_id not in stream.fingerprints:
+            return
+        if update.finish_reason == "error":
+            self._just_failed.append(stream.fingerprints[update.request_id])
+        else:
+            self._quarantine.clear(stream.fingerprints[update.request_id])
+
+    def _record_death(self) -> None:
+        """Remember the requests in flight. A step that raised has ended them in its last report."""
+        in_flight = [one for stream in self._requests.streams() for one in stream.open_fingerprints()]
+        self._quarantine.record_death([*in_flight, *self._just_failed])
+        self._just_failed = []
 
     def _fail_all(self, error: Exception) -> None:
-        for stream in set(self._streams.values()):
+        for stream in self._requests.remove_all():
             stream.end("error", error)
-        self._streams.clear()
+
+
+def _loading_problem(status: int) -> str:
+    """Describe the end of a process that died while loading, without a message."""
+    if status == -signal.SIGKILL:
+        return "it was killed while it loaded the model, probably because the machine ran out of memory"
+    if status < 0:
+        return f"it was ended by {signal.Signals(-status).name} while it loaded the model"
+    return f"it exited with status {status} while it loaded the model"
 
 
 def _error(refused: Refused) -> ChairliftError:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import zmq
 import zmq.asyncio
+
+from chairlift.server.process.socket_folder import make_socket_folder
 
 
 @dataclass(slots=True)
@@ -34,8 +33,7 @@ class EngineHandle:
 
 async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any], *, log_level: str) -> EngineHandle:
     with ExitStack() as opened:  # closed again if the process cannot be started or the task is cancelled
-        folder = Path(tempfile.mkdtemp(prefix="chairlift-"))  # only this user has access
-        opened.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = make_socket_folder(opened)
         commands, reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         for socket, name in ((commands, "commands"), (reports, "reports")):
             opened.callback(socket.close, linger=0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import signal
 import sys
 import threading
@@ -36,6 +35,7 @@ from chairlift.server.process.messages import (
     decode_to_engine,
     encode,
 )
+from chairlift.server.process.parent_watch import die_with_parent, exit_if_orphaned
 from chairlift.server.process.reports import step_messages
 
 IDLE_POLL_MS = 200
@@ -62,8 +62,8 @@ class EngineProcess:
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
         try:
             self._load()
-        except ChairliftError as error:
-            self._send(FailedToLoad(str(error)))
+        except Exception as error:
+            self._send(_failure(error))
             return 0
         freeze_loaded_objects()
         try:
@@ -72,7 +72,7 @@ class EngineProcess:
             self.engine.shut_down()
 
     def _serve(self) -> int:
-        while not self.stopping and os.getppid() == self.parent:
+        while not self.stopping:
             self._turn()
             if self.engine.fatal is not None:
                 logging.getLogger("chairlift").error("a step failed", exc_info=self.engine.fatal)
@@ -107,6 +107,7 @@ class EngineProcess:
         socket.connect(self.settings["reports"])
         while True:
             time.sleep(HEARTBEAT_SECONDS)
+            exit_if_orphaned(self.parent)
             began = self.turn_began
             socket.send(encode(Heartbeat(0.0 if began is None else time.monotonic() - began)))
 
@@ -152,9 +153,23 @@ class EngineProcess:
         self.outbox.send(encode(message))
 
 
+def _failure(error: Exception) -> FailedToLoad:
+    """Describe why the engine cannot be loaded: a retry would fail again."""
+    if isinstance(error, InvalidParameter):
+        return FailedToLoad(error.problem, error.parameter)
+    if isinstance(error, ChairliftError | OSError):
+        return FailedToLoad(str(error))
+    if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
+        way_out = "choose a smaller model, a smaller --kv-memory or a quantization"
+        return FailedToLoad(f"there is not enough memory for the model and its KV cache; {way_out}")
+    logging.getLogger("chairlift").error("the model cannot be loaded", exc_info=error)
+    return FailedToLoad(f"{type(error).__name__}: {error}")
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the front end handles it
     settings = json.loads(sys.argv[1])
+    die_with_parent(settings["parent"])
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("chairlift").setLevel(settings["log_level"].upper())
     process = EngineProcess(settings)

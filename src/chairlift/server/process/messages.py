@@ -60,6 +60,7 @@ class FailedToLoad(msgspec.Struct, tag=True, frozen=True):
     """The engine cannot start, and a retry would not help."""
 
     problem: str
+    parameter: str | None = None  # the engine option that is the reason
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):

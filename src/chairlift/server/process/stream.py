@@ -27,12 +27,21 @@ class UpdateStream:
     """
 
     def __init__(
-        self, ids: Sequence[str], observer: UpdateObserver | None = None, sequences: Mapping[str, int] | None = None
+        self,
+        ids: Sequence[str],
+        observer: UpdateObserver | None = None,
+        sequences: Mapping[str, int] | None = None,
+        *,
+        tenant: str = "",
+        fingerprints: Mapping[str, bytes] | None = None,
     ) -> None:
         """`sequences` is the number of sequences that the engine runs for a completion, where that is more than one:
-        beams, or the candidates of `best_of`."""
+        beams, or the candidates of `best_of`. `fingerprints` are those of the prompts, by completion."""
         self.ids = list(ids)  # in the order of the choices
         self.sequences = dict.fromkeys(self.ids, 1) | dict(sequences or {})
+        self.tenant = tenant
+        self.fingerprints = fingerprints or {}
+        self.is_waiting = True  # in the engine's queue: no update has arrived
         self._observer = observer
         self._open = set(self.ids)
         self._pending: dict[str, list[Update]] = {}
@@ -47,6 +56,7 @@ class UpdateStream:
             self._wakeup.set()
 
     def push(self, update: Update) -> None:
+        self.is_waiting = False
         self._pending.setdefault(update.request_id, []).append(update)
         if update.finish_reason is not None:
             self._open.discard(update.request_id)
@@ -54,6 +64,9 @@ class UpdateStream:
             self._observer.on_update(update)
         self._silent = self._ping_due = False
         self._wakeup.set()
+
+    def open_fingerprints(self) -> list[bytes]:
+        return [one for one_id, one in self.fingerprints.items() if one_id in self._open]
 
     def end(self, reason: str, error: Exception | None = None) -> list[str]:
         """End all open completions for this reason and return their ids. The reader gets the unread updates, then the

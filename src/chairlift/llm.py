@@ -9,28 +9,34 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from chairlift.config import EngineConfig
-from chairlift.core.events import (
-    Event,
-    RequestAdmitted,
-    RequestFinished,
-    RequestPreempted,
-    TextProduced,
-    TokenProduced,
-)
-from chairlift.core.sampling.logprobs import TokenLogprobs
+from chairlift.core.events import Event
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.pooling import Pooling, PoolingKind
 from chairlift.errors import InvalidParameter
 from chairlift.options.aliases import translate_options
 from chairlift.options.declaration import options_of
-from chairlift.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamedText
+from chairlift.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    StreamedText,
+)
+from chairlift.prompt_input import (
+    Messages,
+    Prompt,
+    PromptInput,
+    is_conversation,
+    params_of,
+    parse_prompts,
+    render_chat,
+)
+from chairlift.result_collector import ResultCollector
+from chairlift.text.relevance import make_pair_scoring, pair_up
 
 if TYPE_CHECKING:
     from chairlift.text.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Messages = Sequence[Mapping[str, Any]]
-
-_PROMPT_OPTIONS = ("cache_salt", "priority", "tenant")  # optional keys of a prompt
 
 
 class LLM:
@@ -44,7 +50,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2-135m", *, progress: bool = True, **options: Any) -> None:
-        config = _make_config(options)
+        config = make_config(options)
         from chairlift.engine.machine_defaults import for_throughput  # imported late: torch takes seconds to import
         from chairlift.engine.startup import load_engine
 
@@ -52,7 +58,9 @@ class LLM:
         self.engine = loaded.engine
         self.runner = loaded.runner
         self.memory = loaded.memory
-        self._batches: list[_Batch] = []  # one for each call in flight; a stream may be open while generate() runs
+        self.embedding = loaded.embedding
+        # One for each call in flight; a stream may be open while generate() runs.
+        self._batches: list[ResultCollector] = []
         self.engine.subscribe(partial(_add_events_to_all, self._batches))
 
     def get_tokenizer(self) -> Tokenizer:
@@ -76,9 +84,9 @@ class LLM:
         """
         from chairlift.progress import generation_progress
 
-        inputs = self._parse_prompts(prompts)
+        inputs = parse_prompts(prompts, self.get_tokenizer())
         with (
-            self._submitted(inputs, _params_of(inputs, sampling_params), timeout) as batch,
+            self._submitted(inputs, params_of(inputs, sampling_params), timeout) as batch,
             generation_progress(batch.num_open, enabled=use_tqdm) as advance,
         ):
             while batch.num_open:
@@ -98,9 +106,9 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of {"role": …, "content": …}."""
-        conversations: list[Any] = [messages] if _is_conversation(messages) else list(messages)
+        conversations: list[Any] = [messages] if is_conversation(messages) else list(messages)
         options = dict(chat_template_kwargs or {}, add_generation_prompt=add_generation_prompt, tools=tools)
-        prompts = [self._render(conversation, options) for conversation in conversations]
+        prompts = [render_chat(conversation, options, self.get_tokenizer()) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, timeout=timeout)
 
     def stream(
@@ -115,8 +123,8 @@ class LLM:
         Bad input raises at once. The requests are queued when the first piece is requested. Closing the iterator
         cancels those that are still running.
         """
-        inputs = self._parse_prompts(prompts)
-        params = _params_of(inputs, sampling_params)
+        inputs = parse_prompts(prompts, self.get_tokenizer())
+        params = params_of(inputs, sampling_params)
         for one in params:
             one.check_streamable()
         self._check(inputs, params, timeout)
@@ -126,24 +134,74 @@ class LLM:
         self, messages: Messages, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
     ) -> Iterator[StreamedText]:
         """`stream` for one conversation."""
-        return self.stream(self._render(messages, {}), sampling_params, timeout=timeout)
+        return self.stream(render_chat(messages, {}, self.get_tokenizer()), sampling_params, timeout=timeout)
 
-    def _render(self, conversation: Messages, options: Mapping[str, Any]) -> dict[str, Any]:
-        text, token_ids = self.get_tokenizer().encode_chat(conversation, **options)
-        return {"prompt": text, "prompt_token_ids": token_ids}
+    # ---- prompts without answers --------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        use_tqdm: bool = True,
+        timeout: float | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of every prompt.
+
+        `pooling` is "mean" or "last"; by default what the checkpoint says, else the mean. `dimensions` keeps only the
+        first ones, for models that were trained for that. `normalize` scales to length 1.
+        """
+        self.embedding.require()
+        params = embedding_params(self.embedding.kind, pooling, dimensions, normalize)
+        results = self.generate(prompts, params, use_tqdm=use_tqdm, timeout=timeout)
+        return [
+            EmbeddingRequestOutput(one.request_id, one.prompt_token_ids, EmbeddingOutput(one.require_vector()))
+            for one in results
+        ]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+        timeout: float | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well two texts go together: one with each of a list, or each with its counterpart.
+
+        A reranker answers whether `text_2` is relevant for `text_1`, with its own `instruction` if given; for other
+        models it is the cosine of the two embeddings.
+        """
+        self.embedding.require()
+        tokenizer, pairs = self.get_tokenizer(), pair_up(text_1, text_2, ("text_1", "text_2"))
+        scoring = make_pair_scoring(tokenizer, self.embedding.kind, self.embedding.answers, instruction)
+        params = SamplingParams(max_tokens=0, pooling=scoring.pooling)
+        results = self.generate(scoring.encode(tokenizer, pairs), params, use_tqdm=use_tqdm, timeout=timeout)
+        scores = scoring.scores(pairs, [one.require_vector() for one in results])
+        return [ScoringRequestOutput(ScoringOutput(score)) for score in scores]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int,
+        max_tokens: int | None = 16,
+        *,
+        use_tqdm: bool = True,
+        timeout: float | None = None,
+        **params: Any,
+    ) -> list[RequestOutput]:
+        """The `beam_width` best continuations of every prompt, best first; `params` are those of SamplingParams."""
+        search = SamplingParams(
+            **{"n": beam_width, "temperature": 0.0, **params}, beam_width=beam_width, max_tokens=max_tokens
+        )
+        return self.generate(prompts, search, use_tqdm=use_tqdm, timeout=timeout)
 
     # ---- driving the engine -------------------------------------------------------------------------------------
 
-    def _parse_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[_Input]:
-        if not isinstance(prompts, (Sequence, Mapping)):
-            raise InvalidParameter("prompts", f"must be a prompt or a list of them, got {type(prompts).__name__}")
-        single = isinstance(prompts, (str, Mapping)) or (bool(prompts) and isinstance(prompts[0], int))
-        many: Sequence[Any] = [prompts] if single else prompts  # type: ignore[assignment]
-        if not len(many):
-            raise InvalidParameter("prompts", "is empty; give at least one prompt")
-        return [_Input.parse(prompt, self.get_tokenizer()) for prompt in many]
-
-    def _check(self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None) -> None:
+    def _check(self, inputs: Sequence[PromptInput], params: Sequence[SamplingParams], timeout: float | None) -> None:
         for prompt, one in zip(inputs, params, strict=True):
             self.engine.check(prompt.token_ids, one, timeout, prompt.options.get("priority", 0))
             if one.structure is not None:
@@ -151,11 +209,11 @@ class LLM:
 
     @contextmanager
     def _submitted(
-        self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None
-    ) -> Iterator[_Batch]:
+        self, inputs: Sequence[PromptInput], params: Sequence[SamplingParams], timeout: float | None
+    ) -> Iterator[ResultCollector]:
         """Queue all prompts, or none if one is bad. On exit, requests that are not finished are cancelled."""
         self._check(inputs, params, timeout)
-        batch = _Batch(self.get_tokenizer())
+        batch = ResultCollector(self.get_tokenizer())
         self._batches.append(batch)
         try:
             for prompt, one in zip(inputs, params, strict=True):
@@ -169,7 +227,7 @@ class LLM:
                 self.engine.cancel(request_id)
 
     def _stream(
-        self, inputs: Sequence[_Input], params: Sequence[SamplingParams], timeout: float | None
+        self, inputs: Sequence[PromptInput], params: Sequence[SamplingParams], timeout: float | None
     ) -> Iterator[StreamedText]:
         with self._submitted(inputs, params, timeout) as batch:
             while batch.num_open or batch.has_new_output:
@@ -185,165 +243,23 @@ class LLM:
         self.engine.check_alive()
 
 
-class _Input:
-    """A prompt as token ids, with the options that came with it."""
-
-    def __init__(self, text: str | None, token_ids: list[int], options: Mapping[str, Any]) -> None:
-        self.text = text
-        self.token_ids = token_ids
-        self.options = options  # arguments of Engine.submit
-
-    @classmethod
-    def parse(cls, prompt: Any, tokenizer: Tokenizer) -> _Input:
-        fields = dict(prompt) if isinstance(prompt, Mapping) else {}
-        if isinstance(prompt, str):
-            fields["prompt"] = prompt
-        elif not isinstance(prompt, Mapping):
-            fields["prompt_token_ids"] = prompt
-        text, token_ids = fields.pop("prompt", None), fields.pop("prompt_token_ids", None)
-        options = {name: fields.pop(name) for name in _PROMPT_OPTIONS if fields.get(name) is not None}
-        if fields:
-            known = ", ".join(("prompt", "prompt_token_ids", *_PROMPT_OPTIONS))
-            raise InvalidParameter("prompt", f"unknown keys {sorted(fields)}; use {known}")
-        for name in ("cache_salt", "tenant"):
-            if not isinstance(options.get(name, ""), str):
-                raise InvalidParameter(name, f"must be a string, got {type(options[name]).__name__}")
-        if token_ids is None:
-            if not isinstance(text, str):
-                raise InvalidParameter("prompt", f"must be a string or token ids, got {type(text).__name__}")
-            token_ids = tokenizer.encode(text)
-        elif isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Sequence):
-            raise InvalidParameter("prompt", f"token ids must be a list, got {type(token_ids).__name__}")
-        return cls(text, list(token_ids), options)
-
-
-class _Batch:
-    """Collects the results of one call from the engine's events."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.results: list[RequestOutput] = []
-        self.num_tokens = 0
-        self._tokenizer = tokenizer
-        self._places: dict[str, tuple[int, int]] = {}  # request id -> (prompt, completion)
-        self._open: dict[str, None] = {}
-        self._changed: dict[str, None] = {}  # requests with output since the last call of pieces()
-        self._returned: dict[str, tuple[int, int]] = {}  # characters and tokens that pieces() has returned
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
-    @property
-    def has_new_output(self) -> bool:
-        return bool(self._changed)
-
-    def open_ids(self) -> list[str]:
-        return list(self._open)
-
-    def add(self, ids: Sequence[str], prompt: _Input, params: SamplingParams, now: float) -> None:
-        with_logprobs = params.logprobs is not None
-        completions = [
-            CompletionOutput(
-                index, logprobs=[] if with_logprobs else None, cumulative_logprob=0.0 if with_logprobs else None
-            )
-            for index in range(len(ids))
-        ]
-        for index, request_id in enumerate(ids):
-            self._places[request_id] = (len(self.results), index)
-            self._open[request_id] = None
-        self.results.append(
-            RequestOutput(ids[0], prompt.text, prompt.token_ids, completions, RequestMetrics(arrival=now))
-        )
-
-    def add_events(self, events: Sequence[Event]) -> None:
-        for event in events:
-            request_id = getattr(event, "request_id", "")
-            if request_id in self._open:
-                prompt, index = self._places[request_id]
-                self._apply(event, self.results[prompt], self.results[prompt].outputs[index])
-
-    def _apply(self, event: Event, result: RequestOutput, completion: CompletionOutput) -> None:
-        first = completion.index == 0  # a result has the metrics of its first completion
-        match event:
-            case RequestAdmitted() if first and result.metrics.boarded is None:
-                result.metrics.boarded = event.time
-                result.cached_tokens = event.cached_tokens
-            case RequestPreempted():
-                result.metrics.preemptions += 1
-            case TokenProduced():
-                self.num_tokens += 1
-                self._changed[event.request_id] = None
-                completion.token_ids.append(event.token)
-                self._add_logprobs(completion, event.logprobs)
-                if first:
-                    result.metrics.token_times.append(event.time)
-            case TextProduced():
-                completion.text += event.text
-            case RequestFinished():
-                completion.finish_reason = event.ending.reason.value
-                completion.stop_reason = event.ending.detail
-                completion.score = event.score
-                if event.logprob is not None:
-                    completion.cumulative_logprob = event.logprob
-                result.metrics.finished = event.time
-                self._changed[event.request_id] = None
-                del self._open[event.request_id]
-            case _:
-                pass
-
-    def _add_logprobs(self, completion: CompletionOutput, found: TokenLogprobs | None) -> None:
-        if found is None or completion.logprobs is None or completion.cumulative_logprob is None:
-            return
-        entries = {token: (value, rank) for rank, (token, value) in enumerate(found.top, start=1)}
-        entries[found.token_id] = (found.logprob, found.rank)
-        completion.cumulative_logprob += found.logprob
-        completion.logprobs.append(
-            {
-                token: Logprob(value, rank, self._tokenizer.decode([token], skip_special_tokens=False))
-                for token, (value, rank) in entries.items()
-            }
-        )
-
-    def pieces(self) -> list[StreamedText]:
-        """Return the output since the last call: one piece for each completion with new output."""
-        changed, self._changed = self._changed, {}
-        return [self._piece(request_id) for request_id in changed]
-
-    def _piece(self, request_id: str) -> StreamedText:
-        prompt, index = self._places[request_id]
-        completion = self.results[prompt].outputs[index]
-        characters, tokens = self._returned.get(request_id, (0, 0))
-        self._returned[request_id] = len(completion.text), len(completion.token_ids)
-        text, token_ids = completion.text[characters:], completion.token_ids[tokens:]
-        return StreamedText(prompt, index, text, token_ids, completion.finish_reason)
-
-
-def _make_config(options: Mapping[str, Any]) -> EngineConfig:
+def make_config(options: Mapping[str, Any]) -> EngineConfig:
     own = translate_options(options, options_of(EngineConfig))
     if "dtype" in own:
         own["dtype"] = str(own["dtype"]).removeprefix("torch.")
     return EngineConfig(**own)
 
 
-def _add_events_to_all(batches: Sequence[_Batch], events: Sequence[Event]) -> None:
+def _add_events_to_all(batches: Sequence[ResultCollector], events: Sequence[Event]) -> None:
     for batch in batches:
         batch.add_events(events)
 
 
-def _params_of(
-    inputs: Sequence[_Input], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * len(inputs)
-    if len(params) != len(inputs):
-        raise InvalidParameter("sampling_params", f"{len(params)} given for {len(inputs)} prompts; give one or as many")
-    for one in params:
-        if not isinstance(one, SamplingParams):
-            raise InvalidParameter("sampling_params", f"must be SamplingParams, got {type(one).__name__}")
-    return list(params)
-
-
-def _is_conversation(messages: Any) -> bool:
-    return isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
+def embedding_params(
+    default: PoolingKind, pooling: str | None, dimensions: int | None, normalize: bool
+) -> SamplingParams:
+    """The parameters of a request for an embedding."""
+    if pooling is not None and pooling not in [*PoolingKind]:
+        raise InvalidParameter("pooling", f"must be {' or '.join(PoolingKind)}, got {pooling!r:.40}")
+    kind = default if pooling is None else PoolingKind(pooling)
+    return SamplingParams(max_tokens=0, pooling=Pooling(kind, dimensions, normalize))

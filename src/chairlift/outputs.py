@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from chairlift.errors import ChairliftError
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -67,10 +69,44 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token, which nothing precedes
+    vector: list[float] | None = None  # with pooling
+
+    def require_vector(self) -> list[float]:
+        """The pooled vector; raises if the request ended without one."""
+        if self.vector is None:
+            raise ChairliftError(f"the request ended early: {self.outputs[0].finish_reason}")
+        return self.vector
 
     @property
     def finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """The score of a pair of texts."""
+
+    outputs: ScoringOutput
 
 
 @dataclass(frozen=True, slots=True)

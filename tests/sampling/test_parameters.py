@@ -67,7 +67,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {1: 101.0}}, "logit_bias", "at most 100"),
     ({"logit_bias": {-1: 1.0}}, "logit_bias", "an integer of at least 0"),
     ({"seed": 2**63}, "seed", "at most 9223372036854775807"),
-    ({"max_tokens": 0}, "max_tokens", "an integer of at least 1"),
+    ({"max_tokens": -1}, "max_tokens", "an integer of at least 0"),
     ({"min_tokens": 17}, "min_tokens", r"must not exceed max_tokens \(16\), got 17"),
     ({"stop": 3}, "stop", "must be a list, got int"),
     ({"stop": [""]}, "stop", "must be non-empty strings"),

@@ -33,6 +33,7 @@ class InputBatch:
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64: each token's place in its own sequence
     sampled_rows: Tensor  # [scored tokens + idle rows] int64: rows of the batch whose logits are computed
+    read_rows: Tensor  # [read positions] int64: rows of prompts whose hidden states are needed, none of them sampled
     layout: RaggedLayout
     num_padding: int  # how many of the T tokens are padding
 
@@ -57,10 +58,12 @@ def build_batch(plan: StepPlan, storage: KVStorage, device: torch.device, *, rec
     sampled = [
         offsets[i] + chunk.count - behind for i, chunk in enumerate(chunks) for behind in range(chunk.num_scored, 0, -1)
     ]
+    read = [offsets[i] + position - chunk.start for i, chunk in enumerate(chunks) for position in chunk.read]
     return InputBatch(
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
         sampled_rows=torch.tensor(sampled + offsets[len(chunks) : -1], dtype=torch.int64, device=device),
+        read_rows=torch.tensor(read, dtype=torch.int64, device=device),
         layout=RaggedLayout(
             offsets=offsets,
             starts=starts.tolist(),

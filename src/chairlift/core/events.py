@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chairlift.core.kv.prefix_index import Miss
@@ -45,6 +46,24 @@ class TokenProduced:
     request_id: str
     token: int
     logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The log-probabilities of the next prompt tokens; the first event of a request begins with its second token."""
+
+    time: float
+    request_id: str
+    logprobs: Sequence[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPooled:
+    """The vector of a request's whole prompt."""
+
+    time: float
+    request_id: str
+    vector: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +128,8 @@ Event = (
     RequestQueued
     | RequestAdmitted
     | RequestPreempted
+    | PromptScored
+    | PromptPooled
     | TokenProduced
     | DraftsVerified
     | TextProduced

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chairlift.core.beam.search import Candidates
-from chairlift.core.request import Request
+from chairlift.core.request import NO_POSITIONS, Request
 from chairlift.core.sampling.logprobs import TokenLogprobs
 
 BAD_LOGITS = -1  # the token of a row that could not be sampled
@@ -46,6 +46,7 @@ class Chunk:
     copies: tuple[BlockCopy, ...] = ()
     generation: int = 0  # of the request at planning time
     drafts: tuple[int, ...] = ()
+    read: range = NO_POSITIONS  # prompt positions whose hidden states are needed, in addition to the sampled ones
 
     @property
     def end(self) -> int:
@@ -114,6 +115,14 @@ class StepTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptOutputs:
+    """What a step computed from the prompt positions that its chunks read, by request id."""
+
+    logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)  # one for each position
+    vectors: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of prompts that are complete
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """One token per chunk that samples, in the plan's order, plus one for each accepted draft."""
 
@@ -124,3 +133,4 @@ class StepResult:
     padding_tokens: int = 0  # padding rows: idle slots, and rows that fill up a padded batch
     accepted: Mapping[str, int] = field(default_factory=dict)  # accepted drafts by request id
     candidates: Mapping[str, Candidates] = field(default_factory=dict)  # by request id; beams ignore the sampled token
+    prompts: PromptOutputs = PromptOutputs()

@@ -51,8 +51,10 @@ class PlanBuilder:
         if before is not None:
             count, copies = before.count + count, before.copies + copies
         start = request.num_planned
-        samples = start + count == request.num_expected
-        self.chunks[request.id] = Chunk(request, start, count, kv.table(request), samples, copies, request.generation)
+        samples = start + count == request.num_expected and not request.prompt_only
+        read = request.positions_to_read(start, start + count)
+        table, generation = kv.table(request), request.generation
+        self.chunks[request.id] = Chunk(request, start, count, table, samples, copies, generation, read=read)
 
     def add_decode(self, request: Request, table: Sequence[int], copies: tuple[BlockCopy, ...]) -> None:
         """Add the next token of a decoding `request`; a fast path of `add`, since most chunks are decodes."""

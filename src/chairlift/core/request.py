@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.core.sampling.pooling import PoolingKind
+
+NO_POSITIONS = range(0)
 
 
 class Status(StrEnum):
@@ -89,6 +92,7 @@ class Request:
         "num_computed",
         "num_planned",
         "num_prompt",
+        "num_read",
         "num_slots",
         "num_unread",
         "order",
@@ -121,7 +125,7 @@ class Request:
         tenant: str = "",
     ) -> None:
         assert prompt, "an empty prompt is rejected before a request is created"
-        assert max_new_tokens >= 1
+        assert max_new_tokens >= 0
         self.id = request_id
         self.order = -1  # position in the order of submission, set by the scheduler
         self.params = params
@@ -142,6 +146,7 @@ class Request:
         self.num_computed = 0
         self.num_planned = 0  # num_computed plus the tokens of steps in flight
         self.num_unread = 0  # tokens that steps in flight will add
+        self.num_read = 0  # prompt positions that its prompt outputs have been computed from; see `positions_to_read`
         self.generation = 0  # number of preemptions; results of steps planned before the last one are dropped
         self.status = Status.WAITING
         self.ending: Ending | None = None
@@ -183,7 +188,7 @@ class Request:
         expected = len(self._tokens) + self.num_unread
         if self.num_unread and (self.params.has_masks or self.group is not None):
             return 0  # the next token depends on tokens that are not read yet
-        if expected - self.num_prompt >= self.max_new_tokens:
+        if 0 < self.max_new_tokens <= expected - self.num_prompt:
             return 0
         return max(0, expected - self.num_planned)  # num_planned is larger while drafts are in flight
 
@@ -192,6 +197,33 @@ class Request:
         """Whether it is exactly one token behind, and that token was generated."""
         planned = self.num_planned  # a hot path: no other properties are used here
         return planned == len(self._tokens) + self.num_unread - 1 and planned >= self.num_prompt
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether it generates nothing and ends once its prompt is computed."""
+        return self.max_new_tokens == 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it returns the log-probabilities of its prompt; of `n` completions only the first does."""
+        return self.params.prompt_logprobs is not None and self.leader is None
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether all its prompt tokens must be computed, so that it cannot start with cached ones."""
+        pooling = self.params.pooling
+        if pooling is not None:
+            return pooling.kind is PoolingKind.MEAN
+        return self.scores_prompt and self.num_read < self.num_prompt - 1
+
+    def positions_to_read(self, start: int, end: int) -> range:
+        """The prompt positions from `start` to `end` whose hidden states its prompt outputs are computed from."""
+        pooling = self.params.pooling
+        if pooling is not None:
+            return range(max(start, self.num_prompt - 1) if pooling.kind is PoolingKind.LAST else start, end)
+        if self.scores_prompt:  # each position scores the token after it; after the last one, a token is sampled
+            return range(max(start, self.num_read), min(end, self.num_prompt - 1))
+        return NO_POSITIONS
 
     def start_from(self, num_computed: int) -> None:
         """Set the number of tokens in the cache, with no step in flight."""

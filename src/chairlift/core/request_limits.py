@@ -12,10 +12,11 @@ class RequestLimits:
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
 
-    def check_prompt_length(self, num_tokens: int, parameter: str = "prompt") -> None:
-        """Raise if a prompt of `num_tokens` is empty or leaves no room for output."""
+    def check_prompt_length(self, num_tokens: int, parameter: str = "prompt", *, prompt_only: bool = False) -> None:
+        """Raise if a prompt of `num_tokens` is empty or leaves no room for output, if there is to be any."""
         if num_tokens < 1:
             raise InvalidParameter(parameter, "is empty; give at least one token")
-        if num_tokens >= self.max_model_len:
-            problem = f"has {num_tokens} tokens, but at most {self.max_model_len - 1} leave room for an answer"
+        if num_tokens >= self.max_model_len + prompt_only:
+            most = "fit" if prompt_only else "leave room for an answer"
+            problem = f"has {num_tokens} tokens, but at most {self.max_model_len - 1 + prompt_only} {most}"
             raise InvalidParameter(parameter, f"{problem} (max_model_len is {self.max_model_len})")

@@ -62,7 +62,9 @@ class Engine:
         self._clock = clock
         self._structured = structured
         can = executor.capabilities
-        self._validator = RequestValidator(self.limits, scheduler, structured, eos_ids, beam_search=can.beam_search)
+        self._validator = RequestValidator(
+            self.limits, scheduler, structured, eos_ids, beam_search=can.beam_search, hidden_size=can.hidden_size
+        )
         self._pipeline = Pipeline(scheduler, cost_model or CostModel(), can.steps_ahead)
         self._text = OutputText(tokenizer)
         self._selection = CompletionSelection()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from chairlift.engine.memory_plan import MemoryPlan
 from chairlift.engine.runner_factory import BuiltRunner, RunnerFactory
 from chairlift.errors import CorruptCheckpoint, InvalidParameter
 from chairlift.loading.checkpoint import Checkpoint, open_checkpoint
+from chairlift.loading.embedding_config import EmbeddingConfig, read_embedding_config
 from chairlift.loading.read_ahead import read_ahead
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
@@ -57,6 +58,7 @@ class LoadedModel:
     model: CausalLM
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class StartedEngine:
     engine: Engine
     runner: ModelRunner
     memory: MemoryPlan
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
 
 
 def load_engine(name: str, config: EngineConfig, *, progress: bool = True) -> StartedEngine:
@@ -96,7 +99,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
         )
     dtype = str(model.dtype).removeprefix("torch.") if quantization == "none" else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
-    return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer))
+    return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer), read_embedding_config(checkpoint))
 
 
 def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> str:
@@ -165,7 +168,7 @@ def start_engine(
         f"step       {step} of {built.max_batch_requests} requests{_targets(config)}, {attention.name} attention",
     ):
         log.info(line)
-    return StartedEngine(engine, runner, memory)
+    return StartedEngine(engine, runner, memory, loaded.embedding)
 
 
 def _choose_attention(

@@ -28,16 +28,18 @@ class RequestValidator:
         eos_ids: frozenset[int],
         *,
         beam_search: bool,
+        hidden_size: int,
     ) -> None:
         self.limits = limits
         self._scheduler = scheduler
         self._structured = structured
         self._eos_ids = eos_ids
         self._beam_search = beam_search
+        self._hidden_size = hidden_size
 
     def check(self, prompt: Sequence[int], params: SamplingParams, timeout: float | None, priority: int) -> int:
         """Raise InvalidParameter if this cannot be served; return how many tokens it may generate."""
-        self.limits.check_prompt_length(len(prompt))
+        self.limits.check_prompt_length(len(prompt), prompt_only=params.max_tokens == 0)
         self._check_tokens("prompt", prompt)
         self._check_tokens("stop_token_ids", params.stop_ids)
         self._check_tokens("logit_bias", list(params.logit_bias or ()))
@@ -45,6 +47,7 @@ class RequestValidator:
             self.structures(params.structure).check(params.structure)
         if params.thinking_token_budget is not None and (self._structured is None or not self._structured.can_think):
             raise InvalidParameter("thinking_token_budget", "this model has no reasoning that could be limited")
+        self._check_prompt_outputs(params)
         _check_timeout(timeout)
         self._check_priority(priority)
         max_new_tokens = self._max_new_tokens(len(prompt), params)
@@ -67,7 +70,7 @@ class RequestValidator:
         if params.min_tokens > room:
             problem = f"{params.min_tokens} exceeds the {room} tokens that the prompt leaves of the context"
             raise InvalidParameter("min_tokens", problem)
-        max_new_tokens = min(params.max_tokens or room, room)
+        max_new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self._scheduler.check_fits(num_prompt, max_new_tokens, beams)
         return max_new_tokens
 
@@ -80,6 +83,18 @@ class RequestValidator:
                 raise InvalidParameter(parameter, f"token ids must be integers, got {token!r}")
             if not 0 <= token < vocab_size:
                 raise InvalidParameter(parameter, f"token id {token} is outside the vocabulary of {vocab_size}")
+
+    def _check_prompt_outputs(self, params: SamplingParams) -> None:
+        pooling = params.pooling
+        for name in ("prompt_logprobs", "pooling"):
+            if getattr(params, name) is not None and not self._hidden_size:
+                raise InvalidParameter(name, "this executor returns nothing about prompts")
+        if pooling is None:
+            return
+        self._check_tokens("pooling", pooling.token_ids)
+        if (pooling.dimensions or 0) > self._hidden_size:
+            problem = f"must be at most {self._hidden_size}, the size of the model's embeddings"
+            raise InvalidParameter("dimensions", f"{problem}, got {pooling.dimensions}")
 
     def _check_priority(self, priority: int) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:

@@ -28,6 +28,9 @@ class CausalLM(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int: ...
+
+    @property
     def max_len(self) -> int:
         """The longest sequence the model can be given."""
         ...

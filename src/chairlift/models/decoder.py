@@ -43,6 +43,7 @@ class Decoder:
         self.config = config
         self.format = format
         self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
         self.max_len = config.max_len
         self.attention_layers = config.attention_layers
         self.dtype = dtype

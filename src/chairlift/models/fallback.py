@@ -89,6 +89,7 @@ class TransformersModel:
 
     def __init__(self, shell: Any, info: FallbackInfo, *, dtype: torch.dtype, device: torch.device) -> None:
         self.vocab_size = info.vocab_size
+        self.hidden_size = info.hidden_size
         self.max_len = info.max_len
         self.attention_layers = info.attention_layers
         self.dtype = self.kv_dtype = dtype

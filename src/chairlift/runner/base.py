@@ -11,6 +11,7 @@ from chairlift.core.executor import Executor
 from chairlift.core.request import Request
 from chairlift.models.base import CausalLM
 from chairlift.runner.host_blocks import HostBlocks
+from chairlift.runner.prompt_reader import PromptReader
 from chairlift.sampling.sampler import Sampler
 from chairlift.speculation.draft_network import ModelProposer
 from chairlift.structured.output import StructuredOutput
@@ -43,6 +44,7 @@ class ModelRunner(Executor):
         self.host_blocks = host_blocks
         self.one_by_one = bool(getattr(model, "batch_invariant", False))  # whether rows are sampled one by one
         self.sampler = Sampler(model.vocab_size, model.device, one_by_one=self.one_by_one)
+        self.prompt_reader = PromptReader(model, one_by_one=self.one_by_one)
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -59,3 +61,4 @@ class ModelRunner(Executor):
 
     def forget(self, request_id: str) -> None:
         self.sampler.forget(request_id)
+        self.prompt_reader.forget(request_id)

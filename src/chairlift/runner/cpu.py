@@ -32,7 +32,7 @@ class CPURunner(ModelRunner):
 
     @property
     def capabilities(self) -> ExecutorCapabilities:
-        return ExecutorCapabilities(beam_search=True)
+        return ExecutorCapabilities(beam_search=True, hidden_size=self.model.hidden_size)
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         with torch.inference_mode(), limit_torch_threads(self.model, self.attention):
@@ -46,22 +46,26 @@ class CPURunner(ModelRunner):
         built = time.perf_counter()
         sampling = [chunk for chunk in plan.chunks if chunk.samples]
         masks = self._begin_masks(sampling)  # computed while the model runs
-        rows = batch.sampled_rows if self.drafter is None else None  # a draft network reads all rows
+        needed = torch.cat([batch.sampled_rows, batch.read_rows])
+        rows = needed if self.drafter is None else None  # a draft network reads all rows
         hidden = self.model.hidden_states(batch.tokens, batch.positions, attend, rows)
+        kept = hidden.last if rows is not None else hidden.last[needed]
+        prompts = self.prompt_reader.read(plan.chunks, kept[len(batch.sampled_rows) :])
         if not sampling:
             self._observe(plan, batch, attend, hidden, {})
             timing = StepTiming(built - begun, time.perf_counter() - built)
-            return StepResult(plan, [], [], timing, batch.num_padding)
-        scored = hidden.last if rows is not None else hidden.last[batch.sampled_rows]
+            return StepResult(plan, [], [], timing, batch.num_padding, prompts=prompts)
         num_scored = len(sampling) + plan.num_drafts  # idle rows come last
-        logits = self.model.logits(scored)[:num_scored].float()
+        logits = self.model.logits(kept[: len(batch.sampled_rows)])[:num_scored].float()
         forwarded = time.perf_counter()
         candidates = beam_candidates(plan.chunks, logits, one_by_one=self.one_by_one)  # before the sampler edits logits
         sampled = self._sample(sampling, logits, masks)
         accepted = {chunk.request.id: count for chunk, count in zip(sampling, sampled.accepted, strict=False) if count}
         self._observe(plan, batch, attend, hidden, accepted)
         timing = StepTiming(built - begun, forwarded - built, time.perf_counter() - forwarded)
-        return StepResult(plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted, candidates)
+        return StepResult(
+            plan, sampled.tokens, sampled.logprobs, timing, batch.num_padding, accepted, candidates, prompts
+        )
 
     def _begin_masks(self, sampling: Sequence[Chunk]) -> MaskJob | None:
         if self.structured is None:

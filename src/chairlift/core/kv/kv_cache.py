@@ -58,7 +58,9 @@ class KVCache:
 
     def match(self, request: Request) -> PrefixMatch:
         """Find the cached blocks that `request` can start with."""
-        return self.index.find(request) if self.prefix_caching else PrefixMatch((), Miss.DISABLED)
+        if not self.prefix_caching:
+            return PrefixMatch((), Miss.DISABLED)
+        return PrefixMatch((), Miss.WHOLE_PROMPT) if request.needs_whole_prompt else self.index.find(request)
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """Start the table of `request` with the blocks of `match`; their tokens count as computed."""

@@ -31,6 +31,7 @@ class Miss(StrEnum):
     """Why a lookup found no further blocks."""
 
     DISABLED = "prefix caching is off"
+    WHOLE_PROMPT = "the request needs results of every prompt token"
     TOO_SHORT = "the rest of the prompt does not fill a block"
     NEVER_SEEN = "these tokens were not computed before (or under another salt)"
     EVICTED = "the block was computed before but has been evicted since"

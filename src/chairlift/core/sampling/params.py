@@ -18,6 +18,7 @@ from chairlift.core.sampling.parameter import (
     optional,
     token_biases,
 )
+from chairlift.core.sampling.pooling import Pooling
 from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
 
@@ -45,6 +46,11 @@ def _check_structure(name: str, value: Any) -> None:
         raise InvalidParameter(name, f"must be a Structure, got {type(value).__name__}")
 
 
+def _check_pooling(name: str, value: Any) -> None:
+    if not isinstance(value, Pooling):
+        raise InvalidParameter(name, f"must be a Pooling, got {type(value).__name__}")
+
+
 def _check_early_stopping(name: str, value: Any) -> None:
     if value not in (True, False, "never") or not isinstance(value, (bool, str)):
         raise InvalidParameter(name, f"must be true, false or 'never', got {value!r:.40}")
@@ -61,11 +67,11 @@ def _check_extra_args(name: str, values: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the next token and when to stop; immutable, and checked on creation.
+    """How to choose the next token, when to stop and what to return; immutable, and checked on creation.
 
     `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1.0` disable those filters. `max_tokens=None` means
-    "until the context is full". Each field declares its check, its neutral value and where it can be applied: see
-    `core/sampling/parameter.py`.
+    "until the context is full", and `max_tokens=0` computes the prompt only. Each field declares its check, its neutral
+    value and where it can be applied: see `core/sampling/parameter.py`.
     """
 
     n: int = declared(1, integer(1, MAX_COMPLETIONS), Stage.REQUEST, with_beams=True)
@@ -80,13 +86,17 @@ class SamplingParams:
     frequency_penalty: float = declared(0.0, number(-2.0, 2.0), Stage.LOGITS, implementation="penalties")
     logit_bias: Mapping[int, float] | None = declared(None, optional(token_biases(-100.0, 100.0)), Stage.LOGITS)
     seed: int | None = declared(None, optional(integer(0, MAX_SEED)), Stage.DRAW, on_device=True, with_beams=True)
-    max_tokens: int | None = declared(16, optional(integer(1)), Stage.REQUEST, with_beams=True)
+    max_tokens: int | None = declared(16, optional(integer(0)), Stage.REQUEST, with_beams=True)
     min_tokens: int = declared(0, integer(0), Stage.LOGITS, with_beams=True)
     stop: str | Sequence[str] | None = declared(None, _check_stop, Stage.REQUEST, neutral=())
     stop_token_ids: Sequence[int] | None = declared(None, each(integer(0)), Stage.REQUEST, neutral=(), with_beams=True)
     include_stop_str_in_output: bool = declared(False, boolean, Stage.REQUEST, with_beams=True)
     ignore_eos: bool = declared(False, boolean, Stage.REQUEST, with_beams=True)
     logprobs: int | None = declared(None, optional(integer(0, MAX_LOGPROBS)), Stage.LOGPROBS, with_beams=True)
+    # The log-probability of each prompt token, and of as many of the likeliest tokens in its place.
+    prompt_logprobs: int | None = declared(None, optional(integer(0, MAX_LOGPROBS)), Stage.REQUEST)
+    # Return one vector for the prompt and generate nothing.
+    pooling: Pooling | None = declared(None, optional(_check_pooling), Stage.REQUEST)  # noqa: RUF009
     skip_special_tokens: bool = declared(True, boolean, Stage.REQUEST, with_beams=True)
     # Special tokens that stay in the text despite skip_special_tokens, such as <tool_call>.
     visible_special_ids: Sequence[int] | None = declared(
@@ -121,6 +131,16 @@ class SamplingParams:
             if self.best_of == self.n:
                 object.__setattr__(self, "best_of", None)  # all completions are returned, so there is nothing to rank
         self._check_beams()
+        self._check_pooling()
+
+    def _check_pooling(self) -> None:
+        if self.pooling is None:
+            return
+        if self.max_tokens != 0:
+            raise InvalidParameter("max_tokens", "must be 0 with pooling: nothing is generated")
+        for name in ("n", "prompt_logprobs", "structure", "best_of"):
+            if getattr(self, name) != PARAMETERS[name].neutral:
+                raise InvalidParameter(name, "does not go with pooling: nothing is generated")
 
     def _check_beams(self) -> None:
         if self.beam_width is None:
@@ -130,6 +150,8 @@ class SamplingParams:
             return
         if self.n > self.beam_width:
             raise InvalidParameter("n", f"must not exceed beam_width ({self.beam_width}), got {self.n}")
+        if self.max_tokens == 0:
+            raise InvalidParameter("max_tokens", "must be at least 1 with beam_width")
         if self.temperature not in (0.0, 1.0):
             raise InvalidParameter("temperature", "must be 0 or 1 with beam_width: beam search does not sample")
         for name, parameter in self._active():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from chairlift.core.beam.group import beam_group
-from chairlift.core.events import DraftsVerified, RequestFinished, TokenProduced
-from chairlift.core.plan import BAD_LOGITS, StepPlan, StepResult
+from chairlift.core.events import DraftsVerified, PromptPooled, PromptScored, RequestFinished, TokenProduced
+from chairlift.core.plan import BAD_LOGITS, Chunk, StepPlan, StepResult
 from chairlift.core.request import Ending, FinishReason, Request, Status
 from chairlift.core.scheduler.state import SchedulerState
 from chairlift.core.speculation import Speculation
@@ -43,12 +43,16 @@ class ResultApplier:
             request.num_computed = chunk.known_end
             self._kv.commit(request)
             request.num_unread -= chunk.samples
+            if chunk.read:
+                self._publish_prompt(chunk, result, now)
             if chunk.drafts:
                 self._state.events.append(DraftsVerified(now, request.id, len(chunk.drafts), accepted))
             if request.group is not None and sampled:
                 self._advance_beam(request, result, result.tokens[sampled.start], now, ends)
             else:
                 self._append(request, result, sampled, now, ends)
+            if request.prompt_only and request.num_computed == request.num_prompt:
+                self.finish(request, Ending(FinishReason.LENGTH), now)
             if chunk.drafts and request.status is Status.RUNNING:
                 request.rewind()
                 self._kv.trim(request, request.num_computed)
@@ -73,6 +77,15 @@ class ResultApplier:
             if ending is not None:
                 self.finish(request, ending, now)
                 return
+
+    def _publish_prompt(self, chunk: Chunk, result: StepResult, now: float) -> None:
+        """Publish what the step computed from the prompt positions that a chunk read."""
+        request, outputs = chunk.request, result.prompts
+        request.num_read = chunk.read.stop
+        if request.id in outputs.logprobs:
+            self._state.events.append(PromptScored(now, request.id, outputs.logprobs[request.id]))
+        if request.id in outputs.vectors:
+            self._state.events.append(PromptPooled(now, request.id, outputs.vectors[request.id]))
 
     def _advance_beam(
         self, request: Request, result: StepResult, token: int, now: float, ends: EndingCheck | None

@@ -120,6 +120,7 @@ class Scheduler:
 
     def check_fits(self, num_prompt: int, max_new_tokens: int, beams: int = 1) -> None:
         """Raise InvalidParameter for a request that could not reach its last token even alone in the batch."""
+        max_new_tokens = max(1, max_new_tokens)  # the last token of a prompt is always computed
         if beams == 1 and num_prompt + max_new_tokens <= self.capacity:  # the usual case
             return
         if beams > self.max_batch_requests:

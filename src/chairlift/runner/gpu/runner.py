@@ -16,9 +16,9 @@ from torch import Tensor
 
 from chairlift.attention.backends.base import AttentionBackend
 from chairlift.attention.interface import Attend, AttentionLayer, PagedBatch
-from chairlift.attention.storage import KVStorage
+from chairlift.attention.storage import KVStorage, sent
 from chairlift.core.executor import ExecutorCapabilities
-from chairlift.core.plan import Chunk, StepPlan
+from chairlift.core.plan import Chunk, PromptOutputs, StepPlan
 from chairlift.core.request import Request
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.models.base import CausalLM
@@ -27,7 +27,7 @@ from chairlift.runner.device_memory import memory_taken
 from chairlift.runner.gpu.draft_observer import DraftObserver
 from chairlift.runner.gpu.graphs import can_capture
 from chairlift.runner.gpu.host_sampling import HostSampling
-from chairlift.runner.gpu.packing import Packer
+from chairlift.runner.gpu.packing import PackedStep, Packer
 from chairlift.runner.gpu.preparation import StepPreparation
 from chairlift.runner.gpu.shapes import BatchShape, Shapes, round_up
 from chairlift.runner.gpu.slots import Slots
@@ -104,7 +104,9 @@ class GPURunner(ModelRunner):
 
     @property
     def capabilities(self) -> ExecutorCapabilities:
-        return ExecutorCapabilities(STEPS_AHEAD, beam_search=True, max_drafts=self.max_drafts)
+        return ExecutorCapabilities(
+            STEPS_AHEAD, beam_search=True, hidden_size=self.model.hidden_size, max_drafts=self.max_drafts
+        )
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +117,10 @@ class GPURunner(ModelRunner):
         staging = self._staging[self._num_steps % STAGING_BUFFERS]
         self._num_steps += 1
         packed = self._packer.pack(plan, staging)
-        graphs = self.preparation.graphs if packed.capturable else None
+        reads = any(chunk.read for chunk in plan.chunks)
+        # Captured steps keep the hidden states of all rows only for a draft network.
+        capturable = packed.capturable and (not reads or self.draft_observer is not None)
+        graphs = self.preparation.graphs if capturable else None
         typical = graphs is None or graphs.is_typical(packed.shape)
         graph = None if graphs is None else graphs.find(packed.shape)
         size = packed.shape.size
@@ -123,18 +128,33 @@ class GPURunner(ModelRunner):
         staging.started.record()
         on_host = self._host_sampling.rows(packed)
         masks = self._host_sampling.begin_masks(packed, on_host)
-        step = self._forward(packed.shape) if graph is None else graph.replay()
+        step = self._forward(packed.shape, all_rows=reads) if graph is None else graph.replay()
         candidates = beam_candidates(packed.chunks, step.logits, one_by_one=self.one_by_one)
         from_host = self._host_sampling.sample(packed, on_host, step.logits, masks)
         staging.tokens[: packed.shape.samples].copy_(step.tokens, non_blocking=True)
         staging.finished.record()
-        launched = LaunchedStep(plan, packed, staging, from_host, candidates, time.perf_counter() - begun, typical)
+        prompts = self._read_prompts(plan, packed, step) if reads else PromptOutputs()
+        seconds = time.perf_counter() - begun
+        launched = LaunchedStep(plan, packed, staging, from_host, candidates, prompts, seconds, typical)
         if self.draft_observer is not None:
             self.draft_observer.observe(launched, step)
         return launched
 
-    def _forward(self, shape: BatchShape) -> ComputedStep:
-        """The whole step as kernels that read nothing but device memory: what a graph captures."""
+    def _read_prompts(self, plan: StepPlan, packed: PackedStep, step: ComputedStep) -> PromptOutputs:
+        assert step.output is not None
+        first_rows = packed.first_rows.tolist()
+        rows = [
+            first + position - chunk.start
+            for first, chunk in zip(first_rows, plan.chunks, strict=True)
+            for position in chunk.read
+        ]
+        return self.prompt_reader.read(plan.chunks, step.output.hidden.last[sent(rows, self.device)])
+
+    def _forward(self, shape: BatchShape, *, all_rows: bool = False) -> ComputedStep:
+        """The whole step as kernels that read nothing but device memory: what a graph captures.
+
+        With `all_rows`, or a draft network, the result has the hidden states of all rows.
+        """
         from chairlift.kernels.triton.launch import picked_rows
         from chairlift.kernels.triton.layers import begin_step
         from chairlift.kernels.triton.sampling import sample
@@ -144,7 +164,7 @@ class GPURunner(ModelRunner):
             view["token"], view["slot"], self.last_token, view["update_cell"], view["update_block"], self.tables
         )
         rows = view["sample_row"]
-        if self.draft_observer is None:
+        if self.draft_observer is None and not all_rows:
             output, kept = None, self.model.hidden_states(tokens, view["position"], attend, rows).last
         else:
             output = ModelOutput(tokens, self.model.hidden_states(tokens, view["position"], attend))

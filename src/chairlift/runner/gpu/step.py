@@ -10,7 +10,7 @@ from torch import Tensor
 from chairlift.attention.input_batch import InputBatch
 from chairlift.attention.interface import RaggedLayout
 from chairlift.core.beam.search import Candidates
-from chairlift.core.plan import Chunk, StepPlan, StepResult, StepTiming
+from chairlift.core.plan import Chunk, PromptOutputs, StepPlan, StepResult, StepTiming
 from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.models.base import HiddenStates
 from chairlift.runner.gpu.packing import PackedStep
@@ -19,7 +19,7 @@ from chairlift.runner.gpu.staging import Staging
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What a draft network reads of a step: its tokens and what the model computed for them."""
+    """The tokens of a step and what the model computed for all of them: for a draft network, or for prompt outputs."""
 
     tokens: Tensor  # [T] int32
     hidden: HiddenStates
@@ -35,7 +35,7 @@ class ModelOutput:
             slot_mapping=empty,
         )
         padding = len(self.tokens) - plan.num_tokens
-        return InputBatch(self.tokens, view["position"], view["sample_row"], layout, num_padding=padding)
+        return InputBatch(self.tokens, view["position"], view["sample_row"], empty, layout, num_padding=padding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ComputedStep:
 
     logits: Tensor  # [samples, vocab]
     tokens: Tensor  # [samples] int32
-    output: ModelOutput | None  # None without a draft network
+    output: ModelOutput | None  # None if only the sampled rows are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class LaunchedStep:
     staging: Staging
     from_host: dict[int, SampledTokens]  # by the index of the chunk among those that sample
     candidates: dict[str, Candidates]
+    prompts: PromptOutputs
     build_seconds: float
     typical: bool  # whether later steps of its shape take as long: not if it was captured, or soon will be
 
@@ -77,7 +78,9 @@ class LaunchedStep:
             tokens, logprobs, accepted = self._verify(tokens)
         seconds = self.staging.started.elapsed_time(self.staging.finished) * 1e-3
         timing = StepTiming(build=self.build_seconds, forward=seconds)
-        return StepResult(self.plan, tokens, logprobs, timing, self.plan.idle_rows, accepted, self.candidates)
+        return StepResult(
+            self.plan, tokens, logprobs, timing, self.plan.idle_rows, accepted, self.candidates, self.prompts
+        )
 
     def _verify(self, sampled: Sequence[int]) -> tuple[list[int], list[TokenLogprobs | None], dict[str, int]]:
         """Each request's tokens up to the first that differs from its draft."""

@@ -126,6 +126,8 @@ class CompletionBody(GenerationBody):
         for name in ("length_penalty", "early_stopping"):
             if getattr(self, name) is not None:
                 more[name] = getattr(self, name)
+        if more.get("max_tokens") == 0 and more.get("prompt_logprobs") is None:
+            raise InvalidParameter("max_tokens", "must be at least 1: nothing was requested about the prompt")
         n = 1 if self.n is None else self.n
         params = super().sampling_params(n=n, **self._selection(n), **more)
         if self.stream and (params.beam_width or params.best_of):

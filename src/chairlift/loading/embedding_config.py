@@ -1,0 +1,96 @@
+"""What a checkpoint says about embeddings: how hidden states are pooled, and whether it is a reranker."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chairlift.core.sampling.pooling import PoolingKind
+from chairlift.errors import CorruptCheckpoint, UnsupportedModel
+from chairlift.loading.checkpoint import Checkpoint
+from chairlift.loading.json_file import MAX_JSON_BYTES, read_json_object
+
+_KINDS = {
+    "pooling_mode_mean_tokens": PoolingKind.MEAN,
+    "pooling_mode_lasttoken": PoolingKind.LAST,
+    "mean": PoolingKind.MEAN,
+    "lasttoken": PoolingKind.LAST,
+}
+_GGUF_KINDS = {0: PoolingKind.MEAN, 1: PoolingKind.MEAN, 3: PoolingKind.LAST}  # by llama.cpp's pooling_type; 0 is none
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingConfig:
+    """The checkpoint's defaults; a model that was not made for embeddings takes the mean."""
+
+    kind: PoolingKind = PoolingKind.MEAN
+    answers: tuple[str, str] | None = None  # of a reranker: the tokens that mean "not relevant" and "relevant"
+    problem: str | None = None  # why this checkpoint has no embeddings
+
+    def require(self) -> None:
+        """Raise if the checkpoint's embeddings cannot be computed."""
+        if self.problem is not None:
+            raise UnsupportedModel(self.problem)
+
+
+def read_embedding_config(checkpoint: Checkpoint) -> EmbeddingConfig:
+    """Read the files of sentence-transformers or the metadata of a GGUF file, and `classifier_from_token`."""
+    answers = _answers(checkpoint.config.get("classifier_from_token"))
+    if checkpoint.format == "gguf":
+        return EmbeddingConfig(_gguf_kind(checkpoint), answers)
+    modules = checkpoint.path / "modules.json"
+    if not modules.exists():
+        return EmbeddingConfig(answers=answers)
+    found = [(str(one.get("type")).rsplit(".", 1)[-1], str(one.get("path"))) for one in _read_list(modules)]
+    others = sorted({name for name, _ in found} - {"Transformer", "Pooling", "Normalize"})
+    if others:
+        problem = f"its embeddings need modules that are not supported: {', '.join(others)}"
+        return EmbeddingConfig(answers=answers, problem=problem)
+    paths = [path for name, path in found if name == "Pooling"]
+    if not paths or Path(paths[0]).name != paths[0]:
+        raise CorruptCheckpoint(f"{modules}: names no folder with the settings of its pooling")
+    settings = read_json_object(checkpoint.path / paths[0] / "config.json")
+    kinds = {_KINDS.get(name) for name in _modes(settings)}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None:
+        problem = (
+            f"its embeddings are pooled by {', '.join(_modes(settings)) or 'nothing'}; supported: mean, last token"
+        )
+        return EmbeddingConfig(answers=answers, problem=problem)
+    return EmbeddingConfig(kind, answers)
+
+
+def _modes(settings: dict[str, Any]) -> list[str]:
+    """The pooling modes that are on: one flag for each in older files, a name or a list of names in newer ones."""
+    named = settings.get("pooling_mode", [])
+    flags = [name for name, on in settings.items() if name.startswith("pooling_mode_") and on is True]
+    return flags + [str(name) for name in (named if isinstance(named, list) else [named])]
+
+
+def _answers(tokens: Any) -> tuple[str, str] | None:
+    if tokens is None:
+        return None
+    if not isinstance(tokens, list) or len(tokens) != 2 or not all(isinstance(token, str) for token in tokens):
+        raise CorruptCheckpoint(f"config.json: classifier_from_token must be two tokens, it is {tokens!r:.100}")
+    return tokens[0], tokens[1]
+
+
+def _gguf_kind(checkpoint: Checkpoint) -> PoolingKind:
+    from chairlift.loading.gguf.checkpoint import GGUFCheckpoint
+
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    metadata = checkpoint.file.metadata
+    value = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
+    return _GGUF_KINDS.get(value, PoolingKind.MEAN) if isinstance(value, int) else PoolingKind.MEAN
+
+
+def _read_list(file: Path) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(file.read_bytes()) if file.stat().st_size <= MAX_JSON_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{file}: cannot be read as JSON ({error}): fetch it again") from None
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise CorruptCheckpoint(f"{file}: must hold a JSON list of objects")
+    return found

@@ -1,0 +1,274 @@
+"""Prompt log-probabilities, embeddings and scores equal those of transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift import LLM, SamplingParams
+from chairlift.core.events import Event, PromptPooled, PromptScored, RequestPreempted, StepDone
+from chairlift.core.integrity import check_quiescent
+from chairlift.core.orderings.priority import PriorityOrdering
+from chairlift.core.request import Request
+from chairlift.core.sampling.pooling import Pooling, PoolingKind
+from chairlift.errors import InvalidParameter
+from chairlift.outputs import Logprob
+from tests.tiny import SENTENCES, write_tiny_checkpoint
+
+SCORED = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=4)
+PROMPT_ONLY = SamplingParams(max_tokens=0, prompt_logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    """Prompts of these tests take several steps."""
+    return LLM(str(folder), kv_memory="4MiB", seed=0, max_batch_tokens=16, max_batch_requests=4)
+
+
+@pytest.fixture(scope="module")
+def hf(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(autouse=True)
+def check_quiescent_afterwards(llm: LLM) -> Any:
+    yield
+    llm.engine.step()
+    check_quiescent(llm.engine.scheduler)
+
+
+def expected_logprobs(hf: Any, tokens: Sequence[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return hf(torch.tensor([list(tokens)])).logits[0].float().log_softmax(dim=-1)
+
+
+def expected_embedding(hf: Any, tokens: Sequence[int], pooling: str) -> torch.Tensor:
+    with torch.inference_mode():
+        hidden = hf.model(torch.tensor([list(tokens)])).last_hidden_state[0]
+    return hidden.mean(dim=0) if pooling == "mean" else hidden[-1]
+
+
+def check_logprobs(hf: Any, tokens: list[int], found: list[dict[int, Logprob] | None] | None, top: int) -> None:
+    assert found is not None
+    assert len(found) == len(tokens)
+    assert found[0] is None
+    expected = expected_logprobs(hf, tokens)
+    for position, entry in enumerate(found[1:], start=1):
+        assert entry is not None
+        row, own = expected[position - 1], tokens[position]
+        assert abs(entry[own].logprob - float(row[own])) < 1e-3
+        assert entry[own].rank == 1 + int((row > row[own]).sum())
+        likeliest = row.topk(top).indices.tolist()
+        assert set(entry) == {own, *likeliest}
+        assert all(abs(entry[token].logprob - float(row[token])) < 1e-3 for token in likeliest)
+
+
+def test_prompt_logprobs_in_chunks_beside_decodes_with_several_requests(llm: LLM, hf: Any) -> None:
+    steps: list[StepDone] = []
+    llm.engine.subscribe(lambda events: steps.extend(event for event in events if isinstance(event, StepDone)))
+    decoding = llm.stream("a", SCORED.clone(max_tokens=60, prompt_logprobs=None))
+    next(decoding)
+    results = llm.generate([*SENTENCES, "b"], SCORED, use_tqdm=False)
+    decoding.close()  # type: ignore[attr-defined]
+    assert sum(step.decode_tokens > 0 and step.prefill_tokens > 0 for step in steps) > 3
+    assert max(len(result.prompt_token_ids) for result in results) > 24, "the longest prompt takes several steps"
+    plain = llm.generate([*SENTENCES, "b"], SCORED.clone(prompt_logprobs=None), use_tqdm=False)
+    for result, unscored in zip(results, plain, strict=True):
+        check_logprobs(hf, result.prompt_token_ids, result.prompt_logprobs, 4)
+        assert result.outputs[0].token_ids == unscored.outputs[0].token_ids
+        assert unscored.prompt_logprobs is None
+
+
+def test_a_prompt_that_is_scored_is_not_taken_from_the_prefix_cache(llm: LLM, hf: Any) -> None:
+    prompt = SENTENCES[0] + SENTENCES[1]
+    llm.generate(prompt, SCORED.clone(prompt_logprobs=None), use_tqdm=False)
+    (scored,) = llm.generate(prompt, SCORED, use_tqdm=False)
+    assert scored.cached_tokens == 0
+    check_logprobs(hf, scored.prompt_token_ids, scored.prompt_logprobs, 4)
+    (again,) = llm.generate(prompt, SCORED.clone(prompt_logprobs=None), use_tqdm=False)
+    assert again.cached_tokens >= 16
+
+
+def test_only_the_prompt_is_computed_with_max_tokens_0(llm: LLM, hf: Any) -> None:
+    results = llm.generate([SENTENCES[2], "b"], PROMPT_ONLY, use_tqdm=False)
+    for result in results:
+        check_logprobs(hf, result.prompt_token_ids, result.prompt_logprobs, 0)
+        (output,) = result.outputs
+        assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
+    (several,) = llm.generate(SENTENCES[3], PROMPT_ONLY.clone(n=2), use_tqdm=False)
+    check_logprobs(hf, several.prompt_token_ids, several.prompt_logprobs, 0)
+    assert [output.finish_reason for output in several.outputs] == ["length", "length"]
+
+
+def test_a_prompt_may_fill_the_whole_context_if_nothing_is_generated(llm: LLM, hf: Any) -> None:
+    tokens = [3 + index % 300 for index in range(llm.engine.max_model_len)]
+    (result,) = llm.generate([tokens], PROMPT_ONLY, use_tqdm=False)
+    check_logprobs(hf, tokens, result.prompt_logprobs, 0)
+    with pytest.raises(InvalidParameter, match="at most 256 fit"):
+        llm.generate([[*tokens, 3]], PROMPT_ONLY, use_tqdm=False)
+    with pytest.raises(InvalidParameter, match="leave room for an answer"):
+        llm.generate([tokens], SCORED, use_tqdm=False)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_prompts_preempted_in_the_middle_are_scored_once_and_pooled_whole(
+    folder: Path, hf: Any, preemption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Urgent requests take the slots of prompts that are half computed."""
+
+    def slot_to_take(ordering: PriorityOrdering, request: Request, running: Sequence[Request]) -> Request | None:
+        last = max(running, key=ordering.rank)
+        return last if last.priority > request.priority else None
+
+    monkeypatch.setattr(PriorityOrdering, "takes_slots", True)
+    monkeypatch.setattr(PriorityOrdering, "slot_to_take", slot_to_take)
+    small = LLM(
+        str(folder),
+        kv_memory="4MiB",
+        max_prefill_tokens=8,
+        max_batch_requests=2,
+        block_size=8,
+        preemption=preemption,
+        order="priority",
+    )
+    engine, tokenizer = small.engine, small.get_tokenizer()
+    prompt = tokenizer.encode(SENTENCES[0] + SENTENCES[3])
+
+    def outputs_of(params: SamplingParams) -> list[PromptScored | PromptPooled]:
+        engine.submit(prompt, params, priority=9, cache_salt=str(params))
+        events: list[Event] = []
+        while engine.has_work:
+            steps = sum(isinstance(event, StepDone) for event in events)
+            if steps in (2, 7):
+                for _ in range(2):
+                    engine.submit([5, 6, 7], SamplingParams(max_tokens=2))
+            events += engine.step()
+        preempted = [event for event in events if isinstance(event, RequestPreempted)]
+        assert len(preempted) == 2
+        assert all(0 < event.computed_tokens < len(prompt) - 8 for event in preempted)
+        assert all(event.swapped == (preemption == "swap") for event in preempted)
+        return [event for event in events if isinstance(event, (PromptScored, PromptPooled))]
+
+    entries = [one for event in outputs_of(SCORED) if isinstance(event, PromptScored) for one in event.logprobs]
+    expected = expected_logprobs(hf, prompt)
+    assert [one.token_id for one in entries] == prompt[1:]
+    assert all(abs(one.logprob - float(expected[i, one.token_id])) < 1e-3 for i, one in enumerate(entries))
+    for kind in ("mean", "last"):
+        (found,) = outputs_of(pooled(kind))
+        assert isinstance(found, PromptPooled)
+        check_embedding(hf, prompt, list(found.vector), kind)
+    check_quiescent(engine.scheduler)
+
+
+def pooled(kind: str, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=0, pooling=Pooling(PoolingKind(kind), **more))
+
+
+def check_embedding(hf: Any, tokens: list[int], found: list[float], pooling: str) -> None:
+    expected = expected_embedding(hf, tokens, pooling)
+    vector = torch.tensor(found)
+    assert abs(float(vector.norm()) - 1) < 1e-5
+    assert float(torch.nn.functional.cosine_similarity(vector, expected, dim=0)) > 0.9999
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_equal_transformers(llm: LLM, hf: Any, pooling: str) -> None:
+    texts = [*SENTENCES, SENTENCES[0], "b"]
+    for _ in range(2):  # the second time with a warm prefix cache
+        for result in llm.embed(texts, pooling=pooling, use_tqdm=False):
+            check_embedding(hf, result.prompt_token_ids, result.outputs.embedding, pooling)
+
+
+def test_dimensions_and_normalisation(llm: LLM, hf: Any) -> None:
+    (whole,) = llm.embed(SENTENCES[1], normalize=False, use_tqdm=False)
+    expected = expected_embedding(hf, whole.prompt_token_ids, "mean")
+    assert torch.allclose(torch.tensor(whole.outputs.embedding), expected, atol=1e-4)
+    (short,) = llm.embed(SENTENCES[1], dimensions=16, use_tqdm=False)
+    assert torch.allclose(torch.tensor(short.outputs.embedding), expected[:16] / expected[:16].norm(), atol=1e-4)
+    with pytest.raises(InvalidParameter, match="dimensions: must be at most 64"):
+        llm.embed("a", dimensions=65, use_tqdm=False)
+    with pytest.raises(InvalidParameter, match="pooling: must be mean or last"):
+        llm.embed("a", pooling="first", use_tqdm=False)
+
+
+def test_scores_are_cosines(llm: LLM) -> None:
+    texts = SENTENCES[:3]
+    vectors = [torch.tensor(one.outputs.embedding) for one in llm.embed(texts, use_tqdm=False)]
+    scores = [one.outputs.score for one in llm.score(texts[0], texts, use_tqdm=False)]
+    assert scores == pytest.approx([float(vectors[0] @ vector) for vector in vectors], abs=1e-5)
+    assert scores[0] == pytest.approx(1.0)
+    with pytest.raises(InvalidParameter, match="text_1"):
+        llm.score(texts[:2], texts, use_tqdm=False)
+    with pytest.raises(InvalidParameter, match="instruction"):
+        llm.score(texts[0], texts, instruction="find the lift", use_tqdm=False)
+
+
+def test_a_reranker_is_scored_by_its_answers(folder: Path, hf: Any, tmp_path: Path) -> None:
+    """A checkpoint that names its two answers: here two tokens of the tiny vocabulary."""
+    import json
+    import shutil
+
+    reranker = tmp_path / "reranker"
+    shutil.copytree(folder, reranker)
+    config = json.loads((reranker / "config.json").read_text())
+    (reranker / "config.json").write_text(json.dumps(config | {"classifier_from_token": ["n", "y"]}))
+    llm = LLM(str(reranker), kv_memory="4MiB", max_model_len=256)
+    tokenizer = llm.get_tokenizer()
+    (found,) = llm.score("lift?", "a lift", instruction="judge", use_tqdm=False)
+    system = tokenizer.apply_chat_template(
+        [
+            {
+                "role": "system",
+                "content": "Judge whether the Document meets the requirements based on the Query and the Instruct "
+                'provided. Note that the answer can only be "yes" or "no".',
+            },
+            {"role": "user", "content": "<Instruct>: judge\n<Query>: lift?\n<Document>: a lift"},
+        ]
+    )
+    row = expected_logprobs(hf, tokenizer.encode(system))[-1]
+    no, yes = (float(row[tokenizer.token_id(answer) or 0]) for answer in ("n", "y"))
+    assert found.outputs.score == pytest.approx(math.exp(yes) / (math.exp(yes) + math.exp(no)), abs=1e-4)
+
+
+def test_beam_search_returns_all_beams(llm: LLM) -> None:
+    (result,) = llm.beam_search("a chair", 3, max_tokens=4, use_tqdm=False, ignore_eos=True)
+    by_params = SamplingParams(n=3, beam_width=3, temperature=0.0, max_tokens=4, ignore_eos=True)
+    (expected,) = llm.generate("a chair", by_params, use_tqdm=False)
+    assert [output.token_ids for output in result.outputs] == [output.token_ids for output in expected.outputs]
+    assert len(result.outputs) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "parameter"),
+    [
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "beam_width": 2}, "prompt_logprobs"),
+        ({"max_tokens": 0, "beam_width": 2}, "max_tokens"),
+        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
+        ({"pooling": "mean"}, "pooling"),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(given: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(**given)
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": 1}, {"n": 2}, {"prompt_logprobs": 1}])
+def test_pooling_goes_without_generation(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        pooled("mean").clone(**given)
+    assert caught.value.parameter == next(iter(given))

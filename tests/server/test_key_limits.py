@@ -16,7 +16,7 @@ import pytest
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.access.keys import APIKey, KeyLimits, KeySources, KeyTable
-from chairlift.server.access.rate_limits import RateLimiter
+from chairlift.server.access.rate_limits import Grant, RateLimiter
 from chairlift.server.http.errors import APIError
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.messages import Submit, Update
@@ -122,7 +122,7 @@ def refusal_of(call: Any) -> APIError:
 def test_requests_per_minute_refill_steadily() -> None:
     clock, key = Clock(), APIKey("alice", b"", KeyLimits(requests_per_minute=6))
     limiter = limiter_for(clock)
-    headers = [asyncio.run(limiter.begin(key)) for _ in range(6)]
+    headers = [asyncio.run(limiter.begin(key)).headers for _ in range(6)]
     assert [one["x-ratelimit-remaining-requests"] for one in headers] == ["5", "4", "3", "2", "1", "0"]
     assert headers[0]["x-ratelimit-limit-requests"] == "6"
     assert [headers[0]["x-ratelimit-reset-requests"], headers[5]["x-ratelimit-reset-requests"]] == ["10s", "1m0s"]
@@ -144,19 +144,24 @@ def test_requests_per_minute_refill_steadily() -> None:
 def test_tokens_are_charged_first_and_unused_ones_given_back() -> None:
     clock, key = Clock(), APIKey("alice", b"", KeyLimits(tokens_per_minute=600))
     limiter = limiter_for(clock)
-    for _ in range(2):
-        asyncio.run(limiter.begin(key))
-    assert asyncio.run(limiter.charge(key, 500))["x-ratelimit-remaining-tokens"] == "100"
-    refused = refusal_of(limiter.charge(key, 150))
+    first, second = (asyncio.run(limiter.begin(key)) for _ in range(2))
+
+    def remaining(grant: Grant, tokens: int) -> str:
+        asyncio.run(limiter.charge(grant, tokens))
+        return grant.headers["x-ratelimit-remaining-tokens"]
+
+    assert remaining(first, 500) == "100"
+    refused = refusal_of(limiter.charge(second, 150))
     assert refused.headers is not None
     assert refused.headers["Retry-After"] == "5"  # 50 tokens at 10 per second
-    limiter.end(key, 450)
-    assert asyncio.run(limiter.charge(key, 150))["x-ratelimit-remaining-tokens"] == "400"
-    limiter.end(key, -500)  # used more than charged
-    refusal_of(limiter.charge(key, 1))
+    limiter.end(first, 450)
+    assert remaining(second, 150) == "400"
+    limiter.end(second, -500)  # used more than charged
+    third = asyncio.run(limiter.begin(key))
+    refusal_of(limiter.charge(third, 1))
     clock.now += 11
-    assert asyncio.run(limiter.charge(key, 10))["x-ratelimit-remaining-tokens"] == "0"
-    too_large = refusal_of(limiter.charge(key, 601))
+    assert remaining(third, 10) == "0"
+    too_large = refusal_of(limiter.charge(third, 601))
     assert too_large.headers is not None
     assert "Retry-After" not in too_large.headers
     assert "may need 601" in str(too_large.detail)
@@ -166,19 +171,18 @@ def test_concurrent_requests_of_all_keys_of_a_name_count_together() -> None:
     old, new = (APIKey("bob", digest, KeyLimits(concurrent_requests=2)) for digest in (b"1", b"2"))
     limiter = limiter_for(Clock())
     asyncio.run(limiter.begin(old))
-    asyncio.run(limiter.begin(new))
+    second = asyncio.run(limiter.begin(new))
     refusal_of(limiter.begin(old))
-    limiter.end(new, 0)
+    limiter.end(second, 0)
     asyncio.run(limiter.begin(old))
 
 
 def test_new_limits_of_a_key_take_effect_and_keep_its_open_requests() -> None:
     limiter = limiter_for(Clock())
     before, after = (APIKey("a", b"", KeyLimits(concurrent_requests=count)) for count in (5, 2))
-    for _ in range(2):
-        asyncio.run(limiter.begin(before))
+    grants = [asyncio.run(limiter.begin(before)) for _ in range(2)]
     refusal_of(limiter.begin(after))
-    limiter.end(after, 0)
+    limiter.end(grants[0], 0)
     asyncio.run(limiter.begin(after))
 
 

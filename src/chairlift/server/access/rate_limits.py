@@ -17,16 +17,25 @@ REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrent"
 Headers = dict[str, str]
 
 
+@dataclass(slots=True)
+class Grant:
+    """A request that was granted, until its end."""
+
+    key: APIKey
+    headers: Headers  # of its response
+    number: int = 0  # distinguishes the grants of one process from each other where another one decides
+
+
 class RateLimits(Protocol):
     """Grants requests. In a front end with several processes, one of them decides for all."""
 
-    async def begin(self, key: APIKey) -> Headers:
-        """Count a request that begins; return the response's headers. Raises a 429 error if it exceeds a limit."""
+    async def begin(self, key: APIKey) -> Grant:
+        """Count a request that begins. Raises a 429 error if it exceeds a limit."""
 
-    async def charge(self, key: APIKey, tokens: int) -> Headers:
+    async def charge(self, grant: Grant, tokens: int) -> None:
         """Count the tokens that a request may use. Raises a 429 error if they exceed the limit."""
 
-    def end(self, key: APIKey, unused: int) -> None:
+    def end(self, grant: Grant, unused: int) -> None:
         """End a request and give back the charged tokens that it did not use; negative if it used more."""
 
 
@@ -65,7 +74,7 @@ class RateLimiter:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    async def begin(self, key: APIKey) -> Headers:
+    async def begin(self, key: APIKey) -> Grant:
         now, account = self._clock(), self._account(key)
         most = key.limits.concurrent_requests
         if most is not None and account.open >= most:
@@ -76,9 +85,10 @@ class RateLimiter:
                 raise self._refusal(key, REQUESTS, f"{account.requests.limit} requests per minute", wait)
             account.requests.take(1, now)
         account.open += 1
-        return self._headers(account)
+        return Grant(key, self._headers(account))
 
-    async def charge(self, key: APIKey, tokens: int) -> Headers:
+    async def charge(self, grant: Grant, tokens: int) -> None:
+        key = grant.key
         now, account = self._clock(), self._account(key)
         bucket = account.tokens
         if bucket is not None:
@@ -89,10 +99,10 @@ class RateLimiter:
                 wait = bucket.seconds_until(tokens, now)
                 raise self._refusal(key, TOKENS, f"{bucket.limit} tokens per minute", wait)
             bucket.take(tokens, now)
-        return self._headers(account)
+        grant.headers = self._headers(account)
 
-    def end(self, key: APIKey, unused: int) -> None:
-        account = self._account(key)
+    def end(self, grant: Grant, unused: int) -> None:
+        account = self._accounts[grant.key.name]  # its limits may have changed since
         account.open -= 1
         if account.tokens is not None:
             account.tokens.take(-unused, self._clock())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.http.errors import too_busy, unavailable
@@ -13,19 +14,47 @@ from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.messages import Loaded
 
 
-class AdmissionControl:
-    def __init__(self, engine: EngineClient, metrics: Metrics, limits: Limits) -> None:
+class Admission(ABC):
+    """Reserves capacity for sequences, which another process may have to grant, and for text jobs of this process."""
+
+    def __init__(self, metrics: Metrics, limits: Limits) -> None:
         self.draining = False  # shutting down: refuse all new requests
-        self._engine = engine
         self._metrics = metrics
         self._limits = limits
-        self._preparing = 0  # sequences reserved but not yet submitted to the engine
         self._text_jobs = 0
 
-    @contextmanager
-    def reserve(self, num_prompts: int, n: int) -> Iterator[Loaded]:
+    @abstractmethod
+    def reserve(self, num_prompts: int, n: int) -> AbstractAsyncContextManager[Loaded]:
         """Reserve capacity for one request's sequences until they are submitted; from then on the engine client counts
         them."""
+
+    @contextmanager
+    def reserve_text_job(self) -> Iterator[None]:
+        """Reserve one text job: parsing, tokenization or detokenization without the engine."""
+        self._check_not_draining()
+        if self._text_jobs >= self._limits.max_text_jobs:
+            self._metrics.refused.labels("429").inc()
+            raise too_busy("too many texts are being tokenised; try again in a moment")
+        self._text_jobs += 1
+        try:
+            yield
+        finally:
+            self._text_jobs -= 1
+
+    def _check_not_draining(self) -> None:
+        if self.draining:
+            self._metrics.refused.labels("503").inc()
+            raise unavailable("the server is shutting down")
+
+
+class AdmissionControl(Admission):
+    def __init__(self, engine: EngineClient, metrics: Metrics, limits: Limits) -> None:
+        super().__init__(metrics, limits)
+        self._engine = engine
+        self._preparing = 0  # sequences reserved but not yet submitted to the engine
+
+    @asynccontextmanager
+    async def reserve(self, num_prompts: int, n: int) -> AsyncIterator[Loaded]:
         count = num_prompts * n
         loaded = self._check_open()
         most = min(self._limits.max_completions, loaded.max_batch_requests + self._limits.max_waiting)
@@ -44,19 +73,6 @@ class AdmissionControl:
         finally:
             self._preparing -= count
 
-    @contextmanager
-    def reserve_text_job(self) -> Iterator[None]:
-        """Reserve one text job: parsing, tokenization or detokenization without the engine."""
-        self._check_not_draining()
-        if self._text_jobs >= self._limits.max_text_jobs:
-            self._metrics.refused.labels("429").inc()
-            raise too_busy("too many texts are being tokenised; try again in a moment")
-        self._text_jobs += 1
-        try:
-            yield
-        finally:
-            self._text_jobs -= 1
-
     def _check_open(self) -> Loaded:
         self._check_not_draining()
         loaded, state = self._engine.loaded, self._engine.state
@@ -64,8 +80,3 @@ class AdmissionControl:
             self._metrics.refused.labels("503").inc()
             raise unavailable(f"the engine is {state.value}")
         return loaded
-
-    def _check_not_draining(self) -> None:
-        if self.draining:
-            self._metrics.refused.labels("503").inc()
-            raise unavailable("the server is shutting down")

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from chairlift.core.request import completion_ids
 from chairlift.errors import InvalidParameter
 from chairlift.server.dashboard.subscribers import Subscribers
-from chairlift.server.generation.admission import AdmissionControl
+from chairlift.server.generation.admission import Admission
 from chairlift.server.generation.deadline import Deadline
 from chairlift.server.generation.endpoint import GenerationRequest, TokenizedPrompts
 from chairlift.server.generation.stream_metrics import StreamMetrics
@@ -44,7 +44,7 @@ class GenerationHandler:
         self,
         model: ServedModel,
         engine: EngineClient,
-        admission: AdmissionControl,
+        admission: Admission,
         tokenizer_pool: TokenizerPool,
         metrics: Metrics,
         subscribers: Subscribers,
@@ -71,7 +71,7 @@ class GenerationHandler:
 
     async def _submit(self, request: GenerationRequest, http: HTTPRequest) -> _Submission:
         """Admit, tokenize and submit a request. Admission comes first: a refused request must cost no work."""
-        with self._admission.reserve(request.num_prompts, request.params.num_sequences) as loaded:
+        async with self._admission.reserve(request.num_prompts, request.params.num_sequences) as loaded:
             timeout = self._default_timeout if request.body.timeout is None else request.body.timeout
             deadline = Deadline(http.state.arrived, timeout)
             tokenize = partial(request.tokenize, loaded.limits.max_model_len)

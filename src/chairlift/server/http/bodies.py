@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from chairlift.server.generation.admission import AdmissionControl
+from chairlift.server.generation.admission import Admission
 from chairlift.server.http.disconnect import unless_disconnected
 from chairlift.server.http.errors import APIError
 from chairlift.server.openai.types import GenerationBody
@@ -30,7 +30,7 @@ LARGE_BODY = 20_000  # bytes
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def threaded_body_route(admission: AdmissionControl) -> type[APIRoute]:
+def threaded_body_route(admission: Admission) -> type[APIRoute]:
     """Return a route class that parses large bodies in threads after the request is admitted."""
     threads = ThreadPoolExecutor(2, thread_name_prefix="body")
 
@@ -54,7 +54,7 @@ class _ThreadedBody(Request):
     """A request whose `json()` returns a validated model for a large body, which FastAPI accepts."""
 
     def __init__(
-        self, request: Request, body_type: type[BaseModel], admission: AdmissionControl, threads: ThreadPoolExecutor
+        self, request: Request, body_type: type[BaseModel], admission: Admission, threads: ThreadPoolExecutor
     ) -> None:
         super().__init__(request.scope, request.receive)
         self._body_type = body_type
@@ -65,16 +65,18 @@ class _ThreadedBody(Request):
         body = await self.body()
         if len(body) < LARGE_BODY:
             return await super().json()
-        with self._reservation():
+        async with AsyncExitStack() as held:
+            await self._reserve(held)
             parsing = asyncio.get_running_loop().run_in_executor(self._threads, partial(_parse, self._body_type, body))
             return await unless_disconnected(self, parsing)
 
-    def _reservation(self) -> AbstractContextManager[Any]:
+    async def _reserve(self, held: AsyncExitStack) -> None:
         """Reserve one completion, so that bodies of refused requests are not parsed; their real number is not known
         yet."""
         if issubclass(self._body_type, GenerationBody):
-            return self._admission.reserve(1, 1)
-        return self._admission.reserve_text_job()
+            await held.enter_async_context(self._admission.reserve(1, 1))
+        else:
+            held.enter_context(self._admission.reserve_text_job())
 
 
 def _parse(body_type: type[BaseModel], body: bytes) -> BaseModel:

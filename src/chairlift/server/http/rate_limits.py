@@ -5,27 +5,31 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.server.access.keys import APIKey
-from chairlift.server.access.rate_limits import Headers, RateLimits
+from chairlift.server.access.rate_limits import Grant, Headers, RateLimits
 from chairlift.server.http.errors import APIError
 
 
 class Allowance:
     """What one request is charged for."""
 
-    def __init__(self, limits: RateLimits, key: APIKey, headers: Headers) -> None:
-        self.headers = headers  # of the response
+    def __init__(self, limits: RateLimits, grant: Grant) -> None:
         self._limits = limits
-        self._key = key
+        self._grant = grant
         self._charged = 0
+
+    @property
+    def headers(self) -> Headers:
+        """Those of the response."""
+        return self._grant.headers
 
     async def charge(self, tokens: int) -> None:
         """Charge the tokens that the request may use, before it is submitted."""
-        self.headers = await self._limits.charge(self._key, tokens)
+        await self._limits.charge(self._grant, tokens)
         self._charged += tokens
 
     def settle(self, used: int | None) -> None:
         """End the request; `used` are its tokens, or None if it used what it was charged for."""
-        self._limits.end(self._key, 0 if used is None else self._charged - used)
+        self._limits.end(self._grant, 0 if used is None else self._charged - used)
 
 
 class RateLimitGuard:
@@ -45,7 +49,7 @@ class RateLimitGuard:
             await self._app(scope, receive, send)
             return
         try:
-            allowance = Allowance(self._limits, key, await self._limits.begin(key))
+            allowance = Allowance(self._limits, await self._limits.begin(key))
         except APIError as refusal:
             await refusal.response()(scope, receive, send)
             return

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.running_server import RunningServer, start_server
-from tests.server.sample_tools import TOOL_TEMPLATE
+from tests.server.sample_tools import THINKING_TEMPLATE, TOOL_TEMPLATE
 from tests.tiny import write_tiny_checkpoint
 
 
@@ -40,5 +40,16 @@ def described_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runni
     """A server with a chat template that does not show tools, and with enough context to describe them."""
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("described") / "tiny", positions=4096)
     running = start_server(folder, tmp_path_factory.mktemp("described_server") / "log")
+    yield running
+    assert running.stop() == 0, running.tail()
+
+
+@pytest.fixture(scope="session")
+def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server whose chat template has reasoning, which it can begin or leave out, and shows tools."""
+    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    folder = tmp_path_factory.mktemp("thinking") / "tiny"
+    write_tiny_checkpoint(folder, chat_template=THINKING_TEMPLATE, more_special=marks, positions=2048)
+    running = start_server(folder, tmp_path_factory.mktemp("thinking_server") / "log")
     yield running
     assert running.stop() == 0, running.tail()

@@ -10,6 +10,14 @@ TOOL_TEMPLATE = (
     "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Begins the reasoning, unless it is switched off or the model is to begin it.
+THINKING_TEMPLATE = TOOL_TEMPLATE.replace(
+    "{{ message.content }}", "<think>{{ message.reasoning_content }}</think>{{ message.content }}"
+).replace(
+    "assistant\n{% endif %}",
+    "assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif not model_begins %}<think>\n{% endif %}{% endif %}",
+)
 # Arguments short enough for a random model to complete.
 WEATHER: dict[str, Any] = {
     "type": "function",

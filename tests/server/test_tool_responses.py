@@ -8,8 +8,8 @@ from typing import Any
 
 from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.server.generation.usage import Usage
+from chairlift.server.openai.parsed_responses import ParsedChoiceFormat
 from chairlift.server.openai.response_builder import CompletionResponseBuilder
-from chairlift.server.openai.tool_responses import ToolCallChoiceFormat
 from chairlift.server.openai.types import ChatRequest
 from chairlift.server.process.messages import Update
 from chairlift.server.served_model import ServedModel
@@ -31,7 +31,7 @@ BODY = ChatRequest(model="tiny", messages=[{"role": "user", "content": "hello"}]
 def make_builder(n: int = 1, logprobs: bool = False, **request: Any) -> CompletionResponseBuilder:
     tools = ToolUse.of(HermesFormat(""), TOOLS, request.get("tool_choice"), request.get("parallel_tool_calls"))
     ids = ["r", *(f"r#{index}" for index in range(1, n))]
-    choices = ToolCallChoiceFormat(logprobs, tools)
+    choices = ParsedChoiceFormat(logprobs, tools, tools.parser)
     return CompletionResponseBuilder(choices, MODEL, BODY, "chatcmpl-1", ids, Usage())
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from chairlift.core.sampling.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import ArgumentsDelta, CallBegun, ContentDelta, PlainParser
+from chairlift.text.reasoning.reasoning_use import ReasoningUse
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import choose_format
 from chairlift.text.tool_formats.hermes import HermesFormat
@@ -79,6 +80,11 @@ def tokenizer(template: str, *added: AddedToken) -> Tokenizer:
 
 def use(template: str, tools: Any = (WEATHER, CLOCK), choice: Any = None, parallel: bool | None = None) -> ToolUse:
     return ToolUse.of(choose_format(template), list(tools), choice, parallel)
+
+
+def plain(template: str) -> ReasoningUse:
+    """A model without reasoning."""
+    return ReasoningUse(None, tokenizer(template))
 
 
 def prompt(template: str, messages: list[Any], tools: Any = (WEATHER, CLOCK), **options: Any) -> str:
@@ -151,7 +157,7 @@ def test_tool_choices() -> None:
 def test_without_tools_all_text_is_content() -> None:
     for without in (use(HERMES, tools=()), use(HERMES, choice="none")):
         assert isinstance(without.parser(), PlainParser)
-        assert without.structure(tokenizer(HERMES)) is None
+        assert without.structure(plain(HERMES)) is None
         assert without.visible_special_ids(tokenizer(HERMES, AddedToken("<tool_call>", special=True))) == []
 
 
@@ -256,7 +262,7 @@ def forced_text(request: ToolUse, of_template: Tokenizer, seed: int) -> str:
     """Random text that the grammar allows: each token is drawn from those allowed."""
     from llguidance import LLMatcher, LLTokenizer
 
-    structure = request.structure(of_template)
+    structure = request.structure(ReasoningUse(None, of_template))
     assert structure is not None
     assert structure.kind is StructureKind.GRAMMAR
     end = of_template.token_id("<|im_end|>")
@@ -318,7 +324,7 @@ def test_a_json_schema_and_tools_allow_either(kind: str) -> None:
     of_template, request = tokenizer(template, *added), use(template)
     schema = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}}
     requested = Structure.json(schema | {"required": ["name", "n"]}, "response_format")
-    structure = request.structure(of_template, requested)
+    structure = request.structure(ReasoningUse(None, of_template), requested)
     assert structure is not None
     assert structure.parameter == "response_format"
     vocabulary = LLTokenizer(of_template._backend.to_str(), eos_token=of_template.token_id("<|im_end|>"))
@@ -336,7 +342,7 @@ def test_the_number_of_forced_calls_is_bounded(kind: str) -> None:
 
     template, added = TEMPLATES[kind]
     of_template, request = tokenizer(template, *added), use(template, choice="required")
-    structure = request.structure(of_template)
+    structure = request.structure(ReasoningUse(None, of_template))
     assert structure is not None
     vocabulary = LLTokenizer(of_template._backend.to_str(), eos_token=of_template.token_id("<|im_end|>"))
     for count in (1, MAX_CALLS, MAX_CALLS + 1):
@@ -353,16 +359,16 @@ def test_a_truncated_forced_call_is_not_content() -> None:
 
 
 def test_only_json_structures_can_be_combined_with_tools() -> None:
-    assert use(HERMES).structure(tokenizer(HERMES), Structure.json_object()) is not None
+    assert use(HERMES).structure(plain(HERMES), Structure.json_object()) is not None
     with pytest.raises(InvalidParameter, match="regex: cannot be combined with tools"):
-        use(HERMES).structure(tokenizer(HERMES), Structure.regex("a+", "regex"))
+        use(HERMES).structure(plain(HERMES), Structure.regex("a+", "regex"))
     with pytest.raises(InvalidParameter, match="json: must be a JSON schema"):
-        use(HERMES).structure(tokenizer(HERMES), Structure.json("{", "json"))
+        use(HERMES).structure(plain(HERMES), Structure.json("{", "json"))
     forced = use(HERMES, choice="required")
     content = Structure.json({"type": "object"}, "response_format")  # there will be none
-    assert forced.structure(tokenizer(HERMES), content) == forced.structure(tokenizer(HERMES))
+    assert forced.structure(plain(HERMES), content) == forced.structure(plain(HERMES))
     with pytest.raises(InvalidParameter, match="guided_regex: does not go with a tool_choice"):
-        forced.structure(tokenizer(HERMES), Structure.regex("a+", "guided_regex"))
+        forced.structure(plain(HERMES), Structure.regex("a+", "guided_regex"))
 
 
 def test_keywords_that_cannot_be_enforced_are_ignored_unless_strict() -> None:
@@ -371,7 +377,7 @@ def test_keywords_that_cannot_be_enforced_are_ignored_unless_strict() -> None:
     unusual = {"type": "object", "properties": {"a": {"type": "string", "format": "unheard-of"}}}
     for strict in (False, True):
         request = use(HERMES, tools=[function(parameters=unusual, strict=strict)], choice="required")
-        structure = request.structure(tokenizer(HERMES))
+        structure = request.structure(plain(HERMES))
         assert structure is not None
         problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(structure.text))
         assert bool(problem) == strict

@@ -132,7 +132,13 @@ def make_service(config: ServerConfig, chat_template: str | None = None) -> Serv
     )
     name, *aliases = config.served_names or [config.model]
     return Service(
-        ServedModel.create(name, tokenizer, config.tool_format, aliases),
+        ServedModel.create(
+            name,
+            tokenizer,
+            config.tool_format,
+            aliases,
+            reasoning_parser=config.engine.get("reasoning_parser"),
+        ),
         engine,
         metrics,
         config.limits,

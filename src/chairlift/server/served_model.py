@@ -1,4 +1,4 @@
-"""The served model: names, tokenizer and tool format."""
+"""The served model: names, tokenizer, tool format and reasoning format."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.server.http.errors import APIError
 from chairlift.text.chat_template import ChatTemplate
+from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import ToolFormat, choose_format
 
@@ -19,14 +20,23 @@ class ServedModel:
     names: tuple[str, ...]  # responses have the first one
     tokenizer: Tokenizer
     tool_format: ToolFormat
+    reasoning_format: ReasoningFormat | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     def create(
-        cls, name: str, tokenizer: Tokenizer, tool_format: str | None = None, aliases: Sequence[str] = ()
+        cls,
+        name: str,
+        tokenizer: Tokenizer,
+        tool_format: str | None = None,
+        aliases: Sequence[str] = (),
+        *,
+        reasoning_parser: str | None = None,
     ) -> ServedModel:
-        """Without `tool_format`, the format is detected from the chat template."""
-        return cls((name, *aliases), tokenizer, choose_format(tokenizer.chat_template or "", tool_format))
+        """Formats that are not given are detected from the chat template."""
+        template = tokenizer.chat_template or ""
+        reasoning = choose_reasoning(template, reasoning_parser)
+        return cls((name, *aliases), tokenizer, choose_format(template, tool_format), reasoning)
 
     @property
     def name(self) -> str:

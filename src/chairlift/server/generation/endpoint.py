@@ -13,12 +13,14 @@ from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
 from chairlift.server.openai.types import GenerationBody
 from chairlift.server.process.messages import Update
+from chairlift.text.reasoning.reasoning_use import ReasoningUse
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompts:
     prompts: list[list[int]]
     params: SamplingParams
+    reasoning: ReasoningUse | None = None
 
 
 class ResponseBuilder(Protocol):

@@ -28,6 +28,7 @@ from chairlift.server.process.engine_client import EngineClient
 from chairlift.server.process.messages import Submit
 from chairlift.server.process.stream import UpdateStream
 from chairlift.server.served_model import ServedModel
+from chairlift.text.reasoning.reasoning_use import ReasoningUse
 
 _json = msgspec.json.Encoder()
 
@@ -37,6 +38,7 @@ class _Submission:
     response_id: str
     num_prompt_tokens: int
     updates: UpdateStream
+    reasoning: ReasoningUse | None
 
 
 class GenerationHandler:
@@ -91,7 +93,7 @@ class GenerationHandler:
             for message in messages if texts is not None else ():
                 ids = completion_ids(message.request_id, message.params.n)
                 self._subscribers.texts.open(ids, message.prompt, http.state.key)
-        return _Submission(response_id, sum(map(len, tokenized.prompts)), updates)
+        return _Submission(response_id, sum(map(len, tokenized.prompts)), updates, tokenized.reasoning)
 
     def _messages(
         self, response_id: str, tokenized: TokenizedPrompts, body: GenerationBody, deadline: Deadline, http: HTTPRequest
@@ -120,7 +122,8 @@ class GenerationHandler:
 
     async def _respond(self, request: GenerationRequest, submission: _Submission, http: HTTPRequest) -> Response:
         try:
-            usage = http.state.usage = Usage(prompt_tokens=submission.num_prompt_tokens)
+            new_tracker = None if submission.reasoning is None else submission.reasoning.tracker
+            usage = http.state.usage = Usage(submission.num_prompt_tokens, new_tracker=new_tracker)
             self._metrics.prompt_tokens.inc(usage.prompt_tokens)
             builder = request.response_builder(submission.response_id, submission.updates.ids, usage)
             updates = aiter(submission.updates)

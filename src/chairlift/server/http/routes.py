@@ -97,7 +97,7 @@ def _tokenize(body: TokenizeRequest, model: ServedModel) -> list[int]:
     if body.add_special_tokens is not None:
         raise InvalidParameter("add_special_tokens", "only goes with prompt: a chat template writes its own")
     tools = ToolUse.of(model.tool_format, body.tools, None, None)
-    return tools.encode(model.tokenizer, body.messages or [])
+    return tools.encode(model.tokenizer, body.messages or [], reasoning=model.reasoning_format)
 
 
 def _detokenize(body: DetokenizeRequest, model: ServedModel) -> str:

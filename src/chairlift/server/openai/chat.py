@@ -9,10 +9,12 @@ from typing import Any
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.endpoint import GenerationRequest, ResponseBuilder, TokenizedPrompts
 from chairlift.server.generation.usage import Usage
+from chairlift.server.openai.parsed_responses import ParsedChoiceFormat
 from chairlift.server.openai.response_builder import ChatChoiceFormat, CompletionResponseBuilder
-from chairlift.server.openai.tool_responses import ToolCallChoiceFormat
 from chairlift.server.openai.types import ChatRequest
 from chairlift.server.served_model import ServedModel
+from chairlift.text.assistant_parts import AssistantParser
+from chairlift.text.reasoning.reasoning_use import ReasoningUse, effort_variables
 from chairlift.text.tools.tool_use import ToolUse
 
 _RESERVED_OPTIONS = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "max_tokens")
@@ -26,6 +28,7 @@ class ChatGeneration(GenerationRequest):
         super().__init__(body, body.params())
         self._body = body
         self._model = model
+        self.reasoning = ReasoningUse(None, model.tokenizer)  # replaced once the prompt is known
 
     @cached_property
     def tools(self) -> ToolUse:
@@ -37,18 +40,30 @@ class ChatGeneration(GenerationRequest):
         return self.tokenize_messages(self._body.messages, max_tokens)
 
     def tokenize_messages(self, messages: Sequence[Mapping[str, Any]], max_tokens: int) -> TokenizedPrompts:
-        tools, options = self.tools, dict(self._body.chat_template_kwargs or {})
+        tools, model, options = self.tools, self._model, dict(self._body.chat_template_kwargs or {})
         for reserved in _RESERVED_OPTIONS:
             if reserved in options:
                 raise InvalidParameter("chat_template_kwargs", f"{reserved!r} cannot be set there")
         if self._body.add_generation_prompt is not None:
             options["add_generation_prompt"] = self._body.add_generation_prompt
-        prompt = tools.encode(self._model.tokenizer, messages, max_tokens=max_tokens, **options)
-        return TokenizedPrompts([prompt], tools.applied_to(self.params, self._model.tokenizer))
+        effort = effort_variables(self._body.reasoning_effort, model.reasoning_format, model.tokenizer)
+        prompt = tools.encode(
+            model.tokenizer,
+            messages,
+            reasoning=model.reasoning_format,
+            max_tokens=max_tokens,
+            **effort | options,
+        )
+        self.reasoning = ReasoningUse.after(prompt, model.reasoning_format, model.tokenizer)
+        return TokenizedPrompts([prompt], tools.applied_to(self.params, self.reasoning), self.reasoning)
+
+    def parser(self) -> AssistantParser:
+        """Create a parser for one completion's text; called after `tokenize`."""
+        return self.reasoning.parser(self.tools.parser())
 
     def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
-        with_logprobs = bool(self._body.logprobs)
-        choices = (
-            ToolCallChoiceFormat(with_logprobs, self.tools) if self.tools.tools else ChatChoiceFormat(with_logprobs)
-        )
+        choices = ChatChoiceFormat(bool(self._body.logprobs))
+        if self.tools.tools or self.reasoning.active:
+            shown = self._body.include_reasoning is not False
+            choices = ParsedChoiceFormat(choices.with_logprobs, self.tools, self.parser, include_reasoning=shown)
         return CompletionResponseBuilder(choices, self._model, self._body, response_id, completion_ids, usage)

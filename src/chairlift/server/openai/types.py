@@ -20,6 +20,7 @@ MAX_MESSAGES = 2048
 
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # 64-bit integers, which messages to the engine can encode
 TokenIds = Annotated[list[Integer], Field(fail_fast=True)]  # stop at the first of a million invalid ids
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
@@ -31,8 +32,8 @@ class StreamOptions(StrictModel):
 class GenerationBody(StrictModel):
     """Parameters of every generation endpoint. Beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens,
     ignore_eos, stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt,
-    priority (lower is sooner), and for structured output guided_json, guided_regex, guided_choice, guided_grammar and
-    structured_outputs."""
+    priority (lower is sooner), thinking_token_budget, and for structured output guided_json, guided_regex,
+    guided_choice, guided_grammar and structured_outputs."""
 
     model: str
     stream: bool | None = None
@@ -54,6 +55,7 @@ class GenerationBody(StrictModel):
     timeout: float | None = None
     cache_salt: Annotated[str | None, Field(max_length=256)] = None
     priority: Integer | None = None
+    thinking_token_budget: Integer | None = None
     # Does not change the output; with fair scheduling it is the tenant.
     user: Annotated[str | None, Field(max_length=256)] = None
     guided_json: str | Schema | None = None
@@ -196,6 +198,8 @@ class ChatRequest(CompletionBody):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None  # false leaves the reasoning out of the response
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

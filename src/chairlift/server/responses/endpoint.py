@@ -17,6 +17,7 @@ from chairlift.server.served_model import ServedModel
 _NAMES = {
     r"max_(completion_)?tokens": "max_output_tokens",
     r"logprobs": "top_logprobs",
+    r"reasoning_effort": "reasoning.effort",
     r"response_format(\.json_schema)?": "text.format",
     r"messages|prompt": "input",
     r"(tools\[\d+\]|tool_choice)\.function": r"\1",
@@ -47,7 +48,7 @@ class ResponsesGeneration(GenerationRequest):
 
     def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
         assert len(completion_ids) == 1  # this endpoint has no `n`
-        return ResponseObjectBuilder(self._body, self._model, self._chat.tools.parser(), response_id, usage)
+        return ResponseObjectBuilder(self._body, self._model, self._chat.parser(), response_id, usage)
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         problem = error.problem.replace("].function", "]")  # tools are flat in this endpoint

@@ -17,7 +17,6 @@ _REFUSED_PARTS = {
 }
 _REFUSED_ITEMS = {
     "item_reference": "nothing is kept between requests, so send the item itself (clients do so with store: false)",
-    "reasoning": "reasoning items are not supported; leave them out",
 }
 
 
@@ -44,9 +43,26 @@ class _FunctionCall(_Item):
     arguments: str
 
 
+class _ReasoningPart(StrictModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
 class _FunctionCallOutput(_Item):
     call_id: str
     output: Any
+
+
+class _Reasoning(_Item):
+    """Reasoning of an earlier response. A summary is read if there is no text; encrypted content cannot be read."""
+
+    content: list[_ReasoningPart] | None = None
+    summary: list[_ReasoningPart] | None = None
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or self.summary or [])
 
 
 class _TextPart(StrictModel):
@@ -61,6 +77,7 @@ _KINDS: dict[str, type[_Item]] = {
     "message": _Message,
     "function_call": _FunctionCall,
     "function_call_output": _FunctionCallOutput,
+    "reasoning": _Reasoning,
 }
 
 
@@ -71,6 +88,7 @@ class InputMessages:
         self.messages: list[dict[str, Any]] = []
         self._locations: list[list[str]] = []  # of a message, then of its tool calls
         self._call_ids: set[str] = set()
+        self._reasoning = ""  # of the assistant message that follows
         if instructions is not None:
             self._add("instructions", {"role": "system", "content": instructions})
         if isinstance(given, str):
@@ -92,7 +110,10 @@ class InputMessages:
             case _Message(role=role, content=content):
                 # Chat templates have no role "developer".
                 role = "system" if role == "developer" else role
-                self._add(location, {"role": role, "content": _text(f"{location}.content", content)})
+                message = {"role": role, "content": _text(f"{location}.content", content)}
+                self._add(location, message | self._take_reasoning(role))
+            case _Reasoning(text=text):
+                self._reasoning = "\n\n".join(filter(None, (self._reasoning, text)))
             case _FunctionCall() as call:
                 self._add_call(location, call)
             case _FunctionCallOutput(call_id=call_id, output=output):
@@ -109,10 +130,17 @@ class InputMessages:
         self.messages.append(message)
         self._locations.append([location])
 
+    def _take_reasoning(self, role: str) -> dict[str, str]:
+        """Return the field for reasoning items before an assistant message, which belong to it."""
+        if role != "assistant" or not self._reasoning:
+            return {}
+        reasoning, self._reasoning = self._reasoning, ""
+        return {"reasoning_content": reasoning}
+
     def _add_call(self, location: str, call: _FunctionCall) -> None:
         """Add a call to the assistant message before it, since both are one turn of the model."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            self._add(location, {"role": "assistant", "content": ""})
+            self._add(location, {"role": "assistant", "content": "", **self._take_reasoning("assistant")})
         function = {"name": call.name, "arguments": call.arguments}
         calls = self.messages[-1].setdefault("tool_calls", [])
         calls.append({"id": call.call_id, "type": "function", "function": function})

@@ -16,7 +16,14 @@ from chairlift.server.openai.logprobs import chat_logprobs
 from chairlift.server.process.messages import Update
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
-from chairlift.text.assistant_parts import ArgumentsDelta, AssistantParser, AssistantPart, CallBegun, ContentDelta
+from chairlift.text.assistant_parts import (
+    ArgumentsDelta,
+    AssistantParser,
+    AssistantPart,
+    CallBegun,
+    ContentDelta,
+    ReasoningDelta,
+)
 
 ResponseEvent = dict[str, Any]  # without the sequence number, which `_encode` adds
 
@@ -60,6 +67,32 @@ class MessageItem:
 
 
 @dataclass(slots=True)
+class ReasoningItem:
+    """An output item with reasoning."""
+
+    id: str = field(default_factory=lambda: _item_id("rs"))
+    status: str = "in_progress"
+    pieces: list[str] = field(default_factory=list)
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": "".join(self.pieces)}
+
+    def body(self) -> dict[str, Any]:
+        content = [] if self.status == "in_progress" else [self.part()]
+        return {"id": self.id, "type": "reasoning", "status": self.status, "summary": [], "content": content}
+
+    def location(self, index: int) -> dict[str, Any]:
+        return {"item_id": self.id, "output_index": index, "content_index": 0}
+
+    def first_events(self, index: int) -> Iterator[ResponseEvent]:
+        yield {"type": "response.content_part.added", **self.location(index), "part": self.part()}
+
+    def last_events(self, index: int) -> Iterator[ResponseEvent]:
+        yield {"type": "response.reasoning_text.done", **self.location(index), "text": "".join(self.pieces)}
+        yield {"type": "response.content_part.done", **self.location(index), "part": self.part()}
+
+
+@dataclass(slots=True)
 class CallItem:
     """An output item with a tool call, which the client executes."""
 
@@ -84,6 +117,9 @@ class CallItem:
         yield {"type": "response.function_call_arguments.done", **self.location(index), **fields}
 
 
+OutputItem = MessageItem | ReasoningItem | CallItem
+
+
 class ResponseObjectBuilder:
     """Builds one response. A whole response is built from the events of a stream, which are discarded."""
 
@@ -101,7 +137,7 @@ class ResponseObjectBuilder:
         self._with_logprobs = request.with_logprobs
         self._tokenizer = model.tokenizer
         self._parser = parser
-        self._items: list[MessageItem | CallItem] = []
+        self._items: list[OutputItem] = []
         self._pending_logprobs: list[dict[str, Any]] = []  # of tokens whose text the parser holds back
         self._cut = False  # whether the length limit ended the response
         self._sequence = 0
@@ -148,6 +184,13 @@ class ResponseObjectBuilder:
 
     def _part_events(self, part: AssistantPart) -> Iterator[ResponseEvent]:
         match part:
+            case ReasoningDelta(text=text):
+                self._pending_logprobs = []  # only messages have logprobs
+                if not self._items or not isinstance(self._items[-1], ReasoningItem):
+                    yield from self._begin(ReasoningItem())
+                item = self._items[-1]
+                item.pieces.append(text)
+                yield {"type": "response.reasoning_text.delta", **item.location(len(self._items) - 1), "delta": text}
             case ContentDelta(text=text):
                 if not self._items or not isinstance(self._items[-1], MessageItem):
                     yield from self._begin(MessageItem())
@@ -170,7 +213,7 @@ class ResponseObjectBuilder:
         location = message.location(len(self._items) - 1)
         yield {"type": "response.output_text.delta", **location, "delta": text, "logprobs": logprobs}
 
-    def _begin(self, item: MessageItem | CallItem) -> Iterator[ResponseEvent]:
+    def _begin(self, item: OutputItem) -> Iterator[ResponseEvent]:
         yield from self._close("completed")
         self._items.append(item)
         index = len(self._items) - 1
@@ -187,7 +230,7 @@ class ResponseObjectBuilder:
 
     def _finish(self, *, cut: bool) -> Iterator[ResponseEvent]:
         self._cut = cut
-        if not self._items:  # empty output becomes an empty message
+        if not self._items or (isinstance(self._items[-1], ReasoningItem) and not cut):  # empty output
             yield from self._begin(MessageItem())
         if self._pending_logprobs and isinstance(self._items[-1], MessageItem):
             yield from self._add_text("")  # the EOS token has a logprob but no text
@@ -220,7 +263,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         # Every computed block is cached; there are no separate cache writes.
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
@@ -241,7 +284,7 @@ def _settings(request: ResponsesRequest) -> dict[str, Any]:
         "tools": [{"strict": None, "description": None, **tool} for tool in request.tools or []],
         "tool_choice": given(request.tool_choice, "auto"),
         "parallel_tool_calls": given(request.parallel_tool_calls, True),
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         "metadata": request.metadata or {},
         "user": request.user,
         "safety_identifier": request.safety_identifier,

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.openai.strict import StrictModel, max_entries
-from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, GenerationBody, Tools
+from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Effort, GenerationBody, Tools
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
@@ -30,10 +30,10 @@ class TextOptions(StrictModel):
 
 
 class Reasoning(StrictModel):
-    """Accepted without effect: whether a model reasons depends on its chat template."""
+    """The effort goes to the chat template. There are no summaries: reasoning is returned as it is."""
 
-    effort: Literal["none"] | None = None
-    summary: None = None
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None  # "auto" is whatever the model offers
     generate_summary: None = None
 
 
@@ -103,6 +103,7 @@ class ResponsesRequest(GenerationBody):
                 logprobs=self.with_logprobs or None,
                 top_logprobs=self.top_logprobs,
                 chat_template_kwargs=self.chat_template_kwargs,
+                reasoning_effort=self.reasoning.effort if self.reasoning else None,
                 response_format=_response_format(self.text_format),
                 tools=[_chat_tool(i, tool) for i, tool in enumerate(self.tools or [])] or None,
                 tool_choice=_chat_tool_choice(self.tool_choice, bool(self.tools)),

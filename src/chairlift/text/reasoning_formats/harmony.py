@@ -21,6 +21,7 @@ CHANNEL, MESSAGE, START, END, CONSTRAIN = "<|channel|>", "<|message|>", "<|start
 _ANALYSIS, _FINAL = f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}final{MESSAGE}"
 _CALL = "<|call|>"
 _ENDS = (END, _CALL, "<|return|>")
+_HEADERS = (CHANNEL, START, "to=", "assistant")  # how a message's header begins
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([a-zA-Z0-9_-]+)")
 _NAME = re.compile(re.escape(CHANNEL) + r"\s*([a-z]+)")
 
@@ -100,10 +101,10 @@ class HarmonyParser:
     def _read_header(self) -> list[AssistantPart] | None:
         """Read up to the message, and None if it is incomplete."""
         at = self._held.find(MESSAGE)
+        if not _is_header(self._held[:at]) if at >= 0 else not _may_be_header(self._held):
+            self._in_header = False  # a model that does not follow the format
+            return []
         if at < 0:
-            if self._held and not _may_be_header(self._held):
-                self._in_header = False  # a model that does not follow the format
-                return []
             return None
         header, self._held = self._held[:at], self._held[at + len(MESSAGE) :]
         self._in_header = False
@@ -136,7 +137,12 @@ class HarmonyParser:
         return self._trimmed.add(text) if self._is_reasoning and self._trimmed else self._content.push(text)
 
 
-def _may_be_header(text: str) -> bool:
-    """Whether a text is the beginning of a message's header."""
+def _is_header(text: str) -> bool:
     stripped = text.lstrip()
-    return any(stripped.startswith(mark) or mark.startswith(stripped) for mark in (CHANNEL, START, "to=", "assistant"))
+    return not stripped or stripped.startswith(_HEADERS)
+
+
+def _may_be_header(text: str) -> bool:
+    """Whether a text is the beginning of a message's header or of its end."""
+    stripped = text.lstrip()
+    return stripped.startswith(_HEADERS) or any(mark.startswith(stripped) for mark in (*_HEADERS, MESSAGE))

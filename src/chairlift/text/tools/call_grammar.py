@@ -35,9 +35,10 @@ def one_of(rules: Iterable[str]) -> str:
     return " | ".join(rules)
 
 
-def calls_or_json(calls: str, schema: dict[str, Any]) -> str:
-    """A grammar for calls or for content that is JSON."""
-    return f"start: calls | answer\nanswer: {json_value(schema, strict=True)}\n" + calls.replace("start:", "calls:", 1)
+def calls_or_json(calls: str, schema: dict[str, Any], header: str = "") -> str:
+    """A grammar for calls or for content that is JSON, which may have a header."""
+    start = f"start: calls | {header} answer\nanswer: {json_value(schema, strict=True)}\n"
+    return start + calls.replace("start:", "calls:", 1)
 
 
 def call_objects(tools: Sequence[Tool], arguments_key: str) -> list[str]:

@@ -13,6 +13,8 @@ from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import AssistantParser, PlainParser
 from chairlift.text.chat_template import RefusedByTemplate
 from chairlift.text.messages import checked_messages
+from chairlift.text.reasoning.reasoning_use import ReasoningUse
+from chairlift.text.reasoning_formats.base import ReasoningFormat
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import ToolFormat
 from chairlift.text.tools.call_grammar import calls_or_json, marker_speller
@@ -60,17 +62,24 @@ class ToolUse:
         ids = [tokenizer.added_token_id(marker) for marker in self.format.markers] if self.tools else []
         return [token for token in ids if token in tokenizer.special_ids]
 
-    def applied_to(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-        """Add the settings that the tools require to the request's sampling parameters."""
-        if not self.tools:
+    def applied_to(self, params: SamplingParams, reasoning: ReasoningUse) -> SamplingParams:
+        """Add the settings that tools and reasoning require to the request's sampling parameters."""
+        if not self.tools and not reasoning.active:
             return params
-        return params.clone(
-            visible_special_ids=self.visible_special_ids(tokenizer),
-            structure=self.structure(tokenizer, params.structure),
-        )
+        visible = [*self.visible_special_ids(reasoning.tokenizer), *reasoning.visible_special_ids()]
+        structure = self.structure(reasoning, params.structure)
+        return params.clone(visible_special_ids=[*dict.fromkeys(visible)], structure=structure)
 
-    def structure(self, tokenizer: Tokenizer, requested: Structure | None = None) -> Structure | None:
-        """Return the structure of the output: calls if they are forced, else calls or the requested structure."""
+    def structure(self, reasoning: ReasoningUse, requested: Structure | None = None) -> Structure | None:
+        """Return the structure of the output after the reasoning: calls if they are forced, else calls or the requested
+        structure."""
+        if not self.tools:
+            return None if requested is None else requested.after(reasoning.grammar(answer=True))
+        structure = self._structure_with_calls(reasoning, requested)
+        return None if structure is None else structure.after(reasoning.grammar(answer=False))
+
+    def _structure_with_calls(self, reasoning: ReasoningUse, requested: Structure | None) -> Structure | None:
+        tokenizer = reasoning.tokenizer
         if self.forced:
             # A response_format applies to content, of which there is none; other structures apply to the whole output.
             if requested is not None and requested.parameter not in ("response_format", "text.format"):
@@ -78,7 +87,7 @@ class ToolUse:
             return Structure.grammar(self._calls(tokenizer), "tools")
         if requested is None:
             return None
-        grammar = calls_or_json(self._calls(tokenizer), _requested_schema(requested))
+        grammar = calls_or_json(self._calls(tokenizer), _requested_schema(requested), reasoning.answer_header())
         return Structure.grammar(grammar, requested.parameter)
 
     def _calls(self, tokenizer: Tokenizer) -> str:
@@ -86,9 +95,19 @@ class ToolUse:
         tools = [tool for tool in self.tools if named is None or tool.name == named]
         return self.format.grammar(tools, parallel=self.parallel and named is None, marker=marker_speller(tokenizer))
 
-    def encode(self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        reasoning: ReasoningFormat | None = None,
+        **options: Any,
+    ) -> list[int]:
         """Return the prompt as token ids. `options` are those of `Tokenizer.encode_chat`."""
         history = checked_messages(messages)
+        if reasoning is not None:
+            history = reasoning.history(history)
         if tokenizer.template_shows_tools:
             given = [tool.given for tool in self.tools] or None
             return tokenizer.encode_chat(self.format.history(history), tools=given, **options)[1]

@@ -1,7 +1,8 @@
-"""Chat choices with tool calls."""
+"""Chat choices with reasoning and tool calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from chairlift.server.openai.response_builder import ChatChoiceFormat, Choice
@@ -18,32 +19,49 @@ from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tools.tool_use import ToolUse
 
 
-class ToolCallChoiceFormat(ChatChoiceFormat):
-    """Chat choices of a model that may call tools. Log-probabilities include the tokens of the calls."""
+class ParsedChoiceFormat(ChatChoiceFormat):
+    """Chat choices with reasoning or tool calls. Log-probabilities include the tokens of both."""
 
-    def __init__(self, with_logprobs: bool, tools: ToolUse) -> None:
+    def __init__(
+        self,
+        with_logprobs: bool,
+        tools: ToolUse,
+        new_parser: Callable[[], AssistantParser],
+        *,
+        include_reasoning: bool = True,
+    ) -> None:
         super().__init__(with_logprobs)
         self._tools = tools
+        self._new_parser = new_parser
+        self._include_reasoning = include_reasoning
         self._parsers: dict[int, AssistantParser] = {}  # parsers of streamed choices, by index
         self._called: set[int] = set()  # indices of choices with a call
 
     def choice(self, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
-        parser = self._tools.parser()
-        content, calls = join_parts(parser.push(choice.text) + parser.close())
-        message: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
+        parser = self._new_parser()
+        parts = self._shown(parser.push(choice.text) + parser.close())
+        content, calls = join_parts(parts)
+        reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if calls:
             message["tool_calls"] = calls
-        else:
-            message["content"] = content
+        if calls or reasoning:
+            message["content"] = content or None
         reason = self._tools.finish_reason(choice.finish_reason, bool(calls))
         return super().choice(choice, tokenizer) | {"message": message, "finish_reason": reason}
 
+    def _shown(self, parts: list[AssistantPart]) -> list[AssistantPart]:
+        return [part for part in parts if self._include_reasoning or not isinstance(part, ReasoningDelta)]
+
     def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         """Return one chunk per part. An update may have several parts, or none while the parser holds text back."""
-        parser = self._parsers.setdefault(choice.index, self._tools.parser())
+        parser = self._parsers.get(choice.index) or self._parsers.setdefault(choice.index, self._new_parser())
         parts = parser.push(update.text)
         if update.finish_reason is not None:
             parts += parser.close()
+        parts = self._shown(parts)
         if any(isinstance(part, CallBegun) for part in parts):
             self._called.add(choice.index)
         deltas = [_delta(part) for part in parts]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
@@ -32,7 +33,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up [rows, 2 * size], the gate's columns first -> [rows, size]."""
-    if gate_up.is_cuda and activation is F.silu:
+    if on_gpu(gate_up.device) and activation is F.silu:
         from chairlift.kernels.triton.layers import silu_mul
 
         return silu_mul(gate_up)
@@ -88,7 +89,7 @@ class GatedMLP:
     def inner(self, x: Tensor) -> Tensor:
         """Everything but the down projection."""
         gate_up = self.gate_up(x)
-        if self._batch_invariant and not x.is_cuda:
+        if self._batch_invariant and not on_gpu(x.device):
             return one_by_one(lambda row: gated(row, self._activation), gate_up)
         return gated(gate_up, self._activation)
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import ACTIVATIONS, gated
 from chairlift.layers.parts import Targets
@@ -65,7 +66,7 @@ class MixtureOfExperts:
         output is undefined.
         """
         weights, experts = self._route(x)
-        if x.is_cuda:
+        if on_gpu(x.device):
             return self.grouped(x, weights, experts, positions)
         # Sort the T * k (token, expert) pairs by expert: each expert then reads one contiguous run of rows.
         order = experts.flatten().argsort(stable=True)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.kernels.gpu import on_gpu
+
 
 class RMSNorm:
     """Scales each row to unit mean square, then by a learned weight; the mean is computed in float32.
@@ -31,7 +33,7 @@ class RMSNorm:
         """Nothing to do: a row is normalised by itself."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.is_cuda and x.dim() == 2:
+        if on_gpu(x.device) and x.dim() == 2:
             from chairlift.kernels.triton.layers import rms_norm
 
             return rms_norm(x, self.weight, self.eps)
@@ -40,7 +42,7 @@ class RMSNorm:
 
     def add_(self, x: Tensor, delta: Tensor) -> Tensor:
         """Adds `delta` to the residual stream `x` [T, size] in place, and returns the norm of the sum."""
-        if x.is_cuda:
+        if on_gpu(x.device):
             from chairlift.kernels.triton.layers import add_rms_norm_
 
             return add_rms_norm_(x, delta, self.weight, self.eps)

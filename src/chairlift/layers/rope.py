@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.rows import one_by_one
 
 
@@ -43,7 +44,7 @@ class RotaryEmbedding:
         self._batch_invariant = True
 
     def __call__(self, positions: Tensor) -> Rotation:
-        if positions.is_cuda:
+        if on_gpu(positions.device):
             from chairlift.kernels.triton.layers import rotation
 
             return Rotation(*rotation(positions, self._inv_freq, self._scale, self._dtype))

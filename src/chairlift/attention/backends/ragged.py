@@ -6,6 +6,7 @@ import torch
 
 from chairlift.attention.backends import BACKENDS
 from chairlift.attention.backends.base import AttentionBackend
+from chairlift.kernels.gpu import on_gpu
 
 
 @BACKENDS.register("ragged")
@@ -15,7 +16,7 @@ class RaggedAttention(AttentionBackend):
 
     @classmethod
     def implementation(cls, device: torch.device) -> type[AttentionBackend]:
-        if device.type == "cuda":
+        if on_gpu(device):
             from chairlift.attention.paged.gpu import PagedGPUAttention
 
             return PagedGPUAttention

@@ -14,6 +14,7 @@ from torch import Tensor
 from chairlift.attention.backends.base import AttentionBackend, BatchSpec, Capabilities
 from chairlift.attention.interface import Attend, AttentionLayer, FusedAttend, PagedBatch, RaggedLayout
 from chairlift.attention.storage import KVStorage
+from chairlift.kernels.gpu import on_gpu
 
 if TYPE_CHECKING:
     from chairlift.kernels.triton.decode import Fresh, Scratch
@@ -35,7 +36,7 @@ class PagedGPUAttention(AttentionBackend):
     @classmethod
     def obstacles(cls, layers: Sequence[AttentionLayer], device: torch.device, dtype: torch.dtype) -> list[str]:
         found = []
-        if device.type != "cuda":
+        if not on_gpu(device):
             found.append(f"it runs on a GPU, not on {device.type}")
         if importlib.util.find_spec("triton") is None:
             found.append("triton is not installed")
@@ -153,10 +154,11 @@ class PagedGPUStep(FusedAttend):
         sin: Tensor | None,
     ) -> Tensor:
         from chairlift.kernels.triton.decode import Fresh
+        from chairlift.kernels.triton.launch import tuned
         from chairlift.kernels.triton.layers import rotate_and_store_
 
         batch = self.batch
-        if batch.one_per_request and not len(batch.tile_chunk) and self.backend.invariant_for is None:
+        if batch.one_per_request and not len(batch.tile_chunk) and self.backend.invariant_for is None and tuned():
             return self._decoded_from(
                 layer, qkv.unflatten(1, (-1, layer.head_dim)), Fresh(q_norm, k_norm, eps, cos, sin)
             )

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import next_power_of_2, overlapping, shared_memory
+from chairlift.kernels.triton.launch import next_power_of_2, overlapping, shared_memory, tuned
 
 LOG2_E = 1.4426950408889634
 
@@ -254,7 +254,7 @@ def _key_tile(rows: int, padded_dim: int, dtype: torch.dtype, shared: int, deep:
     if dtype == torch.float32:
         return KeyTile(32, 4, 1)
     kept = dtype.itemsize * padded_dim * (rows + 2 * DEEP_TILE.stages * DEEP_TILE.keys)  # queries, keys and values
-    return DEEP_TILE if deep and padded_dim == 128 and kept <= shared else KeyTile(32, 4, 3)
+    return DEEP_TILE if deep and tuned() and padded_dim == 128 and kept <= shared else KeyTile(32, 4, 3)
 
 
 def scale_in_log2(scale: float, softcap: float | None) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from chairlift.kernels.triton.attention import precision_for, scale_in_log2
 from chairlift.kernels.triton.decode_kernel import decode_kernel
-from chairlift.kernels.triton.launch import last_power_of_2, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import last_power_of_2, next_power_of_2, overlapping, tuned
 
 PROGRAMS = 512  # about four per multiprocessor of a Hopper GPU, which has 132
 
@@ -18,6 +18,8 @@ def decode_splits(rows: int, num_kv_heads: int, *, long: bool = False) -> int:
     """Maximum splits of a context. Small batches do not fill the GPU without splits; with slightly more programs than
     it holds, the longest contexts would run alone at the end. In between, empty programs cost more than splits save,
     unless some context is `long`."""
+    if not tuned():
+        return 1
     programs = rows * num_kv_heads
     if long and programs > PROGRAMS // 4:
         return last_power_of_2(min(8, 4 * PROGRAMS // programs))
@@ -142,6 +144,8 @@ def _decode_tiling(rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dty
     """The fastest tiling on an H200, measured within whole steps under load."""
     if dtype == torch.float32:
         return DecodeTiling(32, 64, 4, 3)
+    if not tuned():
+        return DecodeTiling(32, 512, 4, 3)
     programs = rows * num_kv_heads
     if head_dim > 128 and programs <= 768:
         return DecodeTiling(32, 256, 4, 3)  # larger tiles exceed the shared memory of smaller GPUs

@@ -9,13 +9,16 @@ step), and keys and values of earlier steps.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from chairlift.kernels.gpu import gpu_of
 
 
 @triton.jit
@@ -31,20 +34,38 @@ def prefetch_rows(rows, num_bytes):
     )
 
 
-@cache
 def overlapping(device: torch.device) -> dict[str, Any]:
     """Launch options, with the `OVERLAP` argument of every kernel."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"OVERLAP": True, "launch_pdl": True} if hopper else {"OVERLAP": False}
+    gpu = gpu_of(device)
+    return {"OVERLAP": True, "launch_pdl": True} if gpu and gpu.capability >= (9, 0) else {"OVERLAP": False}
 
 
-@cache
 def shared_memory(device: torch.device) -> int:
     """Shared memory of one program in bytes; unlimited in the interpreter."""
-    if device.type != "cuda":
-        return 2**30
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    return int(properties["max_shared_mem"])
+    gpu = gpu_of(device)
+    return 2**30 if gpu is None else gpu.shared_memory
+
+
+_generic_steps = 0  # contexts of `generic_kernels` that are entered
+
+
+@contextmanager
+def generic_kernels() -> Iterator[None]:
+    """Compute with the few kernels that serve every number of rows, instead of the fastest for each.
+
+    They are compiled before the engine is ready, so that no step has to wait until its own kernels are.
+    """
+    global _generic_steps
+    _generic_steps += 1
+    try:
+        yield
+    finally:
+        _generic_steps -= 1
+
+
+def tuned() -> bool:
+    """Whether kernels may be chosen by the number of rows and the length of contexts."""
+    return not _generic_steps
 
 
 # Triton has both, but a call takes microseconds, and a step makes hundreds of calls.

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import Tiling, cdiv, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import Tiling, cdiv, next_power_of_2, overlapping, tuned
 
 NO_EXPERT = tl.constexpr(-1)
 BEYOND = tl.constexpr(2**30)  # above every expert id: no expert counts or takes it
@@ -155,7 +155,7 @@ def tiling_for(pairs: int, num_experts: int, dtype: torch.dtype, *, invariant: b
     products use one tiling for all."""
     if dtype == torch.float32:
         return Tiling(16, 32, 32, 2)
-    if invariant or pairs > 64 * num_experts:
+    if invariant or not tuned() or pairs > 64 * num_experts:
         return Tiling(64, 128, 64, 4)
     return Tiling(16, 64, 128, 4) if pairs <= 16 * num_experts else Tiling(32, 128, 64, 4)
 

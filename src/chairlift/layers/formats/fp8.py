@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from chairlift.kernels.gpu import capability_of, on_gpu
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import WeightFormat
 
@@ -62,9 +63,9 @@ class FP8Weight(WeightFormat):
 
 def fp8_obstacles(device: torch.device) -> list[str]:
     """Why 8-bit floats cannot be used there; empty if they can."""
-    if device.type != "cuda":
+    if not on_gpu(device):
         return [f"8-bit floats are for GPUs, not for the {device.type}"]
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability_of(device)
     if (major, minor) < (8, 9):
         return [f"8-bit floats need a GPU of compute capability 8.9 or later, this one has {major}.{minor}"]
     return []
@@ -72,10 +73,10 @@ def fp8_obstacles(device: torch.device) -> list[str]:
 
 def round_rows(x: Tensor) -> ScaledRows:
     """Scale each row so that its largest number is the largest of e4m3, and round it."""
-    if x.is_cuda:
-        from chairlift.kernels.triton.fp8 import round_rows as on_gpu
+    if on_gpu(x.device):
+        from chairlift.kernels.triton.fp8 import round_rows as round_on_gpu
 
-        return ScaledRows(*on_gpu(x, LARGEST))
+        return ScaledRows(*round_on_gpu(x, LARGEST))
     wide = x.float()
     scales = wide.abs().amax(dim=1) / LARGEST
     factors = torch.where(scales > 0, 1.0 / scales, torch.zeros_like(scales))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.rows import in_tiles
@@ -47,7 +48,7 @@ class PlainWeight(WeightFormat):
         return 0 if self._counted_elsewhere else self._num_bytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if x.is_cuda:
+        if on_gpu(x.device):
             return self._multiply_on_gpu(x, bias)
         if self.batch_invariant:
             return in_tiles(lambda rows: self._multiply_on_cpu(rows, bias), x)
@@ -73,7 +74,7 @@ class PlainWeight(WeightFormat):
         return F.linear(x, self.plain, bias)
 
     def adds_in_place(self, x: Tensor) -> bool:
-        return x.is_cuda and (self.batch_invariant or self._own_kernel_is_faster(x))
+        return on_gpu(x.device) and (self.batch_invariant or self._own_kernel_is_faster(x))
 
     def add_to_(self, total: Tensor, x: Tensor) -> None:
         assert self.plain is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from chairlift.attention.interface import Attend
+from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.embedding import Embedding
 from chairlift.layers.norm import RMSNorm
 from chairlift.layers.rope import Rope, RotaryEmbedding, Rotation
@@ -61,7 +62,7 @@ def picked(x: Tensor, rows: Tensor | None) -> Tensor:
     """The rows of `x`, or all of them."""
     if rows is None:
         return x
-    if not x.is_cuda:
+    if not on_gpu(x.device):
         return x.index_select(0, rows)
     from chairlift.kernels.triton.launch import picked_rows
 

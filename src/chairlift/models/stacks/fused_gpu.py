@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.interface import Attend, FusedAttend
+from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
 from chairlift.layers.mlp import gated as gate
@@ -35,7 +36,7 @@ def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
     for layer in config.layers:
         sizes |= {layer.intermediate_size, layer.attention.num_heads * layer.attention.head_dim}
     return bool(
-        device.type == "cuda"
+        on_gpu(device)
         and dtype in (torch.bfloat16, torch.float16)
         and plain_norms
         and all(layer.experts is None for layer in config.layers)

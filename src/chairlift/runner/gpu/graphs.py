@@ -1,8 +1,8 @@
 """Captured steps: all kernels of a shape, started by one call.
 
-Capturing takes as long as a hundred steps, in which the device does nothing else: two captures at once, or one beside a
-step, would share memory that only one may use. So it is done while there are no requests, or when a shape has occurred
-often enough for it to pay. Until then the kernels of a step are launched one by one.
+A capture takes 15 to 45 ms once the kernels are compiled, in which the device does nothing else: two captures at once,
+or one beside a step, would share memory that only one may use. So steps are captured while there are no requests, or
+when their shape occurs again. Until then, and while their kernels are being compiled, kernels are launched one by one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from chairlift.runner.gpu.step import ComputedStep
 
 log = logging.getLogger("chairlift")
 
-CAPTURE_DECODES_AFTER = 2  # times that a decode shape occurred: the next steps are likely the same
-CAPTURE_MIXED_AFTER = 8  # times that a shape with prompts occurred: they come and go with the prompts
+CAPTURE_AFTER = 2  # times that a shape occurred: a capture takes as long as two or three steps kernel by kernel
 KEPT_FREE = 2**28  # bytes beside the largest step, for the driver
 _ADVICE = "others are slower to start; lower kv_memory or max_batch_tokens"
 
@@ -62,15 +61,17 @@ class Graphs:
         forward: Callable[[BatchShape], ComputedStep],
         likely: Sequence[BatchShape],
         has_room: Callable[[int], bool],
+        is_ready: Callable[[BatchShape], bool],
     ) -> None:
-        """`forward` computes a step of a shape. `prepare` computes one of padding, which compiles what is not compiled
-        yet, and returns the memory it took. `likely`: shapes to capture when there is time, in this order. `has_room`:
-        whether there is memory for a capture of this size.
+        """`forward` computes a step of a shape. `prepare` computes one of padding, which loads its kernels,
+        and returns the memory it took. `likely`: shapes to capture when there is time, in this order. `has_room`:
+        whether there is memory for a capture of this size. `is_ready`: whether the kernels of a shape are compiled.
         """
         self._prepare = prepare
         self._forward = forward
         self.likely = likely
         self._has_room = has_room
+        self._is_ready = is_ready
         self._captured: dict[BatchShape, Graph | None] = {}  # None: there is no memory for it
         self._seen: dict[BatchShape, int] = {}  # how often shapes occurred that are not captured
         self._full = False  # there is no memory for any more
@@ -79,28 +80,26 @@ class Graphs:
     def is_typical(self, shape: BatchShape) -> bool:
         """Whether the next step of this shape takes as long as later ones; to be called before `find`.
 
-        Not so if it is about to be captured. Shapes with prompts may never occur often enough for that, so their steps
-        count as typical until they do.
+        Not so if it is going to be captured.
         """
-        if shape in self._captured or self._full:
-            return True
-        return shape.tiles > 0 and self._seen.get(shape, 0) + 1 < CAPTURE_MIXED_AFTER
+        return shape in self._captured or self._full
 
     def find(self, shape: BatchShape) -> Graph | None:
         """The graph of a step, or None if its kernels are to be launched one by one. Counts the shape as seen."""
         if shape in self._captured:
             return self._captured[shape]
         self._seen[shape] = self._seen.get(shape, 0) + 1
-        if self._seen[shape] >= (CAPTURE_MIXED_AFTER if shape.tiles else CAPTURE_DECODES_AFTER):
+        if self._seen[shape] >= CAPTURE_AFTER and self._is_ready(shape):
             self.capture(shape)
         return self._captured.get(shape)
 
     def capture_next(self) -> bool:
-        """Capture one shape: one that was missed, else a likely one. False if none is left."""
-        missing = [*self._seen, *(shape for shape in self.likely if shape not in self._captured)]
-        if not missing or self._full:
+        """Capture a shape whose kernels are compiled: one that was missed, else a likely one. False if there is none."""
+        missing = (shape for shape in (*self._seen, *self.likely) if shape not in self._captured)
+        shape = None if self._full else next(filter(self._is_ready, missing), None)
+        if shape is None:
             return False
-        self.capture(missing[0])
+        self.capture(shape)
         return not self._full
 
     @torch.inference_mode()

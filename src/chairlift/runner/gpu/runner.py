@@ -33,6 +33,7 @@ from chairlift.runner.gpu.shapes import BatchShape, Shapes, round_up
 from chairlift.runner.gpu.slots import Slots
 from chairlift.runner.gpu.staging import Staging
 from chairlift.runner.gpu.step import ComputedStep, LaunchedStep, ModelOutput
+from chairlift.runner.gpu.step_kernels import kernels_for
 from chairlift.runner.host_blocks import HostBlocks, make_copies
 from chairlift.sampling.beam_candidates import beam_candidates
 from chairlift.speculation.draft_network import ModelProposer
@@ -123,19 +124,24 @@ class GPURunner(ModelRunner):
         graphs = self.preparation.graphs if capturable else None
         typical = graphs is None or graphs.is_typical(packed.shape)
         graph = None if graphs is None else graphs.find(packed.shape)
+        tuned = graph is not None or self.preparation.is_ready(packed.shape, capturable=packed.capturable)
         size = packed.shape.size
         self._inputs[:size].copy_(staging.inputs[:size], non_blocking=True)
         staging.started.record()
         on_host = self._host_sampling.rows(packed)
         masks = self._host_sampling.begin_masks(packed, on_host)
-        step = self._forward(packed.shape, all_rows=reads) if graph is None else graph.replay()
+        if graph is None:
+            with kernels_for(tuned=tuned):
+                step = self._forward(packed.shape, all_rows=reads)
+        else:
+            step = graph.replay()
         candidates = beam_candidates(packed.chunks, step.logits, one_by_one=self.one_by_one)
         from_host = self._host_sampling.sample(packed, on_host, step.logits, masks)
         staging.tokens[: packed.shape.samples].copy_(step.tokens, non_blocking=True)
         staging.finished.record()
         prompts = self._read_prompts(plan, packed, step) if reads else PromptOutputs()
         seconds = time.perf_counter() - begun
-        launched = LaunchedStep(plan, packed, staging, from_host, candidates, prompts, seconds, typical)
+        launched = LaunchedStep(plan, packed, staging, from_host, candidates, prompts, seconds, typical and tuned)
         if self.draft_observer is not None:
             self.draft_observer.observe(launched, step)
         return launched
@@ -218,8 +224,8 @@ class GPURunner(ModelRunner):
         self.preparation.capture_decodes(sizes or self.shapes.decode_buckets)
 
     def warm_up(self) -> None:
-        """Compile and load the kernels of all kinds of steps."""
-        self.preparation.compile(self.preparation.first_shapes())
+        """Compile the kernels that serve all steps, and load those of the first ones."""
+        self.preparation.compile_generic()
         request = Request("warm-up", [0] * 2, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
         scratch = [self.storage.scratch_block]
         for start, count in ((0, 2), (1, 1)):
@@ -235,13 +241,14 @@ class GPURunner(ModelRunner):
         It is computed for padding, without single tokens, which would add nothing but the time to compile their kernel.
         What the host samples, and what a draft network keeps from step to step, is calculated.
         """
-        self.preparation.compile(self.preparation.first_shapes())
+        self.preparation.compile_generic()
         largest = self.largest_shape
         tiles = min(largest.tokens // self.tile_queries + largest.chunks, largest.tiles)  # as many as there can be
         shape = replace(largest, singles=0, tiles=tiles)
 
         def compute() -> None:
-            step = self.preparation.forward_padding(shape)
+            with kernels_for(tuned=False):
+                step = self.preparation.forward_padding(shape)
             if self.draft_observer is not None:
                 self.draft_observer.observe_padding(shape, step)
 

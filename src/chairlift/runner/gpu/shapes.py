@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ FLOATS = ("temperature", "top_p", "min_p", "uniform")
 MIXED_BUCKETS = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]  # tokens; longer steps run eagerly
 SPARE_TILES = 16  # longer chunks that a captured mixed step may hold
 FEW_SINGLES = 64  # at most as many, with a long context among them, do without a graph: see `choose`
+FIRST_PROMPT = 256  # tokens of the prompts that are prepared for first
 UNCAPTURED = 512  # tokens of a prompt that stands for all that are not captured: more than layers are fused for
 MIN_UPDATES = 8  # changed table entries that any captured step has room for
 
@@ -134,6 +136,27 @@ class Shapes:
         """The captured shapes of these sizes; those of long contexts, where they differ, last."""
         return [*dict.fromkeys(self.decode(size, long=long) for long in (False, True) for size in sizes)]
 
+    def mixed(self, bucket: int) -> BatchShape:
+        """The captured shape of up to `bucket` tokens with prompts among them."""
+        requests = min(self.max_requests, bucket)
+        return BatchShape(
+            bucket, requests, requests, bucket // self._tile_queries + SPARE_TILES, requests, max(bucket, 2 * requests)
+        )
+
+    def likely(self) -> list[BatchShape]:
+        """The captured shapes, in the order in which the requests of a new server probably need them: single requests
+        with short prompts first, larger batches and longer prompts later, long contexts last."""
+        sizes = [size for size in self.decode_buckets if size <= 2 * self.max_requests]
+        decodes = [self.decode(size) for size in sizes]
+        mixed = [self.mixed(bucket) for bucket in sorted(MIXED_BUCKETS, key=lambda bucket: abs(bucket - FIRST_PROMPT))]
+        alternating = [shape for pair in zip_longest(decodes, mixed) for shape in pair if shape is not None]
+        return [*dict.fromkeys([*alternating, *self.decodes(sizes)])]
+
+    def samples_of_all(self) -> list[BatchShape]:
+        """Shapes that together launch every kernel whose choice does not depend on the shape."""
+        sizes = sorted({self.decode_buckets[0], self.decode_buckets[len(self.decode_buckets) // 2], self._rows})
+        return [*map(self.decode, sizes), self.mixed(MIXED_BUCKETS[0]), self.mixed(MIXED_BUCKETS[-1])]
+
     def _is_long(self, context: int) -> bool:
         return self._long_context is not None and context > self._long_context
 
@@ -141,10 +164,16 @@ class Shapes:
         """Shapes that stand for the kernels of steps that are not captured: the same single tokens beside a prompt, and
         a prompt that follows a long context."""
         singles = decodes.singles
-        found = [replace(decodes, tokens=singles + UNCAPTURED, chunks=singles + 1, tiles=1)]
+        found = [self.uncaptured(replace(decodes, tokens=singles + UNCAPTURED, tiles=1))]
         if self._long_context is not None:
-            found.append(BatchShape(UNCAPTURED, 1, 0, 1, 1, MIN_UPDATES, deep=True))
+            found.append(self.uncaptured(BatchShape(UNCAPTURED, 1, 0, 1, 1, MIN_UPDATES, deep=True)))
         return found
+
+    def uncaptured(self, exact: BatchShape) -> BatchShape:
+        """The shape that stands for the kernels of a step that is not captured."""
+        if exact.tokens < UNCAPTURED:
+            return replace(exact, updates=MIN_UPDATES)
+        return replace(exact, tokens=exact.singles + UNCAPTURED, chunks=exact.singles + 1, tiles=1, updates=MIN_UPDATES)
 
     def choose(
         self,
@@ -174,10 +203,8 @@ class Shapes:
         bucket = round_up(tokens, MIXED_BUCKETS)
         if bucket is None:
             return self._mark_long(self._with_decode_sizes(exact), long), False
-        requests = min(self.max_requests, bucket)
-        most_tiles = bucket // self._tile_queries + SPARE_TILES
-        shape = BatchShape(bucket, requests, requests, most_tiles, requests, max(bucket, 2 * requests))
-        fits = tiles <= shape.tiles and chunks <= requests and samples <= requests
+        shape = self.mixed(bucket)
+        fits = tiles <= shape.tiles and chunks <= shape.chunks and samples <= shape.samples
         # A graph has a program for each single token that it has room for. With few of them and a long context, more
         # programs per token are faster.
         fits &= not long or singles > FEW_SINGLES

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from chairlift.kernels.triton.launch import cdiv, last_power_of_2, shared_memory
+from chairlift.kernels.gpu import gpu_of
+from chairlift.kernels.triton.launch import cdiv, last_power_of_2, shared_memory, tuned
 
 SPARE_SHARED = 8 * 2**10  # bytes of shared memory besides the tiles, rounded up
 SMALL_WEIGHTS = 8 * 2**20  # elements; a smaller product hardly takes longer than its launch
@@ -50,6 +51,8 @@ def _wanted_stages(tiling: ProductTiling, dtype: torch.dtype) -> int:
 
 def is_faster(rows: int, columns: int, depth: int, gated: bool) -> bool:
     """Whether this kernel is faster than cuBLAS with separate kernels, on an H200."""
+    if not tuned():
+        return False
     weights = columns * depth * (2 if gated else 1)
     if weights <= SMALL_WEIGHTS:
         return rows <= 256
@@ -65,10 +68,10 @@ def _fills_chip(columns: int) -> bool:
     return columns // 32 >= PROGRAMS
 
 
-@cache
 def reads_ahead(device: torch.device) -> bool:
     """Whether tiles are copied by the tensor memory accelerator: on Hopper and later, and in the interpreter."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    gpu = gpu_of(device)
+    return gpu is None or gpu.capability >= (9, 0)
 
 
 @cache

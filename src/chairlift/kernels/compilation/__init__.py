@@ -1,0 +1,1 @@
+"""Finds out which kernels a step launches and compiles them in processes beside the engine."""

@@ -1,0 +1,93 @@
+"""A kernel variant to compile: everything that Triton's cache key depends on, as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource, make_backend
+from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
+
+WARP_SIZE = 32
+MAX_NAME = 150  # of a kernel in the names of its files, in Triton
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel with the types, constants and options of one launch."""
+
+    text: str  # JSON, the same for the same variant
+
+    @classmethod
+    def of(
+        cls,
+        kernel: JITFunction[Any],
+        signature: Mapping[str, Any],
+        constants: Mapping[tuple[int, ...], Any],
+        attributes: Mapping[tuple[int, ...], Any],
+        options: Mapping[str, Any],
+        arch: int,
+    ) -> KernelSpec:
+        found = {
+            "module": kernel.fn.__module__,
+            "name": kernel.fn.__name__,
+            "signature": dict(signature),
+            "constants": [[list(path), _plain(value)] for path, value in constants.items()],
+            "attributes": [[list(path), value] for path, value in attributes.items()],
+            "options": dict(options),
+            "arch": arch,
+        }
+        return cls(json.dumps(found))
+
+    @property
+    def name(self) -> str:
+        return str(self._data["name"])
+
+    @property
+    def target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._data["arch"], WARP_SIZE)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {name: _tuples(value) for name, value in self._data["options"].items()}
+
+    def source(self) -> ASTSource:
+        data = self._data
+        kernel = getattr(importlib.import_module(data["module"]), data["name"])
+        constants = {tuple(path): _constant(value) for path, value in data["constants"]}
+        attributes = {tuple(path): value for path, value in data["attributes"]}
+        signature = {name: _tuples(value) for name, value in data["signature"].items()}
+        return ASTSource(kernel, signature, constants, attributes)
+
+    def is_cached(self) -> bool:
+        """Whether its binary is in Triton's cache on disk."""
+        source, backend = self.source(), make_backend(self.target)
+        key = get_cache_key(source, backend, backend.parse_options(self.options), get_cache_invalidating_env_vars())
+        manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        return bool(manager.get_group(f"{source.name[:MAX_NAME]}.json"))
+
+    @cached_property
+    def _data(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.text)
+        return found
+
+
+def _plain(value: Any) -> Any:
+    return {"dtype": str(value)} if isinstance(value, tl.dtype) else value
+
+
+def _constant(value: Any) -> Any:
+    return tl.dtype(value["dtype"]) if isinstance(value, dict) else value
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists where Triton has tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -15,7 +15,7 @@ import pytest
 from chairlift.kernels import triton as kernels
 from chairlift.kernels.triton import launch
 
-KERNELS = '''
+KERNELS = """
 import triton, triton.language as tl
 
 @triton.jit
@@ -29,7 +29,7 @@ def second_kernel(x_ptr, count, SIZE: tl.constexpr):
 @triton.jit
 def broken_kernel(x_ptr, SIZE: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, SIZE), nothing)
-'''
+"""
 
 PROGRAM = """
 import json, logging, threading

@@ -71,7 +71,9 @@ def record(graphs: Graphs, shape: BatchShape) -> Graph:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(Graphs, "_record", record)
-    return Graphs(lambda shape: 5, lambda shape: NO_OUTPUT, [DECODES, MORE_DECODES], lambda taken: True, lambda shape: True)
+    return Graphs(
+        lambda shape: 5, lambda shape: NO_OUTPUT, [DECODES, MORE_DECODES], lambda taken: True, lambda shape: True
+    )
 
 
 def test_a_shape_is_captured_once_it_has_occurred_often_enough(graphs: Graphs) -> None:

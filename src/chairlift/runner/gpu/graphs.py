@@ -94,7 +94,7 @@ class Graphs:
         return self._captured.get(shape)
 
     def capture_next(self) -> bool:
-        """Capture a shape whose kernels are compiled: one that was missed, else a likely one. False if there is none."""
+        """Capture a shape whose kernels are compiled, missed ones before likely ones. False if there is none."""
         missing = (shape for shape in (*self._seen, *self.likely) if shape not in self._captured)
         shape = None if self._full else next(filter(self._is_ready, missing), None)
         if shape is None:

@@ -68,8 +68,11 @@ class StepPreparation:
         return memory_taken(lambda: self.forward_padding(shape), self._inputs.device)
 
     def compile_generic(self) -> None:
-        """Compile the kernels that serve every step, and start to compile those of the first steps."""
+        """Compile the kernels that serve every step."""
         self.kernels.wait_for_generic(self._shapes.samples_of_all())
+
+    def compile_first(self) -> None:
+        """Start to compile the kernels of the first steps."""
         if self.graphs is not None:
             self.kernels.request(self.graphs.likely[:FIRST_SHAPES])
 

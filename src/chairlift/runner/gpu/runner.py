@@ -224,8 +224,9 @@ class GPURunner(ModelRunner):
         self.preparation.capture_decodes(sizes or self.shapes.decode_buckets)
 
     def warm_up(self) -> None:
-        """Compile the kernels that serve all steps, and load those of the first ones."""
+        """Compile and load the kernels that serve all steps; start to compile those of the first steps."""
         self.preparation.compile_generic()
+        self.preparation.compile_first()
         request = Request("warm-up", [0] * 2, SamplingParams(temperature=0.0), max_new_tokens=1, arrival=0.0)
         scratch = [self.storage.scratch_block]
         for start, count in ((0, 2), (1, 1)):

@@ -39,6 +39,7 @@ from chairlift.server.process.parent_watch import die_with_parent, exit_if_orpha
 from chairlift.server.process.reports import step_messages
 
 IDLE_POLL_MS = 200
+QUIET_MS = 10  # without a message, before something is prepared for later steps
 HEARTBEAT_SECONDS = 0.5
 
 
@@ -82,7 +83,7 @@ class EngineProcess:
     def _turn(self) -> None:
         """Receive messages, then run a step, which excludes requests cancelled before it."""
         self.turn_began = time.monotonic()
-        prepared = self.engine.prepare()
+        prepared = self._is_quiet() and self.engine.prepare()
         self._receive_messages(0 if prepared else min(1000 * self.engine.pause(), IDLE_POLL_MS))
         if self.engine.has_work:
             events = self.engine.step()
@@ -90,6 +91,11 @@ class EngineProcess:
                 self._send(message)
             self.frames.record(events)
         self.frames.publish_if_due()
+
+    def _is_quiet(self) -> bool:
+        """Whether there is nothing to do and no message arrives for a moment: what is prepared in the pause between two
+        requests of a client delays the second."""
+        return math.isinf(self.engine.pause()) and not self.inbox.poll(QUIET_MS)
 
     def _load(self) -> None:
         from chairlift.config import EngineConfig

@@ -62,9 +62,9 @@ def test_no_step_waits_for_its_kernels(compiler: SlowCompiler, monkeypatch: pyte
     computed: list[tuple[BatchShape, bool]] = []
     forward = GPURunner._forward
 
-    def recorded(runner: GPURunner, shape: BatchShape) -> ComputedStep:
+    def recorded(runner: GPURunner, shape: BatchShape, **how: bool) -> ComputedStep:
         computed.append((shape, tuned()))
-        return forward(runner, shape)
+        return forward(runner, shape, **how)
 
     monkeypatch.setattr(GPURunner, "_forward", recorded)
     engine = make_engine(model, gpu=True)

@@ -17,11 +17,11 @@ from chairlift.layers.linear import Linear
 from chairlift.models.decoder import Decoder
 from tests.extending.pages import load_toy, page_shows, run_with_plugin
 
-TOY = "int4_weights.py"
+TOY = "int4_rows.py"
 PROGRAM = """
 import sys
 from chairlift import LLM, SamplingParams
-llm = LLM(sys.argv[1], quantization="int4", device="cpu", kv_memory="4MiB", progress=False)
+llm = LLM(sys.argv[1], quantization="int4-rows", device="cpu", kv_memory="4MiB", progress=False)
 print(*llm.generate("blocks", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids)
 """
 
@@ -34,11 +34,11 @@ def load(model: Path, quantization: str) -> Decoder:
 
 
 def test_a_toy_format_stores_the_layers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidParameter, match="unknown 'int4'"):
-        EngineConfig(quantization="int4")
+    with pytest.raises(InvalidParameter, match="unknown 'int4-rows'"):
+        EngineConfig(quantization="int4-rows")
     load_toy(monkeypatch, FORMATS, TOY)
-    plain, rounded = load(checkpoint, "none"), load(checkpoint, "int4")
-    assert rounded.quantization == "int4"
+    plain, rounded = load(checkpoint, "none"), load(checkpoint, "int4-rows")
+    assert rounded.quantization == "int4-rows"
     assert isinstance(rounded.head.weight, PlainWeight), "the format leaves the head alone"
     generator = torch.Generator().manual_seed(0)
     for layer, exact in zip(rounded.layers, plain.layers, strict=True):
@@ -56,7 +56,7 @@ def test_a_toy_format_stores_the_layers(checkpoint: Path, monkeypatch: pytest.Mo
 def test_a_toy_format_rounds_to_the_nearest_of_15_levels(in_features: int, monkeypatch: pytest.MonkeyPatch) -> None:
     load_toy(monkeypatch, FORMATS, TOY)
     weight = torch.randn(4, in_features, generator=torch.Generator().manual_seed(1))
-    linear = Linear(weight.clone(), format=FORMATS.get("int4"))
+    linear = Linear(weight.clone(), format=FORMATS.get("int4-rows"))
     linear.finalize()
     step = weight.abs().amax(dim=1) / 7
     found = linear(torch.eye(in_features)).T
@@ -66,7 +66,7 @@ def test_a_toy_format_rounds_to_the_nearest_of_15_levels(in_features: int, monke
 def test_a_plugin_format_is_chosen_by_name(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = run_with_plugin(TOY, PROGRAM, str(checkpoint)).splitlines()[-1]
     load_toy(monkeypatch, FORMATS, TOY)
-    llm = LLM(str(checkpoint), quantization="int4", device="cpu", kv_memory="4MiB", progress=False)
+    llm = LLM(str(checkpoint), quantization="int4-rows", device="cpu", kv_memory="4MiB", progress=False)
     output = llm.generate("blocks", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].outputs[0]
     assert printed == " ".join(map(str, output.token_ids))
     assert len(output.token_ids) == 8
@@ -74,8 +74,10 @@ def test_a_plugin_format_is_chosen_by_name(checkpoint: Path, monkeypatch: pytest
 
 def test_a_toy_format_refuses_with_its_own_reasons(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_toy(monkeypatch, FORMATS, TOY)
-    with pytest.raises(InvalidParameter, match=r"quantization.*int4 is not possible.*float32 with it"):
-        load_model(str(checkpoint), EngineConfig(quantization="int4", dtype="bfloat16", device="cpu"), progress=False)
+    with pytest.raises(InvalidParameter, match=r"quantization.*int4-rows is not possible.*float32 with it"):
+        load_model(
+            str(checkpoint), EngineConfig(quantization="int4-rows", dtype="bfloat16", device="cpu"), progress=False
+        )
 
 
 def test_the_page_shows_the_toy() -> None:

@@ -198,7 +198,6 @@ def test_more_weights_than_memory_are_refused() -> None:
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "swoosh"}, "swoosh.*silu"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantized.*gptq"),
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
     ({"model_type": "gemma2", "layer_types": ["full_attention", "mamba"]}, "mamba"),
 ]

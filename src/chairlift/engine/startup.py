@@ -87,10 +87,11 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     if config.load_format != "dummy":
         _require_plausible_size(checkpoint, info.num_parameters)
     quantization = _quantization(config, checkpoint, info.num_parameters)
+    as_stored = quantization == "checkpoint"
     with torch.inference_mode():
         model = build_model(
             checkpoint.config,
-            read_ahead(checkpoint.tensors()),
+            read_ahead(checkpoint.stored() if as_stored else checkpoint.tensors()),
             dtype=torch_dtype(config),
             device=torch_device(config),
             max_len=config.max_model_len,
@@ -99,13 +100,31 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
         )
     dtype = str(model.dtype).removeprefix("torch.") if quantization == "none" else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
+    if checkpoint.quantization is not None:
+        log.info(f"weights    {checkpoint.quantization}: {_use_of_weights(model, quantization)}")
     return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer), read_embedding_config(checkpoint))
 
 
+def _use_of_weights(model: CausalLM, quantization: str) -> str:
+    """How the weights of a quantized checkpoint are computed with, for the startup log."""
+    if quantization == "checkpoint":
+        return f"as stored where possible (linear maps: {getattr(model, 'used_formats', 'not quantized')})"
+    if quantization == "none":
+        return f"dequantized to {str(model.dtype).removeprefix('torch.')}"
+    return f"dequantized and rounded to {quantization}"
+
+
 def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: int) -> str:
-    """The configured quantization; by default int8 where it is faster, unless a dtype is configured."""
+    """The configured quantization; by default that of the checkpoint on a GPU, and on a CPU int8 where it is faster,
+    unless a dtype is configured."""
     if config.quantization not in (None, "auto"):
         return config.quantization
+    if checkpoint.quantization is not None and torch_device(config).type == "cuda":
+        return (
+            "none"
+            if format_obstacles(checkpoint.config, "checkpoint", torch_dtype(config), torch_device(config))
+            else "checkpoint"
+        )
     if config.dtype != "auto" or num_parameters < MIN_INT8_PARAMETERS:
         return "none"
     if format_obstacles(checkpoint.config, "int8", torch_dtype(config), torch_device(config)):

@@ -55,7 +55,7 @@ class Linear:
         return self.weight.own_bytes + (0 if self.bias is None else self.bias.nbytes)
 
     def finalize(self) -> None:
-        self.weight.pack()
+        self.weight = self.weight.finalized()
 
     def make_batch_invariant(self) -> None:
         self.weight.batch_invariant = True

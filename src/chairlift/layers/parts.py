@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
 
-Targets = Iterator[tuple[str, Tensor]]
-"""Names of tensors in a checkpoint, each with the tensor of the model that it is copied to."""
+
+class Target(Protocol):
+    """What a tensor of a checkpoint is copied to: a tensor, or some rows of a weight."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def copy_(self, source: Any, /) -> object: ...
+
+
+Targets = Iterator[tuple[str, Target]]
+"""Names of tensors in a checkpoint, each with the part of the model that it is copied to."""
 
 
 class Part(Protocol):

@@ -11,6 +11,8 @@ from chairlift.errors import ModelNotFound, UnsupportedModel
 if TYPE_CHECKING:
     import torch
 
+    from chairlift.loading.stored_weight import StoredWeight
+
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -20,13 +22,18 @@ class Checkpoint(Protocol):
     config: dict[str, Any]  # as in config.json: model_type, architectures, hidden_size, ...
     generation_config: dict[str, Any]  # as in generation_config.json; empty if there is none
     num_bytes: int  # size of the tensors as stored
+    quantization: str | None  # what its weights are quantized by, in words; None if they are not
 
     def names(self) -> list[str]:
         """Hugging Face tensor names, in the order of `tensors()`."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield one tensor at a time, so that only one is in memory."""
+        """Yield one tensor at a time, so that only one is in memory; quantized weights are dequantized."""
+        ...
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+        """Like `tensors`, with quantized weights as they are stored."""
         ...
 
 
@@ -57,9 +64,12 @@ def _open(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
+        from chairlift.loading.quantized_checkpoint import QuantizedCheckpoint, quantized_reader
         from chairlift.loading.safetensors_checkpoint import SafetensorsCheckpoint
 
-        return SafetensorsCheckpoint(folder)
+        files = SafetensorsCheckpoint(folder)
+        reader = quantized_reader(files.config)
+        return files if reader is None else QuantizedCheckpoint(files, reader)
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) == 1:
         return _open_gguf(ggufs[0])

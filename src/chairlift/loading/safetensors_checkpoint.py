@@ -15,12 +15,15 @@ from chairlift.loading.json_file import read_json_object, read_optional_json_obj
 if TYPE_CHECKING:
     import torch
 
+    from chairlift.loading.stored_weight import StoredWeight
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 class SafetensorsCheckpoint:
     format = "safetensors"
+    quantization: str | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,6 +46,9 @@ class SafetensorsCheckpoint:
                     with _refuse_damage(file):
                         tensor = opened.get_tensor(name)
                     yield name, tensor
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+        return self.tensors()
 
 
 def _shards(folder: Path) -> dict[str, list[str]]:

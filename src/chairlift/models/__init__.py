@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from chairlift.loading.stored_weight import StoredWeight
     from chairlift.models.base import CausalLM, ModelInfo
 
 
 def build_model(
     config: Mapping[str, Any],
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor | StoredWeight]],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -31,6 +32,7 @@ def build_model(
     is the format of the weights. `batch_invariant` makes a token's numbers independent of the rest of the batch.
     """
     from chairlift.layers.formats import FORMATS
+    from chairlift.loading.stored_weight import dequantized
     from chairlift.models.decoder import Decoder
     from chairlift.models.read_config import decoder_config
     from chairlift.models.weights import fill
@@ -43,7 +45,7 @@ def build_model(
 
         if batch_invariant:
             raise InvalidParameter("batch_invariant", "is not possible: this model runs on transformers' code")
-        return load_fallback(config, tensors, dtype=dtype, device=device, max_len=max_len)
+        return load_fallback(config, dequantized(tensors), dtype=dtype, device=device, max_len=max_len)
     description = decoder_config(config, max_len)
     try:
         model = Decoder(

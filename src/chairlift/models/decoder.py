@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chairlift.attention.interface import Attend
 from chairlift.layers.embedding import Embedding
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import WeightFormat, count_formats
 from chairlift.layers.formats.none import PlainWeight
 from chairlift.layers.linear import Linear
 from chairlift.layers.parts import Part, Targets, prefixed
@@ -80,6 +80,12 @@ class Decoder:
     def quantization(self) -> str:
         """The name of the weights' format."""
         return self.format.name
+
+    @property
+    def used_formats(self) -> str:
+        """How many linear maps have which format, in words."""
+        linears = [linear for layer in self.layers for linear in layer.linears()]
+        return count_formats([linear.weight for linear in (*linears, self.head)])
 
     @property
     def head_format(self) -> type[WeightFormat]:

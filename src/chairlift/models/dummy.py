@@ -11,7 +11,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from chairlift.errors import ModelNotFound
+from chairlift.errors import ModelNotFound, UnsupportedModel
+from chairlift.layers.parts import Targets
 from chairlift.loading.json_file import read_json_object
 from chairlift.text.tokenizer import Tokenizer
 
@@ -22,6 +23,7 @@ class DummyCheckpoint:
     """A config.json without weights, given by its path or its folder."""
 
     format = "dummy"
+    quantization: str | None = None
 
     def __init__(self, path: str | Path, device: torch.device) -> None:
         path = Path(path).expanduser()
@@ -30,6 +32,11 @@ class DummyCheckpoint:
             raise ModelNotFound(f"{path}: there is no config.json, which is all that load_format='dummy' needs")
         self.path = file.parent
         self.config: dict[str, Any] = read_json_object(file)
+        if self.config.get("quantization_config"):
+            raise UnsupportedModel(
+                f"{file}: has a quantization_config, but random weights are not quantized; remove it and choose "
+                "the format with --quantization"
+            )
         self.generation_config: dict[str, Any] = {}
         self.num_bytes = 0
         self._device = device
@@ -39,6 +46,9 @@ class DummyCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return dummy_tensors(self.config, self._device)
+
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        return self.tensors()
 
 
 def dummy_tokenizer() -> Tokenizer:
@@ -50,14 +60,14 @@ def dummy_tensors(config: Mapping[str, Any], device: torch.device, seed: int = 0
     """A tensor for every weight of the decoder that `config` describes, made on `device` one by one."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, target in _targets(config):
-        if target.dim() == 1:  # norms and biases
+        if len(target.shape) == 1:  # norms and biases
             yield name, torch.ones(target.shape, dtype=torch.bfloat16, device=device)
         else:
             values = torch.empty(target.shape, dtype=torch.bfloat16, device=device)
             yield name, values.normal_(0.0, SPREAD, generator=generator)
 
 
-def _targets(config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _targets(config: Mapping[str, Any]) -> Targets:
     from chairlift.models.decoder import Decoder
     from chairlift.models.read_config import decoder_config
 

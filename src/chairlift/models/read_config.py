@@ -33,7 +33,6 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
     family = find_family(inner["model_type"])
     assert family is not None, "the caller checks it"
     fields = Fields(inner, _DEFAULTS | dict(family.defaults), "config.json")
-    refuse_quantized(config)
     activation = fields.text(family.activation_key)
     if activation not in ACTIVATIONS:
         raise UnsupportedModel(f"activation {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
@@ -61,15 +60,6 @@ def decoder_config(config: Mapping[str, Any], max_len: int | None = None) -> Dec
         logit_softcap=fields.optional_number("final_logit_softcapping"),
         text_part_only=inner is not config,
     )
-
-
-def refuse_quantized(config: Mapping[str, Any]) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise UnsupportedModel(
-            f"the checkpoint is quantized ({method}); use an unquantized checkpoint or a GGUF file of the model"
-        )
 
 
 def _max_len(fields: Fields, requested: int | None) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.models.families import FAMILIES
 from chairlift.models.probe import AskedMask, CannotPlug
-from chairlift.models.read_config import MAX_LAYERS, refuse_quantized
+from chairlift.models.read_config import MAX_LAYERS
 
 REGISTERED_NAME = "chairlift_ragged"
 # What handles one layer's attention: (module, q, k, v, mask, further arguments) -> output, all in the layout
@@ -52,9 +52,9 @@ def read_transformers_config(config: Mapping[str, Any]) -> Any:
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refusal(model_type, "transformers has no causal language model of that name")
-    refuse_quantized(config)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}  # weights come dequantized
     try:
-        return CONFIG_MAPPING[model_type].from_dict(dict(config))
+        return CONFIG_MAPPING[model_type].from_dict(plain)
     except Exception as error:  # the checks of a hundred config classes
         raise CorruptCheckpoint(f"config.json: {error}") from error
 

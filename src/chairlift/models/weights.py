@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
+from chairlift.layers.parts import Target
+from chairlift.loading.stored_weight import StoredWeight
 
 # Prefixes of the text model's tensor names, depending on the class that saved the checkpoint.
 PREFIXES = ("model.", "language_model.")
@@ -31,8 +33,8 @@ def canonical_name(name: str) -> str:
 
 
 def fill(
-    targets: dict[str, Tensor],
-    tensors: Iterable[tuple[str, Tensor]],
+    targets: dict[str, Target],
+    tensors: Iterable[tuple[str, Tensor | StoredWeight]],
     *,
     text_part_only: bool,
     tied: bool,
@@ -56,6 +58,8 @@ def fill(
             raise CorruptCheckpoint(f"unexpected tensor {full_name} of shape {_shape(tensor)}")
         target = targets[destination]
         _check(full_name, tensor, target)
+        if isinstance(target, Tensor) and isinstance(tensor, StoredWeight):
+            tensor = tensor.dequantized()
         if destination not in filled:
             target.copy_(tensor)
             filled[destination] = name
@@ -63,7 +67,9 @@ def fill(
                 del targets[destination], target
             if filled_one is not None:
                 filled_one(destination)
-        elif not bool((target == tensor.to(target)).all()):
+        elif (
+            isinstance(target, Tensor) and isinstance(tensor, Tensor) and not bool((target == tensor.to(target)).all())
+        ):
             raise CorruptCheckpoint(
                 f"{HEAD} and {EMBEDDING} differ, but config.json has tie_word_embeddings: set it to false there"
             )
@@ -73,12 +79,14 @@ def fill(
         raise CorruptCheckpoint(f"the checkpoint lacks {', '.join(missing[:5])}{more}")
 
 
-def _check(name: str, tensor: Tensor, target: Tensor) -> None:
+def _check(name: str, tensor: Tensor | StoredWeight, target: Target) -> None:
     if tensor.shape != target.shape:
         raise CorruptCheckpoint(f"tensor {name} has shape {_shape(tensor)}, but config.json implies {_shape(target)}")
-    if not tensor.is_floating_point():
-        raise UnsupportedModel(f"tensor {name} holds {tensor.dtype}: quantized checkpoints are not supported")
+    if isinstance(tensor, Tensor) and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
+        raise UnsupportedModel(
+            f"tensor {name} holds {tensor.dtype}, but config.json has no quantization_config that explains it"
+        )
 
 
-def _shape(tensor: Tensor) -> list[int]:
+def _shape(tensor: Target | StoredWeight) -> list[int]:
     return list(tensor.shape)

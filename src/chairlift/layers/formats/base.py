@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from chairlift.layers.parts import Targets
+from chairlift.loading.stored_weight import StoredWeight
 
 if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.int8 import PackedWeight
@@ -19,8 +21,8 @@ class WeightFormat(ABC):
     """The weight of one linear map [out_features, in_features], as it is stored and multiplied.
 
     A format that rounds weights while they are loaded implements `pack` and `multiply`: the checkpoint fills `plain`,
-    and `pack` replaces it. A format whose checkpoints hold other tensors (scales, packed integers) also overrides
-    `empty` and `targets`, and has no `plain`. A wrapper (an adapter, a shard) is a format that holds another one.
+    and `pack` replaces it. A format that can also compute with weights as quantized checkpoints store them implements
+    `accepts` and `load`. A wrapper (an adapter, a shard) is a format that holds another one.
     """
 
     name: ClassVar[str]
@@ -35,13 +37,17 @@ class WeightFormat(ABC):
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         """`shared`: the tensor is also read elsewhere (a tied head and its embedding table)."""
-        self.plain: Tensor | None = weight
+        self.plain: Tensor | None = weight  # on the meta device until the first rows are filled
         self.out_features, self.in_features = weight.shape
+        self.dtype, self.device = weight.dtype, weight.device
         self.shared = shared
 
     @classmethod
     def empty(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Self:
-        return cls(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        """A weight to be filled. Its memory is allocated with its first rows: a model never has all weights plain."""
+        weight = cls(torch.empty(out_features, in_features, dtype=dtype, device="meta"))
+        weight.device = device
+        return weight
 
     @classmethod
     def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -54,10 +60,33 @@ class WeightFormat(ABC):
         return table
 
     def targets(self, names: Sequence[str], sizes: Sequence[int]) -> Targets:
-        """The tensors that a checkpoint fills, by name; `sizes` are the output features of each name."""
+        """What a checkpoint fills, by name; `sizes` are the output features of each name."""
+        first = 0
+        for name, size in zip(names, sizes, strict=True):
+            yield f"{name}.weight", WeightRows(self, first, size)
+            first += size
+
+    def fill_rows(self, first: int, source: Tensor | StoredWeight) -> None:
+        """Fill the rows from `first` on."""
         assert self.plain is not None
-        for name, part in zip(names, self.plain.split(list(sizes)), strict=True):
-            yield f"{name}.weight", part
+        if self.plain.device != self.device:
+            self.plain = torch.empty_like(self.plain, device=self.device)
+        values = source if isinstance(source, Tensor) else source.dequantized()
+        self.plain[first : first + len(values)].copy_(values)
+
+    @classmethod
+    def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether it can compute with these weights of a checkpoint, one below the other, as they are stored."""
+        return False
+
+    def load(self, parts: Sequence[StoredWeight]) -> None:
+        """Take weights that it accepts, instead of `pack`."""
+        raise NotImplementedError
+
+    def finalized(self) -> WeightFormat:
+        """Called once all targets are filled: the packed format that multiplies."""
+        self.pack()
+        return self
 
     @abstractmethod
     def pack(self) -> None:
@@ -88,3 +117,21 @@ class WeightFormat(ABC):
     def pack_into(self, tiles: PackedWeight) -> None:
         """Make `pack` use this memory; only with `packs_tiles`."""
         raise NotImplementedError
+
+
+class WeightRows:
+    """Some rows of a weight, as the target of a checkpoint's tensor."""
+
+    def __init__(self, weight: WeightFormat, first: int, size: int) -> None:
+        self._weight = weight
+        self._first = first
+        self.shape = torch.Size((size, weight.in_features))
+
+    def copy_(self, source: Tensor | StoredWeight, /) -> None:
+        self._weight.fill_rows(self._first, source)
+
+
+def count_formats(weights: Sequence[WeightFormat]) -> str:
+    """How many linear maps have which format, for the startup report."""
+    counts = Counter("not quantized" if weight.name == "none" else weight.name for weight in weights)
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common())

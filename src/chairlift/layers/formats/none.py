@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +35,11 @@ class PlainWeight(WeightFormat):
         self._num_bytes = weight.nbytes
         self._counted_elsewhere = shared and not can_pack(weight)  # no copy is made: the embedding counts the bytes
         self._packed: Tensor | None = None
+
+    @classmethod
+    def empty(cls, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """Allocated at once: a model that does not fit into memory fails before its files are read."""
+        return cls(torch.empty(out_features, in_features, dtype=dtype, device=device))
 
     def pack(self) -> None:
         if self.plain is not None and can_pack(self.plain):

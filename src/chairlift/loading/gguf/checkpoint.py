@@ -13,6 +13,8 @@ from chairlift.loading.gguf.names import sources
 if TYPE_CHECKING:
     import torch
 
+    from chairlift.loading.stored_weight import StoredWeight
+
 
 class GGUFCheckpoint:
     format = "gguf"
@@ -22,6 +24,9 @@ class GGUFCheckpoint:
         self.file = GGUFFile(path)
         self.config = hf_config(self.file)
         self.generation_config = hf_generation_config(self.file)
+        kinds = {self.file.kind(tensor) for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
+        blocks = sorted(kinds - {"F32", "F16", "BF16"})
+        self.quantization = f"GGUF, {', '.join(blocks)}" if blocks else None
         self.num_bytes = sum(tensor.num_bytes for tensor in self.file.tensors.values())
         self._sources = sources(self.file, self.config)
 
@@ -30,7 +35,15 @@ class GGUFCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor dequantized to float32, one at a time."""
+        from chairlift.loading.stored_weight import dequantized
+
+        return dequantized(self.stored())
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
         import torch  # not needed to read config and tokenizer
 
+        from chairlift.loading.gguf.blocks import GGUFWeight
+
         for name, source in self._sources.items():
-            yield name, torch.from_numpy(source.read(self.file))
+            weight = GGUFWeight(self.file, source)
+            yield name, weight if len(weight.shape) == 2 else torch.from_numpy(source.read(self.file))

@@ -71,14 +71,9 @@ class GGUFFile:
         """
         gguf = _gguf()
         kind = gguf.GGMLQuantizationType(tensor.type)
-        block_size, type_size = gguf.GGML_QUANT_SIZES[kind]
-        data = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
-        shape = tensor.shape
-        if part is not None:
-            part_bytes = tensor.num_bytes // shape[0]
-            data = data[part * part_bytes : (part + 1) * part_bytes]
-            shape = shape[1:]
-        blocks = data.reshape(-1, type_size)
+        block_size, _ = gguf.GGML_QUANT_SIZES[kind]
+        shape = tensor.shape if part is None else tensor.shape[1:]
+        blocks = self.blocks(tensor, part)
         values = np.empty((len(blocks), block_size), np.float32)
         step = SLAB // block_size
         with np.errstate(all="ignore"):  # damaged scales give inf or nan, which is not an error here
@@ -88,6 +83,20 @@ class GGUFFile:
                     slab.shape[0], block_size
                 )
         return values.reshape(shape)
+
+    def blocks(self, tensor: GGUFTensor, part: int | None = None) -> NDArray[np.uint8]:
+        """The bytes of a tensor, or of its `part`-th slice, as stored: [blocks, bytes of a block]."""
+        gguf = _gguf()
+        _, type_size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
+        data = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
+        if part is not None:
+            part_bytes = tensor.num_bytes // tensor.shape[0]
+            data = data[part * part_bytes : (part + 1) * part_bytes]
+        return data.reshape(-1, type_size)
+
+    def kind(self, tensor: GGUFTensor) -> str:
+        """The name of a tensor's type, such as Q4_K."""
+        return str(_gguf().GGMLQuantizationType(tensor.type).name)
 
 
 def corrupt(path: Path, problem: str) -> Never:

@@ -33,10 +33,14 @@ class Source:
         values = file.read(self.tensor, self.expert)
         if self.offset:
             values -= self.offset
+        return np.ascontiguousarray(values[self.row_order(len(values))]) if self.interleaved_heads else values
+
+    def row_order(self, rows: int) -> NDArray[np.int64]:
+        """The stored row of each row."""
+        order = np.arange(rows)
         if self.interleaved_heads:
-            pairs = values.reshape(self.interleaved_heads, -1, 2, *values.shape[1:])
-            values = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
-        return values
+            order = order.reshape(self.interleaved_heads, -1, 2).swapaxes(1, 2).reshape(rows)
+        return order
 
 
 def sources(file: GGUFFile, config: dict[str, Any]) -> dict[str, Source]:

@@ -8,9 +8,9 @@ from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import WeightFormat
 
 
-@FORMATS.register("int4")
+@FORMATS.register("int4-rows")
 class Int4Weight(WeightFormat):
-    name = "int4"
+    name = "int4-rows"
     stores_head = False  # a head in 4 bits costs more quality than it saves memory
 
     @classmethod

@@ -1,0 +1,77 @@
+"""Weights of a GGUF file in blocks, as they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chairlift.loading.gguf.file import GGUFFile
+from chairlift.loading.gguf.names import Source
+from chairlift.loading.stored_weight import GroupedIntegers, StoredWeight
+
+GROUP = 32  # columns with a scale of their own, in all three kinds
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFWeight(StoredWeight):
+    """A matrix of a GGUF file."""
+
+    file: GGUFFile
+    source: Source
+
+    @property
+    def shape(self) -> torch.Size:
+        shape = self.source.tensor.shape
+        return torch.Size(shape if self.source.expert is None else shape[1:])
+
+    @property
+    def kind(self) -> str:
+        """The name of its tensor type, such as Q4_K."""
+        return self.file.kind(self.source.tensor)
+
+    def dequantized(self) -> Tensor:
+        return torch.from_numpy(self.source.read(self.file))
+
+    def as_integers(self) -> GroupedIntegers | None:
+        unpack = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}.get(self.kind)
+        if unpack is None:
+            return None
+        blocks = self.file.blocks(self.source.tensor, self.source.expert)
+        numbers, scales, offsets = unpack(blocks)
+        rows = self.shape[0]
+        order = self.source.row_order(rows)
+
+        def in_order(part: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(part.reshape(rows, -1)[order]))
+
+        return GroupedIntegers(4, in_order(numbers), in_order(scales), None if offsets is None else in_order(offsets))
+
+
+Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+
+
+def _nibbles(codes: np.ndarray) -> np.ndarray:
+    """[blocks, n * size] bytes of `size` = the last dimension -> the low nibbles of each run, then its high ones."""
+    return np.concatenate((codes & 15, codes >> 4), axis=-1)
+
+
+def _q4_0(blocks: np.ndarray) -> Unpacked:
+    return _nibbles(blocks[:, 2:]), blocks[:, :2].copy().view(np.float16), None
+
+
+def _q4_1(blocks: np.ndarray) -> Unpacked:
+    scales, low = blocks[:, :4].copy().view(np.float16).T
+    return _nibbles(blocks[:, 4:]), scales, low.astype(np.float32)
+
+
+def _q4_k(blocks: np.ndarray) -> Unpacked:
+    """A block has eight groups, whose scales and minima are products of a float and an integer of six bits."""
+    scale, low = blocks[:, :4].copy().view(np.float16).astype(np.float32).T
+    first, second, high = blocks[:, 4:16].reshape(-1, 3, 4).swapaxes(0, 1)
+    scales = np.concatenate((first & 63, (high & 15) | (first >> 2 & 48)), axis=-1)
+    lows = np.concatenate((second & 63, (high >> 4) | (second >> 2 & 48)), axis=-1)
+    numbers = _nibbles(blocks[:, 16:].reshape(-1, 4, GROUP))
+    return numbers, scale[:, None] * scales.astype(np.float32), -(low[:, None] * lows.astype(np.float32))

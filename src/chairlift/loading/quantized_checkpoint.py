@@ -1,0 +1,73 @@
+"""A checkpoint whose tensors are parts of quantized weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from chairlift.errors import CorruptCheckpoint, UnsupportedModel
+from chairlift.loading.quantized import READERS
+from chairlift.loading.safetensors_checkpoint import SafetensorsCheckpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from chairlift.loading.quantized.base import QuantizedReader
+    from chairlift.loading.stored_weight import StoredWeight
+
+
+class QuantizedCheckpoint:
+    """Puts the parts of quantized weights together; all other tensors are passed on."""
+
+    def __init__(self, files: SafetensorsCheckpoint, reader: QuantizedReader) -> None:
+        self.path, self.format, self.num_bytes = files.path, files.format, files.num_bytes
+        self.config, self.generation_config = files.config, files.generation_config
+        self.quantization: str | None = reader.description()
+        self._files = files
+        self._reader = reader
+        names = files.names()
+        self._weights = reader.weights(names)
+        self._weight_of = {
+            name: (weight, part) for weight, parts in self._weights.items() for part, name in parts.items()
+        }
+        if not self._weights:
+            raise CorruptCheckpoint(
+                f"{self.path}: config.json says it is quantized, but no tensor is ({names[:3]} ...)"
+            )
+
+    def names(self) -> list[str]:
+        """The weights in the order in which their first parts are stored."""
+        return list(dict.fromkeys(self._weight_of.get(name, (name, ""))[0] for name in self._files.names()))
+
+    def stored(self) -> Iterator[tuple[str, Tensor | StoredWeight]]:
+        """Yield a weight when its last part is read."""
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self._files.tensors():
+            if name not in self._weight_of:
+                yield name, tensor
+                continue
+            weight, part = self._weight_of[name]
+            parts = waiting.setdefault(weight, {})
+            parts[part] = tensor
+            if len(parts) == len(self._weights[weight]):
+                yield weight, self._reader.read(weight, waiting.pop(weight))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight dequantized to float32."""
+        from chairlift.loading.stored_weight import dequantized
+
+        return dequantized(self.stored())
+
+
+def quantized_reader(config: Mapping[str, Any]) -> QuantizedReader | None:
+    """The reader for the quantization_config of a config.json; None if there is none."""
+    settings = config.get("quantization_config")
+    if not settings:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    if method not in READERS.names():
+        supported = ", ".join(READERS.names())
+        raise UnsupportedModel(
+            f"the checkpoint is quantized by {method!r:.60}; supported are {supported} and GGUF files"
+        )
+    return READERS.get(method)(settings)

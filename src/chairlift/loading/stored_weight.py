@@ -1,0 +1,113 @@
+"""Weights as quantized checkpoints store them, before a weight format computes with them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class StoredWeight(ABC):
+    """A matrix [out_features, in_features] in the form of its checkpoint."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size: ...
+
+    @abstractmethod
+    def dequantized(self) -> Tensor:
+        """The matrix in float32."""
+
+    def as_integers(self) -> GroupedIntegers | None:
+        """The same numbers as integers with scales per group, if that is what they are."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedIntegers(StoredWeight):
+    """Integers of 2 to 8 bits; each group of columns of a row has a scale, and an offset if it is not symmetric.
+
+    A number n of a group stands for n * scale + offset; without offsets for (n - 2 ** (bits - 1)) * scale.
+    """
+
+    bits: int
+    numbers: Tensor  # [out, in] uint8
+    scales: Tensor  # [out, groups] floating
+    offsets: Tensor | None = None  # [out, groups] float32
+    group_of: Tensor | None = None  # [in]: the group of each column, if groups are not runs of neighbours
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
+    def as_integers(self) -> GroupedIntegers:
+        return self
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[1] // self.scales.shape[1]
+
+    def dequantized(self) -> Tensor:
+        groups = self.group_of
+        if groups is None:
+            groups = torch.arange(self.shape[1], device=self.numbers.device) // self.group_size
+        groups = groups.long()
+        scales = self.scales.float()
+        offsets = -(2.0 ** (self.bits - 1)) * scales if self.offsets is None else self.offsets
+        return torch.addcmul(offsets[:, groups], self.numbers.float(), scales[:, groups])
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFloats(StoredWeight):
+    """8-bit floats or integers with a scale per block of rows and columns."""
+
+    numbers: Tensor  # [out, in] e4m3 or int8
+    scales: Tensor  # [blocks of rows, blocks of columns] float32
+    block: tuple[int, int]  # rows and columns of a block; the last ones may be smaller
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
+    @property
+    def row_scales(self) -> Tensor | None:
+        """[out]: the scale of each row, if blocks span all columns."""
+        if self.scales.shape[1] != 1:
+            return None
+        return self.scales[:, 0].repeat_interleave(self.block[0])[: self.shape[0]]
+
+    def dequantized(self) -> Tensor:
+        rows, columns = self.shape
+        down, across = self.block
+        scales = self.scales.repeat_interleave(down, 0)[:rows].repeat_interleave(across, 1)[:, :columns]
+        return self.numbers.float() * scales
+
+
+@dataclass(frozen=True, slots=True)
+class PlainValues(StoredWeight):
+    """A weight that its reader has dequantized, since no format computes with its form."""
+
+    values: Tensor  # [out, in] float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def dequantized(self) -> Tensor:
+        return self.values
+
+
+def dequantized(tensors: Iterable[tuple[str, Tensor | StoredWeight]]) -> Iterator[tuple[str, Tensor]]:
+    """Replace quantized weights by their values in float32."""
+    for name, tensor in tensors:
+        yield name, tensor if isinstance(tensor, Tensor) else tensor.dequantized()
+
+
+def unpack_bits(words: Tensor, bits: int) -> Tensor:
+    """int32 [rows, n] -> uint8 [rows, n * 32 / bits], the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    numbers: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return numbers.to(torch.uint8).flatten(-2)

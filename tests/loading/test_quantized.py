@@ -1,0 +1,154 @@
+"""Quantized checkpoints against the published formulas in float64, and their greedy tokens against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chairlift import LLM, SamplingParams
+from chairlift.errors import ChairliftError, CorruptCheckpoint, UnsupportedModel
+from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.loading.quantized import READERS
+from chairlift.loading.stored_weight import StoredWeight
+from tests.loading.quantized_writing import SCHEMES, write_quantized
+
+
+def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """The greedy tokens of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_values_and_greedy_tokens(name: str, tmp_path: Path) -> None:
+    expected = write_quantized(tmp_path / "model", SCHEMES[name])
+    checkpoint = open_checkpoint(tmp_path / "model")
+    found = dict(checkpoint.tensors())
+    assert found.keys() == expected.keys() == set(checkpoint.names())
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key].double(), tensor.double(), rtol=1e-6, atol=1e-9)
+    stored = dict(checkpoint.stored())
+    quantized = [weight for weight in stored.values() if isinstance(weight, StoredWeight)]
+    assert len(quantized) == 14 - max(0, len(SCHEMES[name].skipped) - 2)
+    assert all((weight.as_integers() is not None) == ("int4" in name or "gptq" in name or "awq" in name
+               or "w8a16" in name) for weight in quantized)  # fmt: skip
+    prompt = [5, 17, 40, 211, 90]
+    llm = LLM(str(tmp_path / "model"), device="cpu", dtype="float32", kv_memory="4MiB", progress=False)
+    output = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))[0]
+    assert list(output.outputs[0].token_ids) == greedy(tmp_path / "model-plain", prompt, 12)
+
+
+def test_the_startup_report_says_what_happens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_quantized(tmp_path / "model", SCHEMES["awq"])
+    options: dict[str, Any] = {"device": "cpu", "kv_memory": "4MiB", "progress": False}
+    for quantization, report in {
+        "none": "AWQ, 4-bit integers in groups of 32: dequantized to float32",
+        "checkpoint": "AWQ, 4-bit integers in groups of 32: as stored where possible (linear maps: ",
+    }.items():
+        caplog.clear()
+        with caplog.at_level("INFO", logger="chairlift"):
+            LLM(str(tmp_path / "model"), quantization=quantization, **options)
+        assert report in caplog.text
+
+
+def refused(tmp_path: Path, settings: Any) -> str:
+    """The message for a checkpoint with this quantization_config, of which no tensor may be read."""
+    write_quantized(tmp_path / "model", SCHEMES["awq"])
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+    with pytest.raises(ChairliftError) as raised:
+        open_checkpoint(tmp_path / "model")
+    assert isinstance(raised.value, (UnsupportedModel, CorruptCheckpoint))
+    return str(raised.value)
+
+
+COMPRESSED = {"quant_method": "compressed-tensors"}
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}
+REFUSED: list[tuple[Any, str]] = [
+    ({"quant_method": "quip"}, "quantized by 'quip'; supported are awq, bitsandbytes, compressed-tensors"),
+    ("quip", "quantized by 'quip'"),
+    ({"quant_method": "awq", "bits": 3}, "weights of 3 bits are not supported"),
+    ({"quant_method": "awq", "version": "gemv"}, "'gemv' is not supported"),
+    ({"quant_method": "gptq", "bits": 3}, "weights of 3 bits are not supported"),
+    ({"quant_method": "gptq"}, "bits=None, which is not an integer"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' is not supported"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*mlp": {"bits": 8}}}, "settings of single modules"),
+    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "is not two positive integers"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "only e4m3 is supported"),
+    ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
+    (COMPRESSED, "no config_groups"),
+    (COMPRESSED | {"format": "nvfp4-pack-quantized", "config_groups": {"a": GROUP}}, "'nvfp4-pack-quantized'"),
+    (COMPRESSED | {"format": "pack-quantized", "config_groups": {"a": {"weights": None}}}, "quantizes no weights"),
+    (
+        COMPRESSED | {"format": "pack-quantized", "config_groups": {"a": GROUP}, "sparsity_config": {"format": "2:4"}},
+        "sparse weights (2:4)",
+    ),
+    (
+        COMPRESSED | {"format": "pack-quantized", "config_groups": {"a": GROUP}, "transform_config": {"R1": {}}},
+        "rotations",
+    ),
+    (COMPRESSED | {"format": "pack-quantized", "config_groups": {"a": GROUP}}, "no tensor is"),  # AWQ's tensors
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_what_cannot_be_read_is_refused_before_weights_are_read(settings: Any, message: str, tmp_path: Path) -> None:
+    assert message in refused(tmp_path, settings)
+
+
+def test_damaged_parts_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    def damage(scheme: str, part: str, change: Any) -> str:
+        write_quantized(tmp_path / "model", SCHEMES[scheme])
+        file = tmp_path / "model" / "model.safetensors"
+        tensors: dict[str, Tensor] = load_file(file)
+        name = f"model.layers.0.mlp.up_proj.{part}"
+        tensors[name] = change(tensors[name]).contiguous()
+        save_file(tensors, file)
+        with pytest.raises(CorruptCheckpoint) as raised:
+            list(open_checkpoint(tmp_path / "model").tensors())
+        return str(raised.value)
+
+    for scheme, part in {"awq": "scales", "gptq": "qzeros", "fp8 blocks": "weight_scale_inv"}.items():
+        assert "model.layers.0.mlp.up_proj.weight: " in damage(scheme, part, lambda tensor: tensor[:, :-1])
+    assert "g_idx must be below 2" in damage("gptq", "g_idx", lambda tensor: tensor + 1)
+    assert "does not fit weight_shape" in damage("compressed int4", "weight_shape", lambda tensor: tensor * 3)
+    state = "weight.quant_state.bitsandbytes__nf4"
+    assert "quant_state is missing or damaged" in damage("bitsandbytes nf4", state, lambda tensor: tensor[:-9])
+
+
+def test_a_missing_scale_is_refused(tmp_path: Path) -> None:
+    """8-bit floats without their scales must not pass as values."""
+    from safetensors.torch import load_file, save_file
+
+    write_quantized(tmp_path / "model", SCHEMES["fp8 blocks"])
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, file)
+    with pytest.raises(UnsupportedModel, match=r"up_proj\.weight holds torch\.float8_e4m3fn"):
+        LLM(str(tmp_path / "model"), device="cpu", progress=False)
+
+
+def test_every_reader_is_found_by_its_method() -> None:
+    assert {name: READERS.get(name).name for name in READERS.names()} == {name: name for name in READERS.names()}
+
+
+def test_weights_packed_by_the_compressed_tensors_library(tmp_path: Path) -> None:
+    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    from tests.loading.quantized_writing import words
+
+    numbers = torch.randint(-8, 8, (24, 64), dtype=torch.int8)
+    assert torch.equal(library.pack_to_int32(numbers, 4), words((numbers + 8).numpy(), 4))

@@ -96,6 +96,12 @@ class Tokenizer:
             return WindowDetokenizer(self._backend, skip)
         return PieceDetokenizer(self._pieces, skip, verbatim=verbatim)
 
+    @cached_property
+    def first_ids(self) -> list[int]:
+        """The special tokens that every encoded text begins with, such as BOS."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        return whole[: whole.index(plain[0])] if plain and plain[0] in whole else []
+
     def token_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 

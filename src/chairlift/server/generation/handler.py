@@ -81,7 +81,11 @@ class GenerationHandler:
                 work = self._tokenizer_pool.run(len(await http.body()), tokenize)
                 tokenized = await unless_disconnected(http, work)
             # The engine checks this too, but here a prompt that is too long does not reach its loop.
-            loaded.limits.check_prompt_length(max(map(len, tokenized.prompts)), request.prompt_parameter)
+            loaded.limits.check_prompt_length(
+                max(map(len, tokenized.prompts)),
+                request.prompt_parameter,
+                prompt_only=tokenized.params.max_tokens == 0,
+            )
 
             if http.state.allowance is not None:
                 await http.state.allowance.charge(_most_tokens(tokenized))

@@ -5,6 +5,7 @@ A token may be part of a character, so the text of a token is derived from its b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from chairlift.core.sampling.logprobs import TokenLogprobs
@@ -32,12 +33,40 @@ def chat_logprobs(logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> list[d
     ]
 
 
+def prompt_logprobs(logprobs: list[TokenLogprobs], top: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
+    """Return the logprobs of a prompt in vLLM's format: objects by token id, none for the first token."""
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer.token_bytes(token))}
+
+    def entries(item: TokenLogprobs) -> dict[str, Any]:
+        found = {
+            str(token): entry(token, logprob, rank) for rank, (token, logprob) in enumerate(item.top[:top], start=1)
+        }
+        return {str(item.token_id): entry(item.token_id, item.logprob, item.rank)} | found
+
+    return [None, *map(entries, logprobs)]
+
+
 class CompletionLogprobs:
     """Log-probabilities of one text completion: parallel lists, with each token's offset in the text."""
 
     def __init__(self) -> None:
         self._length = 0
         self._detokenizer: IncrementalDetokenizer | None = None
+
+    def add_echo(
+        self, first_token: int, logprobs: list[TokenLogprobs], text: str, top: int, tokenizer: Tokenizer
+    ) -> dict[str, Any]:
+        """Return the lists for an echoed prompt with this text; its first token has no log-probability.
+
+        `top`: the number of alternatives to list.
+        """
+        first = TokenLogprobs(first_token, 0.0, 1, ())
+        lists = self.add([first, *(replace(item, top=item.top[:top]) for item in logprobs)], tokenizer)
+        lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
+        self._length, self._detokenizer = len(text), None
+        return lists
 
     def add(self, logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the lists for the next tokens of the completion."""

@@ -11,7 +11,7 @@ import msgspec
 from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
-from chairlift.server.openai.logprobs import CompletionLogprobs, chat_logprobs
+from chairlift.server.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from chairlift.server.openai.types import CompletionBody
 from chairlift.server.process.messages import Update
 from chairlift.server.served_model import ServedModel
@@ -32,12 +32,14 @@ class Choice:
     score: float | None = None
     started: bool = False  # whether a chunk was streamed
     completion_logprobs: CompletionLogprobs = field(default_factory=CompletionLogprobs)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # shared by all choices of a prompt
 
     @property
     def text(self) -> str:
         return "".join(self.parts)
 
     def add(self, update: Update) -> None:
+        self.prompt_logprobs += update.prompt_logprobs
         self.parts.append(update.text)
         self.logprobs += update.logprobs
         self.finish_reason = update.finish_reason
@@ -56,6 +58,9 @@ class ChoiceFormat(Protocol):
 
     def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         """Return the streamed chunks for one update."""
+
+    def add_prompt_logprobs(self, body: dict[str, Any], prompts: list[Any]) -> None:
+        """Add the log-probabilities of each choice's prompt to a whole response."""
 
 
 @dataclass(slots=True)
@@ -87,37 +92,63 @@ class ChatChoiceFormat:
             }
         ]
 
+    def add_prompt_logprobs(self, body: dict[str, Any], prompts: list[Any]) -> None:
+        body["prompt_logprobs"] = prompts[0]
+
     def logprobs(self, logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any] | None:
         if not self.with_logprobs:
             return None
         return {"content": chat_logprobs(logprobs, tokenizer)}
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt that a text completion begins with; empty if it was not requested."""
+
+    text: str = ""
+    first_token: int | None = None  # if the prompt is scored
+
+
 @dataclass(slots=True)
 class TextChoiceFormat:
-    with_logprobs: bool
-    echoes: list[str]  # the prompt's text for each choice, or empty
+    top_logprobs: int | None  # alternatives of each token; None: no logprobs
+    echoes: list[Echo]  # for each choice
     object: str = "text_completion"
     stream_object: str = "text_completion"
 
     def choice(self, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
-        text = self.echoes[choice.index] + choice.text
-        return self._body(choice, text, choice.logprobs, choice, tokenizer)
+        return self._body(choice, choice.text, choice.logprobs, choice, tokenizer)
 
     def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-        text = update.text if choice.started else self.echoes[choice.index] + update.text
-        return [self._body(choice, text, update.logprobs, update, tokenizer)]
+        return [self._body(choice, update.text, update.logprobs, update, tokenizer)]
+
+    def add_prompt_logprobs(self, body: dict[str, Any], prompts: list[Any]) -> None:
+        for choice, prompt in zip(body["choices"], prompts, strict=True):
+            choice["prompt_logprobs"] = prompt
 
     def _body(
         self, choice: Choice, text: str, logprobs: list[TokenLogprobs], end: Choice | Update, tokenizer: Tokenizer
     ) -> dict[str, Any]:
+        echo = Echo() if choice.started else self.echoes[choice.index]
         return {
             "index": choice.index,
-            "text": text,
-            "logprobs": choice.completion_logprobs.add(logprobs, tokenizer) if self.with_logprobs else None,
+            "text": echo.text + text,
+            "logprobs": self._logprobs(choice, echo, logprobs, tokenizer),
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
         }
+
+    def _logprobs(
+        self, choice: Choice, echo: Echo, logprobs: list[TokenLogprobs], tokenizer: Tokenizer
+    ) -> dict[str, list[Any]] | None:
+        if self.top_logprobs is None:
+            return None
+        lists = choice.completion_logprobs
+        if echo.first_token is None:
+            return lists.add(logprobs, tokenizer)
+        prompt = lists.add_echo(echo.first_token, choice.prompt_logprobs, echo.text, self.top_logprobs, tokenizer)
+        output = lists.add(logprobs, tokenizer)
+        return {name: prompt[name] + output[name] for name in prompt}
 
 
 class CompletionResponseBuilder:
@@ -133,7 +164,12 @@ class CompletionResponseBuilder:
         usage: Usage,
     ) -> None:
         self.usage = usage
-        self._choices = {one_id: Choice(index) for index, one_id in enumerate(completion_ids)}
+        prompts: dict[str, list[TokenLogprobs]] = {}  # the first completion of each prompt gets its log-probabilities
+        self._choices = {
+            one_id: Choice(index, prompt_logprobs=prompts.setdefault(one_id.partition("#")[0], []))
+            for index, one_id in enumerate(completion_ids)
+        }
+        self._prompt_logprobs = body.prompt_logprobs
         self._format = choice_format
         self._tokenizer = model.tokenizer
         self._include_usage = body.include_usage
@@ -148,12 +184,18 @@ class CompletionResponseBuilder:
             self._format.choice(choice, self._tokenizer) | ({} if choice.score is None else {"score": choice.score})
             for choice in self._choices.values()
         ]
-        return {**self._head, "object": self._format.object, "choices": choices, "usage": self.usage.body()}
+        body = {**self._head, "object": self._format.object, "choices": choices, "usage": self.usage.body()}
+        top = self._prompt_logprobs
+        if top is not None:
+            scored = [choice.prompt_logprobs for choice in self._choices.values()]
+            self._format.add_prompt_logprobs(body, [prompt_logprobs(one, top, self._tokenizer) for one in scored])
+        return body
 
     def events(self, update: Update) -> list[bytes]:
+        choice = self._choices[update.request_id]
+        choice.prompt_logprobs += update.prompt_logprobs
         if not (update.tokens or update.text or update.finish_reason):
             return []
-        choice = self._choices[update.request_id]
         deltas = self._format.deltas(choice, update, self._tokenizer)
         choice.started = True
         return [self._chunk([delta], with_usage=self._continuous_usage) for delta in deltas]

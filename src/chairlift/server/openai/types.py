@@ -109,7 +109,7 @@ class GenerationBody(StrictModel):
 
 class CompletionBody(GenerationBody):
     """Further parameters of chat and text completions. Beyond OpenAI's: beam search (use_beam_search or beam_width,
-    length_penalty, early_stopping)."""
+    length_penalty, early_stopping) and prompt_logprobs."""
 
     n: int | None = None
     stream_options: StreamOptions | None = None
@@ -119,6 +119,7 @@ class CompletionBody(GenerationBody):
     beam_width: Integer | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+    prompt_logprobs: Integer | None = None
 
     def structures(self) -> list[Structure]:
         structure = self.response_format.structure() if self.response_format else None
@@ -128,8 +129,8 @@ class CompletionBody(GenerationBody):
         for name in ("length_penalty", "early_stopping"):
             if getattr(self, name) is not None:
                 more[name] = getattr(self, name)
-        if more.get("max_tokens") == 0 and more.get("prompt_logprobs") is None:
-            raise InvalidParameter("max_tokens", "must be at least 1: nothing was requested about the prompt")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidParameter("stream", "cannot be true with prompt_logprobs")
         n = 1 if self.n is None else self.n
         params = super().sampling_params(n=n, **self._selection(n), **more)
         if self.stream and (params.beam_width or params.best_of):
@@ -177,13 +178,16 @@ class CompletionRequest(CompletionBody):
 
     def params(self) -> SamplingParams:
         self.check_stream_options()
-        if self.suffix is not None:
-            raise InvalidParameter("suffix", "is not supported: the model only continues text")
-        if self.echo and self.logprobs is not None:
-            raise InvalidParameter("echo", "is not supported with logprobs: prompt tokens are not scored")
-        return self.sampling_params(
-            max_tokens=16 if self.max_tokens is None else self.max_tokens, logprobs=self.logprobs
+        if self.suffix is not None and self.echo:
+            raise InvalidParameter("echo", "does not go with suffix: the completion is not at the prompt's end")
+        check_max_tokens(
+            "max_tokens", self.max_tokens, about_prompt=bool(self.echo) or self.prompt_logprobs is not None
         )
+        scored = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            scored = max(self.logprobs, scored or 0)
+        limit = 16 if self.max_tokens is None else self.max_tokens
+        return self.sampling_params(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
 
     def prompts(self) -> list[str | list[int]]:
         prompt: Any = self.prompt
@@ -215,8 +219,11 @@ class ChatRequest(CompletionBody):
             raise InvalidParameter("max_tokens", "was given together with max_completion_tokens; give one")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameter("top_logprobs", "needs logprobs: true")
-        limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-        return self.sampling_params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        limit = getattr(self, name)
+        check_max_tokens(name, limit, about_prompt=self.prompt_logprobs is not None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling_params(max_tokens=limit, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
 
 
 class TokenizeRequest(StrictModel):
@@ -230,6 +237,12 @@ class TokenizeRequest(StrictModel):
 class DetokenizeRequest(StrictModel):
     model: str | None = None
     tokens: TokenIds
+
+
+def check_max_tokens(parameter: str, limit: int | None, *, about_prompt: bool) -> None:
+    """Refuse a limit of 0 unless the response has something about the prompt."""
+    if limit == 0 and not about_prompt:
+        raise InvalidParameter(parameter, "must be at least 1, or 0 with echo or prompt_logprobs")
 
 
 def check_token_ids(parameter: str, tokens: list[int]) -> list[int]:

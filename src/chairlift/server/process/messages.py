@@ -78,6 +78,8 @@ class Update(msgspec.Struct):
     text: str = ""
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []  # of `tokens`, if requested
+    prompt_logprobs: list[TokenLogprobs] = []  # of further prompt tokens, if requested
+    vector: bytes = b""  # float32, of the whole prompt; with pooling
     cached_tokens: int | None = None  # set at every admission, also after a preemption
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from chairlift.core.events import (
     BudgetDecided,
     DraftsVerified,
     Event,
+    PromptPooled,
+    PromptScored,
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
@@ -23,7 +26,7 @@ from chairlift.core.scheduler.scheduler import Scheduler
 from chairlift.server.process.messages import Refused, StepReport, Update
 
 OUTPUT_EVENTS = (TokenProduced, TextProduced)  # the most frequent events
-CLIENT_EVENTS = (*OUTPUT_EVENTS, RequestAdmitted, RequestFinished)  # events that become updates
+CLIENT_EVENTS = (*OUTPUT_EVENTS, PromptScored, PromptPooled, RequestAdmitted, RequestFinished)  # become updates
 
 
 def step_messages(events: Sequence[Event], scheduler: Scheduler) -> list[Refused | StepReport]:
@@ -120,6 +123,10 @@ def collect_updates(events: Sequence[Event]) -> list[Update]:
         elif isinstance(event, RequestFinished):
             update.finish_reason, update.stop_reason = event.ending.reason.value, event.ending.detail
             update.score = event.score
+        elif isinstance(event, PromptScored):
+            update.prompt_logprobs += event.logprobs
+        elif isinstance(event, PromptPooled):
+            update.vector = array("f", event.vector).tobytes()
         elif update.cached_tokens is None:
             update.cached_tokens = event.cached_tokens
     return list(updates.values())

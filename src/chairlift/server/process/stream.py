@@ -99,5 +99,7 @@ def _merge(parts: list[Update]) -> Update:
         text="".join(part.text for part in parts),
         tokens=[token for part in parts for token in part.tokens],
         logprobs=[item for part in parts for item in part.logprobs],
+        prompt_logprobs=[item for part in parts for item in part.prompt_logprobs],
+        vector=b"".join(part.vector for part in parts),  # only one has it
         cached_tokens=next((part.cached_tokens for part in parts if part.cached_tokens is not None), None),
     )

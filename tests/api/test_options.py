@@ -16,7 +16,7 @@ from chairlift.cli.main import app
 from chairlift.config import EngineConfig
 from chairlift.errors import InvalidParameter
 from chairlift.options.declaration import Option, options_of
-from chairlift.server.lifecycle import ServerConfig
+from chairlift.server.config import ServerConfig
 from chairlift.server.limits import Limits
 from chairlift.server.options import ServerOptions
 from chairlift.server.process.engine_client import Supervision

@@ -13,8 +13,8 @@ import uvicorn
 
 from chairlift.core.request_limits import RequestLimits
 from chairlift.server.access.keys import KeySources, KeyTable
+from chairlift.server.front_end import uvicorn_config
 from chairlift.server.http.app import make_app
-from chairlift.server.lifecycle import uvicorn_config
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
@@ -101,7 +101,7 @@ def front_end(
     async def run() -> None:
         engine = ScriptedEngine(metrics, script)  # its sockets belong to this thread's event loop
         text = tokenizer or Tokenizer(byte_level_tokenizer(), chat_template=CHATML)
-        service = Service(ServedModel.create(NAME, text), engine, metrics, limits, **(service_options or {}))
+        service = Service.local(ServedModel.create(NAME, text), engine, metrics, limits, **(service_options or {}))
         made.append(FrontEnd(service, engine, listener.getsockname()[1]))
         server = uvicorn.Server(
             uvicorn_config(make_app(service, keys or KeyTable(KeySources(api_keys).read()), **options), limits)

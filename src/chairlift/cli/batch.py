@@ -97,7 +97,7 @@ async def _answer(
     from chairlift.client.address import Address
     from chairlift.client.http import HttpClient
     from chairlift.server.batch.send import own_engine, remote_server
-    from chairlift.server.lifecycle import ServerConfig
+    from chairlift.server.config import ServerConfig
     from chairlift.server.limits import Limits
 
     # Cancel on SIGTERM, as on Ctrl-C, so that the engine exits before this process.

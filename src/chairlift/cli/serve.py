@@ -18,9 +18,8 @@ from chairlift.terminal.options import EngineOptions, ModelArgument
 
 if TYPE_CHECKING:
     from chairlift.server.access.keys import KeySources
+    from chairlift.server.config import ServerConfig
     from chairlift.server.http.listener import Certificate
-    from chairlift.server.lifecycle import ServerConfig
-    from chairlift.server.service import Service
 
 
 @app.command(
@@ -42,8 +41,8 @@ def serve(server: ServerOptions, engine: EngineOptions, model_argument: ModelArg
 
     config = _server_config(server, engine, model_argument or engine.model)
 
-    def greet(service: Service, address: str) -> None:
-        _print_address(address, service.model.name, with_keys=bool(config.keys))
+    def greet(model: str, address: str) -> None:
+        _print_address(address, model, with_keys=bool(config.keys))
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("chairlift").setLevel(config.log_level.upper())
@@ -53,7 +52,7 @@ def serve(server: ServerOptions, engine: EngineOptions, model_argument: ModelArg
 
 
 def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> ServerConfig:
-    from chairlift.server.lifecycle import ServerConfig
+    from chairlift.server.config import ServerConfig
     from chairlift.server.limits import Limits
     from chairlift.server.process.engine_client import Supervision
 
@@ -76,6 +75,7 @@ def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> 
         cors_origins=server.cors_origin or (),
         allowed_hosts=server.allowed_host or (),
         drain_timeout=server.drain_timeout,
+        api_workers=server.api_workers,
         limits=Limits(max_waiting=server.max_waiting, default_timeout=server.request_timeout),
         supervision=Supervision(heartbeat_timeout=server.heartbeat_timeout, step_timeout=server.step_timeout),
         tool_format=server.tool_format,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from chairlift.core.scheduler.waiting_queue import WaitReason
+from chairlift.server.exposition import MetricSample, add_samples, render
+from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.messages import Loaded, StepReport
 
 _LATENCIES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -17,6 +19,7 @@ _RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 class Metrics:
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
+        self.other_samples: Callable[[], Iterable[MetricSample]] = tuple
 
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"chairlift_{name}", text, labels, registry=registry)
@@ -65,6 +68,7 @@ class Metrics:
         self.refused = counter("requests_refused", "Requests refused temporarily, by status", ("status",))
         self.rate_limited = counter("requests_rate_limited", "Requests refused for a key's limit", ("key", "limit"))
         self.restarts = counter("engine_restarts", "Restarts of the engine process")
+        self.worker_restarts = counter("worker_restarts", "Restarts of HTTP processes")
         self.recorder_faults = counter("dashboard_faults", "Failures of the dashboard's recorder")
         self.first_token = histogram("time_to_first_token", "From the request to its first token")
         self.inter_token = histogram("inter_token", "Between consecutive tokens of a completion")
@@ -101,6 +105,12 @@ class Metrics:
             self.prefill_limit.set(report.prefill_limit)
             self.decisions.labels(report.limit_reason).inc()
 
+    def watch_engine(self, engine: EngineClient) -> None:
+        """Read the gauges of an engine's state from its client."""
+        self.open.set_function(lambda: engine.num_open)
+        self.engine_up.set_function(lambda: engine.state is EngineState.READY)
+        engine.on_loaded = self.record_loaded
+
     def record_loaded(self, loaded: Loaded) -> None:
         self.kv_total.set(loaded.total_blocks)
 
@@ -121,11 +131,31 @@ class Metrics:
     def values(self) -> dict[str, float]:
         """Return all metrics as a dict, without zeros and histogram buckets: "requests_total stop" -> 3."""
         found = {}
-        for family in self._registry.collect():
+        for family in self.families():
             for sample in family.samples:
                 if sample.value and not sample.name.endswith(("_bucket", "_created")):
                     found[" ".join((sample.name.removeprefix("chairlift_"), *sample.labels.values()))] = sample.value
         return found
 
+    def families(self) -> list[Metric]:
+        """Return all metrics, with those of other processes added."""
+        families = list(self._registry.collect())
+        add_samples(families, self.other_samples())
+        return families
+
+    def samples(self) -> list[MetricSample]:
+        """Return the counters and histograms of this process alone."""
+        return [
+            (sample.name, sample.labels, sample.value)
+            for family in self._registry.collect()
+            if family.type in ("counter", "histogram")
+            for sample in family.samples
+            if sample.value and not sample.name.endswith("_created")
+        ]
+
     def render(self) -> bytes:
-        return generate_latest(self._registry)
+        return render(self.families())
+
+    async def exposition(self) -> bytes:
+        """Return the text of /metrics."""
+        return self.render()

@@ -32,6 +32,13 @@ class ServerOptions:
         metavar="FILE",
         default_text="the model's own",
     )
+    api_workers: int = option(
+        1,
+        help="HTTP processes. More than one help when the front end limits the throughput of many streams.",
+        group=SERVER,
+        check=between(1, 64),
+        aliases=("api_server_count",),
+    )
     max_waiting: int = option(
         256, help="Completions that may wait in the queue; more are refused with 429.", group=SERVER, check=at_least(0)
     )

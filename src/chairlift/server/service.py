@@ -8,12 +8,13 @@ import chairlift
 from chairlift.server.access.rate_limits import RateLimiter, RateLimits
 from chairlift.server.dashboard.request_texts import RequestTexts
 from chairlift.server.dashboard.subscribers import Subscribers
-from chairlift.server.generation.admission import AdmissionControl
+from chairlift.server.generation.admission import Admission, AdmissionControl
 from chairlift.server.generation.handler import GenerationHandler
 from chairlift.server.generation.tokenizer_pool import TokenizerPool
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
-from chairlift.server.process.engine_client import EngineClient, EngineState
+from chairlift.server.process.engine_client import EngineClient
+from chairlift.server.process.engine_port import EnginePort
 from chairlift.server.served_model import ServedModel
 
 
@@ -21,10 +22,12 @@ class Service:
     def __init__(
         self,
         model: ServedModel,
-        engine: EngineClient,
+        engine: EnginePort,
         metrics: Metrics,
         limits: Limits,
         *,
+        admission: Admission,
+        rate_limits: RateLimits,
         isolate_keys: bool = False,
         policy_switch: bool = False,
     ) -> None:
@@ -33,11 +36,8 @@ class Service:
         self.metrics = metrics
         self.limits = limits
         self.policy_switch = policy_switch  # whether clients may change the policy of the running engine
-        metrics.open.set_function(lambda: engine.num_open)
-        metrics.engine_up.set_function(lambda: engine.state is EngineState.READY)
-        engine.on_loaded = metrics.record_loaded
-        self.admission = AdmissionControl(engine, metrics, limits)
-        self.rate_limits: RateLimits = RateLimiter(metrics)
+        self.admission = admission
+        self.rate_limits = rate_limits
         self.tokenizer_pool = TokenizerPool()
         self.subscribers = Subscribers(
             engine, metrics, RequestTexts(model.tokenizer), greeting=self._greeting, isolate_keys=isolate_keys
@@ -52,6 +52,15 @@ class Service:
             default_timeout=limits.default_timeout,
             isolate_keys=isolate_keys,
         )
+
+    @classmethod
+    def local(
+        cls, model: ServedModel, engine: EngineClient, metrics: Metrics, limits: Limits, **options: Any
+    ) -> Service:
+        """Build a front end that alone decides what its engine gets."""
+        metrics.watch_engine(engine)
+        admission, rate_limits = AdmissionControl(engine, metrics, limits), RateLimiter(metrics)
+        return cls(model, engine, metrics, limits, admission=admission, rate_limits=rate_limits, **options)
 
     @property
     def max_model_len(self) -> int | None:

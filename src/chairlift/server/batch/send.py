@@ -14,8 +14,10 @@ from starlette.types import Message
 from chairlift.client.http import BadResponse, HttpClient
 from chairlift.errors import ChairliftError, EngineDead
 from chairlift.server.batch.run import BatchResponse, Send
+from chairlift.server.config import ServerConfig
+from chairlift.server.front_end import make_engine, make_service
 from chairlift.server.http.app import make_app
-from chairlift.server.lifecycle import ServerConfig, make_service
+from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
 
 UNREACHABLE_SECONDS = 60.0  # an unreachable server ends the run after this time
@@ -25,19 +27,20 @@ RETRY_SECONDS = 1.0
 @asynccontextmanager
 async def own_engine(config: ServerConfig) -> AsyncIterator[Send]:
     """Start an engine and handle requests as the server does, without a network."""
-    service = make_service(config)
-    app = make_app(service)
+    metrics = Metrics()
+    engine = make_engine(config, metrics)
+    app = make_app(make_service(config, engine, metrics, chat_template=None))
     try:
         async with app.router.lifespan_context(app):
-            await _require_ready(service.engine)
+            await _require_ready(engine)
 
             async def send(path: str, body: bytes) -> BatchResponse:
-                await _require_ready(service.engine)
+                await _require_ready(engine)
                 return await call(app, path, body)
 
             yield send
     finally:
-        await service.engine.stop()
+        await engine.stop()
 
 
 async def _require_ready(engine: EngineClient) -> None:

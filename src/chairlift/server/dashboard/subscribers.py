@@ -16,7 +16,7 @@ from chairlift.server.dashboard.recent_frames import MAX_UNREAD, RecentFrames
 from chairlift.server.dashboard.request_texts import RequestTexts
 from chairlift.server.http.errors import APIError
 from chairlift.server.metrics import Metrics
-from chairlift.server.process.engine_client import EngineClient
+from chairlift.server.process.engine_port import EnginePort
 from chairlift.server.process.messages import DashboardFrame, Loaded, RecorderFault, RecordSteps
 
 log = logging.getLogger("chairlift.server")
@@ -89,7 +89,7 @@ class Subscriber:
 class Subscribers:
     def __init__(
         self,
-        engine: EngineClient,
+        engine: EnginePort,
         metrics: Metrics,
         texts: RequestTexts,
         *,

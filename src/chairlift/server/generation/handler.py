@@ -24,7 +24,7 @@ from chairlift.server.http.disconnect import unless_disconnected
 from chairlift.server.http.sse import EventStream, collect, first_updates, response_events
 from chairlift.server.metrics import Metrics
 from chairlift.server.openai.types import GenerationBody
-from chairlift.server.process.engine_client import EngineClient
+from chairlift.server.process.engine_port import EnginePort
 from chairlift.server.process.messages import Submit
 from chairlift.server.process.stream import UpdateStream
 from chairlift.server.served_model import ServedModel
@@ -45,7 +45,7 @@ class GenerationHandler:
     def __init__(
         self,
         model: ServedModel,
-        engine: EngineClient,
+        engine: EnginePort,
         admission: Admission,
         tokenizer_pool: TokenizerPool,
         metrics: Metrics,

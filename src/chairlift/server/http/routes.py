@@ -121,7 +121,7 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", responses=_ERRORS)
     async def metrics() -> Response:
-        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/version", responses=_ERRORS)
     async def version() -> dict[str, str]:

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from chairlift.core.request import completion_ids
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter, TemporaryFailure
-from chairlift.server.process.engine_handle import EngineHandle, spawn
+from chairlift.server.process.engine_handle import ENGINE_MODULE, EngineHandle, spawn
 from chairlift.server.process.messages import (
     Cancel,
     DashboardFrame,
@@ -74,17 +74,20 @@ class EngineClient:
         supervision: Supervision | None = None,
         *,
         log_level: str = "info",
+        module: str = ENGINE_MODULE,
     ) -> None:
         self.state = EngineState.STARTING
         self.loaded: Loaded | None = None
         self.problem = ""  # reason of the failure, for the log
         self.bad_parameter: str | None = None  # the engine option that is the reason
         self.restarts = 0
+        self.on_state: Callable[[], None] = lambda: None
         self.on_loaded: Callable[[Loaded], None] = lambda loaded: None
         self.on_frame: Callable[[DashboardFrame | RecorderFault], None] = lambda frame: None
         self._model = model
         self._options = engine_options
         self._log_level = log_level
+        self._module = module
         self._on_report = on_report
         self._on_restart = on_restart
         self._supervision = supervision or Supervision()
@@ -125,7 +128,12 @@ class EngineClient:
             await self._state_changed.wait()
         return self.state
 
-    def submit(self, requests: Sequence[Submit], observer: UpdateObserver | None = None) -> UpdateStream:
+    def submit(
+        self,
+        requests: Sequence[Submit],
+        observer: UpdateObserver | None = None,
+        stream_type: type[UpdateStream] = UpdateStream,
+    ) -> UpdateStream:
         """Submit all prompts of one HTTP request and return the stream of their updates."""
         if self.state is not EngineState.READY:
             raise EngineDead(f"the engine is {self.state.value}")
@@ -137,7 +145,7 @@ class EngineClient:
             prints |= dict.fromkeys(completion_ids(request.request_id, request.params.n), one)
         # Sequences without updates are counted with the first completion: all sequences of a search end together.
         sequences = {one.request_id: 1 + one.params.num_sequences - one.params.n for one in requests}
-        stream = UpdateStream(list(prints), observer, sequences, tenant=requests[0].tenant, fingerprints=prints)
+        stream = stream_type(list(prints), observer, sequences, tenant=requests[0].tenant, fingerprints=prints)
         self._requests.add(stream)
         for message in messages:
             self._send(message)
@@ -191,6 +199,7 @@ class EngineClient:
     def _set_state(self, state: EngineState) -> None:
         self.state = state
         self._state_changed.set()
+        self.on_state()
 
     # ---- supervision ---------------------------------------------------------------------------------------------
 
@@ -227,7 +236,9 @@ class EngineClient:
 
     async def _run_process(self) -> bool:
         """Start the process and receive its messages until it exits or hangs. Returns whether it was healthy."""
-        handle = self._handle = await spawn(self._context, self._model, self._options, log_level=self._log_level)
+        handle = self._handle = await spawn(
+            self._context, self._model, self._options, log_level=self._log_level, module=self._module
+        )
         receiver = asyncio.create_task(self._receive(handle))
         exited = asyncio.create_task(handle.process.wait())
         try:

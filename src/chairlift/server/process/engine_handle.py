@@ -17,6 +17,8 @@ import zmq.asyncio
 
 from chairlift.server.process.socket_folder import make_socket_folder
 
+ENGINE_MODULE = "chairlift.server.process.engine_process"
+
 
 @dataclass(slots=True)
 class EngineHandle:
@@ -31,7 +33,9 @@ class EngineHandle:
     ready_at: float | None = None
 
 
-async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any], *, log_level: str) -> EngineHandle:
+async def spawn(
+    context: zmq.asyncio.Context, model: str, options: dict[str, Any], *, log_level: str, module: str = ENGINE_MODULE
+) -> EngineHandle:
     with ExitStack() as opened:  # closed again if the process cannot be started or the task is cancelled
         folder = make_socket_folder(opened)
         commands, reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
@@ -48,7 +52,5 @@ async def spawn(context: zmq.asyncio.Context, model: str, options: dict[str, Any
             "commands": f"ipc://{folder / 'commands'}",
             "reports": f"ipc://{folder / 'reports'}",
         }
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "chairlift.server.process.engine_process", json.dumps(settings)
-        )
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, json.dumps(settings))
         return EngineHandle(process, commands, reports, opened.pop_all().close)

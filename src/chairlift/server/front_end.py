@@ -1,0 +1,158 @@
+"""The HTTP front end of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.loading.resolve import resolve_model
+from chairlift.loading.tokenizer import make_tokenizer
+from chairlift.server.access.keys import APIKey, KeyTable
+from chairlift.server.config import ServerConfig
+from chairlift.server.gc_tuning import freeze_loaded_objects
+from chairlift.server.http.app import make_app
+from chairlift.server.http.host_names import HostNames
+from chairlift.server.http.listener import Certificate
+from chairlift.server.http.protocol import GuardedProtocol
+from chairlift.server.limits import Limits
+from chairlift.server.metrics import Metrics
+from chairlift.server.process.engine_client import EngineClient
+from chairlift.server.served_model import ServedModel
+from chairlift.server.service import Service
+
+BACKLOG = 2048  # connections that wait to be accepted
+SHARED_BACKLOG = 1  # asyncio accepts as many at once as this, and leaves the others to other processes
+
+
+def make_engine(config: ServerConfig, metrics: Metrics) -> EngineClient:
+    """Build the client of an engine that is not started yet."""
+    return EngineClient(
+        str(resolve_model(config.model, progress=not config.quiet)),
+        config.engine,
+        metrics.record_step,
+        metrics.record_restart,
+        config.supervision,
+        log_level=config.log_level,
+        module=config.engine_module,
+    )
+
+
+def load_served_model(config: ServerConfig, chat_template: str | None = None) -> ServedModel:
+    """Load what a front end needs of the model: the tokenizer."""
+    # The model is downloaded here to show a progress bar.
+    path = resolve_model(config.model, progress=not config.quiet)
+    tokenizer = make_tokenizer(open_checkpoint(path), chat_template)
+    return ServedModel.create(
+        config.model_name,
+        tokenizer,
+        config.tool_format,
+        config.served_names[1:],
+        reasoning_parser=config.engine.get("reasoning_parser"),
+    )
+
+
+def make_service(config: ServerConfig, engine: EngineClient, metrics: Metrics, chat_template: str | None) -> Service:
+    """Build the front end without HTTP. The application's lifespan starts the engine."""
+    return Service.local(
+        load_served_model(config, chat_template),
+        engine,
+        metrics,
+        config.limits,
+        isolate_keys=config.isolate_keys,
+        policy_switch=config.may_switch_policy(),
+    )
+
+
+class HTTPServer:
+    """A service on a socket, with keys that can be replaced."""
+
+    def __init__(self, config: ServerConfig, service: Service, keys: list[APIKey], *, shared: bool = False) -> None:
+        """`shared`: whether other processes accept connections from the same socket."""
+        self.service = service
+        self._config = config
+        self._keys = KeyTable(keys)
+        app = make_app(
+            service,
+            self._keys,
+            config.cors_origins,
+            dashboard=config.dashboard,
+            hosts=HostNames(config.host, config.allowed_hosts),
+            public_metrics=config.public_metrics,
+            access_log=config.access_log,
+        )
+        backlog = SHARED_BACKLOG if shared else BACKLOG
+        self._server = _Server(uvicorn_config(app, config.limits, config.certificate, backlog))
+        freeze_loaded_objects()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve until `stop`."""
+        await self._server.serve(sockets=[listener])
+
+    async def wait_until_listening(self) -> None:
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+
+    def replace_keys(self, keys: list[APIKey]) -> None:
+        self._keys.replace(keys)
+
+    def reload_certificate(self) -> None:
+        if self._config.certificate is not None and self._server.config.ssl is not None:
+            self._config.certificate.load_into(self._server.config.ssl)
+
+    def drain(self) -> None:
+        self.service.admission.draining = True
+        self.service.subscribers.close()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._server.server_state.tasks
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+
+class LocalFrontEnd(HTTPServer):
+    """The front end of a server with one HTTP process, which also supervises the engine."""
+
+    def __init__(self, config: ServerConfig, chat_template: str | None) -> None:
+        metrics = Metrics()
+        self.engine = make_engine(config, metrics)
+        super().__init__(config, make_service(config, self.engine, metrics, chat_template), config.keys.read())
+
+
+def uvicorn_config(
+    app: FastAPI, limits: Limits, certificate: Certificate | None = None, backlog: int = BACKLOG
+) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=math.ceil(limits.keep_alive_seconds),
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+        ssl_certfile=None if certificate is None else certificate.certfile,
+        ssl_keyfile=None if certificate is None else certificate.keyfile,
+        backlog=backlog,
+    )
+
+
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has set it to the number of connections to accept at once
+
+    def capture_signals(self) -> Any:
+        """Disable uvicorn's signal handlers, which would stop without draining; see `lifecycle`."""
+        return nullcontext()

@@ -1,0 +1,254 @@
+"""The hub: relays between workers and the engine, and decides for all workers together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+
+from chairlift.server.access.rate_limits import Grant, RateLimiter
+from chairlift.server.exposition import MetricSample
+from chairlift.server.generation.admission import AdmissionControl
+from chairlift.server.limits import Limits
+from chairlift.server.metrics import Metrics
+from chairlift.server.process.engine_client import EngineClient
+from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps, Submit, SwitchPolicy, Update
+from chairlift.server.process.stream import UpdateStream
+from chairlift.server.workers.messages import (
+    BeginRequest,
+    CancelStream,
+    Channel,
+    ChargeTokens,
+    EndRequest,
+    EngineStatus,
+    Listening,
+    Release,
+    Reply,
+    Reserve,
+    Samples,
+    Scrape,
+    SendSamples,
+    StreamEnded,
+    SubmitAll,
+    ToHub,
+    Totals,
+    ToWorker,
+    Updates,
+    WireError,
+)
+
+SAMPLES_SECONDS = 1.0  # time limit for the metrics of a busy worker; then its last ones count
+TOTALS_SECONDS = 1.0  # between two Totals for the dashboard
+
+
+class Hub:
+    def __init__(self, engine: EngineClient, metrics: Metrics, limits: Limits) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.admission = AdmissionControl(engine, metrics, limits)
+        self.rate_limits = RateLimiter(metrics)
+        self.links: set[WorkerLink] = set()
+        self._retired: list[list[MetricSample]] = []  # the last metrics of workers that have exited
+        metrics.watch_engine(engine)
+        metrics.other_samples = self._worker_samples
+        engine.on_state = self._announce_state
+        engine.on_frame = self._pass_on
+
+    def _announce_state(self) -> None:
+        for link in self.links:
+            link.send_status()
+
+    def _pass_on(self, frame: DashboardFrame | RecorderFault) -> None:
+        for link in self.links:
+            if link.is_watching:
+                link.send(frame)
+
+    async def retire(self, link: WorkerLink) -> None:
+        """Forget a worker that has exited; its counters still count."""
+        self.links.discard(link)
+        self._retired.append(link.samples)
+        await link.release_all()
+
+    def _worker_samples(self) -> Iterable[MetricSample]:
+        for samples in (*self._retired, *(link.samples for link in self.links)):
+            yield from samples
+
+    async def collect_samples(self) -> None:
+        """Ask all workers for their metrics."""
+        waiting = [link.request_samples() for link in self.links]
+        if waiting:
+            await asyncio.wait(waiting, timeout=SAMPLES_SECONDS)
+
+    async def publish_totals(self) -> None:
+        """Send the metrics of the whole server to workers with open dashboard pages, for ever."""
+        while True:
+            await asyncio.sleep(TOTALS_SECONDS)
+            if any(link.is_watching for link in self.links):
+                await self.collect_samples()
+                totals = Totals(self.metrics.values(), self.engine.num_open)
+                for link in self.links:
+                    if link.is_watching:
+                        link.send(totals)
+
+
+class WorkerLink:
+    """The hub's end of the channel to one worker, with what the worker holds."""
+
+    def __init__(self, hub: Hub, channel: Channel[ToHub, ToWorker]) -> None:
+        self.listening = asyncio.Event()
+        self.samples: list[MetricSample] = []
+        self._hub = hub
+        self._channel = channel
+        self._streams: dict[str, UpdateStream] = {}  # by the first request of each
+        self._reservations: dict[int, AsyncExitStack] = {}  # by the number of the call
+        self._grants: dict[int, Grant] = {}  # by the number of the call
+        self._unsent: list[Update] = []
+        self._samples_wanted: asyncio.Future[None] | None = None
+        self._scrapes: set[asyncio.Task[None]] = set()
+        self._watching_until = float("-inf")
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether dashboard pages of this worker are open."""
+        return time.monotonic() < self._watching_until
+
+    def send(self, message: ToWorker) -> None:
+        self._channel.send(message)
+
+    def send_status(self) -> None:
+        self.send(EngineStatus(self._hub.engine.state.value, self._hub.engine.loaded))
+
+    def forward(self, update: Update) -> None:
+        """Send an update together with others of the same step."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(update)
+
+    def _flush(self) -> None:
+        updates, self._unsent = self._unsent, []
+        if updates:
+            self.send(Updates(updates))
+
+    def end_stream(self, stream: UpdateStream, reason: str, error: Exception | None) -> None:
+        self._flush()  # the updates before the end
+        if self._streams.pop(stream.ids[0], None) is not None:
+            self.send(StreamEnded(stream.ids[0], reason, None if error is None else WireError.of(error)))
+
+    def request_samples(self) -> asyncio.Future[None]:
+        if self._samples_wanted is None:
+            self._samples_wanted = asyncio.get_running_loop().create_future()
+            self.send(SendSamples())
+        return self._samples_wanted
+
+    async def release_all(self) -> None:
+        """End all that a worker held that has exited."""
+        for stream in list(self._streams.values()):
+            self._hub.engine.cancel(stream)
+        for number in [*self._reservations, *self._grants]:
+            await self._release(number)
+        if self._samples_wanted is not None:
+            self._samples_wanted.cancel()
+
+    async def serve(self) -> None:
+        """Handle the worker's messages until it exits."""
+        try:
+            while True:
+                await self._handle(await self._channel.receive())
+        except EOFError:
+            return
+
+    async def _handle(self, message: ToHub) -> None:
+        match message:
+            case SubmitAll(requests):
+                self._submit(requests)
+            case CancelStream(request_id):
+                if (stream := self._streams.pop(request_id, None)) is not None:
+                    self._hub.engine.cancel(stream)
+            case Reserve() | BeginRequest() | ChargeTokens() | Scrape():
+                await self._answer(message)
+            case Release(call):
+                await self._release(call)
+            case EndRequest(call, unused):
+                if (grant := self._grants.pop(call, None)) is not None:
+                    self._hub.rate_limits.end(grant, unused)
+            case Samples(samples):
+                self.samples = samples
+                if self._samples_wanted is not None and not self._samples_wanted.done():
+                    self._samples_wanted.set_result(None)
+                self._samples_wanted = None
+            case RecordSteps(seconds):
+                self._watching_until = time.monotonic() + seconds
+                self._hub.engine.send(message)
+            case SwitchPolicy():
+                self._hub.engine.send(message)
+            case Listening():
+                self.listening.set()
+
+    def _submit(self, requests: list[Submit]) -> None:
+        first = requests[0].request_id
+        try:
+            stream = self._hub.engine.submit(requests, _Forwarder(self), RelayStream)
+        except Exception as error:
+            self.send(StreamEnded(first, "refused", WireError.of(error)))
+        else:
+            self._streams[first] = stream
+
+    async def _answer(self, message: Reserve | BeginRequest | ChargeTokens | Scrape) -> None:
+        try:
+            match message:
+                case Reserve(call, num_prompts, n):
+                    stack = AsyncExitStack()
+                    await stack.enter_async_context(self._hub.admission.reserve(num_prompts, n))
+                    self._reservations[call] = stack
+                    self.send(Reply(call))
+                case BeginRequest(call, key):
+                    grant = self._grants[call] = await self._hub.rate_limits.begin(key)
+                    self.send(Reply(call, grant.headers))
+                case ChargeTokens(call, begun, tokens):
+                    grant = self._grants[begun]
+                    await self._hub.rate_limits.charge(grant, tokens)
+                    self.send(Reply(call, grant.headers))
+                case Scrape(call):
+                    scrape = asyncio.create_task(self._scrape(call))  # it needs further messages of this worker
+                    self._scrapes.add(scrape)
+                    scrape.add_done_callback(self._scrapes.discard)
+        except Exception as error:
+            self.send(Reply(message.call, error=WireError.of(error)))
+
+    async def _scrape(self, call: int) -> None:
+        await self._hub.collect_samples()
+        self.send(Reply(call, self._hub.metrics.render()))
+
+    async def _release(self, call: int) -> None:
+        if (stack := self._reservations.pop(call, None)) is not None:
+            await stack.aclose()
+        if (grant := self._grants.pop(call, None)) is not None:
+            self._hub.rate_limits.end(grant, 0)
+
+
+class _Forwarder:
+    """The observer of a relayed stream."""
+
+    def __init__(self, link: WorkerLink) -> None:
+        self.link = link
+
+    def on_update(self, update: Update) -> None:
+        self.link.forward(update)
+
+    def on_cut_short(self, reason: str, count: int) -> None:
+        """The worker counts these when it is told about the end."""
+
+
+class RelayStream(UpdateStream):
+    """Forwards updates to a worker instead of keeping them."""
+
+    def push(self, update: Update) -> None:
+        super().push(update)
+        self._pending.clear()
+
+    def end(self, reason: str, error: Exception | None = None) -> list[str]:
+        ended = super().end(reason, error)
+        assert isinstance(self._observer, _Forwarder)
+        self._observer.link.end_stream(self, reason, error)
+        return ended

@@ -1,0 +1,132 @@
+"""A worker: an HTTP process whose engine is the hub's.
+
+The hub starts it as `python -m chairlift.server.workers.worker`, with the file descriptors of their channel and of the
+listening socket. It exits when the hub tells it to, or when the hub has exited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+from chairlift.server.front_end import HTTPServer, load_served_model
+from chairlift.server.process.messages import DashboardFrame, RecorderFault
+from chairlift.server.process.parent_watch import die_with_parent
+from chairlift.server.service import Service
+from chairlift.server.workers.config_codec import decode_config
+from chairlift.server.workers.messages import (
+    Channel,
+    Configure,
+    DrainWorker,
+    Listening,
+    ReloadCertificate,
+    Reply,
+    Samples,
+    SendSamples,
+    SetKeys,
+    StopWorker,
+    Totals,
+    ToWorker,
+)
+from chairlift.server.workers.remote import (
+    HubCalls,
+    HubChannel,
+    RemoteAdmission,
+    RemoteEngine,
+    RemoteRateLimits,
+    WorkerMetrics,
+)
+
+
+class Worker:
+    def __init__(self, channel: HubChannel, settings: Configure) -> None:
+        config = decode_config(settings.config)
+        self._channel = channel
+        self._calls = HubCalls(channel)
+        self._engine = RemoteEngine(channel)
+        self._metrics = WorkerMetrics(self._calls)
+        service = Service(
+            load_served_model(config, settings.chat_template),
+            self._engine,
+            self._metrics,
+            config.limits,
+            admission=RemoteAdmission(self._calls, self._engine, self._metrics, config.limits),
+            rate_limits=RemoteRateLimits(self._calls),
+            isolate_keys=config.isolate_keys,
+            policy_switch=config.may_switch_policy(),
+        )
+        self._http = HTTPServer(config, service, settings.keys, shared=True)
+
+    async def run(self, listener: socket.socket) -> None:
+        serving = asyncio.create_task(self._http.serve(listener))
+        receiving = asyncio.create_task(self._receive())
+        announcing = asyncio.create_task(self._announce())
+        await asyncio.wait({serving, receiving}, return_when=asyncio.FIRST_COMPLETED)
+        announcing.cancel()
+        self._http.stop()
+        await serving
+        receiving.cancel()
+
+    async def _announce(self) -> None:
+        await self._http.wait_until_listening()
+        self._channel.send(Listening())
+
+    async def _receive(self) -> None:
+        """Handle the hub's messages until it exits or stops this worker."""
+        with suppress(EOFError):
+            while not isinstance(message := await self._channel.receive(), StopWorker):
+                self._handle(message)
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case Reply():
+                self._calls.on_reply(message)
+            case DashboardFrame() | RecorderFault():
+                self._engine.on_frame(message)
+            case SetKeys(keys):
+                self._http.replace_keys(keys)
+            case ReloadCertificate():
+                self._http.reload_certificate()
+            case SendSamples():
+                self._channel.send(Samples(self._metrics.samples()))
+            case DrainWorker():
+                self._http.drain()
+                self._draining = asyncio.create_task(self._exit_when_idle())
+            case Totals():
+                self._metrics.totals = message.values
+                self._engine.receive(message)
+            case Configure() | StopWorker():
+                raise AssertionError(message)
+            case _:
+                self._engine.receive(message)
+
+    async def _exit_when_idle(self) -> None:
+        while not self._http.is_idle:
+            await asyncio.sleep(0.05)
+        self._http.stop()
+
+
+async def _run(channel_fd: int, listener_fd: int) -> None:
+    channel: HubChannel = await Channel.open(socket.socket(fileno=channel_fd), ToWorker)
+    settings = await channel.receive()
+    assert isinstance(settings, Configure)
+    logging.getLogger("chairlift").setLevel(decode_config(settings.config).log_level.upper())
+    await Worker(channel, settings).run(socket.socket(fileno=listener_fd))
+
+
+def main() -> None:
+    channel, listener, hub = map(int, sys.argv[1:])
+    die_with_parent(hub)
+    # They reach the whole process group; the hub handles them.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    asyncio.run(_run(channel, listener))
+
+
+if __name__ == "__main__":
+    main()

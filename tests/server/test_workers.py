@@ -1,0 +1,270 @@
+"""Several HTTP processes in front of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from chairlift.errors import InvalidParameter
+from chairlift.server.access.keys import KeySources
+from chairlift.server.config import ServerConfig
+from chairlift.server.exposition import add_samples
+from chairlift.server.http.errors import APIError
+from chairlift.server.http.listener import Certificate
+from chairlift.server.metrics import Metrics
+from chairlift.server.workers.config_codec import decode_config, encode_config
+from chairlift.server.workers.messages import WireError
+from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for
+
+KEYS = """
+alice: {key: sk-alice, concurrent_requests: 3}
+bob: {key: sk-bob, requests_per_minute: 4}
+root: {key: sk-root}
+"""
+ROOT = {"authorization": "Bearer sk-root"}
+BODY = {"model": NAME, "prompt": "hello", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+LONG = BODY | {"max_tokens": 200, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("workers")
+    (folder / "keys.yaml").write_text(KEYS)
+    options = ["--api-workers", "2", "--api-key-file", str(folder / "keys.yaml"), "--max-waiting", "8"]
+    running = start_server(tiny_folder, folder / "log", *options, "--max-batch-requests", "4", "--public-metrics")
+    yield running
+    assert (running.process.poll() if running.process.poll() is not None else running.stop()) == 0, running.tail()
+
+
+def post(server: RunningServer, key: str = "sk-root", **body: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return HTTP.post(server.url + "/v1/completions", json=BODY | body, headers=headers)
+
+
+def worker_pids(server: RunningServer) -> list[int]:
+    """The processes that hold the listening socket, without the hub."""
+    found = []
+    for pid in server._children():
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"chairlift.server.workers.worker" in command:
+            found.append(pid)
+    return found
+
+
+def test_all_workers_answer_the_same_and_their_metrics_add_up(workers: RunningServer) -> None:
+    assert len(worker_pids(workers)) == 2
+    before = {name: workers.metric(f"chairlift_{name}") for name in ("output_tokens_total", "end_to_end_seconds_count")}
+    answers = [post(workers) for _ in range(12)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+    for _ in range(6):  # whichever worker answers
+        assert workers.metric("chairlift_output_tokens_total") == before["output_tokens_total"] + 48
+        assert workers.metric("chairlift_end_to_end_seconds_count") == before["end_to_end_seconds_count"] + 12
+    assert workers.metric_of("chairlift_requests_total", reason="length") >= 12
+    assert workers.metric("chairlift_engine_up") == 1
+    assert workers.metric("chairlift_kv_blocks_total") > 0
+
+
+def test_concurrent_connections_are_shared_by_the_workers(workers: RunningServer) -> None:
+    def connections(pid: int) -> int:
+        links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        return sum(link.startswith("socket:") for link in links)
+
+    before = {pid: connections(pid) for pid in worker_pids(workers)}
+    with httpx.Client(limits=httpx.Limits(max_connections=None)) as client:
+        streams = [client.stream("GET", workers.url + "/dashboard/stream", headers=ROOT) for _ in range(16)]
+        answers = [stream.__enter__() for stream in streams]
+        assert {answer.status_code for answer in answers} == {200}
+        grown = [connections(pid) - count for pid, count in before.items()]
+        for stream in streams:
+            stream.__exit__(None, None, None)
+    assert sum(grown) == 16
+    assert min(grown) >= 1
+
+
+def test_limits_hold_across_the_workers(workers: RunningServer) -> None:
+    answers = [post(workers, "sk-bob") for _ in range(6)]
+    assert [answer.status_code for answer in answers] == [200] * 4 + [429] * 2
+    remaining = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
+    assert remaining == ["3", "2", "1", "0", "0", "0"]
+    assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
+    assert workers.metric_of("chairlift_requests_rate_limited_total", key="bob", limit="requests") == 2
+
+
+def test_the_queue_is_one_for_all_workers(workers: RunningServer) -> None:
+    """4 slots and a queue of 8: of 40 requests at once, some are refused by each worker, none fails otherwise."""
+    statuses: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: statuses.append(post(workers, n=3, max_tokens=100).status_code))
+        for _ in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(statuses) == {200, 429}
+    too_many = post(workers, n=13)
+    assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
+    workers.wait_idle()
+    assert workers.metric("chairlift_requests_open") == 0
+
+
+def test_errors_of_the_engine_keep_their_parameter(workers: RunningServer) -> None:
+    refused = post(workers, guided_regex="(")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_regex")
+    too_long = post(workers, prompt="a " * 3000)
+    assert too_long.status_code == 400
+
+
+def test_a_killed_worker_is_replaced_and_what_it_held_is_freed(workers: RunningServer) -> None:
+    tokens = workers.metric("chairlift_output_tokens_total")
+    connections: list[Any] = []
+    clients = [httpx.Client() for _ in range(3)]
+    for client in clients:  # all of alice's concurrent requests
+        stream = client.stream(
+            "POST", workers.url + "/v1/completions", json=LONG, headers={"authorization": "Bearer sk-alice"}
+        )
+        connections.append(stream)
+        assert stream.__enter__().status_code == 200
+    first, second = worker_pids(workers)
+    os.kill(first, signal.SIGKILL)
+    os.kill(second, signal.SIGKILL)
+    for client in clients:
+        client.close()
+    wait_for(lambda: len(set(worker_pids(workers)) - {first, second}) == 2, 60, "new workers")
+    wait_for(lambda: _status(workers, "sk-alice") == 200, 60, "the new workers to answer, and alice's slots to be free")
+    workers.wait_idle()
+    assert workers.metric("chairlift_worker_restarts_total") == 2
+    assert workers.metric("chairlift_output_tokens_total") >= tokens  # counters do not fall
+    assert workers.metric("chairlift_requests_open") == 0
+
+
+def _status(server: RunningServer, key: str) -> int | None:
+    try:
+        return post(server, key).status_code
+    except httpx.TransportError:
+        return None
+
+
+def test_the_engine_is_restarted_for_all_workers(workers: RunningServer) -> None:
+    engine = next(pid for pid in workers._children() if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    with (
+        httpx.Client() as client,
+        client.stream("POST", workers.url + "/v1/completions", json=LONG | {"max_tokens": 250}, headers=ROOT) as answer,
+    ):
+        assert answer.status_code == 200
+        os.kill(engine, signal.SIGKILL)
+        last = [line for line in answer.iter_lines() if line][-1]
+    assert "error" in last or "[DONE]" in last  # it may have been finished before
+    workers.wait_until("/health", 503)
+    workers.wait_until("/health", 200)
+    wait_for(lambda: post(workers).status_code == 200, 30, "an answer of the new engine")
+
+
+def test_keys_are_reloaded_in_all_workers(workers: RunningServer) -> None:
+    file = workers.log.parent / "keys.yaml"
+    file.write_text(KEYS + "carol: {key: sk-carol}\n")
+    workers.process.send_signal(signal.SIGHUP)
+    wait_for(lambda: [post(workers, "sk-carol").status_code for _ in range(8)] == [200] * 8, 20, "the new key")
+
+
+def test_a_dashboard_page_shows_the_whole_server(workers: RunningServer) -> None:
+    with httpx.Client() as client, client.stream("GET", workers.url + "/dashboard/stream", headers=ROOT) as page:
+        end, kinds = time.monotonic() + 30, set[str]()
+        for line in page.iter_lines():
+            if '"t":"service"' in line and "output_tokens_total" in line:
+                kinds.add("service")
+            elif '"t":"' in line:
+                kinds.add("frame")
+            if kinds == {"service", "frame"} or time.monotonic() > end:
+                break
+    assert kinds == {"service", "frame"}
+
+
+# ---- parts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_survives_the_way_to_a_worker() -> None:
+    config = ServerConfig(
+        "m",
+        ["a", "b"],
+        {"kv_memory": "1GiB", "tenant_weights": ["a=1"]},
+        certificate=Certificate(Path("c"), Path("k")),
+        access_log=Path("-"),
+        keys=KeySources(["x"], Path("keys")),
+        cors_origins=["*"],
+        allowed_hosts=["h"],
+    )
+    assert decode_config(encode_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidParameter("n", "too many"),
+        APIError(429, "busy", type_="t", code="c", headers={"Retry-After": "1"}),
+        APIError(400, "wrong", param="p"),
+    ],
+    ids=str,
+)
+def test_errors_survive_the_way_to_a_worker(error: Exception) -> None:
+    found = WireError.of(error).exception()
+    assert type(found) is type(error)
+    if isinstance(error, APIError):
+        assert isinstance(found, APIError)
+        assert (found.body, found.status_code, found.headers) == (error.body, error.status_code, error.headers)
+    else:
+        assert str(found) == str(error)
+
+
+def test_samples_of_workers_are_added() -> None:
+    hub, worker = Metrics(), Metrics()
+    worker.requests.labels("stop").inc(2)
+    hub.requests.labels("length").inc(1)
+    worker.first_token.observe(0.02)
+    hub.first_token.observe(0.3)
+    worker.running.set(7)  # a gauge of the engine belongs to the hub
+    hub.other_samples = lambda: [*worker.samples(), *worker.samples()]
+    text = asyncio.run(hub.exposition()).decode()
+    for line in (
+        'chairlift_requests_total{reason="stop"} 4.0',
+        'chairlift_requests_total{reason="length"} 1.0',
+        'chairlift_time_to_first_token_seconds_bucket{le="0.025"} 2.0',
+        'chairlift_time_to_first_token_seconds_bucket{le="+Inf"} 3.0',
+        "chairlift_time_to_first_token_seconds_count 3.0",
+        "chairlift_requests_running 0.0",
+    ):
+        assert line in text
+    families = list(hub._registry.collect())
+    add_samples(families, [])
+    assert hub.values()["requests_total stop"] == 4
+
+
+def test_running_requests_finish_when_the_server_is_stopped(workers: RunningServer) -> None:
+    """The last test with this server."""
+    chunks: list[str] = []
+
+    def read() -> None:
+        with (
+            httpx.Client() as client,
+            client.stream("POST", workers.url + "/v1/completions", json=LONG, headers=ROOT) as answer,
+        ):
+            chunks.extend(line for line in answer.iter_lines() if line)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_for(lambda: chunks or not reader.is_alive(), 30, "the stream to begin")
+    pids = worker_pids(workers)
+    assert workers.stop() == 0, workers.tail()
+    reader.join(30)
+    assert chunks[-1] == "data: [DONE]"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

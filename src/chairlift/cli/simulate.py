@@ -12,7 +12,7 @@ import typer
 
 from chairlift.cli.app import UNDERSTAND, app
 from chairlift.errors import InvalidParameter
-from chairlift.lab.planning.options import MACHINE, MachineOptions, TargetOptions
+from chairlift.lab.planning.options import MACHINE, FleetOptions, MachineOptions, TargetOptions
 from chairlift.lab.report.options import ReportOptions
 from chairlift.lab.report.progress import watch
 from chairlift.lab.report.tables import comparison_table, show_table
@@ -33,6 +33,7 @@ def simulate(
     context: typer.Context,
     machine: MachineOptions,
     targets: TargetOptions,
+    fleet: FleetOptions,
     report: ReportOptions,
     profile: Annotated[
         Path | None,
@@ -58,9 +59,11 @@ def simulate(
         typer.Option(help="Recorded traffic instead (CSV or JSON lines, see bench serve).", rich_help_panel=_TRAFFIC),
     ] = None,
     trace_speed: Annotated[float, typer.Option(help="Speed-up of the trace.", rich_help_panel=_TRAFFIC)] = 1.0,
+    copies: Annotated[
+        int,
+        typer.Option(help="The trace this many times, spread over its duration.", rich_help_panel=_TRAFFIC),
+    ] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same traffic.", rich_help_panel=_TRAFFIC)] = 0,
-    replicas: Annotated[int, typer.Option(help="Number of engines.")] = 1,
-    router: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affine.")] = "least-loaded",
     policy: Annotated[str, typer.Option(help="continuous, dynamic or static.")] = "continuous",
     order: Annotated[str, typer.Option(help="fcfs, priority, shortest or fair.")] = "fcfs",
     preemption: Annotated[
@@ -101,12 +104,16 @@ def simulate(
     from chairlift.lab.planning.plot import plot_outcome
     from chairlift.lab.planning.run import BLOCK_SIZE, ReplicaSettings, load_profile, random_arrivals, trace_arrivals
     from chairlift.lab.simulator.figures import figures
+    from chairlift.lab.simulator.fleet_size import AutoscaledSize
+    from chairlift.lab.simulator.replica import Replica
     from chairlift.lab.simulator.roofline import Roofline, StepCost
     from chairlift.lab.simulator.run import simulate as run
 
-    for name, number in (("replicas", replicas), ("requests", requests)):
-        if number < 1:
-            raise InvalidParameter(name, f"must be at least 1, got {number}")
+    if requests < 1:
+        raise InvalidParameter("requests", f"must be at least 1, got {requests}")
+    if copies < 1:
+        raise InvalidParameter("copies", f"must be at least 1, got {copies}")
+    fleet.check()
     report.check()
     model, device, memory = machine.resolve()
     goal = targets.resolve()
@@ -125,26 +132,39 @@ def simulate(
     )
     if trace is not None:
         entries = [entry.scaled(1.0, trace_speed) for entry in load_trace(trace)[:requests]]
-        coming = trace_arrivals(entries)
+        coming = trace_arrivals(entries, copies)
         settings = replace(settings, prefix_caching=any(entry.blocks for entry in entries))
     else:
         lengths = (LengthRange.parse("prompt_len", prompt_len), LengthRange.parse("output_len", output_len))
         coming = random_arrivals(Arrivals.parse(rate, arrivals, None), *lengths, requests, seed)
     if prefix_caching is not None:
         settings = replace(settings, prefix_caching=prefix_caching)
-    # Different phases, so that the engines are not all slow at the same time.
-    engines = [settings.make(cost, index / replicas) for index in range(replicas)]
+    autoscaling = fleet.autoscaling(goal)
+    largest = fleet.max_replicas or fleet.replicas
+
+    def make_replica(index: int) -> Replica:
+        # Different phases, so that the engines are not all slow at the same time.
+        return settings.make(cost, index / largest % 1)
+
+    size = AutoscaledSize(autoscaling, make_replica) if autoscaling else None
+    engines = [make_replica(index) for index in range(fleet.replicas)]
     begun = time.perf_counter()
     with watch(enabled=not quiet) as note:
-        outcome = run(coming, engines, Router(router), progress=lambda done: note(f"{done:,} requests"))
+        outcome = run(
+            coming, engines, Router(fleet.router), size=size, progress=lambda done: note(f"{done:,} requests")
+        )
     wall = time.perf_counter() - begun
-    row = figures(outcome, replicas, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
-    _show_figures(row, replicas)
+    row = figures(outcome, goal) | {"wall_seconds": wall, "steps_per_wall_second": outcome.steps / wall}
+    if fleet.price is not None:
+        tokens = sum(record.n_out for record in outcome.records)
+        row["cost_per_million_tokens"] = fleet.price * outcome.replica_seconds / 3600 / tokens * 1e6
+    _show_figures(row)
     parameters = {
         "model": machine.model,
         "device": device.name,
-        "replicas": replicas,
-        "router": router,
+        "replicas": fleet.replicas,
+        "max_replicas": fleet.max_replicas,
+        "router": fleet.router,
         "policy": policy,
     }
     parameters |= {
@@ -152,6 +172,7 @@ def simulate(
         "preemption": preemption,
         "rate": rate,
         "trace": str(trace) if trace else None,
+        "copies": copies,
         "requests": requests,
         "seed": seed,
     }
@@ -171,7 +192,7 @@ def _compare_with_recording(context: typer.Context, against: Path, report: Repor
         write_report(report.json_file, "simulate", {"against": str(against)}, rows)
 
 
-def _show_figures(row: dict[str, Any], replicas: int) -> None:
+def _show_figures(row: dict[str, Any]) -> None:
     def latency(name: str) -> list[str]:
         values = (row[f"{name}_p{share}_ms"] for share in (50, 95, 99))
         return [name.upper(), *("-" if value is None else f"{value:,.1f}" for value in values)]
@@ -184,8 +205,14 @@ def _show_figures(row: dict[str, Any], replicas: int) -> None:
             ["Requests per second", f"{row['requests_per_s']:.3g}"],
             ["Output tokens per second", f"{row['output_tokens_per_s']:,.0f}"],
             ["Within the targets", f"{row['good_share']:.1%}"],
-            [f"Busy, of {replicas} replica{'s' if replicas > 1 else ''}", f"{row['utilisation']:.1%}"],
+            ["Replicas, on average", f"{row['mean_replicas']:,.1f}"],
+            ["Busy", f"{row['utilisation']:.1%}"],
             ["Prompt tokens from the cache", f"{row['cached_share']:.1%}"],
+            *(
+                [["Cost per million output tokens", f"{row[cost]:,.2f}"]]
+                if (cost := "cost_per_million_tokens") in row
+                else []
+            ),
             ["Preemptions", f"{row['preemptions']:,}"],
             ["Virtual time", f"{row['seconds']:,.1f} s in {row['steps']:,} steps"],
             ["Real time", f"{row['wall_seconds']:.1f} s, {row['steps_per_wall_second']:,.0f} steps per second"],

@@ -47,6 +47,12 @@ class ReplicaLoads:
         found = self._replicas[replica]
         return max(0, found.num_tokens - found.held - found.others_held)
 
+    def used_share(self) -> float:
+        """Share of the KV caches of all replicas that open requests hold."""
+        room = sum(replica.num_tokens for replica in self._replicas.values())
+        held = sum(replica.held + replica.others_held for replica in self._replicas.values())
+        return min(1.0, held / room) if room else 0.0
+
     def rank(self, replica: ReplicaId) -> Rank:
         return (self[replica], self._replicas[replica].sent, replica)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,12 +10,13 @@ import typer
 from chairlift.errors import InvalidParameter
 
 if TYPE_CHECKING:
+    from chairlift.cluster.autoscaling import AutoscalingSettings
     from chairlift.lab.planning.run import MemoryBudget
     from chairlift.lab.simulator.devices import Device
     from chairlift.lab.simulator.figures import Targets
     from chairlift.lab.simulator.roofline import ModelShape
 
-MACHINE, _TARGETS = "Model and device", "Targets"
+MACHINE, _TARGETS, _FLEET = "Model and device", "Targets", "Replicas"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,50 @@ class TargetOptions:
                 raise InvalidParameter(name, f"must be above 0, got {value}")
         seconds = (_times(value, 1e-3) for value in (self.target_ttft_ms, self.target_tpot_ms, self.target_e2e_ms))
         return Targets(*seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    replicas: Annotated[int, typer.Option(help="Number of engines, at the start.", rich_help_panel=_FLEET)] = 1
+    router: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-affine.", rich_help_panel=_FLEET)] = (
+        "least-loaded"
+    )
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Autoscale up to this many.", rich_help_panel=_FLEET, show_default="no scaling")
+    ] = None
+    min_replicas: Annotated[int, typer.Option(help="Autoscale down to this many.", rich_help_panel=_FLEET)] = 1
+    cold_start: Annotated[float, typer.Option(help="Seconds until a new replica answers.", rich_help_panel=_FLEET)] = (
+        20.0
+    )
+    target_used: Annotated[
+        float, typer.Option(help="Share of KV blocks in use at which to add replicas.", rich_help_panel=_FLEET)
+    ] = 0.7
+    price: Annotated[
+        float | None, typer.Option(help="Per replica and hour, for the cost of tokens.", rich_help_panel=_FLEET)
+    ] = None
+
+    def check(self) -> None:
+        if self.replicas < 1:
+            raise InvalidParameter("replicas", f"must be at least 1, got {self.replicas}")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise InvalidParameter("max_replicas", f"must be at least replicas ({self.replicas})")
+        if self.price is not None and not self.price >= 0:
+            raise InvalidParameter("price", f"must not be negative, got {self.price}")
+
+    def autoscaling(self, targets: Targets) -> AutoscalingSettings | None:
+        """The settings of the autoscaler; None if the number of replicas is fixed."""
+        from chairlift.cluster.autoscaling import AutoscalingSettings
+
+        if self.max_replicas is None:
+            return None
+        found = AutoscalingSettings(
+            min_replicas=self.min_replicas,
+            max_replicas=self.max_replicas,
+            target_used=self.target_used,
+            target_tpot=targets.tpot,
+            cold_start=self.cold_start,
+        )
+        return found if targets.ttft is None else replace(found, target_ttft=targets.ttft)
 
 
 def _times(value: float | None, factor: float) -> float | None:

@@ -67,7 +67,7 @@ class RecordedRun:
             for walk in range(WALKS):
                 begin = (index / len(self.parts) + walk / WALKS) % 1.0
                 outcome.add(_simulated(part, self.replica.make(self.cost, begin)))
-        return figures(outcome, 1, Targets())
+        return figures(outcome, Targets())
 
     def to_json(self) -> dict[str, Any]:
         parts = [[[round(at, 6), n_in, n_out] for at, n_in, n_out in part] for part in self.parts]
@@ -138,7 +138,7 @@ class RunRecorder:
     def recorded(self, cost: MeasuredCost) -> RecordedRun:
         """The recorded run with the prices of a profile."""
         self.keep_up(1.0)
-        return RecordedRun(self._replica, cost, self._parts, figures(self._outcome, 1, Targets()))
+        return RecordedRun(self._replica, cost, self._parts, figures(self._outcome, Targets()))
 
 
 def _draw(settings: RunSettings, replica: ReplicaSettings, cost: MeasuredCost, rng: random.Random) -> tuple[Part, ...]:
@@ -169,4 +169,5 @@ def _outcome(measured: Measurement, part: Part, busy: float) -> SimulationOutcom
         for (at, n_in, n_out), times in zip(part, measured.token_times, strict=True)
     ]
     gaps = Gaps((later - earlier, 1) for times in measured.token_times for earlier, later in pairwise(times))
-    return SimulationOutcome(records, measured.seconds, measured.inside.steps, busy, measured.inside.preemptions, gaps)
+    inside, seconds = measured.inside, measured.seconds
+    return SimulationOutcome(records, seconds, inside.steps, busy, inside.preemptions, gaps, replica_seconds=seconds)

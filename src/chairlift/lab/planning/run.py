@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import random
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -34,6 +36,7 @@ from chairlift.lab.simulator.speed_profile import SpeedCursor
 SHARE_OF_MEMORY = 0.9  # the rest is for activations
 HIGHEST_RATE = 1e5
 BLOCK_SIZE = 16
+BLOCKS_PER_COPY = 2**20  # room for the prefix blocks of one copy of a trace
 OWN_TOKENS = 2**31  # first token id that is unique to one request
 
 
@@ -136,14 +139,31 @@ def random_arrivals(
         yield Arrival(at, [index] * length, n_out.draw(rng))
 
 
-def trace_arrivals(entries: list[TraceEntry]) -> Iterator[Arrival]:
-    """Arrivals of a trace; equal prefix blocks get equal tokens."""
-    for index, entry in enumerate(entries):
+def trace_arrivals(entries: list[TraceEntry], copies: int = 1) -> Iterator[Arrival]:
+    """Arrivals of a trace; equal prefix blocks get equal tokens.
+
+    Several copies begin at different places of the trace, which is then taken as a circle; prompts of different copies
+    share nothing.
+    """
+    period = entries[-1].at + entries[-1].at / len(entries)
+    circles = (_circle(entries, copy / copies * period, period, copy) for copy in range(copies))
+    for index, (at, entry, copy) in enumerate(heapq.merge(*circles, key=lambda item: item[0])):
         prompt: list[int] = []
         for block in entry.blocks:
-            prompt.extend([block] * HASHED_TOKENS)
+            prompt.extend([copy * BLOCKS_PER_COPY + block] * HASHED_TOKENS)
         prompt.extend([OWN_TOKENS + index] * (entry.n_in - len(prompt)))
-        yield Arrival(entry.at, prompt[: entry.n_in], entry.n_out)
+        yield Arrival(at, prompt[: entry.n_in], entry.n_out)
+
+
+def _circle(
+    entries: list[TraceEntry], begin: float, period: float, copy: int
+) -> Iterator[tuple[float, TraceEntry, int]]:
+    """(time, entry, copy) of a whole trace that begins at time `begin` of it."""
+    first = bisect_left(entries, begin, key=lambda entry: entry.at)
+    for entry in entries[first:]:
+        yield entry.at - begin, entry, copy
+    for entry in entries[:first]:
+        yield entry.at - begin + period, entry, copy
 
 
 def highest_rate(

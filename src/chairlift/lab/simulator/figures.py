@@ -42,7 +42,7 @@ def weighted_percentiles(values: Iterable[tuple[float, int]], shares: Sequence[f
     return found + [ordered[-1][0]] * (len(shares) - len(found))
 
 
-def figures(outcome: SimulationOutcome, num_replicas: int, targets: Targets) -> dict[str, Any]:
+def figures(outcome: SimulationOutcome, targets: Targets) -> dict[str, Any]:
     records = outcome.records
     tokens = sum(record.n_out for record in records)
     good = sum(targets.met_by(record) for record in records)
@@ -54,7 +54,8 @@ def figures(outcome: SimulationOutcome, num_replicas: int, targets: Targets) -> 
         "goodput_requests_per_s": good / outcome.seconds,
         "good_share": good / len(records),
         "cached_share": sum(record.cached for record in records) / sum(record.n_in for record in records),
-        "utilisation": outcome.busy_seconds / (num_replicas * outcome.seconds),
+        "utilisation": outcome.busy_seconds / outcome.replica_seconds,
+        "mean_replicas": outcome.replica_seconds / outcome.seconds,
         "steps": outcome.steps,
         "preemptions": outcome.preemptions,
     }

@@ -78,6 +78,7 @@ class SimulationOutcome:
     busy_seconds: float = 0.0  # of all replicas together
     preemptions: int = 0
     gaps: Gaps = field(default_factory=Gaps)
+    replica_seconds: float = 0.0  # that replicas ran or started, busy or not
 
     def add(self, other: SimulationOutcome) -> None:
         """Append an outcome that follows this one in time."""
@@ -85,5 +86,6 @@ class SimulationOutcome:
         self.seconds += other.seconds
         self.steps += other.steps
         self.busy_seconds += other.busy_seconds
+        self.replica_seconds += other.replica_seconds
         self.preemptions += other.preemptions
         self.gaps.update(other.gaps)

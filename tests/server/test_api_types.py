@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from chairlift.server.openai.types import ChatRequest, CompletionRequest, TokenizeRequest
+from chairlift.server.pooling.types import EmbeddingRequest, RerankRequest, ScoreRequest
 from chairlift.server.responses.types import ResponsesRequest
 
 MANY = 5000
@@ -31,6 +32,9 @@ BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [
     ),
     *((ResponsesRequest, {"model": "m", "input": "x"} | change) for change in [{"metadata": OBJECT}, {"text": OBJECT}]),
     *((CompletionRequest, {"model": "m", "prompt": prompt}) for prompt in [NUMBERS, ["x", *NUMBERS], [NUMBERS] * MANY]),
+    *((EmbeddingRequest, {"model": "m", "input": texts}) for texts in [NUMBERS, ["x", *NUMBERS], [NUMBERS] * MANY]),
+    (RerankRequest, {"model": "m", "query": "x", "documents": NUMBERS}),
+    (ScoreRequest, {"model": "m", "text_1": "x", "text_2": NUMBERS}),
     *((TokenizeRequest, change) for change in [{"messages": NUMBERS}, {"tools": NUMBERS}]),
 ]
 

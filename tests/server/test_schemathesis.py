@@ -14,7 +14,7 @@ from schemathesis import Case, GenerationMode
 
 from tests.server.running_server import NAME, RunningServer
 
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
 POSTS = (*GENERATING, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics", "/version")
 # Any path is valid, so only bodies have negative cases.
@@ -26,6 +26,9 @@ VALID_VALUES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
     "/v1/responses": {"input": "hello", "max_output_tokens": 16},
+    "/v1/embeddings": {"input": "hello"},
+    "/v1/score": {"text_1": "hello", "text_2": "hello"},
+    "/v1/rerank": {"query": "hello", "documents": ["hello"]},
 }
 
 

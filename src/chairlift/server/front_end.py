@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.loading.embedding_config import read_embedding_config
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
 from chairlift.server.access.keys import APIKey, KeyTable
@@ -49,13 +50,15 @@ def load_served_model(config: ServerConfig, chat_template: str | None = None) ->
     """Load what a front end needs of the model: the tokenizer."""
     # The model is downloaded here to show a progress bar.
     path = resolve_model(config.model, progress=not config.quiet)
-    tokenizer = make_tokenizer(open_checkpoint(path), chat_template)
+    checkpoint = open_checkpoint(path)
+    tokenizer = make_tokenizer(checkpoint, chat_template)
     return ServedModel.create(
         config.model_name,
         tokenizer,
         config.tool_format,
         config.served_names[1:],
         reasoning_parser=config.engine.get("reasoning_parser"),
+        embedding=read_embedding_config(checkpoint),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chairlift.errors import InvalidParameter, UnsupportedModel
+from chairlift.loading.embedding_config import EmbeddingConfig
 from chairlift.server.http.errors import APIError
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning
@@ -21,6 +22,7 @@ class ServedModel:
     tokenizer: Tokenizer
     tool_format: ToolFormat
     reasoning_format: ReasoningFormat | None = None
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -32,11 +34,13 @@ class ServedModel:
         aliases: Sequence[str] = (),
         *,
         reasoning_parser: str | None = None,
+        embedding: EmbeddingConfig | None = None,
     ) -> ServedModel:
         """Formats that are not given are detected from the chat template."""
         template = tokenizer.chat_template or ""
         reasoning = choose_reasoning(template, reasoning_parser)
-        return cls((name, *aliases), tokenizer, choose_format(template, tool_format), reasoning)
+        tools = choose_format(template, tool_format)
+        return cls((name, *aliases), tokenizer, tools, reasoning, embedding or EmbeddingConfig())
 
     @property
     def name(self) -> str:

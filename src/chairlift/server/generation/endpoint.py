@@ -11,7 +11,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.errors import APIError
-from chairlift.server.openai.types import GenerationBody
+from chairlift.server.openai.types import EngineBody
 from chairlift.server.process.messages import Update
 from chairlift.text.reasoning.reasoning_use import ReasoningUse
 
@@ -54,8 +54,9 @@ class GenerationRequest(ABC):
     id_prefix: ClassVar[str]  # prefix of the response's id
     prompt_parameter: ClassVar[str]  # name of the prompt in errors
     num_prompts: int = 1
+    at_once: int | None = None  # prompts submitted at the same time; the others follow when these are done
 
-    def __init__(self, body: GenerationBody, params: SamplingParams) -> None:
+    def __init__(self, body: EngineBody, params: SamplingParams) -> None:
         self.body = body
         self.params = params
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import uuid
 from dataclasses import dataclass
@@ -21,24 +22,38 @@ from chairlift.server.generation.stream_metrics import StreamMetrics
 from chairlift.server.generation.tokenizer_pool import TokenizerPool
 from chairlift.server.generation.usage import Usage
 from chairlift.server.http.disconnect import unless_disconnected
+from chairlift.server.http.errors import APIError
 from chairlift.server.http.sse import EventStream, collect, first_updates, response_events
 from chairlift.server.metrics import Metrics
-from chairlift.server.openai.types import GenerationBody
+from chairlift.server.openai.types import EngineBody
 from chairlift.server.process.engine_port import EnginePort
 from chairlift.server.process.messages import Submit
 from chairlift.server.process.stream import UpdateStream
 from chairlift.server.served_model import ServedModel
-from chairlift.text.reasoning.reasoning_use import ReasoningUse
 
 _json = msgspec.json.Encoder()
 
+RETRY_SECONDS = 0.05  # between attempts to submit the rest of a request while the queue is full
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class _Submission:
+    """A request whose prompts are submitted, at least the first of them."""
+
     response_id: str
-    num_prompt_tokens: int
-    updates: UpdateStream
-    reasoning: ReasoningUse | None
+    tokenized: TokenizedPrompts
+    deadline: Deadline
+    updates: UpdateStream  # of the prompts submitted last
+    num_submitted: int
+
+    @property
+    def completion_ids(self) -> list[str]:
+        """The ids of all completions, also of prompts that are not submitted yet."""
+        prompts = range(len(self.tokenized.prompts))
+        return [one for index in prompts for one in completion_ids(self.prompt_id(index), self.tokenized.params.n)]
+
+    def prompt_id(self, index: int) -> str:
+        return f"{self.response_id}-{index}"
 
 
 class GenerationHandler:
@@ -73,7 +88,8 @@ class GenerationHandler:
 
     async def _submit(self, request: GenerationRequest, http: HTTPRequest) -> _Submission:
         """Admit, tokenize and submit a request. Admission comes first: a refused request must cost no work."""
-        async with self._admission.reserve(request.num_prompts, request.params.num_sequences) as loaded:
+        count = min(request.num_prompts, request.at_once or request.num_prompts)
+        async with self._admission.reserve(count, request.params.num_sequences) as loaded:
             timeout = self._default_timeout if request.body.timeout is None else request.body.timeout
             deadline = Deadline(http.state.arrived, timeout)
             tokenize = partial(request.tokenize, loaded.limits.max_model_len)
@@ -91,32 +107,37 @@ class GenerationHandler:
                 await http.state.allowance.charge(_most_tokens(tokenized))
 
             response_id = f"{request.id_prefix}{uuid.uuid4().hex}"
-            messages = self._messages(response_id, tokenized, request.body, deadline, http)
-            texts = self._subscribers.texts if self._subscribers.watching else None
-            updates = self._engine.submit(messages, StreamMetrics(self._metrics, http.state.arrived, texts))
-            for message in messages if texts is not None else ():
-                ids = completion_ids(message.request_id, message.params.n)
-                self._subscribers.texts.open(ids, message.prompt, http.state.key)
-        return _Submission(response_id, sum(map(len, tokenized.prompts)), updates, tokenized.reasoning)
+            submission = _Submission(response_id, tokenized, deadline, UpdateStream([]), num_submitted=0)
+            self._submit_prompts(submission, count, request.body, http)
+        return submission
 
-    def _messages(
-        self, response_id: str, tokenized: TokenizedPrompts, body: GenerationBody, deadline: Deadline, http: HTTPRequest
-    ) -> list[Submit]:
+    def _submit_prompts(self, submission: _Submission, count: int, body: EngineBody, http: HTTPRequest) -> None:
+        """Submit the next `count` prompts."""
+        messages = self._messages(submission, count, body, http)
+        texts = self._subscribers.texts if self._subscribers.watching else None
+        submission.updates = self._engine.submit(messages, StreamMetrics(self._metrics, http.state.arrived, texts))
+        submission.num_submitted += len(messages)
+        for message in messages if texts is not None else ():
+            ids = completion_ids(message.request_id, message.params.n)
+            self._subscribers.texts.open(ids, message.prompt, http.state.key)
+
+    def _messages(self, submission: _Submission, count: int, body: EngineBody, http: HTTPRequest) -> list[Submit]:
+        first, tokenized = submission.num_submitted, submission.tokenized
         return [
             Submit(
-                request_id=f"{response_id}-{index}",
+                request_id=submission.prompt_id(index),
                 prompt=prompt,
                 params=tokenized.params,
-                timeout=deadline.seconds_left(),
+                timeout=submission.deadline.seconds_left(),
                 cache_salt=self._cache_salt(body, http),
                 priority=body.priority or 0,
                 # With keys, the `user` parameter must not change the tenant, which would give a client a larger share.
                 tenant=http.state.tenant or body.user or "",
             )
-            for index, prompt in enumerate(tokenized.prompts)
+            for index, prompt in enumerate(tokenized.prompts[first : first + count], first)
         ]
 
-    def _cache_salt(self, body: GenerationBody, http: HTTPRequest) -> str:
+    def _cache_salt(self, body: EngineBody, http: HTTPRequest) -> str:
         """Return the cache salt: requests with equal salts share cached prefixes. With isolated keys it contains the
         key."""
         given, key = body.cache_salt or "", http.state.key
@@ -126,13 +147,17 @@ class GenerationHandler:
 
     async def _respond(self, request: GenerationRequest, submission: _Submission, http: HTTPRequest) -> Response:
         try:
-            new_tracker = None if submission.reasoning is None else submission.reasoning.tracker
-            usage = http.state.usage = Usage(submission.num_prompt_tokens, new_tracker=new_tracker)
+            reasoning, prompts = submission.tokenized.reasoning, submission.tokenized.prompts
+            new_tracker = None if reasoning is None else reasoning.tracker
+            usage = http.state.usage = Usage(sum(map(len, prompts)), new_tracker=new_tracker)
             self._metrics.prompt_tokens.inc(usage.prompt_tokens)
-            builder = request.response_builder(submission.response_id, submission.updates.ids, usage)
+            builder = request.response_builder(submission.response_id, submission.completion_ids, usage)
             updates = aiter(submission.updates)
-            if not request.body.stream:
+            if not request.body.streams:
                 await unless_disconnected(http, collect(updates, builder))
+                while submission.num_submitted < len(prompts):
+                    await self._submit_more(request, submission, http)
+                    await unless_disconnected(http, collect(aiter(submission.updates), builder))
                 return Response(_json.encode(builder.body()), media_type="application/json")
             first = await unless_disconnected(http, first_updates(updates))
         except BaseException:
@@ -141,6 +166,21 @@ class GenerationHandler:
         return EventStream(
             response_events(first, updates, builder), on_end=lambda: self._engine.cancel(submission.updates)
         )
+
+    async def _submit_more(self, request: GenerationRequest, submission: _Submission, http: HTTPRequest) -> None:
+        """Submit further prompts of a request, once there is room for them."""
+        left = len(submission.tokenized.prompts) - submission.num_submitted
+        count = min(left, request.at_once or left)
+        while True:
+            try:
+                async with self._admission.reserve(count, request.params.num_sequences):
+                    self._submit_prompts(submission, count, request.body, http)
+                    return
+            except APIError as error:
+                if error.status_code != 429:
+                    raise
+            async with submission.deadline.enforced():
+                await unless_disconnected(http, asyncio.sleep(RETRY_SECONDS))
 
 
 def _most_tokens(tokenized: TokenizedPrompts) -> int:

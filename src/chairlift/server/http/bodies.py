@@ -23,7 +23,7 @@ from starlette.responses import Response
 from chairlift.server.generation.admission import Admission
 from chairlift.server.http.disconnect import unless_disconnected
 from chairlift.server.http.errors import APIError
-from chairlift.server.openai.types import GenerationBody
+from chairlift.server.openai.types import EngineBody
 
 LARGE_BODY = 20_000  # bytes
 
@@ -73,7 +73,7 @@ class _ThreadedBody(Request):
     async def _reserve(self, held: AsyncExitStack) -> None:
         """Reserve one completion, so that bodies of refused requests are not parsed; their real number is not known
         yet."""
-        if issubclass(self._body_type, GenerationBody):
+        if issubclass(self._body_type, EngineBody):
             await held.enter_async_context(self._admission.reserve(1, 1))
         else:
             held.enter_context(self._admission.reserve_text_job())

@@ -22,6 +22,9 @@ from chairlift.server.openai.types import (
     TokenizeRequest,
     check_token_ids,
 )
+from chairlift.server.pooling.embeddings import EmbeddingGeneration
+from chairlift.server.pooling.relevance import RerankGeneration, ScoreGeneration
+from chairlift.server.pooling.types import EmbeddingRequest, RerankRequest, ScoreRequest
 from chairlift.server.process.engine_client import EngineState
 from chairlift.server.responses.endpoint import ResponsesGeneration
 from chairlift.server.responses.types import ResponsesRequest
@@ -48,6 +51,21 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", responses=_ERRORS)
     async def responses(body: ResponsesRequest, http: Request) -> Response:
         return await service.generation.handle(ResponsesGeneration(body, service.model), http)
+
+    @app.post("/v1/embeddings", responses=_ERRORS)
+    async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
+        return await service.generation.handle(EmbeddingGeneration(body, service.model), http)
+
+    @app.post("/v1/score", responses=_ERRORS)
+    @app.post("/score", include_in_schema=False)
+    async def score(body: ScoreRequest, http: Request) -> Response:
+        return await service.generation.handle(ScoreGeneration(body, service.model), http)
+
+    @app.post("/v1/rerank", responses=_ERRORS)
+    @app.post("/v2/rerank", include_in_schema=False)
+    @app.post("/rerank", include_in_schema=False)
+    async def rerank(body: RerankRequest, http: Request) -> Response:
+        return await service.generation.handle(RerankGeneration(body, service.model), http)
 
     @app.get("/v1/models", responses=_ERRORS)
     async def models() -> dict[str, Any]:

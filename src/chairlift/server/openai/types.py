@@ -29,13 +29,27 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(StrictModel):
+class EngineBody(StrictModel):
+    """Parameters of every endpoint that uses the engine."""
+
+    model: str
+    timeout: float | None = None
+    cache_salt: Annotated[str | None, Field(max_length=256)] = None
+    priority: Integer | None = None
+    # Does not change the output; with fair scheduling it is the tenant.
+    user: Annotated[str | None, Field(max_length=256)] = None
+
+    @property
+    def streams(self) -> bool:
+        return False
+
+
+class GenerationBody(EngineBody):
     """Parameters of every generation endpoint. Beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens,
     ignore_eos, stop_token_ids, include_stop_str_in_output, skip_special_tokens, timeout (seconds), cache_salt,
     priority (lower is sooner), thinking_token_budget, and for structured output guided_json, guided_regex,
     guided_choice, guided_grammar and structured_outputs."""
 
-    model: str
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -52,12 +66,7 @@ class GenerationBody(StrictModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    timeout: float | None = None
-    cache_salt: Annotated[str | None, Field(max_length=256)] = None
-    priority: Integer | None = None
     thinking_token_budget: Integer | None = None
-    # Does not change the output; with fair scheduling it is the tenant.
-    user: Annotated[str | None, Field(max_length=256)] = None
     guided_json: str | Schema | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
@@ -73,6 +82,10 @@ class GenerationBody(StrictModel):
         body._extra_args = {name: data[name] for name in names if data[name] is not None}
         return body
 
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
     def structure(self) -> Structure | None:
         """Return the requested structure."""
         found = self.structures()
@@ -80,7 +93,7 @@ class GenerationBody(StrictModel):
             first, second = (structure.parameter for structure in found[:2])
             raise InvalidParameter(second, f"was given together with {first}; give one")
         for structure in found:
-            _check_unicode(structure.parameter, [structure.text])
+            check_unicode(structure.parameter, [structure.text])
         return found[0] if found else None
 
     def structures(self) -> list[Structure]:
@@ -97,8 +110,8 @@ class GenerationBody(StrictModel):
         shared = [field.name for field in fields(SamplingParams) if field.name in GenerationBody.model_fields]
         given = {name: value for name in shared if (value := getattr(self, name)) is not None}
         given |= {"logit_bias": _logit_bias(self.logit_bias)}
-        _check_unicode("user", [self.user or ""])
-        _check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
+        check_unicode("user", [self.user or ""])
+        check_unicode("stop", [self.stop] if isinstance(self.stop, str) else self.stop or [])
         return SamplingParams(
             **given,
             structure=self.structure(),
@@ -253,7 +266,7 @@ def check_token_ids(parameter: str, tokens: list[int]) -> list[int]:
     return tokens
 
 
-def _check_unicode(parameter: str, texts: Iterable[str]) -> None:
+def check_unicode(parameter: str, texts: Iterable[str]) -> None:
     """Refuse lone surrogates, which JSON can encode but messages to the engine cannot."""
     if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
         raise InvalidParameter(parameter, "must be valid Unicode")

@@ -13,8 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from chairlift.kernels.triton.attention import cap_scores, in_type_of, places, scores_of
+from chairlift.kernels.triton.attention import cap_scores, places
 from chairlift.kernels.triton.launch import prefetch_rows
+from chairlift.kernels.triton.widen import halves
 
 
 @triton.jit
@@ -53,30 +54,62 @@ def _rotated(
 
 
 @triton.jit
-def _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head):
+def _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED: tl.constexpr):
+    """Load a tile of keys and values; PAIRED: as words of two 8-bit numbers."""
     mask = inside[:, None] & in_head[None, :]
-    k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
-    v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+    if PAIRED:
+        k_at = (keys_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)[:, None] + head_offset[None, :]
+        v_at = (values_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)[:, None] + head_offset[None, :]
+        k = tl.load(k_at, mask=mask, other=0)
+        v = tl.load(v_at, mask=mask, other=0)
+    else:
+        k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
     return k, v
 
 
 @triton.jit
-def _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Update the running softmax with one tile of keys and values."""
-    scores = scores_of(q, tl.trans(in_type_of(k, q)), scale_log2, SOFTCAP, PRECISION)
+def _take_in(
+    q,
+    q_odd,
+    k,
+    v,
+    inside,
+    best,
+    total,
+    acc,
+    acc_odd,
+    scale_log2,
+    PAIRED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Update the running softmax with one tile of keys and values; PAIRED: even and odd columns by themselves."""
+    if PAIRED:
+        k, k_odd = halves(k, q.dtype, FAST)
+        v, v_odd = halves(v, q.dtype, FAST)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = cap_scores(tl.dot(q_odd, tl.trans(k_odd), scores, input_precision=PRECISION) * scale_log2, SOFTCAP)
+    else:
+        scores = cap_scores(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2, SOFTCAP)
     scores = tl.where(inside[None, :], scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
     safe = tl.where(new_best == float("-inf"), 0.0, new_best)  # a first token has no cached keys: avoid NaN
     weights = tl.exp2(scores - safe[:, None])
     shrink = tl.exp2(best - safe)
     total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), in_type_of(v, q), input_precision=PRECISION)
-    return new_best, total, acc
+    weights = weights.to(q.dtype)
+    acc = acc * shrink[:, None] + tl.dot(weights, v, input_precision=PRECISION)
+    if PAIRED:
+        acc_odd = acc_odd * shrink[:, None] + tl.dot(weights, v_odd, input_precision=PRECISION)
+    return new_best, total, acc, acc_odd
 
 
 @triton.jit
 def _take_in_all(
     q,
+    q_odd,
     keys_ptr,
     values_ptr,
     table,
@@ -90,30 +123,37 @@ def _take_in_all(
     best,
     total,
     acc,
+    acc_odd,
     scale_log2,
     BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
     AHEAD: tl.constexpr,
+    PAIRED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """Update the running softmax with all tiles from `begin` to `end`."""
     if AHEAD:
         inside = begin + n < end
         offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
         for at in range(begin, end, N):
-            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
+            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED)
             then_inside = at + N + n < end
             offset = places(table, at + N + n, then_inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
-            best, total, acc = _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
+            best, total, acc, acc_odd = _take_in(
+                q, q_odd, k, v, inside, best, total, acc, acc_odd, scale_log2, PAIRED, SOFTCAP, PRECISION, FAST
+            )
             inside = then_inside
     else:
         for at in range(begin, end, N):
             inside = at + n < end
             offset = places(table, at + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
-            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
-            best, total, acc = _take_in(q, k, v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
-    return best, total, acc
+            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED)
+            best, total, acc, acc_odd = _take_in(
+                q, q_odd, k, v, inside, best, total, acc, acc_odd, scale_log2, PAIRED, SOFTCAP, PRECISION, FAST
+            )
+    return best, total, acc, acc_odd
 
 
 @triton.jit
@@ -244,11 +284,17 @@ def decode_kernel(
     num_heads = tl.num_programs(0)
     table = tables_ptr + slot * table_stride
     head_offset = head * D + d
+    # Pairs of 8-bit numbers are loaded as words, whose even and odd halves are multiplied by themselves.
+    PAIRED: tl.constexpr = keys_ptr.dtype.element_ty == tl.float8e4nv
+    PACKED: tl.constexpr = 2 if PAIRED else 1
+    word = tl.arange(0, D_PADDED // PACKED)
+    in_words = word < D // PACKED
+    word += head * (D // PACKED)
     has_work = (count == 1) & (split < num_splits)
     if EARLY:  # keys of earlier steps were written before the previous kernel started
         inside = (begin + n < end) & has_work
         offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
-        first_k, first_v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head)
+        first_k, first_v = _load_tile(keys_ptr, values_ptr, offset, word, inside, in_words, PAIRED)
         if OVERLAP:
             after = begin + N + n
             more = (after < end) & has_work
@@ -278,12 +324,33 @@ def decode_kernel(
         q = tl.load(q_at + q_heads[:, None] * D + d[None, :], mask=keep, other=0.0)
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, D_PADDED], tl.float32)
+    acc = tl.zeros([M, D_PADDED // PACKED], tl.float32)
+    acc_odd = acc
+    if PAIRED:
+        part, q_odd = tl.split(tl.reshape(q, [M, D_PADDED // 2, 2]))
+    else:
+        part, q_odd = q, q
     if EARLY:
-        best, total, acc = _take_in(q, first_k, first_v, inside, best, total, acc, scale_log2, SOFTCAP, PRECISION)
+        best, total, acc, acc_odd = _take_in(
+            part,
+            q_odd,
+            first_k,
+            first_v,
+            inside,
+            best,
+            total,
+            acc,
+            acc_odd,
+            scale_log2,
+            PAIRED,
+            SOFTCAP,
+            PRECISION,
+            OVERLAP,
+        )
         begin += N
-    best, total, acc = _take_in_all(
-        q,
+    best, total, acc, acc_odd = _take_in_all(
+        part,
+        q_odd,
         keys_ptr,
         values_ptr,
         table,
@@ -292,18 +359,23 @@ def decode_kernel(
         n,
         kv_block_stride,
         kv_token_stride,
-        head_offset,
-        in_head,
+        word,
+        in_words,
         best,
         total,
         acc,
+        acc_odd,
         scale_log2,
         BLOCK_SIZE,
         N,
         AHEAD,
+        PAIRED,
         SOFTCAP,
         PRECISION,
+        OVERLAP,
     )
+    if PAIRED:
+        acc = tl.reshape(tl.join(acc, acc_odd), [M, D_PADDED])
 
     if FRESH and split == num_splits - 1:
         if not EARLY:

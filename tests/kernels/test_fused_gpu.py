@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.attention.storage import KVStorage
+from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
 from chairlift.models.stacks.fused_gpu import FusedGPUStack, can_fuse
+from chairlift.models.weights import fill
 from chairlift.runner.kv_storage import allocate_storage
 from tests.kernels.tiny_config import CONFIG
 
@@ -23,11 +27,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(changes: dict[str, Any], device: torch.device) -> Decoder:
-    config = CONFIG | changes
+def tensors(changes: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
     torch.manual_seed(0)
-    tensors = ((name, torch.randn_like(tensor.float()) * 0.3) for name, tensor in dummy_tensors(config, device))
-    model = build_model(config, tensors, dtype=torch.float16, device=torch.device("cpu"))
+    for name, tensor in dummy_tensors(CONFIG | changes, device):
+        yield name, torch.randn_like(tensor.float()) * 0.3
+
+
+def make_model(changes: dict[str, Any], device: torch.device) -> Decoder:
+    model = build_model(CONFIG | changes, tensors(changes, device), dtype=torch.float16, device=torch.device("cpu"))
     assert isinstance(model, Decoder)
     return model
 
@@ -78,11 +85,61 @@ def test_fused_layers_equal_plain_layers(family: str, device: torch.device, monk
         for side, before in zip((*storage.keys, *storage.values), kept, strict=True):
             side.copy_(before)
         model.stack = FusedGPUStack(model.stack.parts)
+        for layer in model.layers:
+            model.stack.before_packing(layer)
         model.stack.finalize()
         found = logits(model, storage, rows)
     assert float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max()) < 5e-3
     for side, before in zip((*storage.keys, *storage.values), written, strict=True):
         assert float((side.float() - before.float()).abs().max()) < 0.05
+
+
+def make_rounded_model(changes: dict[str, Any], exact: Decoder) -> Decoder:
+    """The same model with fused layers and 8-bit weights; `exact` gets the weights as they were rounded."""
+    model = Decoder(exact.config, dtype=torch.float16, device=torch.device("cpu"), format=FP8Weight)
+    model.stack = FusedGPUStack(model.stack.parts)
+    fill(
+        dict(model.targets()),
+        tensors(changes, torch.device("cpu")),
+        text_part_only=False,
+        tied=exact.config.tied_head,
+        filled_one=model.filled,
+    )
+    model.finalize()
+    for mine, theirs in zip(model.layers, exact.layers, strict=True):
+        for norm in (theirs.before_attention, theirs.before_mlp):
+            assert norm is not None
+            norm.weight.fill_(1.0)
+        for rounded, plain in zip(mine.linears(), theirs.linears(), strict=True):
+            assert isinstance(rounded.weight, FP8Weight)
+            assert plain.weight.plain is not None
+            plain.weight.plain.copy_(rounded.weight.dequantized())
+    return model
+
+
+@pytest.mark.parametrize(("few_rows", "limit"), [(64, 5e-3), (1, 0.15)], ids=["widened", "rounded"])
+def test_fused_layers_with_8_bit_weights(
+    few_rows: int, limit: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows are exact but for the weights; more rows are rounded, too."""
+    if device.type != "cpu":
+        pytest.skip("tests of whole models on the GPU compare with transformers")
+    monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
+    monkeypatch.setattr(FP8Weight, "most_fused_rows", few_rows)
+    exact = make_model(FAMILIES["qwen2"], device)
+    model = make_rounded_model(FAMILIES["qwen2"], exact)
+    rows = [(0, 0), (17, 3), (8, 6)]
+    found = []
+    with torch.inference_mode():
+        for one in (model, exact):
+            storage = allocate_storage(model.attention_layers, 12, 8, torch.float16, torch.device("cpu"))
+            torch.manual_seed(1)
+            for side in (*storage.keys, *storage.values):
+                side.copy_(torch.randn_like(side.float()))
+            found.append(logits(one, storage, rows))
+    difference = float(((found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)).max())
+    assert difference < limit
+    assert few_rows > 1 or difference > 5e-3, "the activations were not rounded"
 
 
 def test_only_supported_layers_are_fused() -> None:

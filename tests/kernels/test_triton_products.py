@@ -130,10 +130,10 @@ def test_tiles_shrink_until_two_of_them_fit(monkeypatch: pytest.MonkeyPatch) -> 
         for cached in (fitting, num_stages):
             cached.cache_clear()
         monkeypatch.setattr("chairlift.kernels.triton.products.tiling.shared_memory", lambda device, size=size: size)
-        fitted = fitting(wide, False, half, chip)
+        fitted = fitting(wide, False, half, half, chip)
         assert (fitted.depth, fitted.columns) == (depth, 64)
-        assert num_stages(fitted, False, half, chip) == stages
-        assert fitting(gated, True, half, chip).columns == (128 if size == 2**20 else 64)
+        assert num_stages(fitted, False, half, half, chip) == stages
+        assert fitting(gated, True, half, half, chip).columns == (128 if size == 2**20 else 64)
     for cached in (fitting, num_stages):
         cached.cache_clear()
 

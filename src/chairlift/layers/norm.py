@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +30,13 @@ class RMSNorm:
     def finalize(self) -> None:
         if self.unit_offset:
             self.weight += 1.0
+
+    def move_weight(self, scale_columns: Callable[[Tensor], bool]) -> bool:
+        """Make the weight part of the matrix that follows, if that is possible. Called before `finalize`."""
+        if not scale_columns(self.weight + 1.0 if self.unit_offset else self.weight):
+            return False
+        self.weight.fill_(0.0 if self.unit_offset else 1.0)
+        return True
 
     def make_batch_invariant(self) -> None:
         """Nothing to do: a row is normalised by itself."""

@@ -119,6 +119,7 @@ class Decoder:
         index = int(name.split(".")[1])
         self._num_missing[index] -= 1
         if self._num_missing[index] == 0:
+            self.stack.before_packing(self.layers[index])
             for linear in self.layers[index].linears():
                 linear.finalize()
 

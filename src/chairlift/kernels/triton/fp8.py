@@ -1,4 +1,4 @@
-"""Quantizes rows of activations to fp8."""
+"""Rounds rows of activations to fp8, in one pass with the operation that makes them."""
 
 from __future__ import annotations
 
@@ -7,55 +7,99 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chairlift.kernels.triton.launch import next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import empty_rows, next_power_of_2, overlapping
+
+IS_PLAIN, IS_NORM, IS_GATED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
 def _round_rows_kernel(
-    x_ptr,  # [T, size]
+    x_ptr,  # [T, size]; IS_NORM: the residual stream, changed in place if there is a delta; IS_GATED: [T, 2 * size]
+    delta_ptr,  # [T, size]
+    weight_ptr,  # [size], of the norm
     numbers_ptr,  # [T, size] e4m3
     scales_ptr,  # [T] float32
     size,
+    eps,
+    KIND: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < size
+    if KIND == IS_NORM:
+        weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    highest = tl.zeros([BLOCK], tl.float32)
-    for at in range(0, size, BLOCK):
-        x = tl.load(x_ptr + row * size + at + lane, mask=at + lane < size, other=0.0).to(tl.float32)
-        highest = tl.maximum(highest, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+    kind = x_ptr.dtype.element_ty
+    if KIND == IS_GATED:
+        gate = tl.load(x_ptr + row * 2 * size + lane, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + (row * 2 + 1) * size + lane, mask=inside, other=0.0).to(tl.float32)
+        x = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        x = tl.load(x_ptr + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+    if KIND == IS_NORM:
+        if HAS_DELTA:
+            total = x + tl.load(delta_ptr + row * size + lane, mask=inside, other=0.0).to(tl.float32)
+            rounded = total.to(kind)
+            tl.store(x_ptr + row * size + lane, rounded, mask=inside)
+            x = rounded.to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * weight
     # The maximum and the clamp below drop NaN; the scale keeps it, so that bad rows stay bad.
-    is_bad = tl.max((highest != highest).to(tl.int32), 0) > 0
-    scale = tl.where(is_bad, float("nan"), tl.max(highest, 0) / LARGEST)
+    is_bad = tl.max((x != x).to(tl.int32), 0) > 0
+    scale = tl.where(is_bad, float("nan"), tl.max(tl.abs(x), 0) / LARGEST)
     factor = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
     tl.store(scales_ptr + row, scale)
-    for at in range(0, size, BLOCK):
-        x = tl.load(x_ptr + row * size + at + lane, mask=at + lane < size, other=0.0).to(tl.float32)
-        x = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)  # rounding may exceed it slightly
-        tl.store(numbers_ptr + row * size + at + lane, x.to(numbers_ptr.dtype.element_ty), mask=at + lane < size)
+    x = tl.minimum(tl.maximum(x * factor, -LARGEST), LARGEST)  # rounding may exceed it slightly
+    tl.store(numbers_ptr + row * size + lane, x.to(numbers_ptr.dtype.element_ty), mask=inside)
 
 
 def round_rows(x: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """Quantize x [T, size] to e4m3 with magnitudes up to `largest`; returns it with the scale of each row [T]."""
-    x = x.contiguous()
-    rows, size = x.shape
-    numbers = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    return _rounded(x.contiguous(), x.shape[1], largest, IS_PLAIN)
+
+
+def norm_rounded(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, largest: float) -> tuple[Tensor, Tensor]:
+    """Add `delta` to the residual stream `x` [T, size] in place, and quantize the RMS norm of the sum."""
+    return _rounded(x, x.shape[1], largest, IS_NORM, delta, weight, eps)
+
+
+def silu_mul_rounded(gate_up: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """Quantize silu(gate) * up of gate_up [T, 2 * size], the gate's columns first."""
+    return _rounded(gate_up, gate_up.shape[1] // 2, largest, IS_GATED)
+
+
+def _rounded(
+    x: Tensor,
+    size: int,
+    largest: float,
+    kind: tl.constexpr,
+    delta: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    rows = len(x)
+    numbers = empty_rows(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = min(next_power_of_2(size), 4096)
+    block = next_power_of_2(size)
     if rows:
         _round_rows_kernel[(rows,)](
             x,
+            x if delta is None else delta,
+            x if weight is None else weight,
             numbers,
             scales,
             size,
+            eps,
+            KIND=kind,
+            HAS_DELTA=delta is not None,
             LARGEST=largest,
             BLOCK=block,
-            num_warps=max(1, min(8, block // 512)),
+            num_warps=max(1, min(16, block // 512)),
             **overlapping(x.device),
         )
     return numbers, scales

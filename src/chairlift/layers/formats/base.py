@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +15,17 @@ from chairlift.loading.stored_weight import StoredWeight
 
 if TYPE_CHECKING:  # numba is slow to import
     from chairlift.kernels.cpu.int8 import PackedWeight
+
+
+class ScaledRows(NamedTuple):
+    """A matrix in 8-bit floats with one scale per row."""
+
+    numbers: Tensor  # [rows, size] e4m3
+    scales: Tensor  # [rows] float32: a row is its numbers times its scale
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.scales.nbytes
 
 
 class WeightFormat(ABC):
@@ -30,7 +41,8 @@ class WeightFormat(ABC):
     stores_experts: ClassVar[bool] = False  # models with experts can use it; the experts themselves stay plain
     kv_dtype: ClassVar[torch.dtype | None] = None  # of the KV cache by default; None: the model's own
     packs_tiles: ClassVar[bool] = False  # it has `pack_into` and `tiles`, which the fused CPU kernels multiply
-    keeps_plain: ClassVar[bool] = False  # on a GPU `plain` stays, and fused kernels may multiply it
+    most_fused_rows: ClassVar[int] = 0  # on a GPU, steps of up to so many rows use `fused`
+    rounds_rows: ClassVar[bool] = False  # on a GPU, it has `multiply_rounded` for steps of more rows
 
     batch_invariant = False  # a row of a product must be the same, bit for bit, whatever the other rows are
     tiles: PackedWeight | None = None
@@ -112,6 +124,34 @@ class WeightFormat(ABC):
 
     def add_to_(self, total: Tensor, x: Tensor) -> None:
         """total [T, out_features] += x Wᵀ, where `adds_in_place` allows it."""
+        raise NotImplementedError
+
+    def scale_columns(self, factors: Tensor) -> bool:
+        """Multiply each input column by a factor, before `pack`; False if that is not possible."""
+        assert self.plain is not None
+        self.plain.mul_(factors)
+        return True
+
+    def fuses_rows(self, rows: int, *, gated: bool) -> bool:
+        """Whether `fused` is the fastest product of so many rows; asked up to `most_fused_rows`."""
+        return True
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The product with the norm before it and the gate or the addition after it, as
+        `kernels.triton.products.product`."""
+        raise NotImplementedError
+
+    def multiply_rounded(self, rows: ScaledRows, bias: Tensor | None) -> Tensor:
+        """The product of rows in 8-bit floats."""
         raise NotImplementedError
 
     def pack_into(self, tiles: PackedWeight) -> None:

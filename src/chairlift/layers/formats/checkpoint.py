@@ -22,7 +22,7 @@ class CheckpointWeight(WeightFormat):
 
     name = "checkpoint"
     stores_experts = True
-    keeps_plain = True
+    most_fused_rows = PlainWeight.most_fused_rows
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
@@ -30,6 +30,14 @@ class CheckpointWeight(WeightFormat):
 
     def fill_rows(self, first: int, source: Tensor | StoredWeight) -> None:
         self._parts[first] = source
+
+    def scale_columns(self, factors: Tensor) -> bool:
+        plain = {first: part for first, part in self._parts.items() if isinstance(part, Tensor)}
+        if len(plain) < len(self._parts):
+            return False  # stored numbers would have to be rounded once more
+        for first, part in plain.items():
+            self._parts[first] = part.to(factors) * factors
+        return True
 
     def finalized(self) -> WeightFormat:
         parts = [self._parts[first] for first in sorted(self._parts)]

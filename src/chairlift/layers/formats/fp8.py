@@ -6,34 +6,25 @@ so that no request's numbers depend on another's. Products are added in float32.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from chairlift.kernels.gpu import capability_of, on_gpu
 from chairlift.layers.formats import FORMATS
-from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.formats.base import ScaledRows, WeightFormat
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number of e4m3
-
-
-class ScaledRows(NamedTuple):
-    """A matrix in 8-bit floats with one scale per row."""
-
-    numbers: Tensor  # [rows, size] e4m3
-    scales: Tensor  # [rows] float32: a row is its numbers times its scale
-
-    @property
-    def nbytes(self) -> int:
-        return self.numbers.nbytes + self.scales.nbytes
+# Up to so many rows reading the weights takes most of the time; they are widened to the type of the activations.
+FEW_ROWS = 32
 
 
 @FORMATS.register("fp8")
 class FP8Weight(WeightFormat):
     name = "fp8"
     stores_head = False
+    most_fused_rows = FEW_ROWS
+    rounds_rows = True
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
@@ -51,6 +42,11 @@ class FP8Weight(WeightFormat):
             self._rows = round_rows(self.plain)
             self.plain = None
 
+    def dequantized(self) -> Tensor:
+        """The weight as it was rounded, in float32."""
+        assert self._rows is not None
+        return self._rows.numbers.float() * self._rows.scales[:, None]
+
     @property
     def num_bytes(self) -> int:
         assert self._rows is not None
@@ -58,7 +54,37 @@ class FP8Weight(WeightFormat):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self._rows is not None
-        return multiply(x, self._rows, bias, own_kernel=self.batch_invariant)
+        few = on_gpu(x.device) and not self.batch_invariant and len(x) <= FEW_ROWS
+        if few and self.in_features % 16 == 0 and self.fuses_rows(len(x), gated=False):
+            return self.fused(x.contiguous(), bias=bias)[0]
+        return multiply(round_rows(x), self._rows, bias, x.dtype, own_kernel=self.batch_invariant)
+
+    def fuses_rows(self, rows: int, *, gated: bool) -> bool:
+        from chairlift.kernels.triton.launch import tuned
+
+        return tuned()
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        from chairlift.kernels.triton.products.product import product
+
+        assert self._rows is not None
+        numbers, scales = self._rows
+        return product(
+            x, numbers, weight_scales=scales, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to
+        )
+
+    def multiply_rounded(self, rows: ScaledRows, bias: Tensor | None) -> Tensor:
+        assert self._rows is not None
+        return multiply(rows, self._rows, bias, self.dtype, own_kernel=False)
 
 
 def fp8_obstacles(device: torch.device) -> list[str]:
@@ -83,23 +109,38 @@ def round_rows(x: Tensor) -> ScaledRows:
     return ScaledRows((wide * factors[:, None]).clamp(-LARGEST, LARGEST).to(FP8), scales)
 
 
-def multiply(x: Tensor, weight: ScaledRows, bias: Tensor | None, *, own_kernel: bool) -> Tensor:
-    """x [T, depth] times weight [channels, depth] transposed, plus bias, in the type of x.
+def norm_rounded(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> ScaledRows:
+    """Add `delta` to the residual stream `x` in place; return the norm of the sum, rounded. On a GPU."""
+    from chairlift.kernels.triton.fp8 import norm_rounded as norm_rounded_on_gpu
+
+    return ScaledRows(*norm_rounded_on_gpu(x, delta, weight, eps, LARGEST))
+
+
+def silu_mul_rounded(gate_up: Tensor) -> ScaledRows:
+    """silu(gate) * up of gate_up [T, 2 * size], the gate's columns first, rounded. On a GPU."""
+    from chairlift.kernels.triton.fp8 import silu_mul_rounded as gated_on_gpu
+
+    return ScaledRows(*gated_on_gpu(gate_up, LARGEST))
+
+
+def multiply(
+    rows: ScaledRows, weight: ScaledRows, bias: Tensor | None, dtype: torch.dtype, *, own_kernel: bool
+) -> Tensor:
+    """rows [T, depth] times weight [channels, depth] transposed, plus bias, in `dtype`.
 
     torch's product with a scale per row and channel needs sizes that are multiples of 16, and returns bfloat16; our own
     kernel does the others. With `own_kernel` it does all of them: its sums do not depend on the number of rows.
     """
-    rows = round_rows(x)
     channels, depth = weight.numbers.shape
-    if not own_kernel and x.dtype is torch.bfloat16 and channels % 16 == 0 and depth % 16 == 0 and len(x):
+    if not own_kernel and dtype is torch.bfloat16 and channels % 16 == 0 and depth % 16 == 0 and len(rows.numbers):
         return torch._scaled_mm(
             rows.numbers,
             weight.numbers.t(),
             scale_a=rows.scales[:, None],
             scale_b=weight.scales[None, :],
             bias=bias,
-            out_dtype=x.dtype,
+            out_dtype=dtype,
         )
     from chairlift.kernels.triton.invariant import invariant_linear
 
-    return invariant_linear(rows.numbers, weight.numbers, bias, scales=(rows.scales, weight.scales), out_dtype=x.dtype)
+    return invariant_linear(rows.numbers, weight.numbers, bias, scales=(rows.scales, weight.scales), out_dtype=dtype)

@@ -28,7 +28,7 @@ class PlainWeight(WeightFormat):
 
     name = "none"
     stores_experts = True
-    keeps_plain = True
+    most_fused_rows = 256  # with more rows the products take so long that fusing what is between them gains little
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
@@ -94,13 +94,31 @@ class PlainWeight(WeightFormat):
 
             product(x, self.plain, add_to=total)
 
+    def fuses_rows(self, rows: int, *, gated: bool) -> bool:
+        from chairlift.kernels.triton.products.tiling import is_faster
+
+        return is_faster(rows, self.out_features // (2 if gated else 1), self.in_features, gated)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        from chairlift.kernels.triton.products.product import product
+
+        assert self.plain is not None
+        return product(x, self.plain, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to)
+
     def _own_kernel_is_faster(self, x: Tensor) -> bool:
         """Whether our Triton product is faster than torch's for so many rows."""
         if x.dtype not in (torch.bfloat16, torch.float16) or self.in_features % 16 != 0:
             return False
-        from chairlift.kernels.triton.products.tiling import is_faster
-
-        return is_faster(len(x), self.out_features, self.in_features, gated=False)
+        return self.fuses_rows(len(x), gated=False)
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -43,6 +43,10 @@ class LayerStack(ABC):
     def __init__(self, parts: StackParts) -> None:
         self.parts = parts
 
+    def before_packing(self, layer: DecoderLayer) -> None:
+        """Called once for each layer when all its weights are filled, before they are packed."""
+        return
+
     def finalize(self) -> None:
         """Called once all weights are filled and packed."""
         return

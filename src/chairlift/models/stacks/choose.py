@@ -23,7 +23,7 @@ def choose_stack(
 
         if fused_cpu.can_fuse(parts.config):
             return fused_cpu.FusedCPUStack(parts)
-    if format.keeps_plain and not batch_invariant:
+    if format.most_fused_rows and not batch_invariant:
         from chairlift.models.stacks import fused_gpu
 
         if fused_gpu.can_fuse(parts.config, dtype, device):

@@ -1,6 +1,8 @@
-"""Every layer of a decoder in five GPU kernels, for steps with few rows.
+"""Every layer of a decoder in few GPU kernels: five for steps with few rows,
 
     norm + qkv | attention, with norms, rotation, cache write | output + add | norm + gate, up | down + add
+
+and ten for steps with more rows whose products are in 8 bits; other large steps run layer by layer.
 
 A norm divides a row by its size and multiplies each column by a weight. The weights are multiplied into the matrix that
 follows when the model is loaded; the size of a row is computed by the kernel that writes it.
@@ -11,21 +13,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from chairlift.attention.interface import Attend, FusedAttend
 from chairlift.kernels.gpu import on_gpu
-from chairlift.layers.linear import Linear
 from chairlift.layers.mlp import GatedMLP
-from chairlift.layers.mlp import gated as gate
-from chairlift.layers.norm import RMSNorm
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
-from chairlift.models.stacks.base import LayerStack, StackParts, picked
+from chairlift.models.decoder_layer import DecoderLayer
+from chairlift.models.stacks.base import LayerStack, StackParts
 from chairlift.models.stacks.plain import PlainStack
-
-MOST_ROWS = 256  # with more rows the products take so long that fusing what is between them gains little
+from chairlift.models.stacks.streams import FusedStream, RoundedStream, Stream
 
 
 def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -49,79 +47,58 @@ def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 class FusedGPUStack(LayerStack):
-    """Runs steps of up to MOST_ROWS rows in fused kernels, and larger ones layer by layer."""
+    """Runs steps in the kernels of a stream that suits their number of rows, or layer by layer if there is none."""
 
     def __init__(self, parts: StackParts) -> None:
         super().__init__(parts)
         self._plain = PlainStack(parts)
+        self._most_fused_rows, self._rounds_rows = 0, False
+        self._norms_are_moved = True
+
+    def before_packing(self, layer: DecoderLayer) -> None:
+        """Multiply the norms' weights into the matrices that follow them."""
+        assert isinstance(layer.mlp, GatedMLP)
+        for norm, linear in ((layer.before_attention, layer.attention.qkv), (layer.before_mlp, layer.mlp.gate_up)):
+            assert norm is not None
+            self._norms_are_moved &= norm.move_weight(linear.weight.scale_columns)
 
     def finalize(self) -> None:
-        """Multiply the norms' weights into the matrices that follow them."""
-        for layer in self.parts.layers:
-            assert isinstance(layer.mlp, GatedMLP)
-            for norm, linear in ((layer.before_attention, layer.attention.qkv), (layer.before_mlp, layer.mlp.gate_up)):
-                assert norm is not None
-                assert linear.weight.plain is not None
-                linear.weight.plain.mul_(norm.weight)
-                norm.weight.fill_(1.0)
+        if self._norms_are_moved:
+            weights = [linear.weight for layer in self.parts.layers for linear in layer.linears()]
+            self._most_fused_rows = min(weight.most_fused_rows for weight in weights)
+            self._rounds_rows = all(weight.rounds_rows for weight in weights)
 
     def first(self, count: int) -> FusedGPUStack:
-        return FusedGPUStack(self.parts.first(count))
+        stack = FusedGPUStack(self.parts.first(count))
+        stack._norms_are_moved = self._norms_are_moved
+        stack.finalize()
+        return stack
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], rows: Tensor | None
     ) -> HiddenStates:
-        if not isinstance(attend, FusedAttend) or len(tokens) > MOST_ROWS:
+        stream = self._stream(tokens)
+        if stream is None or not isinstance(attend, FusedAttend):
             return self._plain(tokens, positions, attend, taps, rows)
         rotations = self.parts.rotations(positions)
-        x, squares = self.parts.embedding.with_squares(tokens)
-        stream = _Stream(x, squares)
         inputs = {}
         for index, layer in enumerate(self.parts.layers):
             if index in taps:
-                inputs[index] = x.clone()
+                inputs[index] = stream.value().clone()
             attention, mlp = layer.attention, layer.mlp
             assert isinstance(mlp, GatedMLP)
             rotation = None if layer.rope is None else rotations[layer.rope]
-            attended = attention.attended(stream.product(layer.before_attention, attention.qkv), rotation, attend)
-            stream.add_product(attention.output, attended, layer.before_mlp)
-            inner = stream.product(layer.before_mlp, mlp.gate_up, gated=True)
-            stream.add_product(mlp.down, inner, layer.before_attention)
+            qkv = stream.product(layer.before_attention, attention.qkv)
+            attended = attention.attended(qkv, rotation, attend)
+            if layer is self.parts.layers[-1] and rows is not None:
+                attended = stream.pick(rows, attended)
+            if stream.num_rows:  # a step may sample no row
+                stream.add_product(attention.output, attended, layer.before_mlp)
+                stream.add_gated_products(layer.before_mlp, mlp, layer.before_attention)
         tapped = torch.stack([inputs[index] for index in taps]) if taps else None
-        return HiddenStates(self.parts.norm(picked(x, rows)), tapped)
+        return HiddenStates(stream.normed(self.parts.norm), tapped)
 
-
-class _Stream:
-    """The residual stream, with what its next norm needs: the rows' sums of squares, or the norm itself."""
-
-    def __init__(self, x: Tensor, squares: Tensor) -> None:
-        self.x = x
-        self.squares: Tensor | None = squares
-        self.normed: Tensor | None = None
-
-    def product(self, norm: RMSNorm | None, linear: Linear, *, gated: bool = False) -> Tensor:
-        """The normed stream times a weight."""
-        from chairlift.kernels.triton.products.product import product
-        from chairlift.kernels.triton.products.tiling import is_faster
-
-        assert norm is not None
-        assert linear.weight.plain is not None
-        columns = linear.out_features // (2 if gated else 1)
-        if is_faster(len(self.x), columns, linear.in_features, gated):
-            x = self.x if self.normed is None else self.normed
-            return product(x, linear.weight.plain, squares=self.squares, eps=norm.eps, bias=linear.bias, gated=gated)[0]
-        found = linear(norm(self.x) if self.normed is None else self.normed)
-        return gate(found, F.silu) if gated else found
-
-    def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
-        """Add y times a weight."""
-        from chairlift.kernels.triton.products.product import product
-        from chairlift.kernels.triton.products.tiling import is_faster
-
-        assert next_norm is not None
-        assert linear.weight.plain is not None
-        self.squares = self.normed = None
-        if is_faster(len(y), linear.out_features, linear.in_features, gated=False):
-            self.squares = product(y, linear.weight.plain, add_to=self.x)[1]
-        else:  # all norms inside the layers have weights of one by now
-            self.normed = next_norm.add_(self.x, linear(y))
+    def _stream(self, tokens: Tensor) -> Stream | None:
+        if len(tokens) <= self._most_fused_rows:
+            return FusedStream(*self.parts.embedding.with_squares(tokens))
+        return RoundedStream(self.parts.embedding(tokens)) if self._rounds_rows else None

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from chairlift.kernels.triton.launch import prefetch_rows
+from chairlift.kernels.triton.widen import widened
 
 
 @triton.jit
@@ -45,8 +46,16 @@ def _tile(tiles, row, rows_at, at, end, BK: tl.constexpr, DESCRIBED: tl.constexp
 
 
 @triton.jit
-def _plus_product(acc, x, w, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    if SWAPPED:
+def _plus_product(
+    acc, x, w, scale, SCALED: tl.constexpr, SWAPPED: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
+):
+    """Add a product of tiles; SCALED: `scale` has the rows' scales within these columns."""
+    if w.dtype != x.dtype:
+        w = widened(w, x.dtype, FAST)
+    if SCALED:
+        part = tl.dot(w, tl.trans(x)) if SWAPPED else tl.dot(x, tl.trans(w))
+        acc += part * (scale[None, :] if SWAPPED else scale[:, None])
+    elif SWAPPED:
         acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
     else:
         acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
@@ -59,6 +68,8 @@ def product_kernel(
     weight_ptr,  # [N, K]; GATED: [2 * N, K], the gate's rows first
     x_tiles,  # the same two as tensor descriptors, if DESCRIBED
     weight_tiles,
+    weight_scale_ptr,  # [N] or [2 * N] float32, with W_SCALED
+    x_scale_ptr,  # [M, K / X_GROUP] float32, with X_GROUP
     bias_ptr,  # [N]
     out_ptr,  # [M, N]; with RESIDUAL the product is added to it
     squares_ptr,  # [M, SQUARES] float32: partial sums of squares of x's rows
@@ -75,6 +86,8 @@ def product_kernel(
     SPLITS: tl.constexpr,
     SQUARES: tl.constexpr,  # 0: x is not normalised
     SQUARES_PADDED: tl.constexpr,
+    W_SCALED: tl.constexpr,
+    X_GROUP: tl.constexpr,  # columns of x that share a scale: BK, K, or 0 if x has no scales
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
@@ -99,7 +112,9 @@ def product_kernel(
     x_at = x_ptr + (m % M).to(tl.int64) * K
     if OVERLAP:
         if PREFETCH > 0 and row_block == 0:
-            size = tl.maximum(tl.minimum(end - begin, PREFETCH), 0) * 2
+            size = tl.maximum(tl.minimum(end - begin, PREFETCH), 0) * (
+                weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+            )
             prefetch_rows(w_at + begin, size)
             if GATED:
                 prefetch_rows(w_at + N.to(tl.int64) * K + begin, size)
@@ -116,13 +131,17 @@ def product_kernel(
     B: tl.constexpr = BM if SWAPPED else BN
     acc = tl.zeros([A, B], tl.float32)
     up = tl.zeros([A, B], tl.float32)
+    BY_TILE: tl.constexpr = X_GROUP == BK
+    scale = 1.0
     for at in range(begin, end, BK):
         w = _tile(weight_tiles, block * BN, w_at, at, end, BK, DESCRIBED, EVEN_DEPTH)
         x = _tile(x_tiles, row_block * BM, x_at, at, end, BK, DESCRIBED, EVEN_DEPTH)
-        acc = _plus_product(acc, x, w, SWAPPED, PRECISION)
+        if BY_TILE:
+            scale = tl.load(x_scale_ptr + (m % M) * (K // BK) + at // BK)
+        acc = _plus_product(acc, x, w, scale, BY_TILE, SWAPPED, PRECISION, OVERLAP)
         if GATED:
             w = _tile(weight_tiles, N + block * BN, w_at + N.to(tl.int64) * K, at, end, BK, DESCRIBED, EVEN_DEPTH)
-            up = _plus_product(up, x, w, SWAPPED, PRECISION)
+            up = _plus_product(up, x, w, scale, BY_TILE, SWAPPED, PRECISION, OVERLAP)
 
     if SPLITS > 1:
         TILE: tl.constexpr = BM * BN
@@ -144,16 +163,24 @@ def product_kernel(
 
     if SWAPPED:
         acc = tl.trans(acc)
-    if SQUARES > 0:
-        factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
-        acc *= factor
+    if SQUARES > 0 or X_GROUP > BK:
+        factor = tl.full([BM], 1.0, tl.float32)
+        if SQUARES > 0:
+            factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+        if X_GROUP > BK:
+            factor *= tl.load(x_scale_ptr + m % M)
+        acc *= factor[:, None]
+    if W_SCALED:
+        acc *= tl.load(weight_scale_ptr + n % N)[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + n % N).to(tl.float32)[None, :]
     if GATED:
         if SWAPPED:
             up = tl.trans(up)
-        if SQUARES > 0:
-            up *= factor
+        if SQUARES > 0 or X_GROUP > BK:
+            up *= factor[:, None]
+        if W_SCALED:
+            up *= tl.load(weight_scale_ptr + N + n % N)[None, :]
         acc = acc / (1.0 + tl.exp(-acc)) * up
     out_at = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     keep = (m < M)[:, None] & (n < N)[None, :]

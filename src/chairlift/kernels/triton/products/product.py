@@ -22,6 +22,9 @@ def product(
     bias: Tensor | None = None,
     gated: bool = False,
     add_to: Tensor | None = None,
+    weight_scales: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     tiling: ProductTiling | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """x [M, K] times weight [N, K] transposed; with `add_to`, also the partial sums of squares of the result's rows.
@@ -32,8 +35,8 @@ def product(
     """
     rows, depth = x.shape
     columns = len(weight) // (2 if gated else 1)
-    tiling = fitting(tiling or choose_tiling(rows, columns, depth, gated), gated, x.dtype, x.device)
-    out = add_to if add_to is not None else empty_rows(rows, columns, dtype=x.dtype, device=x.device)
+    tiling = fitting(tiling or choose_tiling(rows, columns, depth, gated), gated, x.dtype, weight.dtype, x.device)
+    out = add_to if add_to is not None else empty_rows(rows, columns, dtype=out_dtype or x.dtype, device=x.device)
     across = cdiv(columns, tiling.columns)
     programs = cdiv(rows, tiling.rows) * across
     tile = tiling.rows * tiling.columns * (2 if gated else 1)
@@ -47,6 +50,8 @@ def product(
         weight,
         _rows_and_room(x, tiling) if described else x,
         TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.depth]) if described else weight,
+        partial if weight_scales is None else weight_scales,
+        partial if x_scales is None else x_scales,
         weight if bias is None else bias,
         out,
         partial if squares is None else squares,
@@ -63,16 +68,18 @@ def product(
         SPLITS=tiling.splits,
         SQUARES=num_squares,
         SQUARES_PADDED=next_power_of_2(max(1, num_squares)),
+        W_SCALED=weight_scales is not None,
+        X_GROUP=0 if x_scales is None else depth // x_scales.shape[1],
         GATED=gated,
         RESIDUAL=add_to is not None,
         BIAS=bias is not None,
         EVEN_DEPTH=depth % tiling.depth == 0,
-        SWAPPED=tiling.rows < 64 and tiling.columns >= 64,
+        SWAPPED=(tiling.rows < 64 or weight.dtype != x.dtype) and tiling.columns >= 64,
         DESCRIBED=described,
         PREFETCH=tiling.prefetch,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps,
-        num_stages=num_stages(tiling, gated, x.dtype, x.device),
+        num_stages=num_stages(tiling, gated, x.dtype, weight.dtype, x.device),
         **overlapping(x.device),
     )
     return out, squares_out

@@ -29,18 +29,23 @@ class ProductTiling(NamedTuple):
 
 
 @cache
-def fitting(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torch.device) -> ProductTiling:
+def fitting(
+    tiling: ProductTiling, gated: bool, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> ProductTiling:
     """Shrink the tiling until two stages fit into shared memory."""
     narrow = tiling._replace(columns=min(64, tiling.columns))
     choices = (tiling, narrow, narrow._replace(depth=tiling.depth // 2))
     enough = min(2, _wanted_stages(tiling, dtype))
-    return next((one for one in choices if num_stages(one, gated, dtype, device) >= enough), choices[-1])
+    return next((one for one in choices if num_stages(one, gated, dtype, weight_dtype, device) >= enough), choices[-1])
 
 
 @cache
-def num_stages(tiling: ProductTiling, gated: bool, dtype: torch.dtype, device: torch.device) -> int:
+def num_stages(
+    tiling: ProductTiling, gated: bool, dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> int:
     """Pipeline stages: as in the tiling, or as many as fit into shared memory."""
-    stage = (tiling.rows + tiling.columns * (2 if gated else 1)) * tiling.depth * dtype.itemsize
+    columns = tiling.columns * (2 if gated else 1)
+    stage = (tiling.rows * dtype.itemsize + columns * weight_dtype.itemsize) * tiling.depth
     room = shared_memory(device) - SPARE_SHARED
     return max(1, min(_wanted_stages(tiling, dtype), room // stage))
 

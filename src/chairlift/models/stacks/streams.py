@@ -1,0 +1,136 @@
+"""The residual stream of a decoder on a GPU, with the products that read it and are added to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.layers.formats.base import ScaledRows
+from chairlift.layers.linear import Linear
+from chairlift.layers.mlp import GatedMLP
+from chairlift.layers.mlp import gated as gate
+from chairlift.layers.norm import RMSNorm
+from chairlift.models.stacks.base import picked
+
+
+class Stream(ABC):
+    """The residual stream [rows, hidden] of one step."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.x)
+
+    @abstractmethod
+    def value(self) -> Tensor:
+        """The stream, which may change with the next call."""
+
+    @abstractmethod
+    def product(self, norm: RMSNorm | None, linear: Linear) -> Tensor:
+        """The normed stream times a weight."""
+
+    @abstractmethod
+    def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
+        """Add y times a weight."""
+
+    @abstractmethod
+    def add_gated_products(self, norm: RMSNorm | None, mlp: GatedMLP, next_norm: RMSNorm | None) -> None:
+        """Add the feed-forward block of the normed stream."""
+
+    @abstractmethod
+    def pick(self, rows: Tensor, y: Tensor) -> Tensor:
+        """Only these rows are needed from now on; returns y, without the others if they are dropped at once."""
+
+    @abstractmethod
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """The normed stream."""
+
+
+class FusedStream(Stream):
+    """For few rows: a norm is part of the product behind it, an addition of the product before it.
+
+    Between two products it has what the next norm needs: the rows' sums of squares, or the norm itself.
+    """
+
+    def __init__(self, x: Tensor, squares: Tensor) -> None:
+        super().__init__(x)
+        self._squares: Tensor | None = squares
+        self._normed: Tensor | None = None
+        self._picked: Tensor | None = None
+
+    def value(self) -> Tensor:
+        return self.x
+
+    def product(self, norm: RMSNorm | None, linear: Linear) -> Tensor:
+        return self._product(norm, linear, gated=False)
+
+    def add_gated_products(self, norm: RMSNorm | None, mlp: GatedMLP, next_norm: RMSNorm | None) -> None:
+        self.add_product(mlp.down, self._product(norm, mlp.gate_up, gated=True), next_norm)
+
+    def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
+        assert next_norm is not None
+        self._squares = self._normed = None
+        if linear.weight.fuses_rows(len(y), gated=False):
+            self._squares = linear.weight.fused(y, add_to=self.x)[1]
+        else:  # all norms inside the layers have weights of one by now
+            self._normed = next_norm.add_(self.x, linear(y))
+
+    def pick(self, rows: Tensor, y: Tensor) -> Tensor:
+        self._picked = rows  # computing a few rows more takes less time than dropping them
+        return y
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        return norm(picked(self.x, self._picked))
+
+    def _product(self, norm: RMSNorm | None, linear: Linear, *, gated: bool) -> Tensor:
+        assert norm is not None
+        if linear.weight.fuses_rows(len(self.x), gated=gated):
+            x = self.x if self._normed is None else self._normed
+            return linear.weight.fused(x, squares=self._squares, eps=norm.eps, bias=linear.bias, gated=gated)[0]
+        found = linear(norm(self.x) if self._normed is None else self._normed)
+        return gate(found, F.silu) if gated else found
+
+
+class RoundedStream(Stream):
+    """For many rows in 8 bits: the kernels between products write each activation once, rounded, with its scale."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x)
+        self._delta: Tensor | None = None  # still to be added
+
+    def value(self) -> Tensor:
+        return self.x if self._delta is None else self.x + self._delta
+
+    def product(self, norm: RMSNorm | None, linear: Linear) -> Tensor:
+        from chairlift.layers.formats.fp8 import norm_rounded
+
+        assert norm is not None
+        rows = norm_rounded(self.x, self._delta, norm.weight, norm.eps)
+        self._delta = None
+        return linear.weight.multiply_rounded(rows, linear.bias)
+
+    def add_gated_products(self, norm: RMSNorm | None, mlp: GatedMLP, next_norm: RMSNorm | None) -> None:
+        from chairlift.layers.formats.fp8 import silu_mul_rounded
+
+        self._add(mlp.down, silu_mul_rounded(self.product(norm, mlp.gate_up)))
+
+    def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
+        from chairlift.layers.formats.fp8 import round_rows
+
+        self._add(linear, round_rows(y))
+
+    def pick(self, rows: Tensor, y: Tensor) -> Tensor:
+        self.x = picked(self.value(), rows)
+        self._delta = None
+        return picked(y, rows)
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        return norm(self.x) if self._delta is None else norm.add_(self.x, self._delta)
+
+    def _add(self, linear: Linear, rows: ScaledRows) -> None:
+        assert self._delta is None
+        self._delta = linear.weight.multiply_rounded(rows, linear.bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
@@ -215,6 +216,46 @@ def test_tools_work_with_a_template_without_tools(described_server: RunningServe
     answered = [*MESSAGES, outcome.message, {"role": "tool", "tool_call_id": call.id, "content": "snow"}]
     extra = {"messages": answered, "max_tokens": 8, "seed": 1, "extra_body": {"ignore_eos": True}}
     assert client.chat.completions.create(**(REQUEST | extra)).choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_with_auto_the_arguments_of_a_call_match_the_schema(tool_server: RunningServer, stream: bool) -> None:
+    """The model writes text at first, and at some point begins a call."""
+    bias = bias_towards(tool_server, "<tool_call>")
+    body = REQUEST | {"seed": 5, "n": 8, "logit_bias": dict.fromkeys(bias, 4.0)}
+    client = tool_server.client()
+    if stream:
+        choices = assembled(client.chat.completions.create(**body, stream=True), n=8)
+        calls = [(call["name"], "".join(call["pieces"]), one["reason"]) for one in choices for call in one["calls"]]
+    else:
+        outcomes = client.chat.completions.create(**body).choices
+        choices = [{"content": one.message.content} for one in outcomes]
+        calls = [
+            (call.function.name, call.function.arguments, one.finish_reason)  # type: ignore[union-attr]
+            for one in outcomes
+            for call in one.message.tool_calls or []
+        ]
+    complete = [(name, arguments) for name, arguments, reason in calls if reason == "tool_calls"]
+    assert len(complete) >= 4
+    for name, arguments in complete:
+        check(SimpleNamespace(name=name, arguments=arguments))
+    assert any(choice["content"] for choice in choices)
+
+
+def test_with_auto_a_schema_that_cannot_be_enforced_is_refused_only_if_strict(tool_server: RunningServer) -> None:
+    unusual = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}
+    for strict, status in ((False, 200), (True, 400)):
+        tool = {"type": "function", "function": {"name": "f", "parameters": unusual, "strict": strict}}
+        body = {"model": NAME, "messages": MESSAGES, "tools": [tool], "max_tokens": 4}
+        response = tool_server.post("/v1/chat/completions", body)
+        assert response.status_code == status, response.text
+        if strict:
+            assert response.json()["error"]["param"] == "tools"
+
+
+def test_beam_search_works_with_tools(tool_server: RunningServer) -> None:
+    body = {"model": NAME, "messages": MESSAGES, "tools": [CLOCK], "max_tokens": 4, "beam_width": 2}
+    assert tool_server.post("/v1/chat/completions", body).status_code == 200
 
 
 def test_no_blocks_or_requests_remain(tool_server: RunningServer) -> None:

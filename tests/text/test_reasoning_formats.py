@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from chairlift.core.sampling.structure import Structure
 from chairlift.errors import InvalidParameter
+from chairlift.structured.grammar_source import grammar_of
 from chairlift.text.assistant_parts import (
     ArgumentsDelta,
     AssistantPart,
@@ -26,7 +28,9 @@ from chairlift.text.reasoning_formats.harmony import HarmonyReasoning
 from chairlift.text.reasoning_formats.mistral import MagistralFormat
 from chairlift.text.reasoning_formats.think import ThinkFormat
 from chairlift.text.tokenizer import Tokenizer
+from chairlift.text.tool_formats.harmony import HarmonyFormat
 from chairlift.text.tool_formats.hermes import HermesFormat
+from chairlift.text.tools.tool_use import ToolUse
 from tests.text.test_tool_formats import cut
 from tests.tiny import CHATML, byte_level_tokenizer
 
@@ -233,3 +237,54 @@ def test_efforts_become_template_variables() -> None:
     with pytest.raises(InvalidParameter, match="reasoning_effort: must be none"):
         effort_variables("low", None, levels)
     assert effort_variables("none", None, levels) == {}
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+HARMONY_CALL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}"
+IN_ROLE = " to=functions.add<|channel|>commentary json<|message|>{}<|call|>"
+
+
+@pytest.mark.parametrize("call", [HARMONY_CALL, HARMONY_CALL + "<|call|>", IN_ROLE])
+@few_examples
+@given(data=st.data())
+def test_calls_of_harmony_are_found_in_any_header(call: str, data: st.DataObject) -> None:
+    before = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
+    _, pieces = data.draw(cut(st.just(before + call.format('{"a": 1}'))))
+    reader = HarmonyReasoning("").parser(Phase.POSSIBLE, HarmonyFormat("").parser({"add"}))
+    found = [part for piece in pieces for part in reader.push(piece)] + reader.close()
+    assert joined(found) == ("so", "")
+    assert [part.name for part in found if isinstance(part, CallBegun)] == ["add"]
+    assert "".join(part.text for part in found if isinstance(part, ArgumentsDelta)) == '{"a": 1}'
+
+
+HARMONY_MARKS = ("<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>", "<|return|>")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_grammars_allow_reasoning_before_calls_and_content(kind: str, choice: str) -> None:
+    from llguidance import LLMatcher, LLTokenizer
+
+    harmony = kind == "harmony"
+    tokens = tokenizer(marks=HARMONY_MARKS if harmony else ("<think>", "</think>"))
+    tools = ToolUse.of(HarmonyFormat("") if harmony else HermesFormat(""), [TOOL], choice, None)
+    use = ReasoningUse(FORMATS[kind], tokens, Phase.POSSIBLE)
+    structure = tools.structure(use, Structure.json({"const": "x"}) if choice == "none" else None)
+    assert structure is not None
+    vocabulary = LLTokenizer(tokens._backend.to_str(), eos_token=2)
+
+    def fits(text: str) -> bool:
+        grammar = LLMatcher.grammar_from_lark(grammar_of(structure, [2]))  # type: ignore[arg-type]
+        matcher, ids = LLMatcher(vocabulary, grammar), tokens.encode(text, add_special_tokens=False)
+        assert not matcher.is_error(), matcher.get_error()
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+    call = tools.format.write([("add", '{"a": 1}')]).removesuffix("<|call|>")
+    before, header, _ = WRITTEN[kind].split("{}")
+    thought = f"{before}I think{header.removesuffix('<|channel|>final<|message|>').removesuffix('<response>')}"
+    content = "<|channel|>final<|message|>" if harmony else ""
+    for start in ("", thought):
+        assert fits(start + call) == (choice != "none")
+        assert fits(start + call.replace("1", "true")) is False
+        assert fits(f"{start}{content}Well.") == (choice == "auto")
+        assert fits(f'{start}{content}"x"') == (choice != "required")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema_rs
@@ -17,8 +18,10 @@ from chairlift.text.assistant_parts import ArgumentsDelta, CallBegun, ContentDel
 from chairlift.text.reasoning.reasoning_use import ReasoningUse
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import choose_format
+from chairlift.text.tool_formats.deepseek import DeepSeekFormat
 from chairlift.text.tool_formats.hermes import HermesFormat
 from chairlift.text.tool_formats.json import JSONFormat
+from chairlift.text.tool_formats.kimi_k2 import KimiFormat
 from chairlift.text.tools.call_grammar import MAX_CALLS
 from chairlift.text.tools.tool import MAX_TOOLS, Calling, checked_choice, checked_tools
 from chairlift.text.tools.tool_use import ToolUse
@@ -279,6 +282,10 @@ def forced_text(request: ToolUse, of_template: Tokenizer, seed: int) -> str:
     return of_template.decode([token for token in ids if token != end], skip_special_tokens=False)
 
 
+def special(markers: Sequence[str]) -> tuple[AddedToken, ...]:
+    return tuple(AddedToken(marker, special=True) for marker in markers)
+
+
 TEMPLATES = {
     "hermes": (HERMES, ()),
     "hermes, tokens": (HERMES, (AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False))),
@@ -287,7 +294,19 @@ TEMPLATES = {
     "mistral": (OLD_MISTRAL, (AddedToken("[TOOL_CALLS]", special=True),)),
     "new mistral": (NEW_MISTRAL, (AddedToken("[TOOL_CALLS]", special=True), AddedToken("[ARGS]", special=True))),
     "json": ("{{ tools }}", ()),
+    "deepseek": ("{{ tools }}<｜tool▁calls▁begin｜>", special(DeepSeekFormat.markers)),
+    "deepseek, fenced": ("{{ tools }}<｜tool▁calls▁begin｜>```json", ()),
+    "kimi": ("{{ tools }}<|tool_calls_section_begin|>", special(KimiFormat.markers)),
+    "granite": ("{{ tools }}<|tool_call|>", special(["<|tool_call|>"])),
+    "phi": ("{{ tools }}<|/tool|>", special(["<|tool_call|>", "<|/tool_call|>"])),
+    "cohere": ("{{ tools }}<|START_ACTION|>", special(["<|START_ACTION|>", "<|END_ACTION|>"])),
+    "harmony": ("{{ tools }}<|channel|><|message|>", special(["<|channel|>", "<|message|>", "<|constrain|>"])),
+    "qwen coder": ("{{ tools }}<tool_call><function=", special(["<tool_call>", "</tool_call>"])),
+    "glm": ("{{ tools }}<tool_call><arg_key>", special(["<tool_call>", "</tool_call>"])),
+    "minimax": ("{{ tools }}<minimax:tool_call>", ()),
+    "pythonic": ("{{ tools }}func_name1(", ()),
 }
+ONE_CALL = ("harmony",)  # per message
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -313,7 +332,8 @@ def test_forced_calls_are_valid_for_any_model(kind: str, choice: Any, parallel: 
                 assert json.loads(arguments) == {}
         if choice == NAMED:
             assert names == ["get_weather"]
-    assert counts == {1} if choice == NAMED or parallel is False else max(counts) > 1
+    single = choice == NAMED or parallel is False or kind in ONE_CALL
+    assert counts == {1} if single else max(counts) > 1
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -329,6 +349,8 @@ def test_a_json_schema_and_tools_allow_either(kind: str) -> None:
     assert structure.parameter == "response_format"
     vocabulary = LLTokenizer(of_template._backend.to_str(), eos_token=of_template.token_id("<|im_end|>"))
     calls = request.format.write([("get_weather", '{"city": "Oslo", "days": 4}'), ("get_time", "{}")])
+    if kind in ONE_CALL:
+        calls = request.format.write([("get_time", "{}")]).removesuffix("<|call|>")
     alike = '{"name": "get_weather", "n": 5}'  # content that begins like a Llama call
     for text, fits in [(calls, True), (alike, True), ('{"name": "x"}', False), ("x", False)]:
         matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(structure.text))
@@ -337,6 +359,36 @@ def test_a_json_schema_and_tools_allow_either(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
+def test_with_auto_a_call_that_begins_must_be_valid(kind: str) -> None:
+    from llguidance import LLMatcher, LLTokenizer
+
+    template, added = TEMPLATES[kind]
+    of_template, request = tokenizer(template, *added), use(template)
+    structure = request.structure(ReasoningUse(None, of_template))
+    assert structure is not None
+    assert structure.optional
+    vocabulary = LLTokenizer(of_template._backend.to_str(), eos_token=of_template.token_id("<|im_end|>"))
+
+    def fits(text: str) -> tuple[bool, bool]:
+        """Whether a text is allowed, and whether it may end there."""
+        matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(structure.text if structure else ""))
+        ids = of_template.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids), matcher.is_accepting()
+
+    def written(days: int) -> str:
+        return request.format.write([("get_weather", json.dumps({"city": "Oslo", "days": days}))]).removesuffix(
+            "<|call|>"
+        )
+
+    for before in ("", "Let me see.\n"):
+        assert fits(before + written(4)) == (True, True)
+        assert not fits(before + written(99))[0], "beyond the maximum"
+        assert not fits(before + written(4)[:-9])[1], "a call that began must end"
+    for content in ("", "It snows.", 'see {"name": "x"} and [1](2) <tool', "a\n\nb"):
+        assert fits(content) == (True, True)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TEMPLATES if kind not in ONE_CALL])
 def test_the_number_of_forced_calls_is_bounded(kind: str) -> None:
     from llguidance import LLMatcher, LLTokenizer
 

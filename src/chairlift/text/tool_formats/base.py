@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from chairlift.registry import Registry
-from chairlift.text.tools.call_grammar import Marker
+from chairlift.text.tools.call_grammar import CallGrammar, Marker
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.tool import Tool
 
@@ -31,8 +31,8 @@ class ToolFormat(ABC):
         """Return whether a chat template belongs to this family."""
 
     @abstractmethod
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> str:
-        """Return a Lark grammar for one call of one of the tools, or for several if `parallel`."""
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> CallGrammar:
+        """Return a grammar for one call of one of the tools, or for several if `parallel`."""
 
     @abstractmethod
     def write(self, calls: Sequence[Call]) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat
-from chairlift.text.tools.call_grammar import Marker, call_object, call_objects, literal, repeated
+from chairlift.text.tools.call_grammar import CallGrammar, Marker, call_object, call_objects, literal, repeated
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import SPACES, Reading
 from chairlift.text.tools.tool import Tool
@@ -41,13 +41,11 @@ class HermesFormat(ToolFormat):
     def recognises(template: str) -> bool:
         return OPENING in template and not any(mark in template for mark in _OTHER_CALLS)
 
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> CallGrammar:
         line = literal("\n")
-        rules = [
-            f"start: {repeated('call', line, parallel)}",
-            f"call: {marker(OPENING)} {line} object {line} {marker(CLOSING)}",
-        ]
-        return "\n".join([*rules, *call_objects(tools, "arguments")])
+        rest = f"call: {line} object {line} {marker(CLOSING)}"
+        calls = repeated("call", f"{line} {marker(OPENING)}", parallel)
+        return CallGrammar.of_marker(OPENING, marker, calls, [rest, *call_objects(tools, "arguments")])
 
     def write(self, calls: Sequence[Call]) -> str:
         return "\n".join(f"{OPENING}\n{call_object(*call, 'arguments')}\n{CLOSING}" for call in calls)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, ToolFormat
 from chairlift.text.tools.bare_json import BareJSONParser
-from chairlift.text.tools.call_grammar import Marker, call_object, call_objects, literal, repeated
+from chairlift.text.tools.call_grammar import CallGrammar, Marker, bare_objects, call_object
 from chairlift.text.tools.reader import SPACES, Reading
 from chairlift.text.tools.tool import Tool
 
@@ -42,10 +42,8 @@ class JSONFormat(ToolFormat):
     def recognises(template: str) -> bool:
         return True
 
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> str:
-        line = literal("\n")
-        start = f"start: {repeated('object', line, parallel)}"
-        return "\n".join([start, *call_objects(tools, "arguments")])
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> CallGrammar:
+        return bare_objects(tools, "arguments", "\n", parallel)
 
     def write(self, calls: Sequence[Call]) -> str:
         return "\n".join(call_object(*call, "arguments") for call in calls)

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat
 from chairlift.text.tools.bare_json import BareJSONParser
-from chairlift.text.tools.call_grammar import Marker, call_object, call_objects, literal, repeated
+from chairlift.text.tools.call_grammar import CallGrammar, Marker, bare_objects, call_object
 from chairlift.text.tools.reader import SPACES, Reading
 from chairlift.text.tools.tool import Tool
 
@@ -37,18 +37,17 @@ class LlamaFormat(ToolFormat):
         llama = "<|start_header_id|>" in template and '"parameters"' in template
         return PYTHON_TAG in template or llama
 
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> str:
-        start = f"start: {repeated('object', literal('; '), parallel)}"
-        return "\n".join([start, *call_objects(tools, "parameters")])
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> CallGrammar:
+        return bare_objects(tools, "parameters", "; ", parallel)
 
     def history(self, messages: list[Message]) -> list[Message]:
-        return _one_call_at_a_time(messages)  # these templates refuse several calls in one message
+        return one_call_at_a_time(messages)  # these templates refuse several calls in one message
 
     def write(self, calls: Sequence[Call]) -> str:
         return "; ".join(call_object(*call, "parameters") for call in calls)
 
 
-def _one_call_at_a_time(messages: list[Message]) -> list[Message]:
+def one_call_at_a_time(messages: list[Message]) -> list[Message]:
     """Turn a message with several calls into a call and its result, the next call and its result, and so on."""
     split: list[Message] = []
     for are_results, group in groupby(messages, key=lambda message: message["role"] == "tool"):

@@ -9,7 +9,7 @@ from typing import Any
 
 from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat
 from chairlift.text.tools.call_grammar import (
-    MAX_CALLS,
+    CallGrammar,
     Marker,
     arguments_rules,
     call_object,
@@ -78,15 +78,14 @@ class MistralFormat(ToolFormat):
     def _names_first(self) -> bool:
         return ARGS in self.template
 
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> CallGrammar:
         if self._names_first:
             calls = [f"{literal(tool.name)} {marker(ARGS)} arguments_{i}" for i, tool in enumerate(tools)]
-            start = f"start: call{{1,{MAX_CALLS if parallel else 1}}}"
-            rules = [start, f"call: {marker(CALLS)} name", f"name: {one_of(calls)}"]
-            return "\n".join([*rules, *arguments_rules(tools)])
+            rest = repeated("call", marker(CALLS), parallel)
+            return CallGrammar.of_marker(CALLS, marker, rest, [f"call: {one_of(calls)}", *arguments_rules(tools)])
         calls_in_list = repeated("object", literal(", "), parallel)
-        start = f"start: {marker(CALLS)} {literal(' ')}? {literal('[')} {calls_in_list} {literal(']')}"
-        return "\n".join([start, *call_objects(tools, "arguments")])
+        rest = f"{literal(' ')}? {literal('[')} {calls_in_list} {literal(']')}"
+        return CallGrammar.of_marker(CALLS, marker, rest, call_objects(tools, "arguments"))
 
     def write(self, calls: Sequence[Call]) -> str:
         if self._names_first:

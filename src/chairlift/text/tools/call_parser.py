@@ -6,15 +6,15 @@ import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from typing import ClassVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
 
 from chairlift.text.assistant_parts import ArgumentsDelta, AssistantPart, CallBegun, ContentDelta
 from chairlift.text.tools.reader import SPACES, NotACall, Reader, Reading, prefix_at_end
 
 _ARGUMENTS = ("arguments", "parameters")
 _ANYTHING = re.compile(r"(?s:.*)")
-_LABELS = ("type", "id")  # optional string fields of a call
+_LABELS = ("type", "id", "tool_call_id")  # optional string fields of a call
 
 
 def new_call_id() -> str:
@@ -33,16 +33,19 @@ class CallParser(ABC):
     openings: ClassVar[tuple[str, ...]]
     closing: ClassVar[str | None] = None  # text that ends a call even if its arguments are malformed
     arguments_optional: ClassVar[bool] = True
+    name_key: ClassVar[str] = "name"
+    verbatim: ClassVar[bool] = True  # whether the arguments are passed on as the model writes them
 
     def __init__(
         self,
-        names: Collection[str],
+        names: Collection[str],  # perhaps with the schemas of their arguments
         *,
         max_calls: int | None = None,
         forced: bool = False,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         self._names = names
+        self.schemas: Mapping[str, Any] = names if isinstance(names, Mapping) else {}
         self._max_calls = max_calls  # text after this many calls is dropped
         self._forced = forced  # a grammar allows only calls, so remaining text is a truncated call
         self._new_id = new_id
@@ -64,7 +67,7 @@ class CallParser(ABC):
         self.reader.text += text
         next(self._reading, None)
         if self._in_arguments:
-            self._pass_on(self.reader.take())
+            self.emit_arguments(self.reader.take())
         parts, self._parts = self._parts, []
         return parts
 
@@ -151,7 +154,7 @@ class CallParser(ABC):
             yield from self.reader.run(SPACES)
             key = yield from self._held_string()
             yield from self.reader.colon()
-            if key == "name" and name is None:
+            if key == self.name_key and name is None:
                 name = yield from self._held_string()
                 self.check_name(name)
             elif key in _ARGUMENTS and not begun:
@@ -172,8 +175,8 @@ class CallParser(ABC):
         if not begun:
             if name is None or arguments is None:
                 raise NotACall
-            self._begin(name)
-            self._pass_on(arguments)
+            self.begin_call(name)
+            self.emit_arguments(arguments)
         self.reader.take()
 
     def check_name(self, name: str) -> None:
@@ -182,13 +185,13 @@ class CallParser(ABC):
 
     def stream_arguments(self, name: str) -> Reading[None]:
         """Begin a call and pass its arguments on as they arrive."""
-        self._begin(name)
+        self.begin_call(name)
         self.reader.take()
         self._in_arguments = True
         yield from self.reader.value(repair=True)
         self._end_arguments()
 
-    def _begin(self, name: str) -> None:
+    def begin_call(self, name: str) -> None:
         if self._calls == self._max_calls:
             raise _MaxCallsReached
         self._spaces = ""
@@ -196,10 +199,10 @@ class CallParser(ABC):
         self._calls += 1
 
     def _end_arguments(self) -> None:
-        self._pass_on(self.reader.take())
+        self.emit_arguments(self.reader.take())
         self._in_arguments = False
 
-    def _pass_on(self, text: str) -> None:
+    def emit_arguments(self, text: str) -> None:
         if text:
             self._parts.append(ArgumentsDelta(self._calls - 1, text))
 

@@ -55,6 +55,18 @@ class Reader:
         for character in word:
             yield from self.one_of(character)
 
+    def one_word(self, *words: str) -> Reading[str]:
+        """Read one of `words`, of which none is a prefix of another."""
+        while True:
+            rest = self.text[self.at :]
+            found = next((word for word in words if rest.startswith(word)), None)
+            if found is not None:
+                self.at += len(found)
+                return found
+            if self.over or not any(word.startswith(rest) for word in words):
+                raise NotACall
+            yield
+
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
         """Read the longest match of `pattern`, which matches any number of characters of some kind."""
         read = ""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from chairlift.core.sampling.params import SamplingParams
-from chairlift.core.sampling.structure import Structure, StructureKind
+from chairlift.core.sampling.structure import MAX_STRUCTURE_LENGTH, Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import AssistantParser, PlainParser
 from chairlift.text.chat_template import RefusedByTemplate
@@ -17,7 +17,7 @@ from chairlift.text.reasoning.reasoning_use import ReasoningUse
 from chairlift.text.reasoning_formats.base import ReasoningFormat
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import ToolFormat
-from chairlift.text.tools.call_grammar import calls_or_json, marker_speller
+from chairlift.text.tools.call_grammar import CallGrammar, marker_speller
 from chairlift.text.tools.tool import Calling, Tool, ToolChoice, checked_choice, checked_tools
 from chairlift.text.tools.tool_prompt import as_plain_messages, describe, in_system_message, in_user_message
 
@@ -49,8 +49,8 @@ class ToolUse:
         """Create a parser for one completion's text."""
         if not self.tools:
             return PlainParser()
-        names = {tool.name for tool in self.tools}
-        return self.format.parser(names, max_calls=None if self.parallel else 1, forced=self.forced)
+        schemas = {tool.name: tool.schema for tool in self.tools}
+        return self.format.parser(schemas, max_calls=None if self.parallel else 1, forced=self.forced)
 
     def finish_reason(self, reason: str | None, called: bool) -> str | None:
         """Return OpenAI's finish reason: "tool_calls" if the model chose to call, "stop" if the call was forced by
@@ -68,11 +68,13 @@ class ToolUse:
             return params
         visible = [*self.visible_special_ids(reasoning.tokenizer), *reasoning.visible_special_ids()]
         structure = self.structure(reasoning, params.structure)
+        if structure is not None and structure.optional and params.beam_width is not None:
+            structure = None  # beam search follows no grammar
         return params.clone(visible_special_ids=[*dict.fromkeys(visible)], structure=structure)
 
     def structure(self, reasoning: ReasoningUse, requested: Structure | None = None) -> Structure | None:
         """Return the structure of the output after the reasoning: calls if they are forced, else calls or the requested
-        structure."""
+        structure, else content and calls."""
         if not self.tools:
             return None if requested is None else requested.after(reasoning.grammar(answer=True))
         structure = self._structure_with_calls(reasoning, requested)
@@ -84,13 +86,16 @@ class ToolUse:
             # A response_format applies to content, of which there is none; other structures apply to the whole output.
             if requested is not None and requested.parameter not in ("response_format", "text.format"):
                 raise InvalidParameter(requested.parameter, "does not go with a tool_choice that forces a call")
-            return Structure.grammar(self._calls(tokenizer), "tools")
-        if requested is None:
+            return Structure.grammar(self._calls(tokenizer).forced(), "tools")
+        calls, header = self._calls(tokenizer), reasoning.answer_header()
+        if requested is not None:
+            return Structure.grammar(calls.or_json(_requested_schema(requested), header), requested.parameter)
+        grammar, strict = calls.after_content(header), any(tool.strict for tool in self.tools)
+        if len(grammar) > MAX_STRUCTURE_LENGTH and not strict:
             return None
-        grammar = calls_or_json(self._calls(tokenizer), _requested_schema(requested), reasoning.answer_header())
-        return Structure.grammar(grammar, requested.parameter)
+        return replace(Structure.grammar(grammar, "tools"), optional=not strict)
 
-    def _calls(self, tokenizer: Tokenizer) -> str:
+    def _calls(self, tokenizer: Tokenizer) -> CallGrammar:
         named = self.choice.function
         tools = [tool for tool in self.tools if named is None or tool.name == named]
         return self.format.grammar(tools, parallel=self.parallel and named is None, marker=marker_speller(tokenizer))

@@ -1,0 +1,1 @@
+"""How many tokens per second the HTTP front end can stream."""

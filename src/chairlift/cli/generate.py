@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chairlift.cli.app import RUN, app
-from chairlift.cli.search_options import SearchOptions
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.outputs import RequestMetrics, RequestOutput
 from chairlift.terminal.answer_meter import AnswerMeter
 from chairlift.terminal.console import note, show_error, write_text
 from chairlift.terminal.options import EngineOptions, SamplingOptions
+from chairlift.terminal.search_options import SearchOptions
 
 if TYPE_CHECKING:
     from chairlift.llm import LLM

@@ -8,6 +8,7 @@ from io import TextIOWrapper
 from chairlift.cli import (  # noqa: F401 (importing a command's module registers it)
     batch,
     chat,
+    compile,
     explain,
     generate,
     models,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chairlift.cli.search_options import SearchOptions
 from chairlift.options.declaration import Option, options_of
 from chairlift.server.options import ServerOptions
 from chairlift.terminal.options import EngineOptions, SamplingOptions
+from chairlift.terminal.search_options import SearchOptions
 
 INTRODUCTION = """\
 # Options

@@ -9,6 +9,7 @@ import torch
 
 from chairlift.config import EngineConfig, check_batch_requests
 from chairlift.errors import InvalidParameter
+from chairlift.kernels.gpu import META, on_gpu
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn}
@@ -21,6 +22,8 @@ def torch_device(config: EngineConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(config.device)
+    if device.type == "cuda" and on_gpu(META):
+        return META  # a GPU is described that is not here
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidParameter("device", "torch sees no CUDA device here; choose cpu")
     if device.index is not None and device.index >= torch.cuda.device_count():
@@ -39,7 +42,7 @@ def batch_tokens(config: EngineConfig) -> int:
     request waits for the whole step."""
     if config.max_batch_tokens is not None:
         return config.max_batch_tokens
-    if torch_device(config).type == "cuda":
+    if on_gpu(torch_device(config)):
         return BATCH_TOKENS_ON_GPU
     return max(256, min(128 * (os.cpu_count() or 1), 2048))
 
@@ -53,13 +56,13 @@ def batch_requests(config: EngineConfig) -> int:
     """`max_batch_requests`: never more than the tokens of a step, since each request needs at least one."""
     tokens = batch_tokens(config)
     if config.max_batch_requests is None:
-        return min(MAX_REQUESTS_ON_GPU if torch_device(config).type == "cuda" else MAX_REQUESTS_ON_CPU, tokens)
+        return min(MAX_REQUESTS_ON_GPU if on_gpu(torch_device(config)) else MAX_REQUESTS_ON_CPU, tokens)
     check_batch_requests(config.max_batch_requests, tokens)
     return config.max_batch_requests
 
 
 def for_throughput(config: EngineConfig) -> EngineConfig:
     """The config for offline use, where no user watches tokens arrive: steps on a GPU are larger and fewer."""
-    if config.max_batch_tokens is not None or torch_device(config).type != "cuda":
+    if config.max_batch_tokens is not None or not on_gpu(torch_device(config)):
         return config
     return replace(config, max_batch_tokens=2 * batch_tokens(config))

@@ -10,9 +10,10 @@ import torch
 from chairlift.attention.interface import AttentionLayer
 from chairlift.byte_sizes import format_bytes, parse_bytes
 from chairlift.errors import InvalidParameter
+from chairlift.kernels.gpu import on_gpu
 from chairlift.runner.device_memory import free_memory
 
-SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.9}
+SHARE_OF_FREE_MEMORY, SHARE_OF_GPU_MEMORY = 0.25, 0.9
 SHARE_OF_HOST_MEMORY = 0.25  # for the blocks of preempted requests
 SHORT_SEQUENCE = 64  # tokens, prompt and output: few requests have less
 
@@ -84,7 +85,7 @@ def plan_memory(
                 way_out = f"{format_bytes(weight_bytes)} of weights; lower it"
             raise InvalidParameter("kv_memory", f"{problem} {way_out}")
     else:
-        share = memory_share or SHARE_OF_FREE_MEMORY[device.type]
+        share = memory_share or (SHARE_OF_GPU_MEMORY if on_gpu(device) else SHARE_OF_FREE_MEMORY)
         beside = f" beside {format_bytes(step_bytes)} for the largest step" if step_bytes else ""
         budget, source = max(0, int(free * share)), f"{share:.0%} of free memory{beside}"
     num_blocks = budget // per_block

@@ -44,7 +44,7 @@ class RunnerFactory:
     attention: AttentionBackend
     config: EngineConfig
     max_model_len: int
-    structured: StructuredOutput
+    structured: StructuredOutput | None
     draft: LoadedProposer | None
 
     def build(self) -> BuiltRunner:

@@ -139,7 +139,8 @@ def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: 
 
 def _open(name: str, config: EngineConfig, *, progress: bool) -> tuple[Checkpoint, Tokenizer]:
     if config.load_format == "dummy":
-        return DummyCheckpoint(name, torch_device(config)), dummy_tokenizer()
+        dummy = DummyCheckpoint(name, torch_device(config))
+        return dummy, make_tokenizer(dummy) if dummy.has_tokenizer else dummy_tokenizer()
     checkpoint = open_checkpoint(resolve_model(name, progress=progress))
     return checkpoint, make_tokenizer(checkpoint)
 

@@ -10,6 +10,7 @@ from typing import Any
 from chairlift.core.sampling.pooling import PoolingKind
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint
+from chairlift.loading.config_checkpoint import ConfigCheckpoint
 from chairlift.loading.json_file import MAX_JSON_BYTES, read_json_object
 
 _KINDS = {
@@ -35,7 +36,7 @@ class EmbeddingConfig:
             raise UnsupportedModel(self.problem)
 
 
-def read_embedding_config(checkpoint: Checkpoint) -> EmbeddingConfig:
+def read_embedding_config(checkpoint: Checkpoint | ConfigCheckpoint) -> EmbeddingConfig:
     """Read the files of sentence-transformers or the metadata of a GGUF file, and `classifier_from_token`."""
     answers = _answers(checkpoint.config.get("classifier_from_token"))
     if checkpoint.format == "gguf":
@@ -77,7 +78,7 @@ def _answers(tokens: Any) -> tuple[str, str] | None:
     return tokens[0], tokens[1]
 
 
-def _gguf_kind(checkpoint: Checkpoint) -> PoolingKind:
+def _gguf_kind(checkpoint: Checkpoint | ConfigCheckpoint) -> PoolingKind:
     from chairlift.loading.gguf.checkpoint import GGUFCheckpoint
 
     assert isinstance(checkpoint, GGUFCheckpoint)

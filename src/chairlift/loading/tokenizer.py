@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from chairlift.errors import ChairliftError, CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint
+from chairlift.loading.config_checkpoint import ConfigCheckpoint
 from chairlift.loading.json_file import read_optional_json_object
 from chairlift.text.tokenizer import Tokenizer as ModelTokenizer
 
@@ -31,7 +32,7 @@ class TokenizerFiles:
     template_variables: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, pad_token, ...
 
 
-def make_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> ModelTokenizer:
+def make_tokenizer(checkpoint: Checkpoint | ConfigCheckpoint, chat_template: str | None = None) -> ModelTokenizer:
     """Build the tokenizer of a checkpoint, for text and chats; `chat_template` replaces the checkpoint's own."""
     files = load_tokenizer(checkpoint)
     return ModelTokenizer(
@@ -44,7 +45,7 @@ def make_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> 
     )
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles:
+def load_tokenizer(checkpoint: Checkpoint | ConfigCheckpoint) -> TokenizerFiles:
     if checkpoint.format == "gguf":
         from chairlift.loading.gguf.checkpoint import GGUFCheckpoint
         from chairlift.loading.gguf.tokenizer import gguf_tokenizer

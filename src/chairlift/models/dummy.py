@@ -11,34 +11,18 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.layers.parts import Targets
-from chairlift.loading.json_file import read_json_object
+from chairlift.loading.config_checkpoint import ConfigCheckpoint
 from chairlift.text.tokenizer import Tokenizer
 
 SPREAD = 0.02  # the usual standard deviation of fresh weights
 
 
-class DummyCheckpoint:
-    """A config.json without weights, given by its path or its folder."""
-
-    format = "dummy"
-    quantization: str | None = None
+class DummyCheckpoint(ConfigCheckpoint):
+    """Random weights for a config.json."""
 
     def __init__(self, path: str | Path, device: torch.device) -> None:
-        path = Path(path).expanduser()
-        file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():
-            raise ModelNotFound(f"{path}: there is no config.json, which is all that load_format='dummy' needs")
-        self.path = file.parent
-        self.config: dict[str, Any] = read_json_object(file)
-        if self.config.get("quantization_config"):
-            raise UnsupportedModel(
-                f"{file}: has a quantization_config, but random weights are not quantized; remove it and choose "
-                "the format with --quantization"
-            )
-        self.generation_config: dict[str, Any] = {}
-        self.num_bytes = 0
+        super().__init__(path)
         self._device = device
 
     def names(self) -> list[str]:
@@ -58,7 +42,7 @@ def dummy_tokenizer() -> Tokenizer:
 
 def dummy_tensors(config: Mapping[str, Any], device: torch.device, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     """A tensor for every weight of the decoder that `config` describes, made on `device` one by one."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
     for name, target in _targets(config):
         if len(target.shape) == 1:  # norms and biases
             yield name, torch.ones(target.shape, dtype=torch.bfloat16, device=device)

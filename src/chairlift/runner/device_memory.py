@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from chairlift.kernels.gpu import gpu_of
+
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -16,6 +18,9 @@ def free_memory(device: torch.device) -> int:
     """Bytes that could still be allocated on `device`, a container's limit included."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "meta":
+        gpu = gpu_of(device)
+        return 0 if gpu is None else gpu.memory
     left = _left_of_container_limit()
     return _available_to_machine() if left is None else min(_available_to_machine(), left)
 

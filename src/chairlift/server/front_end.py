@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from chairlift.loading.checkpoint import open_checkpoint
+from chairlift.loading.config_checkpoint import ConfigCheckpoint
 from chairlift.loading.embedding_config import read_embedding_config
 from chairlift.loading.resolve import resolve_model
 from chairlift.loading.tokenizer import make_tokenizer
@@ -50,7 +51,8 @@ def load_served_model(config: ServerConfig, chat_template: str | None = None) ->
     """Load what a front end needs of the model: the tokenizer."""
     # The model is downloaded here to show a progress bar.
     path = resolve_model(config.model, progress=not config.quiet)
-    checkpoint = open_checkpoint(path)
+    dummy = config.engine.get("load_format") == "dummy"
+    checkpoint = ConfigCheckpoint(path) if dummy else open_checkpoint(path)
     tokenizer = make_tokenizer(checkpoint, chat_template)
     return ServedModel.create(
         config.model_name,

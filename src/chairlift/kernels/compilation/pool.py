@@ -43,6 +43,7 @@ class KernelCompiler:
         self._pending: set[KernelSpec] = set()
         self._compiled: set[KernelSpec] = set()
         self._changed = threading.Condition()
+        self.problems: dict[KernelSpec, str] = {}  # of kernels that could not be compiled
         self.num_compiled = 0  # by its processes: those that were not in Triton's cache
 
     def request(self, specs: Iterable[KernelSpec]) -> None:
@@ -96,6 +97,7 @@ class KernelCompiler:
             spec = self._sent[int(number)]
             if said != "ok":
                 log.debug(f"{spec.name} could not be compiled beside the engine: {said}")
+                self.problems[spec] = said
             with self._changed:
                 self.num_compiled += said == "ok"
                 self._pending.discard(spec)

@@ -22,6 +22,7 @@ from chairlift.options.declaration import options_of
 
 START_SECONDS = 600
 STOP_SECONDS = 30
+READY_POLL_SECONDS = 0.02
 MODEL_NAME = "bench"
 
 
@@ -43,14 +44,20 @@ class LocalServer:
 
 
 @contextmanager
-def local_server(model: str, options: Mapping[str, Any], *, max_waiting: int) -> Iterator[LocalServer]:
-    """Start a server, wait until it is ready, and stop it at the end; `options` are fields of `EngineConfig`."""
+def local_server(
+    model: str, options: Mapping[str, Any], *, max_waiting: int, environment: Mapping[str, str] | None = None
+) -> Iterator[LocalServer]:
+    """Start a server, wait until it is ready, and stop it at the end; `options` are fields of `EngineConfig`.
+
+    `environment`: variables beside those of this process.
+    """
     port = _free_port()
     command = [sys.executable, "-m", "chairlift", "serve", model, "--served-model-name", MODEL_NAME, "--quiet"]
     command += ["--port", str(port), "--max-waiting", str(max_waiting), *engine_arguments(options)]
     with tempfile.TemporaryFile() as log:
-        environment = {name: value for name, value in os.environ.items() if name != "CHAIRLIFT_API_KEY"}
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        variables = {name: value for name, value in os.environ.items() if name != "CHAIRLIFT_API_KEY"}
+        variables |= environment or {}
+        process = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             server = LocalServer(process, port)
             _wait_until_ready(server, log)
@@ -102,7 +109,7 @@ def _wait_until_ready(server: LocalServer, log: IO[bytes]) -> None:
             raise EngineDead(f"the server did not start: {lines[-1] if lines else 'without any output'}")
         if time.monotonic() > end:
             raise EngineDead(f"the server was not ready after {START_SECONDS} s")
-        time.sleep(0.1)
+        time.sleep(READY_POLL_SECONDS)
 
 
 def _is_ready(port: int) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from chairlift.kernels.gpu import on_gpu
 from chairlift.runner.gpu.shapes import BatchShape
 from chairlift.runner.gpu.step import ComputedStep
 
@@ -27,7 +28,7 @@ _ADVICE = "others are slower to start; lower kv_memory or max_batch_tokens"
 
 
 def can_capture(device: torch.device) -> bool:
-    return device.type == "cuda"
+    return on_gpu(device)
 
 
 def has_room(device: torch.device, step_bytes: int, taken: int) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from chairlift.runner.gpu.graphs import Graphs, has_room
 from chairlift.runner.gpu.shapes import BatchShape, Shapes, fill_padding
 from chairlift.runner.gpu.step import ComputedStep
 from chairlift.runner.gpu.step_kernels import StepKernels
+
+if TYPE_CHECKING:
+    from chairlift.kernels.compilation.spec import KernelSpec
 
 
 class StepPreparation:
@@ -76,15 +80,19 @@ class StepPreparation:
         if self.graphs is not None:
             self.kernels.request(self.graphs.likely[:FIRST_SHAPES])
 
+    def all_kernels(self) -> list[KernelSpec]:
+        """Every kernel that steps may launch: generic ones, those of captured steps, and those beside long prompts."""
+        likely = self._shapes.likely()
+        shapes = [*likely, *self._beside_prompts(likely)]
+        generic = self.kernels.kernels_of(self._shapes.samples_of_all(), generic=True)
+        return [*dict.fromkeys([*generic, *self.kernels.kernels_of(shapes)])]
+
     def prepare_next(self) -> bool:
         """Find out the kernels of a likely step, for other processes to compile, or capture one whose kernels are
         compiled. False if there is nothing to do for now; without graphs nothing is ever prepared."""
         if self.graphs is None:
             return False
-        likely = [
-            *self.graphs.likely,
-            *self._beside_prompts([shape for shape in self.graphs.likely if not shape.tiles]),
-        ]
+        likely = [*self.graphs.likely, *self._beside_prompts(self.graphs.likely)]
         unknown = next((shape for shape in likely if not self.kernels.is_known(shape)), None)
         if unknown is not None:
             self.kernels.request([unknown])
@@ -100,8 +108,9 @@ class StepPreparation:
         for shape in shapes:
             self.graphs.capture(shape)
 
-    def _beside_prompts(self, decodes: Sequence[BatchShape]) -> list[BatchShape]:
-        return [*chain.from_iterable(map(self._shapes.beside_prompts, decodes))]
+    def _beside_prompts(self, shapes: Sequence[BatchShape]) -> list[BatchShape]:
+        decodes = [shape for shape in shapes if not shape.tiles]
+        return [*dict.fromkeys(chain.from_iterable(map(self._shapes.beside_prompts, decodes)))]
 
 
 FIRST_SHAPES = 8  # likely steps whose kernels are compiled from the start on, most likely first

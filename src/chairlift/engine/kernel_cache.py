@@ -1,0 +1,68 @@
+"""Compiles all GPU kernels of a model ahead of time, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from chairlift.attention.choose import choose_backend
+from chairlift.config import EngineConfig
+from chairlift.engine.runner_factory import RunnerFactory
+from chairlift.engine.startup import load_model
+from chairlift.errors import InvalidParameter
+from chairlift.kernels.gpu import described_gpu, known_gpu
+from chairlift.runner.gpu.runner import GPURunner
+from chairlift.speculation.control.option import proposer_factory
+
+if TYPE_CHECKING:
+    from chairlift.kernels.compilation.spec import KernelSpec
+
+
+def kernels_of_model(name: str, config: EngineConfig, gpu_name: str) -> list[KernelSpec]:
+    """The kernels that an engine with this model and config launches on a GPU, found by computing steps with tensors
+    that have no memory."""
+    if config.speculate not in (None, "ngram"):
+        raise InvalidParameter("speculate", "the kernels of draft networks are compiled at the start of an engine only")
+    gpu = known_gpu(gpu_name)
+    with described_gpu(gpu), torch.inference_mode():
+        config = replace(config, device="cuda")
+        loaded = load_model(name, config, progress=False)
+        model = loaded.model
+        max_model_len = config.max_model_len or model.max_len
+        draft = None
+        if config.speculate is not None:
+            draft = proposer_factory(config.speculate).load(model, loaded.tokenizer, max_model_len)
+        attention = choose_backend(
+            config.attention,
+            model.attention_layers,
+            model.device,
+            model.dtype,
+            invariant_for=max_model_len if config.batch_invariant else None,
+        )
+        runner = RunnerFactory(model, attention, config, max_model_len, None, draft).build().runner
+        if not isinstance(runner, GPURunner):
+            raise InvalidParameter("model", "has no kernels of ours: it runs on transformers' code")
+        return runner.preparation.all_kernels()
+
+
+def fill_kernel_cache(specs: Sequence[KernelSpec], advance: Callable[[int], None]) -> int:
+    """Compile these kernels into Triton's cache; return how many were missing.
+
+    `advance` is called with how many are done.
+    """
+    from chairlift.kernels.compilation.pool import KernelCompiler
+    from chairlift.kernels.compilation.stub import libcuda_stub
+
+    with libcuda_stub() as libraries:
+        compiler = KernelCompiler(libraries)
+        compiler.request(specs)
+        for done, spec in enumerate(specs, 1):
+            compiler.wait([spec])
+            advance(done)
+    for spec, problem in compiler.problems.items():
+        problem = f"{len(compiler.problems)} kernels cannot be compiled for it; {spec.name}: {problem}"
+        raise InvalidParameter("device", problem)
+    return compiler.num_compiled

@@ -1,0 +1,1 @@
+"""The first minute of a server whose kernels are not compiled yet."""

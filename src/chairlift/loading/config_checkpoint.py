@@ -1,0 +1,29 @@
+"""A config.json without weights, for which random ones are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from chairlift.errors import ModelNotFound
+from chairlift.loading.json_file import read_json_object
+
+
+class ConfigCheckpoint:
+    """A config.json, given by its path or its folder, where there may be a tokenizer as well."""
+
+    format = "dummy"
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path).expanduser()
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ModelNotFound(f"{path}: there is no config.json, which is all that load_format='dummy' needs")
+        self.path = file.parent
+        self.config: dict[str, Any] = read_json_object(file)
+        self.generation_config: dict[str, Any] = {}
+        self.num_bytes = 0
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.path / "tokenizer.json").exists()

@@ -1,0 +1,74 @@
+"""`chairlift compile`: all kernels of a model, found and compiled without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from chairlift.config import EngineConfig
+from chairlift.engine.kernel_cache import kernels_of_model
+from chairlift.errors import InvalidParameter
+from chairlift.kernels.gpu import META, described_gpu, known_gpu, on_gpu
+from tests.kernels.test_compilation import without_interpreter
+from tests.kernels.tiny_config import CONFIG
+
+PROGRAM = """
+import json, sys
+from chairlift.config import EngineConfig
+from chairlift.engine.kernel_cache import kernels_of_model
+options = {"load_format": "dummy", "max_batch_tokens": 512, "max_batch_requests": 8}
+for gpu, more in json.loads(sys.argv[2]):
+    specs = kernels_of_model(sys.argv[1], EngineConfig(**options | more), gpu)
+    print(json.dumps([json.loads(spec.text) for spec in specs]))
+"""
+
+
+def write_config(folder: Path) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    return file
+
+
+def test_the_kernels_of_a_model_depend_on_its_options_and_the_gpu(tmp_path: Path) -> None:
+    runs = [("h200", {}), ("l4", {}), ("h200", {"kv_dtype": "fp8"}), ("h200", {"batch_invariant": True})]
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    run = subprocess.run(
+        [sys.executable, str(file), str(write_config(tmp_path)), json.dumps(runs)],
+        env=without_interpreter(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    plain, small, narrow, invariant = map(json.loads, run.stdout.splitlines()[-len(runs) :])
+    names = {spec["name"] for spec in plain}
+    assert {"begin_step_kernel", "decode_kernel", "_prefill_kernel", "product_kernel", "_sample_kernel"} <= names
+    assert len({json.dumps(spec) for spec in plain}) == len(plain)
+    assert {spec["arch"] for spec in plain} == {90}
+    assert {spec["arch"] for spec in small} == {89}
+    assert True in {spec["options"]["launch_pdl"] for spec in plain}
+    assert {spec["options"]["launch_pdl"] for spec in small} == {False}
+    cached = [spec["signature"]["keys_ptr"] for spec in narrow if spec["name"] == "decode_kernel"]
+    assert set(cached) == {"*fp8e4nv"}
+    assert "_linear_kernel" in {spec["name"] for spec in invariant}
+
+
+def test_a_described_gpu_is_known_by_name_and_only_for_a_while() -> None:
+    with described_gpu(known_gpu("H200")):
+        assert on_gpu(META)
+    assert not on_gpu(META)
+    assert not on_gpu(torch.device("cpu"))
+    with pytest.raises(InvalidParameter, match="'h900' is not a GPU known by name; known are a100"):
+        known_gpu("h900")
+
+
+def test_draft_networks_are_refused(tmp_path: Path) -> None:
+    config = EngineConfig(load_format="dummy", speculate="layers:2")
+    with pytest.raises(InvalidParameter, match="draft networks are compiled at the start"):
+        kernels_of_model(str(write_config(tmp_path)), config, "h200")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from chairlift.errors import ModelNotFound
+from chairlift.errors import ModelNotFound, UnsupportedModel
 from chairlift.loading.json_file import read_json_object
 
 
@@ -13,6 +13,7 @@ class ConfigCheckpoint:
     """A config.json, given by its path or its folder, where there may be a tokenizer as well."""
 
     format = "dummy"
+    quantization: str | None = None
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path).expanduser()
@@ -21,6 +22,11 @@ class ConfigCheckpoint:
             raise ModelNotFound(f"{path}: there is no config.json, which is all that load_format='dummy' needs")
         self.path = file.parent
         self.config: dict[str, Any] = read_json_object(file)
+        if self.config.get("quantization_config"):
+            raise UnsupportedModel(
+                f"{file}: has a quantization_config, but random weights are not quantized; remove it and choose "
+                "the format with --quantization"
+            )
         self.generation_config: dict[str, Any] = {}
         self.num_bytes = 0
 

@@ -47,8 +47,10 @@ def bench_cold_start(
     model_argument: ModelArgument = None,
     streams: Annotated[Sequence[int], number_list("Requests in flight, each in a server of its own.")] = (1, 8, 32),
     seconds: Annotated[float, typer.Option(help="Seconds of load after /ready.")] = 60.0,
-    prompt_len: Annotated[str, typer.Option(help="Tokens per prompt: a number or a range.")] = "100-400",
-    output_len: Annotated[str, typer.Option(help="Tokens per answer: a number or a range.")] = "100",
+    prompt_len: Annotated[
+        str, typer.Option(help="Tokens per prompt: a number or a range such as 100:400.")
+    ] = "100:400",
+    output_len: Annotated[str, typer.Option(help="Tokens per answer: a number or a range such as 100:400.")] = "100",
     seed: Annotated[int, typer.Option(help="Seed of lengths and prompts.")] = 0,
 ) -> BenchResult:
     """The first minute of a server whose kernels are not compiled yet.

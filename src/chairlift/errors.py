@@ -7,13 +7,22 @@ class ChairliftError(Exception):
     """Base class of the exceptions that Chairlift raises on purpose."""
 
 
-class InvalidParameter(ChairliftError, ValueError):
-    """A value from the caller cannot be used; `parameter` is its name."""
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
-    def __init__(self, parameter: str, problem: str) -> None:
-        super().__init__(f"{parameter}: {problem}")
+
+class InvalidParameter(ChairliftError, ValueError):
+    """A value from the caller cannot be used; `parameter` is its name, empty for the whole input; `code` is the kind of
+    error in OpenAI's API."""
+
+    def __init__(self, parameter: str, problem: str, code: str = "invalid_value") -> None:
+        super().__init__(f"{parameter}: {problem}" if parameter else problem)
         self.parameter = parameter
         self.problem = problem
+        self.code = code
+
+    def renamed(self, parameter: str, problem: str | None = None) -> InvalidParameter:
+        """Return the same error with another name of the parameter."""
+        return InvalidParameter(parameter, self.problem if problem is None else problem, self.code)
 
 
 class ModelNotFound(ChairliftError):

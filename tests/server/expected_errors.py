@@ -18,14 +18,14 @@ def expect(
     response: httpx.Response,
     status: int,
     param: str | None,
-    type_: str = "invalid_request_error",
+    code: str | None,
 ) -> None:
     """Check for this error in OpenAI's format, from a server that stays healthy and holds no blocks."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["param"] == param, error
-    assert error["type"] == type_, error
+    assert (error["type"], error["code"]) == ("invalid_request_error", code), error
     assert response.headers["x-request-id"]
     for leak in ("Traceback", "site-packages", ".py", "Error("):
         assert leak not in error["message"]

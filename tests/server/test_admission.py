@@ -150,7 +150,7 @@ def test_large_bodies_are_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
     problems = [loads(answer.text)["error"] for answer in bad]
     assert problems[0] == loads(small[0].text)["error"]
-    assert [problem["code"] for problem in problems] == ["invalid_value", "invalid_json", "invalid_value"]
+    assert [problem["code"] for problem in problems] == ["invalid_type", "invalid_json", "invalid_type"]
     assert small[1].status_code == 200
 
 

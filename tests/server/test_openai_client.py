@@ -55,6 +55,20 @@ def test_streamed_chat_adds_up(server: RunningServer) -> None:
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_a_stream_starts_with_the_role_and_has_the_fingerprint(server: RunningServer) -> None:
+    client, body = server.client(), {"model": NAME, "max_tokens": 3, "n": 2, "messages": MESSAGES}
+    chunks = list(client.chat.completions.create(stream=True, **body))
+    for index in range(2):
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices[0].index == index]
+        assert (deltas[0].role, deltas[0].content) == ("assistant", "")
+        assert all(delta.role is None for delta in deltas[1:])
+    fingerprints = {chunk.system_fingerprint for chunk in chunks}
+    fingerprints.add(client.chat.completions.create(**body).system_fingerprint)
+    fingerprints.add(client.completions.create(model=NAME, prompt="hello", max_tokens=1).system_fingerprint)
+    assert len(fingerprints) == 1
+    assert str(fingerprints.pop()).startswith("fp_")
+
+
 def test_completions_of_several_prompts(server: RunningServer) -> None:
     client = server.client()
     prompts = ["a chairlift", "many sequences", "blocks"]

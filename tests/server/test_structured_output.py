@@ -164,59 +164,77 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"response_format": "json_object"}, "response_format"),
-    ({"response_format": {}}, "response_format"),
-    ({"response_format": {"type": "yaml"}}, "response_format"),
-    ({"response_format": {"type": "json_object", "more": 1}}, "response_format"),
-    ({"response_format": {"type": "json_schema"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format"),
-    (schema_format({"type": "object"}, name="not a name"), "response_format"),
-    (schema_format({"type": "object"}, strict="yes"), "response_format"),
-    (schema_format({"type": "objet"}), "response_format"),
-    (schema_format({"type": "object", "properties": {"a": 5}}), "response_format"),
-    (schema_format({"not": {}}), "response_format"),
-    (schema_format({"$ref": "#/$defs/missing"}), "response_format"),
-    (schema_format({"$ref": "https://example.com/x.json"}), "response_format"),
-    (schema_format({"type": "string", "pattern": "["}), "response_format"),
-    (schema_format({"type": "string", "description": "\ud800"}), "response_format"),
-    (schema_format(False), "response_format"),
-    (schema_format(deep(40)), "response_format"),
-    (schema_format(deep(400)), "response_format"),
-    (schema_format({"enum": ["x" * 200_000]}), "response_format"),
-    (schema_format({"type": "integer", "minimum": 5, "maximum": 4}), "response_format"),
-    ({"guided_json": "{"}, "guided_json"),
-    ({"guided_json": 5}, "guided_json"),
-    ({"guided_json": "5"}, "guided_json"),
-    ({"guided_regex": "("}, "guided_regex"),
-    ({"guided_regex": ""}, "guided_regex"),
-    ({"guided_regex": 5}, "guided_regex"),
-    ({"guided_regex": "(?=a)"}, "guided_regex"),
-    ({"guided_regex": "\ud800"}, "guided_regex"),
-    ({"guided_regex": "x" * 200_000}, "guided_regex"),
-    ({"guided_regex": SLOW}, "guided_regex"),
-    ({"guided_choice": []}, "guided_choice"),
-    ({"guided_choice": [""]}, "guided_choice"),
-    ({"guided_choice": "red"}, "guided_choice"),
-    ({"guided_choice": ["red", 5]}, "guided_choice"),
-    ({"guided_grammar": "start: missing"}, "guided_grammar"),
-    ({"guided_grammar": "no grammar"}, "guided_grammar"),
-    ({"guided_grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i}" for i in range(6000))}, "guided_grammar"),
-    ({"structured_outputs": {}}, "structured_outputs"),
-    ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-    ({"structured_outputs": {"regex": "["}}, "structured_outputs"),
-    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs"),
-    ({"structured_outputs": "json"}, "structured_outputs"),
-    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
-    ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
-    (schema_format({}) | {"guided_json": {}}, "guided_json"),
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": "json_object"}, "response_format", "invalid_type"),
+    ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid_value"),
+    ({"response_format": {"type": "json_object", "more": 1}}, "response_format.more", "unknown_parameter"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+        "missing_required_parameter",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "missing_required_parameter",
+    ),
+    (schema_format({"type": "object"}, name="not a name"), "response_format.json_schema.name", "invalid_value"),
+    (schema_format({"type": "object"}, strict="yes"), "response_format.json_schema.strict", "invalid_type"),
+    (schema_format({"type": "objet"}), "response_format.json_schema.schema", "invalid_value"),
+    (schema_format({"type": "object", "properties": {"a": 5}}), "response_format.json_schema.schema", "invalid_value"),
+    (schema_format({"not": {}}), "response_format.json_schema.schema", "invalid_value"),
+    (schema_format({"$ref": "#/$defs/missing"}), "response_format.json_schema.schema", "invalid_value"),
+    (schema_format({"$ref": "https://example.com/x.json"}), "response_format.json_schema.schema", "invalid_value"),
+    (schema_format({"type": "string", "pattern": "["}), "response_format.json_schema.schema", "invalid_value"),
+    (schema_format({"type": "string", "description": "\ud800"}), "response_format.json_schema.schema", "invalid_value"),
+    (schema_format(False), "response_format.json_schema.schema", "invalid_value"),
+    (schema_format(deep(40)), "response_format.json_schema.schema", "invalid_value"),
+    (schema_format(deep(400)), "response_format.json_schema.schema", "invalid_value"),
+    (schema_format({"enum": ["x" * 200_000]}), "response_format.json_schema.schema", "invalid_value"),
+    (
+        schema_format({"type": "integer", "minimum": 5, "maximum": 4}),
+        "response_format.json_schema.schema",
+        "invalid_value",
+    ),
+    ({"guided_json": "{"}, "guided_json", "invalid_value"),
+    ({"guided_json": 5}, "guided_json", "invalid_type"),
+    ({"guided_json": "5"}, "guided_json", "invalid_value"),
+    ({"guided_regex": "("}, "guided_regex", "invalid_value"),
+    ({"guided_regex": ""}, "guided_regex", "invalid_value"),
+    ({"guided_regex": 5}, "guided_regex", "invalid_type"),
+    ({"guided_regex": "(?=a)"}, "guided_regex", "invalid_value"),
+    ({"guided_regex": "\ud800"}, "guided_regex", "invalid_value"),
+    ({"guided_regex": "x" * 200_000}, "guided_regex", "invalid_value"),
+    ({"guided_regex": SLOW}, "guided_regex", "invalid_value"),
+    ({"guided_choice": []}, "guided_choice", "invalid_value"),
+    ({"guided_choice": [""]}, "guided_choice", "invalid_value"),
+    ({"guided_choice": "red"}, "guided_choice", "invalid_type"),
+    ({"guided_choice": ["red", 5]}, "guided_choice[1]", "invalid_type"),
+    ({"guided_grammar": "start: missing"}, "guided_grammar", "invalid_value"),
+    ({"guided_grammar": "no grammar"}, "guided_grammar", "invalid_value"),
+    (
+        {"guided_grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i}" for i in range(6000))},
+        "guided_grammar",
+        "invalid_value",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "invalid_value"),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", "unknown_parameter"),
+    ({"structured_outputs": "json"}, "structured_outputs", "invalid_type"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "invalid_value"),
+    ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "invalid_value"),
+    (schema_format({}) | {"guided_json": {}}, "guided_json", "invalid_value"),
 ]
 
 
-@pytest.mark.parametrize(("change", "param"), BAD, ids=lambda value: ascii(value)[:70])
-def test_invalid_structures_name_their_parameter(server: RunningServer, change: dict[str, Any], param: str) -> None:
+@pytest.mark.parametrize(("change", "param", "code"), BAD, ids=lambda value: ascii(value)[:70])
+def test_invalid_structures_name_their_parameter(
+    server: RunningServer, change: dict[str, Any], param: str, code: str
+) -> None:
     """Also for a stream: its status is sent only after the grammar has compiled."""
     for stream in (False, True):
         for path, prompt in ((CHAT, {"messages": MESSAGES}), (TEXT, {"prompt": "lift"}))[
@@ -225,7 +243,7 @@ def test_invalid_structures_name_their_parameter(server: RunningServer, change: 
             response = server.post(path, body(**prompt, **change, stream=stream))
             assert response.status_code == 400, response.text
             error = response.json()["error"]
-            assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+            assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code), error
             assert len(error["message"]) < 600
             for leak in ("Traceback", "site-packages", ".py", "Error(", "no_forcing", "x-guidance"):
                 assert leak not in error["message"] or leak in str(change)
@@ -259,7 +277,7 @@ def test_responses_uses_its_own_parameter_names(server: RunningServer) -> None:
     format_ = {"type": "json_schema", "name": "a", "schema": {"type": "objet"}}
     response = server.post("/v1/responses", {"model": NAME, "input": "lift", "text": {"format": format_}})
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "text.format"
+    assert response.json()["error"]["param"] == "text.format.schema"
 
 
 def test_a_client_that_disconnects_while_its_grammar_compiles(server: RunningServer) -> None:

@@ -75,10 +75,11 @@ def test_empty_content_is_null_and_missing_calls_are_absent() -> None:
 def test_a_stream_of_content_and_calls() -> None:
     chunks = streamed(make_builder(), updates(PIECES))
     deltas = [chunk["delta"] for chunk in chunks]
-    first, second = deltas[2]["tool_calls"][0].pop("id"), deltas[5]["tool_calls"][0].pop("id")
+    first, second = deltas[3]["tool_calls"][0].pop("id"), deltas[6]["tool_calls"][0].pop("id")
     assert first != second
     assert deltas == [
-        {"role": "assistant", "content": "Yes"},
+        {"role": "assistant", "content": ""},
+        {"content": "Yes"},
         {"content": "."},
         {"tool_calls": [{"index": 0, "type": "function", "function": {"name": "add", "arguments": ""}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
@@ -87,16 +88,16 @@ def test_a_stream_of_content_and_calls() -> None:
         {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]},
         {},
     ]
-    assert [chunk["finish_reason"] for chunk in chunks] == [None] * 7 + ["tool_calls"]
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * 8 + ["tool_calls"]
 
 
 def test_a_stream_that_begins_with_a_call() -> None:
     chunks = streamed(make_builder(), updates([TEXT[5:]]))
-    assert chunks[0]["delta"] == {"role": "assistant", "content": None} | chunks[0]["delta"]
-    assert chunks[0]["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": ""}
+    assert chunks[0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[1]["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": ""}
     # The role comes with the first token even if its text is held back.
     chunks = streamed(make_builder(), updates(list(TEXT[5:])))
-    assert chunks[0]["delta"] == {"role": "assistant", "content": None}
+    assert chunks[0]["delta"] == {"role": "assistant", "content": ""}
 
 
 def test_choices_are_parsed_separately() -> None:

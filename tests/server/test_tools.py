@@ -17,53 +17,57 @@ def function(**changes: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **changes}}
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"tools": 3}, "tools"),
-    ({"tools": [3]}, "tools"),
-    ({"tools": [{"type": "retrieval"}]}, "tools"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tools": [function(name="a b")]}, "tools"),
-    ({"tools": [function(name="x" * 65)]}, "tools"),
-    ({"tools": [function(name=None)]}, "tools"),
-    ({"tools": [function(description="\ud800")]}, "tools"),
-    ({"tools": [function(strict=1)]}, "tools"),
-    ({"tools": [function(colour=1)]}, "tools"),
-    ({"tools": [function(parameters={"type": "array"})]}, "tools"),
-    ({"tools": [function(parameters={"description": "x" * 70_000})]}, "tools"),
-    ({"tools": [CLOCK, CLOCK]}, "tools"),
-    ({"tools": [function(name=f"f{i}") for i in range(129)]}, "tools"),
-    ({"tools": [function(name=f"f{i}", description="x" * 10_000) for i in range(60)]}, "tools"),
-    ({"tools": [CLOCK], "tool_choice": "always"}, "tool_choice"),
-    ({"tools": [CLOCK], "tool_choice": {"type": "function"}}, "tool_choice"),
-    ({"tools": [CLOCK], "tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "tool_choice"),
-    ({"tools": [CLOCK], "tool_choice": NAMED}, "tool_choice"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": NAMED}, "tool_choice"),
-    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [CLOCK], "guided_regex": "a+"}, "guided_regex"),
-    ({"tools": [CLOCK], "structured_outputs": {"json": "{"}}, "structured_outputs"),
-    ({"tools": [CLOCK], "response_format": {"type": "poem"}}, "response_format"),
-    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
-    ({"tools": [CLOCK], "parallel_tool_calls": 1}, "parallel_tool_calls"),
-    ({"functions": [{"name": "f"}]}, "functions"),
-    ({"function_call": "auto"}, "function_call"),
-    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"tokenizer": 1}}, "tokenizer"),
-    ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function"),
-    ({"messages": [{"role": "tool", "tool_call_id": "x", "content": None}]}, "messages[0].content"),
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": 3}, "tools", "invalid_type"),
+    ({"tools": [3]}, "tools[0]", "invalid_type"),
+    ({"tools": [{"type": "retrieval"}]}, "tools", "invalid_value"),
+    ({"tools": [{"type": "function"}]}, "tools", "invalid_value"),
+    ({"tools": [function(name="a b")]}, "tools", "invalid_value"),
+    ({"tools": [function(name="x" * 65)]}, "tools", "invalid_value"),
+    ({"tools": [function(name=None)]}, "tools", "invalid_value"),
+    ({"tools": [function(description="\ud800")]}, "tools", "invalid_value"),
+    ({"tools": [function(strict=1)]}, "tools", "invalid_value"),
+    ({"tools": [function(colour=1)]}, "tools", "invalid_value"),
+    ({"tools": [function(parameters={"type": "array"})]}, "tools", "invalid_value"),
+    ({"tools": [function(parameters={"description": "x" * 70_000})]}, "tools", "invalid_value"),
+    ({"tools": [CLOCK, CLOCK]}, "tools", "invalid_value"),
+    ({"tools": [function(name=f"f{i}") for i in range(129)]}, "tools", "invalid_value"),
+    ({"tools": [function(name=f"f{i}", description="x" * 10_000) for i in range(60)]}, "tools", "invalid_value"),
+    ({"tools": [CLOCK], "tool_choice": "always"}, "tool_choice", "invalid_value"),
+    ({"tools": [CLOCK], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+    ({"tools": [CLOCK], "tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "tool_choice", "invalid_value"),
+    ({"tools": [CLOCK], "tool_choice": NAMED}, "tool_choice", "invalid_value"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tool_choice": NAMED}, "tool_choice", "invalid_value"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tools": [CLOCK], "guided_regex": "a+"}, "guided_regex", "invalid_value"),
+    ({"tools": [CLOCK], "structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid_value"),
+    ({"tools": [CLOCK], "response_format": {"type": "poem"}}, "response_format.type", "invalid_value"),
+    ({"parallel_tool_calls": True}, "parallel_tool_calls", "invalid_value"),
+    ({"tools": [CLOCK], "parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type"),
+    ({"functions": [{"name": "f"}]}, "functions", "invalid_value"),
+    ({"function_call": "auto"}, "function_call", "invalid_value"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "invalid_value"),
+    ({"chat_template_kwargs": {"tokenizer": 1}}, "tokenizer", "invalid_value"),
+    ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls", "invalid_value"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+        "messages[0].tool_calls[0].function",
+        "invalid_value",
+    ),
+    ({"messages": [{"role": "tool", "tool_call_id": "x", "content": None}]}, "messages[0].content", "invalid_value"),
 ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("change", "param"), BAD, ids=lambda value: ascii(value)[:60])
+@pytest.mark.parametrize(("change", "param", "code"), BAD, ids=lambda value: ascii(value)[:60])
 def test_invalid_tools_are_refused(
-    tool_server: RunningServer, change: dict[str, Any], param: str, stream: bool
+    tool_server: RunningServer, change: dict[str, Any], param: str, code: str, stream: bool
 ) -> None:
     response = tool_server.post(CHAT, {"model": NAME, "messages": MESSAGES, "stream": stream, **change})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
     assert "Traceback" not in error["message"]
 
 

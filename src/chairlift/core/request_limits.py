@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chairlift.errors import InvalidParameter
+from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,4 +19,15 @@ class RequestLimits:
         if num_tokens >= self.max_model_len + prompt_only:
             most = "fit" if prompt_only else "leave room for an answer"
             problem = f"has {num_tokens} tokens, but at most {self.max_model_len - 1 + prompt_only} {most}"
-            raise InvalidParameter(parameter, f"{problem} (max_model_len is {self.max_model_len})")
+            raise self._exceeded(parameter, problem)
+
+    def check_total_length(self, num_prompt: int, max_tokens: int, parameter: str = "max_tokens") -> None:
+        """Raise if a prompt and `max_tokens` of output exceed the context."""
+        if num_prompt + max_tokens > self.max_model_len:
+            problem = f"{max_tokens} is too large for a prompt of {num_prompt} tokens"
+            raise self._exceeded(parameter, f"{problem}; lower it, or leave it out to use what is left")
+
+    def _exceeded(self, parameter: str, problem: str) -> InvalidParameter:
+        # Clients look for this phrase of OpenAI's in the message.
+        context = f"this model's maximum context length is {self.max_model_len} tokens"
+        return InvalidParameter(parameter, f"{problem} ({context})", CONTEXT_LENGTH_EXCEEDED)

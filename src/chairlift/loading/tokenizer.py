@@ -15,6 +15,7 @@ from chairlift.errors import ChairliftError, CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.checkpoint import Checkpoint
 from chairlift.loading.config_checkpoint import ConfigCheckpoint
 from chairlift.loading.json_file import read_optional_json_object
+from chairlift.text.backend_failures import is_failure
 from chairlift.text.tokenizer import Tokenizer as ModelTokenizer
 
 MAX_TOKENIZER_BYTES = 1 << 28  # the largest known have about 35 MB
@@ -151,6 +152,6 @@ def refuse_damage(file: Path) -> Iterator[None]:
     except ChairliftError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_failure(error):
             raise
         raise CorruptCheckpoint(f"{file}: no tokenizer can be made of it ({error}): fetch it again") from error

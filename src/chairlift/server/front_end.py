@@ -61,6 +61,7 @@ def load_served_model(config: ServerConfig, chat_template: str | None = None) ->
         config.served_names[1:],
         reasoning_parser=config.engine.get("reasoning_parser"),
         embedding=read_embedding_config(checkpoint),
+        engine=config.engine,
     )
 
 

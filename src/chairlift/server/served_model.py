@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import chairlift
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.loading.embedding_config import EmbeddingConfig
 from chairlift.server.http.errors import APIError
@@ -21,6 +24,7 @@ class ServedModel:
     names: tuple[str, ...]  # responses have the first one
     tokenizer: Tokenizer
     tool_format: ToolFormat
+    fingerprint: str  # changes with whatever may change the output of a seeded request
     reasoning_format: ReasoningFormat | None = None
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -35,12 +39,19 @@ class ServedModel:
         *,
         reasoning_parser: str | None = None,
         embedding: EmbeddingConfig | None = None,
+        engine: Mapping[str, Any] | None = None,
     ) -> ServedModel:
-        """Formats that are not given are detected from the chat template."""
+        """Formats that are not given are detected from the chat template. `engine` are the engine's options."""
         template = tokenizer.chat_template or ""
-        reasoning = choose_reasoning(template, reasoning_parser)
         tools = choose_format(template, tool_format)
-        return cls((name, *aliases), tokenizer, tools, reasoning, embedding or EmbeddingConfig())
+        return cls(
+            (name, *aliases),
+            tokenizer,
+            tools,
+            _fingerprint(name, template, engine or {}),
+            choose_reasoning(template, reasoning_parser),
+            embedding or EmbeddingConfig(),
+        )
 
     @property
     def name(self) -> str:
@@ -52,6 +63,11 @@ class ServedModel:
             known = ", ".join(map(repr, self.names))
             problem = f"the model {name[:200]!r} does not exist; this server has {known}"
             raise APIError(404, problem, param="model", code="model_not_found")
+
+
+def _fingerprint(name: str, template: str, engine: Mapping[str, Any]) -> str:
+    backend = repr((chairlift.__version__, name, template, sorted(engine.items())))
+    return "fp_" + hashlib.sha256(backend.encode("utf-8", "replace")).hexdigest()[:12]
 
 
 def read_chat_template(file: Path | None) -> str | None:

@@ -39,7 +39,11 @@ class ChatTemplate:
         environment = _Environment()
         try:
             self._template = environment.from_string(source)
-            self.reads = frozenset(find_undeclared_variables(environment.parse(source)))
+            parsed = environment.parse(source)
+            self.reads = frozenset(find_undeclared_variables(parsed))
+            self.strings = frozenset(
+                node.value for node in parsed.find_all(jinja2.nodes.Const) if isinstance(node.value, str)
+            )
         except (jinja2.TemplateError, RecursionError) as error:
             raise UnsupportedModel(f"the model's chat template cannot be compiled: {error}") from error
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer as Backend
 
+from chairlift.text.backend_failures import backend_failures
+
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _MAX_PENDING = 16  # maximum number of tokens held back until a character is complete
@@ -168,7 +170,8 @@ class WindowDetokenizer:
         return self._decode(self._before + self._pending)[len(self._decode(self._before)) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=False)
+        with backend_failures():
+            return self._backend.decode(ids, skip_special_tokens=False)
 
 
 def decoding_rules(backend: Backend) -> DecodingRules | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from chairlift.errors import InvalidParameter
 
 MAX_DEPTH = 32
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_VALUES = 100_000  # per message or template variable
 
 
@@ -17,6 +18,18 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     if not _is_list(messages) or not messages:
         raise InvalidParameter("messages", "must be a non-empty list of messages")
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def known_roles(messages: Sequence[Mapping[str, Any]], named: Collection[str]) -> Sequence[Mapping[str, Any]]:
+    """Refuse roles that are neither OpenAI's nor `named` in the chat template. The role `developer` becomes `system`
+    unless the template has it."""
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if isinstance(role, str) and role not in ROLES and role not in named:
+            raise InvalidParameter(f"messages[{i}].role", f"must be one of {', '.join(ROLES)}, got {role[:40]!r}")
+    if "developer" in named:
+        return messages
+    return [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
 
 
 def _message(name: str, message: Any) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from chairlift.errors import InvalidParameter, UnsupportedModel
+from chairlift.errors import CONTEXT_LENGTH_EXCEEDED, InvalidParameter
+from chairlift.text.backend_failures import backend_failures
 from chairlift.text.chat_template import ChatTemplate
 from chairlift.text.detokenizer import (
     IncrementalDetokenizer,
@@ -64,7 +65,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         # A batch of one, because only batch calls release the GIL.
-        return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+        with backend_failures():
+            return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, which may be half a character; empty for an unknown id."""
@@ -108,6 +110,11 @@ class Tokenizer:
     def added_token_id(self, token: str) -> int | None:
         """Return the id of an added token, special or not; None for other tokens."""
         return self._added_ids.get(token)
+
+    @property
+    def template_strings(self) -> frozenset[str]:
+        """The strings in the source of the chat template, such as the roles that it knows."""
+        return frozenset() if self._template is None else self._template.strings
 
     @property
     def template_shows_tools(self) -> bool:
@@ -169,8 +176,8 @@ class Tokenizer:
             # Truncating a text changes only the tokens at the cut, so twice the limit is conclusive.
             too_long = len(_encoded(self._backend, [text[: _PROBE * max_tokens]], False, parameter)[0]) > 2 * max_tokens
         if too_long:
-            problem = f"has {len(text)} characters, far more than fit into {max_tokens} tokens"
-            raise InvalidParameter(parameter, problem)
+            problem = f"has {len(text)} characters, far more than fit into this model's maximum context length"
+            raise InvalidParameter(parameter, f"{problem} of {max_tokens} tokens", CONTEXT_LENGTH_EXCEEDED)
 
     @cached_property
     def _added_ids(self) -> dict[str, int]:
@@ -218,10 +225,9 @@ def _encoded(
 ) -> list[list[int]]:
     if not all(isinstance(text, str) for text in texts):
         raise InvalidParameter(parameter, "must be a string of valid Unicode")
-    try:
-        # The fast variant omits offsets, which are not needed, and only a batch releases the GIL.
-        return [one.ids for one in backend.encode_batch_fast([*texts], add_special_tokens=add_special_tokens)]
-    except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
-        raise InvalidParameter(parameter, "must be a string of valid Unicode") from error
-    except Exception as error:  # the library raises a plain Exception, for example without an unknown token
-        raise UnsupportedModel(f"the model's tokenizer failed on this text: {error}") from error
+    with backend_failures():
+        try:
+            # The fast variant omits offsets, which are not needed, and only a batch releases the GIL.
+            return [one.ids for one in backend.encode_batch_fast([*texts], add_special_tokens=add_special_tokens)]
+        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
+            raise InvalidParameter(parameter, "must be a string of valid Unicode") from error

@@ -79,9 +79,7 @@ class SamplingParams:
     top_k: int = declared(0, integer(0), Stage.FILTER, on_device=True)
     top_p: float = declared(1.0, number(0.0, 1.0, low_open=True), Stage.FILTER, on_device=True)
     min_p: float = declared(0.0, number(0.0, 1.0), Stage.FILTER, on_device=True)
-    repetition_penalty: float = declared(
-        1.0, number(0.0, 100.0, low_open=True), Stage.LOGITS, implementation="penalties"
-    )
+    repetition_penalty: float = declared(1.0, number(0.01, 100.0), Stage.LOGITS, implementation="penalties")
     presence_penalty: float = declared(0.0, number(-2.0, 2.0), Stage.LOGITS, implementation="penalties")
     frequency_penalty: float = declared(0.0, number(-2.0, 2.0), Stage.LOGITS, implementation="penalties")
     logit_bias: Mapping[int, float] | None = declared(None, optional(token_biases(-100.0, 100.0)), Stage.LOGITS)

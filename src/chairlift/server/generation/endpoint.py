@@ -56,9 +56,11 @@ class GenerationRequest(ABC):
     num_prompts: int = 1
     at_once: int | None = None  # prompts submitted at the same time; the others follow when these are done
 
-    def __init__(self, body: EngineBody, params: SamplingParams) -> None:
+    def __init__(self, body: EngineBody, params: SamplingParams, max_tokens: int | None = None) -> None:
+        """`max_tokens` is the number that the client gave."""
         self.body = body
         self.params = params
+        self.max_tokens = max_tokens
 
     @abstractmethod
     def tokenize(self, max_tokens: int) -> TokenizedPrompts:

@@ -97,11 +97,10 @@ class GenerationHandler:
                 work = self._tokenizer_pool.run(len(await http.body()), tokenize)
                 tokenized = await unless_disconnected(http, work)
             # The engine checks this too, but here a prompt that is too long does not reach its loop.
-            loaded.limits.check_prompt_length(
-                max(map(len, tokenized.prompts)),
-                request.prompt_parameter,
-                prompt_only=tokenized.params.max_tokens == 0,
-            )
+            longest, prompt_only = max(map(len, tokenized.prompts)), tokenized.params.max_tokens == 0
+            loaded.limits.check_prompt_length(longest, request.prompt_parameter, prompt_only=prompt_only)
+            if request.max_tokens is not None:
+                loaded.limits.check_total_length(longest, request.max_tokens)
 
             if http.state.allowance is not None:
                 await http.state.allowance.charge(_most_tokens(tokenized))

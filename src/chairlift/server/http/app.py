@@ -19,18 +19,21 @@ from chairlift.errors import ChairliftError
 from chairlift.server.access.keys import KeyTable
 from chairlift.server.dashboard.routes import add_dashboard_routes
 from chairlift.server.http.access_log import AccessLog
-from chairlift.server.http.bodies import invalid_value, threaded_body_route
+from chairlift.server.http.bodies import threaded_body_route
 from chairlift.server.http.errors import APIError, as_api_error
 from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.http.routes import add_generation_routes, add_status_routes, add_tokenizer_routes
+from chairlift.server.openai.strict import invalid_field
 from chairlift.server.service import Service
 
 _RATE_LIMIT_HEADERS = [
     f"x-ratelimit-{figure}-{kind}" for figure in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
 ]
 EXPOSED_HEADERS = ["x-request-id", "retry-after", *_RATE_LIMIT_HEADERS]  # that scripts of other origins may read
+# Codes of the errors that the web framework raises: a body nested too deeply, a path or method without a route.
+_FRAMEWORK_CODES = {400: "invalid_json", 404: "unknown_url", 405: "method_not_allowed"}
 
 
 def make_app(
@@ -96,7 +99,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if isinstance(error, APIError):
             return error.response()
-        return APIError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
+        code = _FRAMEWORK_CODES.get(error.status_code)
+        return APIError(error.status_code, str(error.detail), code=code, headers=dict(error.headers or {})).response()
 
     async def validation_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -104,10 +108,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         if http.method == "POST" and media_type != "application/json":  # FastAPI parses no other bodies
             problem = "send the body as JSON, with the header 'Content-Type: application/json'"
             return APIError(415, problem, code="unsupported_media_type").response()
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
+        errors = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # without "body"
+        if errors[0]["type"] == "json_invalid":
             return APIError(400, "the body is not valid JSON", code="invalid_json").response()
-        return invalid_value(first).response()
+        return as_api_error(invalid_field(errors, error.body)).response()
 
     app.add_exception_handler(ChairliftError, chairlift_error)
     app.add_exception_handler(HTTPException, http_error)

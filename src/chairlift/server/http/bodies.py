@@ -22,7 +22,8 @@ from starlette.responses import Response
 
 from chairlift.server.generation.admission import Admission
 from chairlift.server.http.disconnect import unless_disconnected
-from chairlift.server.http.errors import APIError
+from chairlift.server.http.errors import as_api_error
+from chairlift.server.openai.strict import invalid_field
 from chairlift.server.openai.types import EngineBody
 
 LARGE_BODY = 20_000  # bytes
@@ -84,13 +85,4 @@ def _parse(body_type: type[BaseModel], body: bytes) -> BaseModel:
     try:
         return body_type.model_validate(data, from_attributes=True)
     except ValidationError as error:
-        raise invalid_value(error.errors(include_url=False)[0]) from None
-
-
-def invalid_value(first: Any) -> APIError:
-    """Return the first of pydantic's errors with the name of the parameter."""
-    location = [str(part) for part in first["loc"] if part != "body"]
-    # Further parts of the location are internal: alternatives of a union.
-    param = location[0] if location else None
-    problem = "unknown parameter" if first["type"] == "extra_forbidden" else str(first["msg"])
-    return APIError(400, f"{param or 'body'}: {problem}", param=param, code="invalid_value")
+        raise as_api_error(invalid_field(error.errors(include_url=False), data)) from None

@@ -39,7 +39,7 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, InvalidParameter):
-        return APIError(400, str(error), param=error.parameter, code="invalid_value")
+        return APIError(400, str(error), param=error.parameter or None, code=error.code)
     if isinstance(error, UnsupportedModel):
         return APIError(400, "the model's chat template or tokenizer cannot take this input", code="invalid_value")
     if isinstance(error, TemporaryFailure):

@@ -30,6 +30,7 @@ from chairlift.server.responses.endpoint import ResponsesGeneration
 from chairlift.server.responses.types import ResponsesRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.server.service import Service
+from chairlift.text.messages import known_roles
 from chairlift.text.tools.tool_use import ToolUse
 
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
@@ -115,7 +116,8 @@ def _tokenize(body: TokenizeRequest, model: ServedModel) -> list[int]:
     if body.add_special_tokens is not None:
         raise InvalidParameter("add_special_tokens", "only goes with prompt: a chat template writes its own")
     tools = ToolUse.of(model.tool_format, body.tools, None, None)
-    return tools.encode(model.tokenizer, body.messages or [], reasoning=model.reasoning_format)
+    messages = known_roles(body.messages or [], model.tokenizer.template_strings)
+    return tools.encode(model.tokenizer, messages, reasoning=model.reasoning_format)
 
 
 def _detokenize(body: DetokenizeRequest, model: ServedModel) -> str:

@@ -14,6 +14,7 @@ from chairlift.server.openai.response_builder import ChatChoiceFormat, Completio
 from chairlift.server.openai.types import ChatRequest
 from chairlift.server.served_model import ServedModel
 from chairlift.text.assistant_parts import AssistantParser
+from chairlift.text.messages import known_roles
 from chairlift.text.reasoning.reasoning_use import ReasoningUse, effort_variables
 from chairlift.text.tools.tool_use import ToolUse
 
@@ -25,7 +26,7 @@ class ChatGeneration(GenerationRequest):
     prompt_parameter = "messages"
 
     def __init__(self, body: ChatRequest, model: ServedModel) -> None:
-        super().__init__(body, body.params())
+        super().__init__(body, body.params(), body.given_max_tokens)
         self._body = body
         self._model = model
         self.reasoning = ReasoningUse(None, model.tokenizer)  # replaced once the prompt is known
@@ -49,7 +50,7 @@ class ChatGeneration(GenerationRequest):
         effort = effort_variables(self._body.reasoning_effort, model.reasoning_format, model.tokenizer)
         prompt = tools.encode(
             model.tokenizer,
-            messages,
+            known_roles(messages, model.tokenizer.template_strings),
             reasoning=model.reasoning_format,
             max_tokens=max_tokens,
             **effort | options,

@@ -65,20 +65,14 @@ class ParsedChoiceFormat(ChatChoiceFormat):
         if any(isinstance(part, CallBegun) for part in parts):
             self._called.add(choice.index)
         deltas = [_delta(part) for part in parts]
-        if not choice.started:
-            deltas = [{"role": "assistant", "content": None, **(deltas[0] if deltas else {})}, *deltas[1:]]
         if update.finish_reason is not None or (self.with_logprobs and update.logprobs and not deltas):
             deltas.append({})
-        chunks = [self._chunk(choice, delta) for delta in deltas]
+        chunks = [self.delta(choice, delta) for delta in deltas]
         if chunks:
             chunks[0]["logprobs"] = self.logprobs(update.logprobs, tokenizer)
             chunks[-1]["finish_reason"] = self._tools.finish_reason(update.finish_reason, choice.index in self._called)
             chunks[-1]["stop_reason"] = update.stop_reason
-        return chunks
-
-    @staticmethod
-    def _chunk(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
+        return [*self.first_deltas(choice), *chunks]
 
 
 def join_parts(parts: list[AssistantPart]) -> tuple[str, list[dict[str, Any]]]:

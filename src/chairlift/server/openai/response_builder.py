@@ -79,18 +79,20 @@ class ChatChoiceFormat:
         }
 
     def deltas(self, choice: Choice, update: Update, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-        delta: dict[str, Any] = {} if choice.started else {"role": "assistant"}
-        if update.text or not choice.started:
-            delta["content"] = update.text
-        return [
-            {
-                "index": choice.index,
-                "delta": delta,
-                "logprobs": self.logprobs(update.logprobs, tokenizer),
-                "finish_reason": update.finish_reason,
-                "stop_reason": update.stop_reason,
-            }
-        ]
+        delta = self.delta(choice, {"content": update.text} if update.text else {}) | {
+            "logprobs": self.logprobs(update.logprobs, tokenizer),
+            "finish_reason": update.finish_reason,
+            "stop_reason": update.stop_reason,
+        }
+        return [*self.first_deltas(choice), delta]
+
+    def first_deltas(self, choice: Choice) -> list[dict[str, Any]]:
+        """Return the chunk that starts a choice: the role with empty content, as clients expect."""
+        return [] if choice.started else [self.delta(choice, {"role": "assistant", "content": ""})]
+
+    @staticmethod
+    def delta(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
     def add_prompt_logprobs(self, body: dict[str, Any], prompts: list[Any]) -> None:
         body["prompt_logprobs"] = prompts[0]
@@ -174,7 +176,12 @@ class CompletionResponseBuilder:
         self._tokenizer = model.tokenizer
         self._include_usage = body.include_usage
         self._continuous_usage = body.continuous_usage
-        self._head = {"id": response_id, "created": int(time.time()), "model": model.name}
+        self._head = {
+            "id": response_id,
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": model.fingerprint,
+        }
 
     def add(self, update: Update) -> None:
         self._choices[update.request_id].add(update)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
+from chairlift.errors import InvalidParameter
+
 MAX_PARAMETERS = 256
+MAX_PATH = 300  # characters of a field's path in an error
+
+# OpenAI's codes by pydantic's kinds of errors.
+_CODES = {
+    "missing": "missing_required_parameter",
+    "union_tag_not_found": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+}
 
 
 def max_entries(limit: int) -> BeforeValidator:
@@ -19,6 +30,44 @@ def _check_count(data: Any, limit: int, what: str) -> Any:
     if isinstance(data, dict) and len(data) > limit:
         raise ValueError(f"has {len(data)} {what}; the limit is {limit}")
     return data
+
+
+def invalid_field(errors: Sequence[Mapping[str, Any]], data: Any) -> InvalidParameter:
+    """Convert pydantic's errors about the first invalid field of `data`. The name is the path of the field, such as
+    `stop[2]` or `response_format.json_schema.name`; an error of the whole body has no name."""
+    error = _best_match([one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]], data)
+    kind, steps = error["type"], list(_steps_in_data(error["loc"], data))
+    if kind == "missing" and error["loc"]:  # otherwise the whole body is missing
+        steps.append(error["loc"][-1])
+    elif kind in ("union_tag_invalid", "union_tag_not_found"):
+        steps.append(error["ctx"]["discriminator"].strip("'"))
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    problem = "unknown parameter" if kind == "extra_forbidden" else str(error["msg"])
+    return InvalidParameter(path[1:][:MAX_PATH], problem, _code(kind))
+
+
+def _best_match(errors: Sequence[Mapping[str, Any]], data: Any) -> Mapping[str, Any]:
+    """Choose the error of the alternative that the value resembles most: of the right type, or wrong deep inside."""
+
+    def resemblance(error: Mapping[str, Any]) -> tuple[bool, int]:
+        return _code(error["type"]) != "invalid_type", len(list(_steps_in_data(error["loc"], data)))
+
+    return max(errors, key=resemblance)
+
+
+def _steps_in_data(location: Sequence[int | str], data: Any) -> Iterator[int | str]:
+    """Follow a location, leaving out the steps that name alternatives of a union."""
+    for step in location:
+        is_index = isinstance(step, int) and isinstance(data, list) and step < len(data)
+        if is_index or (isinstance(data, dict) and step in data):
+            data = data[step]
+            yield step
+
+
+def _code(kind: str) -> str:
+    if kind.endswith(("_type", "_parsing")):
+        return "invalid_type"
+    return _CODES.get(kind, "invalid_value")
 
 
 class StrictModel(BaseModel):

@@ -42,7 +42,7 @@ class JSONSchemaFormat(StrictModel):
     json_schema: JSONSchema
 
     def structure(self) -> Structure | None:
-        return Structure.json(self.json_schema.schema_, "response_format")
+        return Structure.json(self.json_schema.schema_, "response_format.json_schema.schema")
 
 
 ResponseFormat = Annotated[TextFormat | JSONObjectFormat | JSONSchemaFormat, Field(discriminator="type")]
@@ -60,11 +60,11 @@ class StructuredOutputs(StrictModel):
     def structure(self) -> Structure:
         name = "structured_outputs"
         found = [
-            *as_structure(Structure.json, self.json_, name),
-            *as_structure(Structure.regex, self.regex, name),
-            *as_structure(Structure.choice, self.choice, name),
-            *as_structure(Structure.grammar, self.grammar, name),
-            *([Structure.json_object(name)] if self.json_object else []),
+            *as_structure(Structure.json, self.json_, f"{name}.json"),
+            *as_structure(Structure.regex, self.regex, f"{name}.regex"),
+            *as_structure(Structure.choice, self.choice, f"{name}.choice"),
+            *as_structure(Structure.grammar, self.grammar, f"{name}.grammar"),
+            *([Structure.json_object(f"{name}.json_object")] if self.json_object else []),
         ]
         if len(found) != 1:
             raise InvalidParameter(name, "give exactly one of json, regex, choice, grammar and json_object")

@@ -223,6 +223,10 @@ class ChatRequest(CompletionBody):
     functions: Any = None
     function_call: Any = None
 
+    @property
+    def given_max_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
     def params(self) -> SamplingParams:
         self.check_stream_options()
         for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
@@ -232,8 +236,8 @@ class ChatRequest(CompletionBody):
             raise InvalidParameter("max_tokens", "was given together with max_completion_tokens; give one")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameter("top_logprobs", "needs logprobs: true")
+        limit = self.given_max_tokens
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        limit = getattr(self, name)
         check_max_tokens(name, limit, about_prompt=self.prompt_logprobs is not None)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(max_tokens=limit, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)

@@ -34,7 +34,7 @@ class ResponsesGeneration(GenerationRequest):
             self._chat = ChatGeneration(body.as_chat(), model)
         except InvalidParameter as error:
             raise self.rename_error(error) from None
-        super().__init__(body, self._chat.params)
+        super().__init__(body, self._chat.params, body.max_output_tokens)
         self._body = body
         self._model = model
 
@@ -44,7 +44,7 @@ class ResponsesGeneration(GenerationRequest):
         try:
             return self._chat.tokenize_messages(messages.messages, max_tokens)
         except InvalidParameter as error:
-            raise InvalidParameter(messages.location(error.parameter), error.problem) from None
+            raise error.renamed(messages.location(error.parameter)) from None
 
     def response_builder(self, response_id: str, completion_ids: list[str], usage: Usage) -> ResponseBuilder:
         assert len(completion_ids) == 1  # this endpoint has no `n`
@@ -52,7 +52,7 @@ class ResponsesGeneration(GenerationRequest):
 
     def rename_error(self, error: InvalidParameter) -> InvalidParameter:
         problem = error.problem.replace("].function", "]")  # tools are flat in this endpoint
-        return InvalidParameter(_renamed(error.parameter), problem)
+        return error.renamed(_renamed(error.parameter), problem)
 
 
 def _renamed(parameter: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import StrictModel
+from chairlift.server.openai.strict import StrictModel, invalid_field
 
 _REFUSED_PARTS = {
     "input_image": "this server reads text only",
@@ -178,7 +178,5 @@ def _parse(model: type[Model], location: str, given: dict[str, Any]) -> Model:
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
-        problem = "unknown parameter" if first["type"] == "extra_forbidden" else str(first["msg"])
-        raise InvalidParameter(location + where, problem) from error
+        field = invalid_field(error.errors(include_url=False), given)
+        raise field.renamed(f"{location}.{field.parameter}" if field.parameter else location) from error

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.openai.strict import StrictModel, max_entries
+from chairlift.server.openai.strict import StrictModel, invalid_field, max_entries
 from chairlift.server.openai.types import MAX_MESSAGES, ChatRequest, Effort, GenerationBody, Tools
 
 MAX_METADATA = 16
@@ -94,24 +94,24 @@ class ResponsesRequest(GenerationBody):
     def as_chat(self) -> ChatRequest:
         """Return the equivalent chat completion request. Messages are added after admission."""
         shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
+        given = dict(
+            **shared,
+            **self._extra_args,
+            messages=_PLACEHOLDER_MESSAGES,
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.with_logprobs or None,
+            top_logprobs=self.top_logprobs,
+            chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            response_format=_response_format(self.text_format),
+            tools=[_chat_tool(i, tool) for i, tool in enumerate(self.tools or [])] or None,
+            tool_choice=_chat_tool_choice(self.tool_choice, bool(self.tools)),
+            parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
+        )
         try:
-            return ChatRequest(
-                **shared,
-                **self._extra_args,
-                messages=_PLACEHOLDER_MESSAGES,
-                max_completion_tokens=self.max_output_tokens,
-                logprobs=self.with_logprobs or None,
-                top_logprobs=self.top_logprobs,
-                chat_template_kwargs=self.chat_template_kwargs,
-                reasoning_effort=self.reasoning.effort if self.reasoning else None,
-                response_format=_response_format(self.text_format),
-                tools=[_chat_tool(i, tool) for i, tool in enumerate(self.tools or [])] or None,
-                tool_choice=_chat_tool_choice(self.tool_choice, bool(self.tools)),
-                parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
-            )
+            return ChatRequest(**given)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise InvalidParameter(str(first["loc"][0]), str(first["msg"])) from error
+            raise invalid_field(error.errors(include_url=False), given) from error
 
 
 def _response_format(given: dict[str, Any]) -> Any:

@@ -84,7 +84,7 @@ class ToolUse:
         tokenizer = reasoning.tokenizer
         if self.forced:
             # A response_format applies to content, of which there is none; other structures apply to the whole output.
-            if requested is not None and requested.parameter not in ("response_format", "text.format"):
+            if requested is not None and not requested.parameter.startswith("response_format"):
                 raise InvalidParameter(requested.parameter, "does not go with a tool_choice that forces a call")
             return Structure.grammar(self._calls(tokenizer).forced(), "tools")
         calls, header = self._calls(tokenizer), reasoning.answer_header()

@@ -146,6 +146,16 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         _file([_key("a", 9, struct.pack("<IQQ", 8, 1, 2**40))]),
         "string 0 of 'a' runs past the end",
     ),
+    "4,000,000 empty arrays": (
+        _file([_key("a", 9, struct.pack("<IQ", 9, 4_000_000) + struct.pack("<IQ", 4, 0) * 4_000_000)]),
+        "length of 'a' is 4000000",
+    ),
+    "many arrays with many empty arrays": (
+        _file(
+            [_key("a", 9, struct.pack("<IQ", 9, 50) + (struct.pack("<IQ", 9, 90) + struct.pack("<IQ", 4, 0) * 90) * 50)]
+        ),
+        "too many nested arrays",
+    ),
     "arrays 100 deep": (_file([_key("a", 9, _DEEP)]), "nests"),
     "an unknown value type": (_file([_key("a", 77, b"")]), "unknown value type 77"),
     "a key twice": (_file([_key("a", 4, _U32)] * 2), "appears twice"),

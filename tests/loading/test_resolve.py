@@ -95,6 +95,29 @@ def test_a_cached_file_of_the_wrong_size_is_fetched_again(index: Path) -> None:
     assert resolve_model("test-model", progress=False).read_bytes() == CONTENT
 
 
+def test_a_changed_file_of_the_right_size_is_fetched_again(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = resolve_model("test-model")
+    content = path.read_bytes()
+    times = path.stat()
+    path.write_bytes(content[:-1] + b"?")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a careful attacker would
+    assert resolve_model("test-model", progress=False).read_bytes() == content
+    assert "fetching test-model again" in capfd.readouterr().err
+
+
+def test_a_file_is_hashed_once_for_each_state(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed, digest = [], hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *given: hashed.append(1) or digest(*given))
+    path = resolve_model("test-model", progress=False)
+    for _ in range(3):
+        assert resolve_model("test-model", progress=False) == path
+    assert len(hashed) == 1
+    for record in (b"{", b"[]", b"\xff"):  # a damaged record is no proof
+        (path.parent / f".{path.name}.verified").write_bytes(record)
+        assert resolve_model("test-model", progress=False) == path
+    assert len(hashed) == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

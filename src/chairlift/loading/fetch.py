@@ -15,6 +15,7 @@ from pathlib import Path
 
 from chairlift.errors import CorruptCheckpoint, ModelNotFound
 from chairlift.loading.known_models import KnownModel
+from chairlift.loading.verify import is_intact
 
 _POLL_SECONDS = 0.1
 _CHUNK = 1 << 20
@@ -23,14 +24,16 @@ Report = Callable[[int], None]  # called with the number of bytes done so far
 
 
 def fetch(model: KnownModel, *, progress: bool = True) -> Path:
-    """Return the path of the model's file, downloading it if missing; safe for concurrent processes."""
-    if model.cached:
+    """Return the path of the model's file, downloading it if missing or damaged; safe for concurrent processes."""
+    if is_intact(model):
         return model.path
+    if model.path.exists():
+        print(f"{model.path} is damaged or not the original file: fetching {model.name} again", file=sys.stderr)
     folder = model.path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / ".lock", model.name):
-            if not model.cached:  # another process may have fetched it during the wait
+            if not is_intact(model):  # another process may have fetched it during the wait
                 with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder) as scratch:
                     _fetch_into(Path(scratch), model, progress)
     except OSError as error:

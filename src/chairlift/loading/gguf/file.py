@@ -23,8 +23,10 @@ from numpy.typing import NDArray
 from chairlift.errors import CorruptCheckpoint, UnsupportedModel
 
 MAX_KEYS = 1 << 16
-MAX_TENSORS = 1 << 17
-MAX_STRINGS = 1 << 22  # in one array; the largest vocabularies have a few hundred thousand merges
+MAX_TENSORS = 1 << 15
+MAX_STRINGS = 1 << 21  # in all arrays together; the largest vocabularies have a million tokens and merges
+MAX_TEXT_BYTES = 1 << 26  # of all strings together
+MAX_NESTED_ARRAYS = 1 << 12  # in all; no known model has any
 MAX_KEY_BYTES = 1 << 16
 MAX_NAME_BYTES = 256
 MAX_DIMENSIONS = 4
@@ -131,6 +133,13 @@ class _Cursor:
         self.data = data
         self.view = memoryview(data)  # type: ignore[arg-type]
         self.position = 0
+        self._left = {"strings": MAX_STRINGS, "bytes of text": MAX_TEXT_BYTES, "nested arrays": MAX_NESTED_ARRAYS}
+
+    def spend(self, kind: str, count: int) -> None:
+        """Count what the metadata consists of, and refuse files with far more than any model has."""
+        self._left[kind] -= count
+        if self._left[kind] < 0:
+            corrupt(self.path, f"its metadata has too many {kind}")
 
     @property
     def remaining(self) -> int:
@@ -160,6 +169,7 @@ class _Cursor:
         if limit is not None and length > limit:
             corrupt(self.path, f"{what} has {length} bytes, more than the limit ({limit})")
         start = self.advance(length, what)
+        self.spend("bytes of text", length)
         try:
             return str(self.view[start : start + length], "utf-8")
         except UnicodeDecodeError:
@@ -168,7 +178,9 @@ class _Cursor:
     def strings(self, what: str) -> list[str]:
         """Read an array of strings; a bare loop, since vocabularies have 256,000 of them."""
         count = self.count(f"the length of {what}", MAX_STRINGS, smallest=8)
-        view, position, end = self.view, self.position, len(self.view)
+        self.spend("strings", count)
+        begin, most = self.position, self._left["bytes of text"] + 8 * count
+        view, position, end = self.view, begin, min(len(self.view), begin + most)
         unpack = struct.Struct("<Q").unpack_from
         result: list[str] = []
         try:
@@ -180,6 +192,7 @@ class _Cursor:
                 result.append(str(view[start:position], "utf-8"))
         except (struct.error, UnicodeDecodeError) as error:
             corrupt(self.path, f"string {len(result)} of {what}: {error}")
+        self.spend("bytes of text", min(position, len(self.view)) - begin - 8 * count)
         if len(result) != count:
             corrupt(self.path, f"string {len(result)} of {what} runs past the end of the file")
         self.position = position
@@ -202,7 +215,8 @@ class _Cursor:
             return self.numbers(what, kind, None)
         if depth == MAX_ARRAY_DEPTH:
             corrupt(self.path, f"{what} nests arrays more than {MAX_ARRAY_DEPTH} deep")
-        count = self.count(f"the length of {what}", MAX_STRINGS, smallest=12)
+        count = self.count(f"the length of {what}", MAX_NESTED_ARRAYS, smallest=12)
+        self.spend("nested arrays", count)
         return [self.array(what, depth + 1) for _ in range(count)]
 
     def numbers(self, what: str, kind: int, count: int | None) -> NDArray[Any]:

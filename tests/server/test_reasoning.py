@@ -202,7 +202,7 @@ def test_parameters_without_effect_are_refused(server: RunningServer, thinking_s
         (thinking_server, {"thinking_token_budget": -1}, "thinking_token_budget"),
         (thinking_server, {"reasoning_effort": "huge"}, "reasoning_effort"),
     ):
-        expect(where, where.post("/v1/chat/completions", base | more), 400, parameter)
+        expect(where, where.post("/v1/chat/completions", base | more), 400, parameter, "invalid_value")
     assert complete(server, base | {"reasoning_effort": "none"})["choices"]
     completions = thinking_server.post(
         "/v1/completions", {"model": NAME, "prompt": "so <think>", "thinking_token_budget": 2, "max_tokens": 9}

@@ -18,10 +18,12 @@ LONG_TEXT = "word " * 5000
 
 
 @contextmanager
-def stuck_on_long_texts(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> Iterator[tuple[FrontEnd, threading.Event]]:
+def stuck_on_long_texts(
+    monkeypatch: pytest.MonkeyPatch, limits: Limits, **options: Any
+) -> Iterator[tuple[FrontEnd, threading.Event]]:
     """A front end whose tokenizer blocks on long texts until the event is set."""
     go_on = threading.Event()
-    with front_end(limits=limits) as front:
+    with front_end(limits=limits, **options) as front:
         encode = front.service.model.tokenizer.encode
 
         def slow(text: str, **options: Any) -> list[int]:
@@ -42,4 +44,4 @@ def post_prompt(front: FrontEnd, prompt: str) -> int:
 
 
 def preparing(front: FrontEnd) -> int:
-    return front.service.admission._preparing
+    return front.service.admission.num_preparing

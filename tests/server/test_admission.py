@@ -42,7 +42,7 @@ def test_text_jobs_are_limited_and_refused_while_draining(
         threads = [threading.Thread(target=lambda: answers.append(post(front, path, **body))) for _ in range(2)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: front.service.admission._text_jobs == 2, 30, "the text jobs to be admitted")
+        wait_for(lambda: front.service.admission._text_jobs.total == 2, 30, "the text jobs to be admitted")
         refused = post(front, path, **body)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         front.service.admission.draining = True

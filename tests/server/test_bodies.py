@@ -74,7 +74,7 @@ def test_only_bodies_of_admitted_requests_are_parsed(monkeypatch: pytest.MonkeyP
             requests_in_flight(front, 1, "/tokenize", prompt=LONG_TEXT) as texts,
         ):
             wait_for(lambda: preparing(front) == 8, 30, "the slots to be reserved")
-            wait_for(lambda: front.service.admission._text_jobs == 1, 30, "the text job to be admitted")
+            wait_for(lambda: front.service.admission._text_jobs.total == 1, 30, "the text job to be admitted")
             assert post(front, PATH, **LARGE).status_code == 429
             assert post(front, "/tokenize", prompt=LONG_TEXT).status_code == 429
             front.engine.state = EngineState.RESTARTING
@@ -85,7 +85,7 @@ def test_only_bodies_of_admitted_requests_are_parsed(monkeypatch: pytest.MonkeyP
             parsers.go_on.set()
         assert (statuses, texts) == ([400] * 8, [200])  # too long for this model
         assert len(parsers.begun) == 9
-        assert preparing(front) == front.service.admission._text_jobs == 0
+        assert preparing(front) == front.service.admission._text_jobs.total == 0
 
 
 def test_bodies_of_disconnected_clients_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from chairlift.server.config import ServerConfig
 from chairlift.server.exposition import add_samples
 from chairlift.server.http.errors import APIError
 from chairlift.server.http.listener import Certificate
+from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.workers.config_codec import decode_config, encode_config
 from chairlift.server.workers.messages import WireError
@@ -118,6 +119,29 @@ def test_the_queue_is_one_for_all_workers(workers: RunningServer) -> None:
     assert workers.metric("chairlift_requests_open") == 0
 
 
+def test_a_tenant_has_its_share_of_the_queue_across_the_workers(workers: RunningServer) -> None:
+    (engine,) = [pid for pid in workers._children() if pid not in worker_pids(workers)]
+    statuses: list[tuple[str, int]] = []
+
+    def ask(key: str) -> None:
+        statuses.append((key, post(workers, key).status_code))
+
+    os.kill(engine, signal.SIGSTOP)  # so that all requests wait
+    try:
+        threads = [threading.Thread(target=ask, args=("sk-root",)) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: workers.metric("chairlift_requests_open") == 12, 30, "the queue to be full")
+        threads.append(threading.Thread(target=ask, args=("sk-alice",)))
+        threads[-1].start()
+        wait_for(lambda: statuses, 30, "a request to be displaced")
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    for thread in threads:
+        thread.join(60)
+    assert sorted(statuses) == [("sk-alice", 200), *[("sk-root", 200)] * 11, ("sk-root", 429)]
+
+
 def test_errors_of_the_engine_keep_their_parameter(workers: RunningServer) -> None:
     refused = post(workers, guided_regex="(")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_regex")
@@ -203,6 +227,7 @@ def test_a_configuration_survives_the_way_to_a_worker() -> None:
         keys=KeySources(["x"], Path("keys")),
         cors_origins=["*"],
         allowed_hosts=["h"],
+        limits=Limits(tenant_weights={"a": 2.0}),
     )
     assert decode_config(encode_config(config)) == config
 

@@ -52,6 +52,7 @@ def serve(server: ServerOptions, engine: EngineOptions, model_argument: ModelArg
 
 
 def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> ServerConfig:
+    from chairlift.core.orderings.fair import parse_weights
     from chairlift.server.config import ServerConfig
     from chairlift.server.limits import Limits
     from chairlift.server.process.engine_client import Supervision
@@ -76,7 +77,11 @@ def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> 
         allowed_hosts=server.allowed_host or (),
         drain_timeout=server.drain_timeout,
         api_workers=server.api_workers,
-        limits=Limits(max_waiting=server.max_waiting, default_timeout=server.request_timeout),
+        limits=Limits(
+            max_waiting=server.max_waiting,
+            tenant_weights=parse_weights(engine.config()["tenant_weights"]),
+            default_timeout=server.request_timeout,
+        ),
         supervision=Supervision(heartbeat_timeout=server.heartbeat_timeout, step_timeout=server.step_timeout),
         tool_format=server.tool_format,
         dashboard=server.dashboard,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +11,7 @@ class Limits:
     """Limits on requests, bodies, headers and connections."""
 
     max_waiting: int = 256  # sequences beyond max_batch_requests; more are answered with 429
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # of their shares; 1 for others
     max_text_jobs: int = 64  # concurrent tokenize and detokenize requests; more are answered with 429
     max_completions: int = 256  # per request: prompts x n
     max_body_bytes: int = 8 * 2**20

@@ -1,17 +1,29 @@
-"""Admission control: capacity is reserved for a request before any work is done for it."""
+"""Admission control: capacity is reserved for a request before any work is done for it.
+
+All tenants share the queue. While it is full, a request of a tenant below its share displaces the newest waiting
+requests of the tenant that is furthest above its own: those are answered with 429, as if they had come later.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.requests import Request as HTTPRequest
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.http.errors import too_busy, unavailable
+from chairlift.server.generation.shares import SharedLimit, share_of
+from chairlift.server.http.errors import APIError, too_busy, unavailable
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.messages import Loaded
+from chairlift.server.process.stream import UpdateStream
 
 
 class Admission(ABC):
@@ -21,57 +33,141 @@ class Admission(ABC):
         self.draining = False  # shutting down: refuse all new requests
         self._metrics = metrics
         self._limits = limits
-        self._text_jobs = 0
+        self._text_jobs = SharedLimit(limits.max_text_jobs, limits.tenant_weights)
 
     @abstractmethod
-    def reserve(self, num_prompts: int, n: int) -> AbstractAsyncContextManager[Loaded]:
+    def reserve(self, num_prompts: int, n: int, tenant: str) -> AbstractAsyncContextManager[Loaded]:
         """Reserve capacity for one request's sequences until they are submitted; from then on the engine client counts
         them."""
 
     @contextmanager
-    def reserve_text_job(self) -> Iterator[None]:
+    def reserve_text_job(self, tenant: str) -> Iterator[None]:
         """Reserve one text job: parsing, tokenization or detokenization without the engine."""
         self._check_not_draining()
-        if self._text_jobs >= self._limits.max_text_jobs:
-            self._metrics.refused.labels("429").inc()
-            raise too_busy("too many texts are being tokenised; try again in a moment")
-        self._text_jobs += 1
+        if not self._text_jobs.has_room(tenant, 1):
+            raise self._too_busy("too many texts are being tokenized; try again in a moment")
+        self._text_jobs.take(tenant, 1)
         try:
             yield
         finally:
-            self._text_jobs -= 1
+            self._text_jobs.give_back(tenant, 1)
 
     def _check_not_draining(self) -> None:
         if self.draining:
             self._metrics.refused.labels("503").inc()
             raise unavailable("the server is shutting down")
 
+    def _too_busy(self, message: str) -> APIError:
+        self._metrics.refused.labels("429").inc()
+        return too_busy(message)
+
+    def _displaced(self) -> APIError:
+        return self._too_busy("the queue is full, and other clients have a claim to this place; try again in a moment")
+
+    @asynccontextmanager
+    async def _until_displaced(self, scope: asyncio.Timeout) -> AsyncIterator[None]:
+        """Cancel the body of the `async with` and raise a 429 error when `scope` expires."""
+        try:
+            async with scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise self._displaced() from None
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Capacity for sequences that are not yet submitted to the engine."""
+
+    tenant: str
+    count: int
+    loaded: Loaded
+    on_displaced: Callable[[], None]
+
 
 class AdmissionControl(Admission):
     def __init__(self, engine: EngineClient, metrics: Metrics, limits: Limits) -> None:
         super().__init__(metrics, limits)
         self._engine = engine
-        self._preparing = 0  # sequences reserved but not yet submitted to the engine
+        self._reservations: dict[Reservation, None] = {}  # in order of arrival
+
+    @property
+    def num_preparing(self) -> int:
+        """Number of sequences that are reserved but not yet submitted to the engine."""
+        return sum(one.count for one in self._reservations)
 
     @asynccontextmanager
-    async def reserve(self, num_prompts: int, n: int) -> AsyncIterator[Loaded]:
+    async def reserve(self, num_prompts: int, n: int, tenant: str) -> AsyncIterator[Loaded]:
+        scope = asyncio.timeout(None)
+        reservation = self.take(num_prompts, n, tenant, partial(scope.reschedule, 0.0))
+        try:
+            async with self._until_displaced(scope):
+                yield reservation.loaded
+        finally:
+            self.release(reservation)
+
+    def take(self, num_prompts: int, n: int, tenant: str, on_displaced: Callable[[], None]) -> Reservation:
+        """Reserve capacity until `release`; `on_displaced` is called if it is taken away before."""
         count = num_prompts * n
         loaded = self._check_open()
-        most = min(self._limits.max_completions, loaded.max_batch_requests + self._limits.max_waiting)
+        capacity = loaded.max_batch_requests + self._limits.max_waiting
+        most = min(self._limits.max_completions, capacity)
         if count > most:
             problem = (
                 f"{count} completions (prompts times n, best_of or beam_width) in one request; the limit is {most}"
             )
             raise InvalidParameter("n" if n > 1 else "prompt", problem)
-        room = loaded.max_batch_requests + self._limits.max_waiting - self._engine.num_open - self._preparing
-        if count > room:
-            self._metrics.refused.labels("429").inc()
-            raise too_busy("the queue is full; try again in a moment")
-        self._preparing += count
-        try:
-            yield loaded
-        finally:
-            self._preparing -= count
+        missing = count + self._engine.num_open + self.num_preparing - capacity
+        if missing > 0 and not self._displace(missing, tenant, count, capacity):
+            raise self._too_busy("the queue is full; try again in a moment")
+        reservation = Reservation(tenant, count, loaded, on_displaced)
+        self._reservations[reservation] = None
+        return reservation
+
+    def release(self, reservation: Reservation) -> None:
+        self._reservations.pop(reservation, None)
+
+    def _displace(self, missing: int, tenant: str, count: int, capacity: int) -> bool:
+        """End waiting requests of tenants above their share until `missing` sequences are free; False if `tenant`
+        would exceed its own share or too few can be ended."""
+        using = Counter(self._engine.open_by_tenant)
+        for one in self._reservations:
+            using[one.tenant] += one.count
+        using[tenant] += count
+        share = partial(share_of, limit=capacity, using=Counter(using), weights=self._limits.tenant_weights)
+        if using[tenant] > share(tenant):
+            return False
+        waiting = {other: self._newest_waiting(other) for other in using if other != tenant}
+        chosen: list[Callable[[], None]] = []
+        while missing > 0:
+            excess = {other: using[other] / share(other) for other, found in waiting.items() if found}
+            largest = max(excess, key=excess.__getitem__, default=tenant)
+            if excess.get(largest, 0.0) <= 1.0:
+                return False
+            size, end = waiting[largest].pop(0)
+            using[largest] -= size
+            missing -= size
+            chosen.append(end)
+        for end in chosen:
+            end()
+        return True
+
+    def _newest_waiting(self, tenant: str) -> list[tuple[int, Callable[[], None]]]:
+        """The number of sequences of each waiting request of a tenant, and how to end it; the newest first."""
+        preparing = [one for one in reversed(self._reservations) if one.tenant == tenant]
+        submitted = self._engine.newest_waiting(tenant)
+        return [
+            *((one.count, partial(self._displace_reservation, one)) for one in preparing),
+            *((stream.num_open, partial(self._displace_stream, stream)) for stream in submitted),
+        ]
+
+    def _displace_reservation(self, reservation: Reservation) -> None:
+        self.release(reservation)
+        reservation.on_displaced()
+
+    def _displace_stream(self, stream: UpdateStream) -> None:
+        self._engine.displace(stream, self._displaced())
 
     def _check_open(self) -> Loaded:
         self._check_not_draining()
@@ -80,3 +176,11 @@ class AdmissionControl(Admission):
             self._metrics.refused.labels("503").inc()
             raise unavailable(f"the engine is {state.value}")
         return loaded
+
+
+async def end_admission_for_parsing(http: HTTPRequest) -> None:
+    """Release what was reserved to parse a large body. The caller reserves what the request needs right after, before
+    any other task runs, so the place in the queue is not lost in between."""
+    held: AsyncExitStack | None = getattr(http.state, "parsing", None)
+    if held is not None:
+        await held.aclose()

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from chairlift.core.request import completion_ids
 from chairlift.errors import InvalidParameter
 from chairlift.server.dashboard.subscribers import Subscribers
-from chairlift.server.generation.admission import Admission
+from chairlift.server.generation.admission import Admission, end_admission_for_parsing
 from chairlift.server.generation.deadline import Deadline
 from chairlift.server.generation.endpoint import GenerationRequest, TokenizedPrompts
 from chairlift.server.generation.stream_metrics import StreamMetrics
@@ -89,7 +89,9 @@ class GenerationHandler:
     async def _submit(self, request: GenerationRequest, http: HTTPRequest) -> _Submission:
         """Admit, tokenize and submit a request. Admission comes first: a refused request must cost no work."""
         count = min(request.num_prompts, request.at_once or request.num_prompts)
-        async with self._admission.reserve(count, request.params.num_sequences) as loaded:
+        await end_admission_for_parsing(http)
+        tenant = _tenant(request.body, http)
+        async with self._admission.reserve(count, request.params.num_sequences, tenant) as loaded:
             timeout = self._default_timeout if request.body.timeout is None else request.body.timeout
             deadline = Deadline(http.state.arrived, timeout)
             tokenize = partial(request.tokenize, loaded.limits.max_model_len)
@@ -130,8 +132,7 @@ class GenerationHandler:
                 timeout=submission.deadline.seconds_left(),
                 cache_salt=self._cache_salt(body, http),
                 priority=body.priority or 0,
-                # With keys, the `user` parameter must not change the tenant, which would give a client a larger share.
-                tenant=http.state.tenant or body.user or "",
+                tenant=_tenant(body, http),
             )
             for index, prompt in enumerate(tokenized.prompts[first : first + count], first)
         ]
@@ -172,7 +173,8 @@ class GenerationHandler:
         count = min(left, request.at_once or left)
         while True:
             try:
-                async with self._admission.reserve(count, request.params.num_sequences):
+                tenant = _tenant(request.body, http)
+                async with self._admission.reserve(count, request.params.num_sequences, tenant):
                     self._submit_prompts(submission, count, request.body, http)
                     return
             except APIError as error:
@@ -180,6 +182,11 @@ class GenerationHandler:
                     raise
             async with submission.deadline.enforced():
                 await unless_disconnected(http, asyncio.sleep(RETRY_SECONDS))
+
+
+def _tenant(body: EngineBody, http: HTTPRequest) -> str:
+    # With keys, the `user` parameter must not change the tenant, which would give a client a larger share.
+    return http.state.tenant or body.user or ""
 
 
 def _most_tokens(tokenized: TokenizedPrompts) -> int:

@@ -13,11 +13,17 @@ T = TypeVar("T")
 
 
 class TokenizerPool:
-    """Two thread pools, so that short texts never wait for long ones."""
+    """Thread pools: short texts never wait for long ones, and prompts never wait for long text jobs."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(2, thread_name_prefix="short-text")
         self._long = ThreadPoolExecutor(2, thread_name_prefix="long-text")
+        self._text_jobs = ThreadPoolExecutor(1, thread_name_prefix="text-job")
+
+    async def run_text_job(self, size: int, work: Callable[[], T]) -> T:
+        """Like `run`, for work that no completion needs."""
+        pool = self._text_jobs if size >= LONG_TEXT else self._short
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Run `work` in a thread; `size` is the number of characters or tokens that it processes."""

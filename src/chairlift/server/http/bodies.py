@@ -44,7 +44,9 @@ def threaded_body_route(admission: Admission) -> type[APIRoute]:
             body_type: type[BaseModel] = model
 
             async def handle_large(request: Request) -> Response:
-                return await handle(_ThreadedBody(request, body_type, admission, threads))
+                async with AsyncExitStack() as parsing:
+                    request.state.parsing = parsing
+                    return await handle(_ThreadedBody(request, body_type, admission, threads))
 
             return handle_large
 
@@ -66,18 +68,18 @@ class _ThreadedBody(Request):
         body = await self.body()
         if len(body) < LARGE_BODY:
             return await super().json()
-        async with AsyncExitStack() as held:
-            await self._reserve(held)
-            parsing = asyncio.get_running_loop().run_in_executor(self._threads, partial(_parse, self._body_type, body))
-            return await unless_disconnected(self, parsing)
+        await self._reserve()
+        parsing = asyncio.get_running_loop().run_in_executor(self._threads, partial(_parse, self._body_type, body))
+        return await unless_disconnected(self, parsing)
 
-    async def _reserve(self, held: AsyncExitStack) -> None:
+    async def _reserve(self) -> None:
         """Reserve one completion, so that bodies of refused requests are not parsed; their real number is not known
-        yet."""
+        yet. It is held until the request reserves that (`end_admission_for_parsing`)."""
+        held, tenant = self.state.parsing, self.state.tenant or ""
         if issubclass(self._body_type, EngineBody):
-            await held.enter_async_context(self._admission.reserve(1, 1))
+            await held.enter_async_context(self._admission.reserve(1, 1, tenant))
         else:
-            held.enter_context(self._admission.reserve_text_job())
+            held.enter_context(self._admission.reserve_text_job(tenant))
 
 
 def _parse(body_type: type[BaseModel], body: bytes) -> BaseModel:

@@ -10,10 +10,12 @@ import logging
 import time
 import traceback
 import uuid
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chairlift.server.access.keys import APIKey, KeyTable
+from chairlift.server.generation.shares import SharedLimit
 from chairlift.server.http.errors import APIError, as_api_error, too_busy
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.json_size import ValueCounter
@@ -78,7 +80,8 @@ class RequestGuard:
         self._keys = keys
         self._hosts = hosts
         self._limits = limits
-        self._held = _HeldBytes(limits.max_held_bytes, metrics)
+        self._held = SharedLimit(limits.max_held_bytes, limits.tenant_weights)
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,7 +95,7 @@ class RequestGuard:
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
-        body = _LimitedBody(receive, self._limits, self._held, state)
+        body = _LimitedBody(receive, self._limits, self._held, self._metrics, state)
         try:
             await self._app(scope, body, send)
         finally:
@@ -142,31 +145,22 @@ def _ambiguity(headers: list[tuple[bytes, bytes]]) -> APIError | None:
     return None
 
 
-class _HeldBytes:
-    """The total size of the bodies of all requests in flight, which is limited."""
-
-    def __init__(self, limit: int, metrics: Metrics) -> None:
-        self.size = 0
-        self._limit = limit
-        self._metrics = metrics
-
-    def check(self) -> None:
-        if self.size > self._limit:
-            self._metrics.refused.labels("429").inc()
-            raise too_busy("the server holds too many large requests; try again in a moment")
-
-
 class _LimitedBody:
     """An ASGI `receive` that limits a body's bytes, values and time of arrival.
 
     The byte limit does not rely on Content-Length. A request has arrived when its body is complete.
     """
 
-    def __init__(self, receive: Receive, limits: Limits, held: _HeldBytes, state: dict[str, object]) -> None:
+    def __init__(
+        self, receive: Receive, limits: Limits, held: SharedLimit, metrics: Metrics, state: dict[str, Any]
+    ) -> None:
+        """`held` are the bytes of the bodies of all requests in flight."""
         self._receive = receive
         self._limits = limits
         self._held = held
+        self._metrics = metrics
         self._state = state
+        self._tenant: str = state["tenant"] or ""
         self._size = 0
         self._values = ValueCounter()
         self._complete = False
@@ -184,11 +178,14 @@ class _LimitedBody:
         piece: bytes = message.get("body", b"")
         if b"\0" in piece:  # UTF-16 or UTF-32: the JSON parser reads them, but the value counter cannot
             raise APIError(400, "the body must be text in UTF-8", code="invalid_json")
+        has_room = self._held.has_room(self._tenant, len(piece))
         self._size += len(piece)
-        self._held.size += len(piece)
+        self._held.take(self._tenant, len(piece))
         if self._size > self._limits.max_body_bytes:
             raise _too_large(self._limits.max_body_bytes)
-        self._held.check()
+        if not has_room:
+            self._metrics.refused.labels("429").inc()
+            raise too_busy("the server holds too many large requests; try again in a moment")
         self._values.feed(piece)
         if self._values.count > self._limits.max_body_values:
             raise APIError(400, f"the body has more than {self._limits.max_body_values} values", code="too_many_values")
@@ -198,7 +195,7 @@ class _LimitedBody:
         return message
 
     def release(self) -> None:
-        self._held.size -= self._size
+        self._held.give_back(self._tenant, self._size)
 
 
 def _too_large(limit: int) -> APIError:

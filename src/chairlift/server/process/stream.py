@@ -65,6 +65,11 @@ class UpdateStream:
         self._silent = self._ping_due = False
         self._wakeup.set()
 
+    @property
+    def num_open(self) -> int:
+        """Number of sequences that the engine has for open completions."""
+        return sum(self.sequences[one_id] for one_id in self._open)
+
     def open_fingerprints(self) -> list[bytes]:
         return [one for one_id, one in self.fingerprints.items() if one_id in self._open]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from functools import partial
 
 from chairlift.server.access.rate_limits import Grant, RateLimiter
 from chairlift.server.exposition import MetricSample
-from chairlift.server.generation.admission import AdmissionControl
+from chairlift.server.generation.admission import AdmissionControl, Reservation
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient
@@ -20,6 +20,7 @@ from chairlift.server.workers.messages import (
     CancelStream,
     Channel,
     ChargeTokens,
+    Displaced,
     EndRequest,
     EngineStatus,
     Listening,
@@ -101,7 +102,7 @@ class WorkerLink:
         self._hub = hub
         self._channel = channel
         self._streams: dict[str, UpdateStream] = {}  # by the first request of each
-        self._reservations: dict[int, AsyncExitStack] = {}  # by the number of the call
+        self._reservations: dict[int, Reservation] = {}  # by the number of the call
         self._grants: dict[int, Grant] = {}  # by the number of the call
         self._unsent: list[Update] = []
         self._samples_wanted: asyncio.Future[None] | None = None
@@ -197,10 +198,9 @@ class WorkerLink:
     async def _answer(self, message: Reserve | BeginRequest | ChargeTokens | Scrape) -> None:
         try:
             match message:
-                case Reserve(call, num_prompts, n):
-                    stack = AsyncExitStack()
-                    await stack.enter_async_context(self._hub.admission.reserve(num_prompts, n))
-                    self._reservations[call] = stack
+                case Reserve(call, num_prompts, n, tenant):
+                    on_displaced = partial(self._displace, call)
+                    self._reservations[call] = self._hub.admission.take(num_prompts, n, tenant, on_displaced)
                     self.send(Reply(call))
                 case BeginRequest(call, key):
                     grant = self._grants[call] = await self._hub.rate_limits.begin(key)
@@ -216,13 +216,17 @@ class WorkerLink:
         except Exception as error:
             self.send(Reply(message.call, error=WireError.of(error)))
 
+    def _displace(self, call: int) -> None:
+        del self._reservations[call]
+        self.send(Displaced(call))
+
     async def _scrape(self, call: int) -> None:
         await self._hub.collect_samples()
         self.send(Reply(call, self._hub.metrics.render()))
 
     async def _release(self, call: int) -> None:
-        if (stack := self._reservations.pop(call, None)) is not None:
-            await stack.aclose()
+        if (reservation := self._reservations.pop(call, None)) is not None:
+            self._hub.admission.release(reservation)
         if (grant := self._grants.pop(call, None)) is not None:
             self._hub.rate_limits.end(grant, 0)
 

@@ -87,6 +87,12 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     error: WireError | None = None
 
 
+class Displaced(msgspec.Struct, tag=True, frozen=True):
+    """The reservation of this call was given to another tenant."""
+
+    call: int
+
+
 class SetKeys(msgspec.Struct, tag=True, frozen=True):
     keys: list[APIKey]
 
@@ -127,6 +133,7 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     call: int
     num_prompts: int
     n: int
+    tenant: str
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
@@ -179,6 +186,7 @@ ToWorker = (
     | Updates
     | StreamEnded
     | Reply
+    | Displaced
     | SetKeys
     | SendSamples
     | Totals

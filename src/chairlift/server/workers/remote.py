@@ -23,6 +23,7 @@ from chairlift.server.workers.messages import (
     CancelStream,
     Channel,
     ChargeTokens,
+    Displaced,
     EndRequest,
     EngineStatus,
     Release,
@@ -141,17 +142,25 @@ class RemoteAdmission(Admission):
         super().__init__(metrics, limits)
         self._hub = hub
         self._engine = engine
+        self._scopes: dict[int, asyncio.Timeout] = {}  # by the number of the call
 
     @asynccontextmanager
-    async def reserve(self, num_prompts: int, n: int) -> AsyncIterator[Loaded]:
+    async def reserve(self, num_prompts: int, n: int, tenant: str) -> AsyncIterator[Loaded]:
         self._check_not_draining()
-        number, _ = await self._hub.call(lambda call: Reserve(call, num_prompts, n))
+        number, _ = await self._hub.call(lambda call: Reserve(call, num_prompts, n, tenant))
+        scope = self._scopes[number] = asyncio.timeout(None)
         try:
             if self._engine.loaded is None:
                 raise EngineDead("the engine is starting")
-            yield self._engine.loaded
+            async with self._until_displaced(scope):
+                yield self._engine.loaded
         finally:
+            del self._scopes[number]
             self._hub.channel.send(Release(number))
+
+    def on_displaced(self, message: Displaced) -> None:
+        if (scope := self._scopes.get(message.call)) is not None:
+            scope.reschedule(0.0)
 
 
 class RemoteRateLimits:

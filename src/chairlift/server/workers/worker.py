@@ -21,6 +21,7 @@ from chairlift.server.workers.config_codec import decode_config
 from chairlift.server.workers.messages import (
     Channel,
     Configure,
+    Displaced,
     DrainWorker,
     Listening,
     ReloadCertificate,
@@ -49,12 +50,13 @@ class Worker:
         self._calls = HubCalls(channel)
         self._engine = RemoteEngine(channel)
         self._metrics = WorkerMetrics(self._calls)
+        self._admission = RemoteAdmission(self._calls, self._engine, self._metrics, config.limits)
         service = Service(
             load_served_model(config, settings.chat_template),
             self._engine,
             self._metrics,
             config.limits,
-            admission=RemoteAdmission(self._calls, self._engine, self._metrics, config.limits),
+            admission=self._admission,
             rate_limits=RemoteRateLimits(self._calls),
             isolate_keys=config.isolate_keys,
             policy_switch=config.may_switch_policy(),
@@ -85,6 +87,8 @@ class Worker:
         match message:
             case Reply():
                 self._calls.on_reply(message)
+            case Displaced():
+                self._admission.on_displaced(message)
             case DashboardFrame() | RecorderFault():
                 self._engine.on_frame(message)
             case SetKeys(keys):

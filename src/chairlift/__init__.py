@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from chairlift.async_llm import AsyncLLM
     from chairlift.config import EngineConfig
     from chairlift.core.sampling.params import SamplingParams
     from chairlift.core.sampling.structure import Structure
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Engine", "EngineConfig", "SamplingParams", "Structure", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Engine", "EngineConfig", "SamplingParams", "Structure", "__version__"]
 
 # Imported on first use, so that `import chairlift` does not wait for torch.
 _HOMES = {
     "LLM": "chairlift.llm",
+    "AsyncLLM": "chairlift.async_llm",
     "SamplingParams": "chairlift.core.sampling.params",
     "Structure": "chairlift.core.sampling.structure",
     "Engine": "chairlift.engine.engine",

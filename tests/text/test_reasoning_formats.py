@@ -23,6 +23,7 @@ from chairlift.text.assistant_parts import (
 from chairlift.text.reasoning.phase import Phase
 from chairlift.text.reasoning.reasoning_use import ReasoningUse, effort_variables
 from chairlift.text.reasoning_formats.base import ReasoningFormat, choose_reasoning
+from chairlift.text.reasoning_formats.cohere import CohereReasoning
 from chairlift.text.reasoning_formats.granite import GraniteReasoning
 from chairlift.text.reasoning_formats.harmony import HarmonyReasoning
 from chairlift.text.reasoning_formats.mistral import MagistralFormat
@@ -38,13 +39,15 @@ FORMATS: dict[str, ReasoningFormat] = {
     "think": ThinkFormat(""),
     "mistral": MagistralFormat(""),
     "granite 3.2": GraniteReasoning(""),
-    "granite 3.3": GraniteReasoning("<response>"),
+    "granite 3.3": GraniteReasoning("<response></response>"),
     "harmony": HarmonyReasoning(""),
+    "cohere": CohereReasoning(""),
 }
 WRITTEN = {
     "think": "<think>\n{}\n</think>\n\n{}",
     "mistral": "[THINK]{}[/THINK]{}",
     "granite 3.2": "Here is my thought process: {}\n\nHere is my response: {}",
+    "cohere": "<|START_THINKING|>{}<|END_THINKING|>{}",
     "granite 3.3": "<think>{}</think>\n<response>{}</response>",
     "harmony": "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}",
 }
@@ -178,10 +181,12 @@ def test_the_format_is_chosen_from_the_template() -> None:
     assert isinstance(choose_reasoning("Here is my thought process:"), GraniteReasoning)
     assert isinstance(choose_reasoning("<|start|>assistant<|channel|>analysis<|message|>"), HarmonyReasoning)
     assert isinstance(choose_reasoning("[THINK][/THINK]"), MagistralFormat)
+    assert isinstance(choose_reasoning("<|START_THINKING|><|END_THINKING|>"), CohereReasoning)
+    assert isinstance(choose_reasoning("<think></think> <response>{{ result }}</response>"), ThinkFormat)  # MiniMax
     assert choose_reasoning(CHATML) is None
     assert choose_reasoning(qwen, "none") is None
     assert isinstance(choose_reasoning(CHATML, "granite"), GraniteReasoning)
-    with pytest.raises(InvalidParameter, match="unknown reasoning_parser 'morse'; choose from granite, harmony"):
+    with pytest.raises(InvalidParameter, match="unknown reasoning_parser 'morse'; choose from cohere, granite"):
         choose_reasoning(qwen, "morse")
 
 

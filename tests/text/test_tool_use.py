@@ -16,6 +16,7 @@ from chairlift.core.sampling.structure import Structure, StructureKind
 from chairlift.errors import InvalidParameter
 from chairlift.text.assistant_parts import ArgumentsDelta, CallBegun, ContentDelta, PlainParser
 from chairlift.text.reasoning.reasoning_use import ReasoningUse
+from chairlift.text.reasoning_formats.harmony import HarmonyReasoning
 from chairlift.text.tokenizer import Tokenizer
 from chairlift.text.tool_formats.base import choose_format
 from chairlift.text.tool_formats.deepseek import DeepSeekFormat
@@ -232,6 +233,36 @@ def test_the_description_is_in_the_user_message_if_system_messages_are_refused()
     assert "\n\nWhat is the weather?<assistant><tool_call>" in text
     with pytest.raises(InvalidParameter, match="roles must alternate"):
         prompt(NO_SYSTEM, [USER, USER])
+
+
+READS_CALLS = "{{ tools }}%s{%% for m in messages %%}{%% for c in m.tool_calls %%}%s;{%% endfor %%}{%% endfor %%}"
+
+
+def test_calls_in_history_have_the_form_that_templates_read() -> None:
+    deepseek = READS_CALLS % ("<｜tool▁calls▁begin｜>", "{{ c.function.name + c.function.arguments }}")
+    assert 'get_time{};get_weather{"city": "Oslo"};' in prompt(deepseek, [USER, CALLED, *RESULTS])
+    kimi = (
+        READS_CALLS % ("<|tool_calls_section_begin|>", "{{ c.id }}")
+        + "{% for m in messages %}{{ m.tool_call_id }}{% endfor %}"
+    )
+    ids = prompt(kimi, [USER, CALLED, *RESULTS])
+    assert "functions.get_time:0;functions.get_weather:1;functions.get_time:0functions.get_weather:1" in ids
+    shown = "{{ t.function.description + (t.function.parameters | tojson) }}"
+    cohere = "<|START_ACTION|>{% for t in tools %}" + shown + "{% endfor %}"
+    assert '{"type": "object", "properties": {}' in prompt(cohere, [USER])
+
+
+def test_harmony_has_one_call_and_one_text_per_message() -> None:
+    template = (
+        "{{ tools }}<|channel|><|message|>{% for m in messages if m.tool_calls %}"
+        "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "{% if 'content' in m and '?' in m.content %}{% endif %}"
+        "[{{ m.thinking }}|{{ m.tool_calls | length }}]{% endfor %}"
+    )
+    said = {**CALLED, "content": "Let me see.", "reasoning": "hm"}
+    of_template = tokenizer(template)
+    encoded = use(template).encode(of_template, [USER, said, *RESULTS], reasoning=HarmonyReasoning(template))
+    assert of_template.decode(encoded).endswith("[hm\n\nLet me see.|1][hm|1]")
 
 
 def test_special_tokens_in_a_tool_stay_text() -> None:

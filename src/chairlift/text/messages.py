@@ -13,6 +13,19 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_VALUES = 100_000  # per message or template variable
 
 
+class CallArguments(dict[str, Any]):
+    """The arguments of a call, for templates that read them as an object and for those that join them as JSON text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, after: str) -> str:
+        return f"{self}{after}"
+
+    def __radd__(self, before: str) -> str:
+        return f"{before}{self}"
+
+
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Return validated copies of messages with text content. Errors name the path, such as `messages[2].content`."""
     if not _is_list(messages) or not messages:
@@ -84,6 +97,8 @@ def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
             if not isinstance(arguments, dict):
                 raise InvalidParameter(path, "must be JSON text of an object")
             function["arguments"] = plain_data(path, arguments)
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            function["arguments"] = CallArguments(function["arguments"])
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidParameter(f"{name}[{i}].function", "must be an object with a name")
     return list(calls)

@@ -44,23 +44,24 @@ class ReasoningUse:
 
     def visible_special_ids(self) -> list[int]:
         """Return the ids of markers that are special tokens, which the parser needs in the text."""
-        markers = self.format.markers if self.format is not None and self.active else ()
+        markers = self.format.markers if self.format is not None else ()
         ids = [self.tokenizer.added_token_id(marker) for marker in markers]
         return [token for token in ids if token in self.tokenizer.special_ids]
 
     def grammar(self, *, answer: bool) -> str:
         """Return Lark rules with `before` for the output before a call or, with `answer`, before content."""
-        if self.format is None or not self.active:
+        if self.format is None:
             return ""
-        marker = marker_speller(self.tokenizer)
-        rules, header = self.format.grammar(self.phase, marker), self.format.answer_header(marker)
+        rules, header = self.format.grammar(self.phase, marker_speller(self.tokenizer)), self.answer_header()
         if not answer or not header:
             return rules
-        return f"before: reasoning_before {header}\n" + rules.replace("before:", "reasoning_before:", 1)
+        return f"before: {'reasoning_before' if rules else ''} {header}\n" + rules.replace(
+            "before:", "reasoning_before:", 1
+        )
 
     def answer_header(self) -> str:
         """Return what stands before content in a grammar, after `before`."""
-        return self.format.answer_header(marker_speller(self.tokenizer)) if self.format and self.active else ""
+        return self.format.answer_header(marker_speller(self.tokenizer)) if self.format else ""
 
     def tracker(self) -> ReasoningTracker | None:
         """Create a tracker for one completion's tokens; None if it has no reasoning."""

@@ -9,6 +9,7 @@ from chairlift.text.tools.reader import prefix_at_end
 
 _SENTENCE = "Here is my thought process:"
 _RESPONSE, _RESPONSE_END = "<response>", "</response>"
+_TAGS = f"{_RESPONSE}{_RESPONSE_END}"  # in the template's instructions
 
 
 @REASONING_FORMATS.register("granite")
@@ -17,7 +18,7 @@ class GraniteReasoning(ReasoningFormat):
 
     def __init__(self, template: str) -> None:
         super().__init__(template)
-        self._tags = _RESPONSE in template
+        self._tags = _TAGS in template
         if self._tags:
             self.begins, self.ends = ("<think>",), ("</think>",)
         else:
@@ -26,7 +27,7 @@ class GraniteReasoning(ReasoningFormat):
 
     @staticmethod
     def recognises(template: str) -> bool:
-        return _SENTENCE in template or (_RESPONSE in template and "<think>" in template)
+        return _SENTENCE in template or _TAGS in template
 
     def parser(self, phase: Phase, content: AssistantParser) -> AssistantParser:
         return super().parser(phase, ResponseTags(content) if self._tags else content)

@@ -21,6 +21,7 @@ class ToolFormat(ABC):
     parser: ClassVar[type[CallParser]]
     markers: ClassVar[tuple[str, ...]] = ()  # kept in the text even if they are special tokens
     order: ClassVar[int] = 100  # the lowest one that recognises a template is chosen
+    fallback: ClassVar[bool] = False  # whether it recognises templates that it does not know
 
     def __init__(self, template: str) -> None:
         self.template = template
@@ -38,6 +39,10 @@ class ToolFormat(ABC):
     def write(self, calls: Sequence[Call]) -> str:
         """Return these calls as a model of this family writes them."""
 
+    def shown(self, tool: Tool) -> dict[str, Any]:
+        """Return a tool in the form that this family's templates require."""
+        return tool.given
+
     def history(self, messages: list[Message]) -> list[Message]:
         """Convert validated messages to the form that this family's templates require."""
         return messages
@@ -48,10 +53,15 @@ DEFAULT_FORMAT = "hermes"  # the most widespread
 
 
 def choose_format(template: str, name: str | None = None) -> ToolFormat:
-    """Return the format called `name`, or the one recognised from the chat template."""
-    if name is None and "tools" not in template:
-        name = DEFAULT_FORMAT  # `tools/tool_prompt.py` describes it in the prompt
+    """Return the format called `name`, or the one recognised from the chat template. For a template that neither has a
+    known format nor shows tools, `tools/tool_prompt.py` describes the default one in the prompt."""
     if name is not None:
         return TOOL_FORMATS.get(name)(template)
     formats = sorted(map(TOOL_FORMATS.get, TOOL_FORMATS.names()), key=lambda format_: format_.order)
-    return next(format_ for format_ in formats if format_.recognises(template))(template)
+    found = next(format_ for format_ in formats if format_.recognises(template))
+    return (TOOL_FORMATS.get(DEFAULT_FORMAT) if found.fallback and "tools" not in template else found)(template)
+
+
+def with_text_content(messages: list[Message]) -> list[Message]:
+    """Give messages that have only calls an empty content, for templates that read the content of every message."""
+    return [{**message, "content": message["content"] or ""} for message in messages]

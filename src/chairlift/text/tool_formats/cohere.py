@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
-from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, ToolFormat
+from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat, with_text_content
 from chairlift.text.tools.call_grammar import CallGrammar, Marker, arguments_rules, literal, one_of, repeated
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import SPACES, Reading
@@ -59,3 +60,11 @@ class CohereFormat(ToolFormat):
             for index, (name, arguments) in enumerate(calls)
         ]
         return f"{CALLS}[{_LINE}{f',{_LINE}'.join(objects)}{_LIST_END}{CALLS_END}"
+
+    def shown(self, tool: Tool) -> dict[str, Any]:
+        # These templates read the description and the parameters of every tool.
+        function = {"description": "", **tool.given["function"], "parameters": tool.schema}
+        return {**tool.given, "function": function}
+
+    def history(self, messages: list[Message]) -> list[Message]:
+        return with_text_content(messages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, ToolFormat
+from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat, with_text_content
 from chairlift.text.tools.call_grammar import CallGrammar, Marker, call_object, call_objects, literal, repeated
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import SPACES, Reading
@@ -42,3 +42,6 @@ class GraniteFormat(ToolFormat):
 
     def write(self, calls: Sequence[Call]) -> str:
         return f"{CALLS}[{', '.join(call_object(*call, 'arguments') for call in calls)}]"
+
+    def history(self, messages: list[Message]) -> list[Message]:
+        return with_text_content(messages)

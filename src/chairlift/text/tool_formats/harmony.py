@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from chairlift.text.reasoning_formats.harmony import CHANNEL, CONSTRAIN, MESSAGE
-from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat
+from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat, with_text_content
 from chairlift.text.tool_formats.llama3_json import one_call_at_a_time
 from chairlift.text.tools.call_grammar import CallGrammar, Marker, arguments_rules, literal, one_of
 from chairlift.text.tools.call_parser import CallParser
@@ -61,6 +61,11 @@ class HarmonyFormat(ToolFormat):
         return "".join(written)
 
     def history(self, messages: list[Message]) -> list[Message]:
-        # These templates read one call per message, and look into the content if there is any.
-        single = one_call_at_a_time(messages)
-        return [{key: item for key, item in one.items() if key != "content" or item is not None} for one in single]
+        return [_with_one_text(message) for message in with_text_content(one_call_at_a_time(messages))]
+
+
+def _with_one_text(message: Message) -> Message:
+    """Merge content and reasoning of a message with a call: these templates accept one of them."""
+    if not (message.get("tool_calls") and message["content"] and message.get("thinking")):
+        return message
+    return {**message, "content": "", "thinking": f"{message['thinking']}\n\n{message['content']}"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat
+from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat, with_text_content
 from chairlift.text.tools.call_grammar import CallGrammar, Marker, call_object, call_objects, literal, repeated
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import SPACES, Reading
@@ -51,5 +51,4 @@ class HermesFormat(ToolFormat):
         return "\n".join(f"{OPENING}\n{call_object(*call, 'arguments')}\n{CLOSING}" for call in calls)
 
     def history(self, messages: list[Message]) -> list[Message]:
-        # Templates of this family read the content of every message, even if it has only calls.
-        return [{**message, "content": message["content"] or ""} for message in messages]
+        return with_text_content(messages)

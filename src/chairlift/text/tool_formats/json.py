@@ -35,7 +35,8 @@ class JSONParser(BareJSONParser):
 class JSONFormat(ToolFormat):
     """{"name": …, "arguments": …}, alone, in lines, in a list or in a code fence: for unknown templates."""
 
-    order = 1000  # the fallback: recognises any template
+    order = 1000
+    fallback = True
     parser = JSONParser
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat
+from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat, with_text_content
 from chairlift.text.tools.call_grammar import CallGrammar, Marker, arguments_rules, literal, one_of, repeated
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import SPACES, Reading
@@ -73,7 +73,7 @@ class KimiFormat(ToolFormat):
         """Give calls the ids that the templates write into the prompt: functions.name:0, functions.name:1, …"""
         ids: dict[object, str] = {}
         changed = []
-        for message in messages:
+        for message in with_text_content(messages):
             copy = dict(message)
             if "tool_calls" in message:
                 calls = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, ToolFormat
+from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat, with_text_content
 from chairlift.text.tools.call_grammar import CallGrammar, Marker, literal, repeated
 from chairlift.text.tools.reader import SPACES, Reading
 from chairlift.text.tools.tagged_calls import TaggedCallParser, Tags, tagged_rules, write_tagged
@@ -47,3 +47,6 @@ class MiniMaxFormat(ToolFormat):
     def write(self, calls: Sequence[Call]) -> str:
         written = "\n".join(write_tagged(*call, _TAGS) for call in calls)
         return f"{OPENING}\n{written}\n{CLOSING}"
+
+    def history(self, messages: list[Message]) -> list[Message]:
+        return with_text_content(messages)

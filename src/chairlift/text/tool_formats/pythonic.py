@@ -148,7 +148,7 @@ class PythonicFormat(ToolFormat):
 
     @staticmethod
     def recognises(template: str) -> bool:
-        return "func_name1(" in template or START in template
+        return "func_name1(" in template
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> CallGrammar:
         calls = [f"{literal(f'{tool.name}(')} arguments_{index}" for index, tool in enumerate(tools)]

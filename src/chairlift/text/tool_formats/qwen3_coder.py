@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, ToolFormat
+from chairlift.text.tool_formats.base import TOOL_FORMATS, Call, Message, ToolFormat, with_text_content
 from chairlift.text.tools.call_grammar import CallGrammar, Marker, literal, repeated
 from chairlift.text.tools.reader import SPACES, Reading
 from chairlift.text.tools.tagged_calls import TaggedCallParser, Tags, tagged_rules, write_tagged
@@ -49,3 +49,6 @@ class QwenCoderFormat(ToolFormat):
 
     def write(self, calls: Sequence[Call]) -> str:
         return "\n".join(f"{OPENING}\n{write_tagged(*call, _TAGS)}\n{CLOSING}" for call in calls)
+
+    def history(self, messages: list[Message]) -> list[Message]:
+        return with_text_content(messages)

@@ -114,7 +114,7 @@ class ToolUse:
         if reasoning is not None:
             history = reasoning.history(history)
         if tokenizer.template_shows_tools:
-            given = [tool.given for tool in self.tools] or None
+            given = [self.format.shown(tool) for tool in self.tools] or None
             return tokenizer.encode_chat(self.format.history(history), tools=given, **options)[1]
         history = as_plain_messages(history, self.format)
         if not self.tools:

@@ -77,6 +77,7 @@ def test_most_options_have_a_check() -> None:
         "ssl_certfile",
         "ssl_keyfile",
         "access_log",
+        "otlp_traces_endpoint",
         "api_key",
         "api_key_file",
         "cors_origin",
@@ -163,6 +164,20 @@ def test_a_config_file_sets_options(name: str, text: str, tmp_path: Path, served
     expected |= {"kv_memory": "1073741824", "tenant_weights": ["alice=2", "bob=0.5"]}
     assert {key: config.engine[key] for key in expected} == expected
     assert config.engine["max_overtakes"] == EngineConfig().max_overtakes
+
+
+def test_a_config_file_sets_paths_and_lists(tmp_path: Path, served: list[ServerConfig]) -> None:
+    (tmp_path / "keys").write_text("alice sk-1\n")
+    text = f"api_key_file: {tmp_path / 'keys'}\naccess_log: '-'\nserved_model_name: [a, b]\napi_workers: 2\n"
+    (tmp_path / "c.yaml").write_text(text)
+    result = serve("--config", str(tmp_path / "c.yaml"))
+    assert result.exit_code == 0, result.output
+    (config,) = served
+    assert (config.keys.file, config.access_log) == (tmp_path / "keys", Path("-"))
+    assert (list(config.served_names), config.api_workers) == (["a", "b"], 2)
+    (tmp_path / "c.yaml").write_text("api_key_file: 3\n")
+    refused = serve("--config", str(tmp_path / "c.yaml"))
+    assert "api_key_file: must be a path, got 3" in refused.stderr
 
 
 def test_the_command_line_comes_before_variables_and_variables_before_the_file(

@@ -52,6 +52,48 @@ def test_the_docs_list_exactly_the_existing_metrics() -> None:
     assert documented == {name for name, _ in kinds if not name.endswith("_created")}
 
 
+def test_the_docs_list_exactly_the_aliases() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `(vllm:\w+)`", page, flags=re.MULTILINE))
+    kinds = re.findall(r"^# TYPE (vllm:\w+) (\w+)", Metrics("m").render().decode(), flags=re.MULTILINE)
+    assert documented == {name for name, _ in kinds}
+    assert b"vllm:" not in Metrics().render()
+
+
+def test_metrics_have_vllms_names_too() -> None:
+    metrics = Metrics("some-model")
+    report = StepReport(updates=[], running=3, waiting=4, used_blocks=2, total_blocks=8, preemptions=1, requests=3)
+    metrics.record_step(msgspec.structs.replace(report, verifications=2, proposed_at=[2, 1], accepted_at=[1, 0]))
+    metrics.prompt_tokens.inc(100)
+    metrics.cached_tokens.inc(60)
+    metrics.output_tokens.inc(7)
+    metrics.first_token.observe(0.02)
+    for reason in ("stop", "stop", "cancelled", "error"):
+        metrics.requests.labels(reason).inc()
+    shown = metrics.render().decode().splitlines()
+    for name, value in {
+        "num_requests_running": 3.0,
+        "num_requests_waiting": 4.0,
+        "kv_cache_usage_perc": 0.25,
+        "gpu_cache_usage_perc": 0.25,
+        "num_preemptions_total": 1.0,
+        "prompt_tokens_total": 100.0,
+        "prefix_cache_queries_total": 100.0,
+        "prefix_cache_hits_total": 60.0,
+        "generation_tokens_total": 7.0,
+        "time_to_first_token_seconds_count": 1.0,
+        "spec_decode_num_drafts_total": 2.0,
+        "spec_decode_num_draft_tokens_total": 3.0,
+        "spec_decode_num_accepted_tokens_total": 1.0,
+    }.items():
+        assert f'vllm:{name}{{engine="0",model_name="some-model"}} {value}' in shown
+    finished = [line for line in shown if line.startswith("vllm:request_success_total{")]
+    assert finished == [
+        f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="some-model"}} {count}'
+        for reason, count in (("stop", 2.0), ("abort", 1.0))
+    ]
+
+
 def test_wait_reasons_are_set_and_reset() -> None:
     metrics = Metrics()
     empty = StepReport(updates=[], running=0, waiting=0, used_blocks=1, total_blocks=9, preemptions=0)
@@ -134,6 +176,12 @@ def test_the_numbers_of_a_real_engine_add_up(server: RunningServer) -> None:
     assert grown("step_requests_sum") >= 27
     assert grown("time_to_first_token_seconds_count") == grown("end_to_end_seconds_count") == 3
     assert grown("inter_token_seconds_count") == 3 * 8
+    for phase in ("queue", "prefill", "decode"):
+        assert grown(f"request_{phase}_seconds_count") == 3
+    phases = sum(grown(f"request_{phase}_seconds_sum") for phase in ("queue", "prefill", "decode"))
+    assert 0 < phases <= grown("end_to_end_seconds_sum") + 1e-6
+    assert (grown("request_prompt_tokens_count"), grown("request_prompt_tokens_sum")) == (2, prompts)
+    assert (grown("request_output_tokens_count"), grown("request_output_tokens_sum")) == (3, 27)
     for part in ("schedule", "build", "forward", "sample", "apply"):
         assert grown(f'step_part_seconds_total{{part="{part}"}}') > 0
     assert after["chairlift_requests_open"] == after["chairlift_requests_waiting"] == 0

@@ -69,6 +69,7 @@ def _server_config(server: ServerOptions, engine: EngineOptions, model: str) -> 
         uds=server.uds,
         certificate=_certificate(server),
         access_log=server.access_log,
+        traces_endpoint=server.otlp_traces_endpoint,
         log_level=server.log_level or ("warning" if engine.quiet else "info"),
         chat_template=server.chat_template,
         keys=keys,

@@ -23,6 +23,8 @@ def read_config_file(path: Path, options: tuple[Option, ...]) -> dict[str, Any]:
         values = translate_options(_with_underscores(parsed), options)
         for option in options:
             if option.name in values:
+                if option.kind is Path and isinstance(values[option.name], str):
+                    values[option.name] = Path(values[option.name])
                 option.check_value(values[option.name])
     except InvalidParameter as error:
         raise InvalidParameter(_PARAMETER, f"{path}: {error}") from None

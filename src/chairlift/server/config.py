@@ -24,6 +24,7 @@ class ServerConfig:
     uds: Path | None = None  # Unix socket to listen on instead
     certificate: Certificate | None = None  # None: HTTP without TLS
     access_log: Path | None = None  # "-" for standard output
+    traces_endpoint: str | None = None  # for OpenTelemetry; None: no traces
     log_level: str = "info"
     chat_template: Path | None = None  # replaces the model's
     keys: KeySources = field(default_factory=KeySources)

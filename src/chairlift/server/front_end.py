@@ -24,6 +24,7 @@ from chairlift.server.http.app import make_app
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.listener import Certificate
 from chairlift.server.http.protocol import GuardedProtocol
+from chairlift.server.http.tracing import make_tracer_provider
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
 from chairlift.server.process.engine_client import EngineClient
@@ -93,6 +94,7 @@ class HTTPServer:
             hosts=HostNames(config.host, config.allowed_hosts),
             public_metrics=config.public_metrics,
             access_log=config.access_log,
+            tracer_provider=None if config.traces_endpoint is None else make_tracer_provider(config.traces_endpoint),
         )
         backlog = SHARED_BACKLOG if shared else BACKLOG
         self._server = _Server(uvicorn_config(app, config.limits, config.certificate, backlog))
@@ -129,7 +131,7 @@ class LocalFrontEnd(HTTPServer):
     """The front end of a server with one HTTP process, which also supervises the engine."""
 
     def __init__(self, config: ServerConfig, chat_template: str | None) -> None:
-        metrics = Metrics()
+        metrics = Metrics(config.model_name)
         self.engine = make_engine(config, metrics)
         super().__init__(config, make_service(config, self.engine, metrics, chat_template), config.keys.read())
 

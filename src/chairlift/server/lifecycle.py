@@ -17,6 +17,7 @@ from chairlift.server.config import ServerConfig
 from chairlift.server.front_end import LocalFrontEnd
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.listener import listen, listening_address
+from chairlift.server.http.tracing import check_traces_endpoint
 from chairlift.server.process.device_check import check_device
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.socket_folder import remove_stale_folders
@@ -68,6 +69,8 @@ async def serve_forever(
     template = read_chat_template(config.chat_template)
     if config.certificate is not None:
         config.certificate.check()
+    if config.traces_endpoint is not None:
+        check_traces_endpoint(config.traces_endpoint)
     listener = listen(config.host, config.port, config.uds)
     front_end: FrontEnd = (LocalFrontEnd if config.api_workers == 1 else WorkerPool)(config, template)
     signals = _Signals()

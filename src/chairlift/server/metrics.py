@@ -10,14 +10,18 @@ from chairlift.core.scheduler.waiting_queue import WaitReason
 from chairlift.server.exposition import MetricSample, add_samples, render
 from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.messages import Loaded, StepReport
+from chairlift.server.vllm_metrics import vllm_aliases
 
 _LATENCIES = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 
 
 class Metrics:
-    def __init__(self) -> None:
+    def __init__(self, model: str = "") -> None:
+        """`model` is the label of metrics under vLLM's names; without it they are not shown."""
+        self._model = model
         registry = self._registry = CollectorRegistry()
         self.other_samples: Callable[[], Iterable[MetricSample]] = tuple
 
@@ -73,6 +77,17 @@ class Metrics:
         self.first_token = histogram("time_to_first_token", "From the request to its first token")
         self.inter_token = histogram("inter_token", "Between consecutive tokens of a completion")
         self.end_to_end = histogram("end_to_end", "From the request to its end")
+        self.phases = {
+            "queue": histogram("request_queue", "From the request to its admission to the batch"),
+            "prefill": histogram("request_prefill", "From the admission to the first token"),
+            "decode": histogram("request_decode", "From the first to the last token"),
+        }
+        self.request_prompt_tokens = Histogram(
+            "chairlift_request_prompt_tokens", "Tokens of a prompt", buckets=_TOKENS, registry=registry
+        )
+        self.request_output_tokens = Histogram(
+            "chairlift_request_output_tokens", "Tokens of a finished completion", buckets=_TOKENS, registry=registry
+        )
 
     def record_step(self, report: StepReport) -> None:
         self.running.set(report.running)
@@ -154,7 +169,8 @@ class Metrics:
         ]
 
     def render(self) -> bytes:
-        return render(self.families())
+        families = self.families()
+        return render([*families, *vllm_aliases(families, self._model)] if self._model else families)
 
     async def exposition(self) -> bytes:
         """Return the text of /metrics."""

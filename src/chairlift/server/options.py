@@ -112,6 +112,13 @@ class ServerOptions:
         group=LOGGING,
         metavar="FILE",
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        help="Send OpenTelemetry traces to this OTLP address over HTTP, such as http://localhost:4318. Needs "
+        "chairlift[otel].",
+        group=LOGGING,
+        metavar="URL",
+    )
     log_level: str | None = option(
         None,
         help="Least severe messages on standard error.",

@@ -116,7 +116,14 @@ class GenerationHandler:
         """Submit the next `count` prompts."""
         messages = self._messages(submission, count, body, http)
         texts = self._subscribers.texts if self._subscribers.watching else None
-        submission.updates = self._engine.submit(messages, StreamMetrics(self._metrics, http.state.arrived, texts))
+        observer = StreamMetrics(
+            self._metrics,
+            http.state.arrived,
+            texts,
+            timelines=http.state.timelines,
+            prompt_lengths=[len(message.prompt) for message in messages],
+        )
+        submission.updates = self._engine.submit(messages, observer)
         submission.num_submitted += len(messages)
         for message in messages if texts is not None else ():
             ids = completion_ids(message.request_id, message.params.n)

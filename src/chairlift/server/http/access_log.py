@@ -72,6 +72,7 @@ def _line(scope: Scope, head: Message, *, complete: bool) -> dict[str, Any]:
     found = {
         "request_id": headers.get(b"x-request-id", b"").decode("latin-1"),
         "client": client[0] if client else None,
+        "trace_id": state.get("trace_id"),
         "tenant": state.get("tenant"),
         "method": scope["method"],
         "path": scope["path"],

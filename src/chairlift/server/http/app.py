@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -25,8 +26,12 @@ from chairlift.server.http.guards import OutermostMiddleware, RequestGuard
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.rate_limits import RateLimitGuard
 from chairlift.server.http.routes import add_generation_routes, add_status_routes, add_tokenizer_routes
+from chairlift.server.http.tracing import Tracing
 from chairlift.server.openai.strict import invalid_field
 from chairlift.server.service import Service
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 _RATE_LIMIT_HEADERS = [
     f"x-ratelimit-{figure}-{kind}" for figure in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
@@ -45,6 +50,7 @@ def make_app(
     hosts: HostNames | None = None,
     public_metrics: bool = False,
     access_log: Path | None = None,
+    tracer_provider: TracerProvider | None = None,
 ) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -52,6 +58,8 @@ def make_app(
         pinging = asyncio.create_task(_ping(service))
         yield
         pinging.cancel()
+        if tracer_provider is not None:
+            await asyncio.to_thread(tracer_provider.shutdown)  # sends what it has not sent yet
 
     app = FastAPI(title="Chairlift", version=chairlift.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     hosts, keys = hosts or HostNames(), keys or KeyTable()
@@ -74,6 +82,8 @@ def make_app(
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(OutermostMiddleware)
+    if tracer_provider is not None:
+        app.add_middleware(Tracing, provider=tracer_provider, model=service.model.name)
     if access_log is not None:
         app.add_middleware(AccessLog, file=access_log)
     _add_error_handlers(app)

@@ -88,7 +88,7 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state["arrived"] = time.monotonic()
+        state["arrived"], state["timelines"] = time.monotonic(), {}
         key = state["api_key"] = self._key(scope)
         state["key"], state["tenant"] = (None, None) if key is None else (key.digest, key.name)
         refusal = self._refusal(scope)

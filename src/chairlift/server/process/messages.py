@@ -81,6 +81,7 @@ class Update(msgspec.Struct):
     prompt_logprobs: list[TokenLogprobs] = []  # of further prompt tokens, if requested
     vector: bytes = b""  # float32, of the whole prompt; with pooling
     cached_tokens: int | None = None  # set at every admission, also after a preemption
+    admitted: float | None = None  # time of the admission, on the monotonic clock that all processes share
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None  # with beam search or best_of

@@ -128,5 +128,5 @@ def collect_updates(events: Sequence[Event]) -> list[Update]:
         elif isinstance(event, PromptPooled):
             update.vector = array("f", event.vector).tobytes()
         elif update.cached_tokens is None:
-            update.cached_tokens = event.cached_tokens
+            update.cached_tokens, update.admitted = event.cached_tokens, event.time
     return list(updates.values())

@@ -39,7 +39,7 @@ class WorkerPool:
     """The front end of a server with several HTTP processes. This process runs the hub and supervises the engine."""
 
     def __init__(self, config: ServerConfig, chat_template: str | None) -> None:
-        metrics = Metrics()
+        metrics = Metrics(config.model_name)
         self.engine = make_engine(config, metrics)
         self._hub = Hub(self.engine, metrics, config.limits)
         self._config = config

@@ -1,0 +1,133 @@
+"""OpenTelemetry traces: one span for each POST request, with its phases in the engine as children.
+
+The spans of queue, prefill and decode are made when the response has ended, from times that were measured anyway, so
+tracing costs a stream nothing while it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import chairlift
+from chairlift.errors import InvalidParameter
+from chairlift.server.generation.stream_metrics import Timeline
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+OPTION = "otlp_traces_endpoint"
+PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+_TRACE_PATH = "/v1/traces"
+
+
+def check_traces_endpoint(endpoint: str) -> None:
+    """Raise unless traces can be sent there, as far as can be known before."""
+    for package in PACKAGES:
+        if not _is_installed(package):
+            raise InvalidParameter(OPTION, f"needs {package}: pip install 'chairlift[otel]'")
+    if not endpoint.startswith(("http://", "https://")):
+        raise InvalidParameter(OPTION, f"must be an http:// or https:// address, got {endpoint!r}")
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
+def make_tracer_provider(endpoint: str) -> TracerProvider:
+    """Return a provider that exports to an OTLP endpoint over HTTP. The OTEL_* variables apply as usual."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    url = endpoint if endpoint.rstrip("/").endswith(_TRACE_PATH) else endpoint.rstrip("/") + _TRACE_PATH
+    resource = Resource.create({SERVICE_NAME: "chairlift", SERVICE_VERSION: chairlift.__version__})
+    provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+    return provider
+
+
+class Tracing:
+    """Middleware that makes the spans. The parent is the client's span, if it sends a `traceparent` header."""
+
+    def __init__(self, app: ASGIApp, *, provider: TracerProvider, model: str) -> None:
+        self._app = app
+        self._model = model
+        self._tracer: Tracer = provider.get_tracer("chairlift", chairlift.__version__)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        name = f"{scope['method']} {scope['path']}"
+        span = self._tracer.start_span(name, _client_context(scope), kind=SpanKind.SERVER)
+        state = scope.setdefault("state", {})
+        state["trace_id"] = f"{span.get_span_context().trace_id:032x}"
+        status = 0
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            span.set_attributes(_attributes(scope, self._model, status))
+            if status >= 500:
+                span.set_status(Status(StatusCode.ERROR))
+            for timeline in state.get("timelines", {}).values():
+                self._add_phases(span, timeline)
+            span.end()
+
+    def _add_phases(self, parent: Span, timeline: Timeline) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        context, offset = set_span_in_context(parent), time.time_ns() - time.monotonic_ns()
+        for phase, (start, end) in timeline.phases().items():
+            span = self._tracer.start_span(phase, context, start_time=offset + int(start * 1e9))
+            if phase == "decode":
+                span.set_attributes({"gen_ai.usage.output_tokens": timeline.num_tokens})
+                if timeline.finish_reason is not None:
+                    span.set_attribute("gen_ai.response.finish_reasons", [timeline.finish_reason])
+            span.end(offset + int(end * 1e9))
+
+
+def _client_context(scope: Scope) -> Any:
+    """Return the context that the client sends in W3C's headers."""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    return TraceContextTextMapPropagator().extract(headers)
+
+
+def _attributes(scope: Scope, model: str, status: int) -> Mapping[str, Any]:
+    """Return OpenTelemetry's attributes for HTTP and generative models. They hold no text."""
+    state = scope["state"]
+    found: dict[str, Any] = {
+        "http.request.method": scope["method"],
+        "url.path": scope["path"],
+        "http.response.status_code": status,
+        "gen_ai.system": "chairlift",
+        "gen_ai.response.model": model,
+    }
+    if state.get("tenant"):
+        found["enduser.id"] = state["tenant"]
+    usage = state.get("usage")
+    if usage is not None:
+        found["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+        found["gen_ai.usage.output_tokens"] = usage.completion_tokens
+        found["gen_ai.usage.cached_tokens"] = usage.cached_tokens
+    return found

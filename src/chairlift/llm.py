@@ -101,13 +101,19 @@ class LLM:
         *,
         use_tqdm: bool = True,
         timeout: float | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, each a list of {"role": …, "content": …}."""
+        """Answer one conversation or several, each a list of {"role": …, "content": …}.
+
+        With `continue_final_message`, the model continues the last message instead of beginning a new one.
+        """
         conversations: list[Any] = [messages] if is_conversation(messages) else list(messages)
-        options = dict(chat_template_kwargs or {}, add_generation_prompt=add_generation_prompt, tools=tools)
+        options = dict(chat_template_kwargs or {}, tools=tools, continue_final_message=continue_final_message)
+        if add_generation_prompt is not None:
+            options["add_generation_prompt"] = add_generation_prompt
         prompts = [render_chat(conversation, options, self.get_tokenizer()) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, timeout=timeout)
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from chairlift.config import EngineConfig
-from chairlift.core.events import RequestAdmitted
+from chairlift.core.events import PromptPooled, PromptScored, RequestAdmitted
+from chairlift.core.sampling.logprobs import TokenLogprobs
 from chairlift.engine.startup import LoadedModel, start_engine
 from tests.api.conftest import Run, run_greedy
+from tests.api.prompt_outputs import SCORED, check_embedding, expected_logprobs, pooled
 from tests.comparison import check_greedy, reference_tokens
 from tests.prompts import CHATS, SHORT, long_text
 
@@ -135,3 +137,28 @@ def test_other_attention_backends_give_the_same_tokens(
     few = reference.short(longest)
     assert len(few) >= 10
     run_and_check(engine, reference, few)
+
+
+def test_prompt_outputs(default_model: LoadedModel, hf_default: Any) -> None:
+    """Log-probabilities and embeddings of all prompts at once, in chunks."""
+    engine = engine_for(default_model, max_prefill_tokens=32)
+    prompts = [default_model.tokenizer.encode(text) for text in (*SHORT[:6], *CHATS)]
+    ids = [
+        [engine.submit(prompt, params)[0] for params in (SCORED, pooled("mean"), pooled("last"))] for prompt in prompts
+    ]
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    vectors: dict[str, list[float]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, PromptScored):
+                logprobs.setdefault(event.request_id, []).extend(event.logprobs)
+            elif isinstance(event, PromptPooled):
+                vectors[event.request_id] = list(event.vector)
+    for prompt, (scored, mean, last) in zip(prompts, ids, strict=True):
+        expected = expected_logprobs(hf_default, prompt)
+        assert [one.token_id for one in logprobs.get(scored, [])] == prompt[1:]
+        for row, one in zip(expected, logprobs.get(scored, []), strict=False):
+            assert abs(one.logprob - float(row[one.token_id])) < 1e-3
+            assert [value for _, value in one.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-3)
+        check_embedding(hf_default, prompt, vectors[mean], "mean")
+        check_embedding(hf_default, prompt, vectors[last], "last")

@@ -15,12 +15,11 @@ from chairlift.core.events import Event, PromptPooled, PromptScored, RequestPree
 from chairlift.core.integrity import check_quiescent
 from chairlift.core.orderings.priority import PriorityOrdering
 from chairlift.core.request import Request
-from chairlift.core.sampling.pooling import Pooling, PoolingKind
 from chairlift.errors import InvalidParameter
 from chairlift.outputs import Logprob
+from tests.api.prompt_outputs import SCORED, check_embedding, expected_embedding, expected_logprobs, pooled
 from tests.tiny import SENTENCES, write_tiny_checkpoint
 
-SCORED = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=4)
 PROMPT_ONLY = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
@@ -47,17 +46,6 @@ def check_quiescent_afterwards(llm: LLM) -> Any:
     yield
     llm.engine.step()
     check_quiescent(llm.engine.scheduler)
-
-
-def expected_logprobs(hf: Any, tokens: Sequence[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return hf(torch.tensor([list(tokens)])).logits[0].float().log_softmax(dim=-1)
-
-
-def expected_embedding(hf: Any, tokens: Sequence[int], pooling: str) -> torch.Tensor:
-    with torch.inference_mode():
-        hidden = hf.model(torch.tensor([list(tokens)])).last_hidden_state[0]
-    return hidden.mean(dim=0) if pooling == "mean" else hidden[-1]
 
 
 def check_logprobs(hf: Any, tokens: list[int], found: list[dict[int, Logprob] | None] | None, top: int) -> None:
@@ -172,17 +160,6 @@ def test_prompts_preempted_in_the_middle_are_scored_once_and_pooled_whole(
     check_quiescent(engine.scheduler)
 
 
-def pooled(kind: str, **more: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=0, pooling=Pooling(PoolingKind(kind), **more))
-
-
-def check_embedding(hf: Any, tokens: list[int], found: list[float], pooling: str) -> None:
-    expected = expected_embedding(hf, tokens, pooling)
-    vector = torch.tensor(found)
-    assert abs(float(vector.norm()) - 1) < 1e-5
-    assert float(torch.nn.functional.cosine_similarity(vector, expected, dim=0)) > 0.9999
-
-
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_embeddings_equal_transformers(llm: LLM, hf: Any, pooling: str) -> None:
     texts = [*SENTENCES, SENTENCES[0], "b"]
@@ -272,3 +249,12 @@ def test_pooling_goes_without_generation(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter) as caught:
         pooled("mean").clone(**given)
     assert caught.value.parameter == next(iter(given))
+
+
+def test_chats_may_continue_their_final_message(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "The lift "}]
+    params = SCORED.clone(prompt_logprobs=None)
+    (found,) = llm.chat(messages, params, continue_final_message=True, use_tqdm=False)
+    assert found.prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nThe lift "
+    (expected,) = llm.generate([found.prompt_token_ids], params, use_tqdm=False)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -125,3 +125,19 @@ def test_a_suffix_makes_a_fill_in_the_middle_prompt() -> None:
     prompts = TextGeneration(body, ServedModel.create("m", tokenizer)).tokenize(100).prompts
     texts = ["<fim_prefix>a <fim_suffix> b<fim_middle>", "<fim_prefix>c<fim_suffix> b<fim_middle>"]
     assert prompts == [tokenizer.encode(text) for text in texts]
+
+
+def test_the_final_message_is_continued(server: RunningServer) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "The lift "}]
+    answer = post(server, CHAT, {"messages": messages, "continue_final_message": True, "max_tokens": 5})
+    begin = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nThe lift "
+    plain = post(server, TEXT, {"prompt": begin, "max_tokens": 5})
+    assert answer["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    tokens = server.post("/tokenize", {"messages": messages, "continue_final_message": True}).json()["tokens"]
+    assert tokens == tokens_of(server, begin)
+    unprompted = server.post("/tokenize", {"messages": HELLO, "add_generation_prompt": False}).json()["tokens"]
+    assert unprompted == tokens_of(server, "<|im_start|>user\nhello<|im_end|>\n")
+    both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    refused = server.post(CHAT, GREEDY | both)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")

@@ -239,3 +239,37 @@ def test_templates_can_use_every_special_token() -> None:
 def test_the_date_comes_from_the_clock() -> None:
     template = ChatTemplate("{{ strftime_now('%d %B %Y') }}", clock=lambda: datetime(2024, 7, 26))
     assert template.render([USER]) == "26 July 2024"
+
+
+@pytest.mark.parametrize("template", [CHATML, INST, GEMMA])
+@pytest.mark.parametrize("end", ["The lift", "The lift ", "The <|im_end|> lift", "a\n"])
+def test_the_final_message_is_continued(template: str, end: str) -> None:
+    """The prompt is what comes before the end of the message, whatever the template adds or trims after it."""
+    tokenizer = Tokenizer(backends.byte_level(), chat_template=template, bos_token="<s>", eos_token="</s>")
+    messages = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": end}]
+    text, ids = tokenizer.encode_chat(messages, continue_final_message=True)
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    assert text.endswith(end)
+    assert whole.startswith(text.rstrip())
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.encode_chat(messages, continue_final_message=True, add_generation_prompt=False)[0] == text
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "problem"),
+    [
+        ([{"role": "user", "content": "a"}], {"add_generation_prompt": True}, "together with add_generation_prompt"),
+        ([{"role": "assistant", "content": ""}], {}, "no content to continue"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(messages: Any, options: dict[str, Any], problem: str) -> None:
+    tokenizer = Tokenizer(backends.byte_level(), chat_template=CHATML)
+    with pytest.raises(InvalidParameter, match=f"continue_final_message: .*{problem}"):
+        tokenizer.encode_chat(messages, continue_final_message=True, **options)
+
+
+def test_a_template_that_changes_the_final_message_cannot_continue_it() -> None:
+    tokenizer = Tokenizer(backends.byte_level(), chat_template="{{ messages[0].content }}")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(InvalidParameter, match="does not show the final message"):
+        tokenizer.encode_chat(messages, continue_final_message=True)

@@ -22,6 +22,7 @@ class SpecialTokenEscaper:
         self._numbers = {token: number for number, token in enumerate(self._tokens)}
         self._special = re.compile("|".join(map(re.escape, self._tokens)) or "(?!)")
         nonce = secrets.token_hex(8)
+        self.end_marker = f"\ue000{nonce}-end\ue001"  # marks the place after which the prompt is cut
         self._placeholder = f"\ue000{nonce}-%d\ue001"
         self._placeholders = re.compile(f"\ue000{nonce}-([0-9]+)\ue001")
 

@@ -150,23 +150,50 @@ class Tokenizer:
         )
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], /, *, max_tokens: int | None = None, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        max_tokens: int | None = None,
+        continue_final_message: bool = False,
+        **options: Any,
     ) -> tuple[str, list[int]]:
         """Return a conversation's prompt as text and as token ids.
 
-        `options` are those of `apply_chat_template`; `max_tokens` is that of `encode`.
+        `options` are those of `apply_chat_template`; `max_tokens` is that of `encode`. With `continue_final_message`,
+        the prompt ends with the content of the last message, which the model continues.
 
         Only the template can write special tokens: one in a message, a tool or a template's variable stays text.
         """
         escaper = SpecialTokenEscaper(self._special_texts)
         escaped = {name: escaper.escape(plain_data(name, value)) for name, value in options.items()}
-        rendered = self.apply_chat_template(escaper.escape(checked_messages(messages)), **escaped)
+        checked = escaper.escape(checked_messages(messages))
+        if continue_final_message:
+            rendered = self._render_unfinished(checked, escaper.end_marker, escaped)
+        else:
+            rendered = self.apply_chat_template(checked, **escaped)
         self._check_length("messages", rendered, max_tokens)
         text, ids = "", list[int]()
         for piece, is_text in escaper.pieces(rendered):
             text += piece
             ids += _encoded(self._text_only_backend if is_text else self._backend, [piece], False, "messages")[0]
         return text, ids
+
+    def _render_unfinished(self, messages: list[dict[str, Any]], marker: str, options: Mapping[str, Any]) -> str:
+        """Render a conversation up to the end of its last message's content, where `marker` is put."""
+        parameter = "continue_final_message"
+        if options.get("add_generation_prompt"):
+            raise InvalidParameter(parameter, "was given together with add_generation_prompt; give one")
+        last = messages[-1]
+        if not last["content"]:
+            raise InvalidParameter(parameter, "the final message has no content to continue")
+        marked = [*messages[:-1], last | {"content": last["content"] + marker}]
+        prompt, found, _ = self.apply_chat_template(marked, **{**options, "add_generation_prompt": False}).partition(
+            marker
+        )
+        if not found:
+            raise InvalidParameter(parameter, "this model's chat template does not show the final message as it is")
+        return prompt
 
     def _check_length(self, parameter: str, text: str, max_tokens: int | None) -> None:
         if max_tokens is None or not isinstance(text, str) or len(text) <= _PROBE * max_tokens:

@@ -119,15 +119,22 @@ def _token_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidParameter("prompt", "give either prompt or messages")
     if body.prompt is not None:
-        if body.tools is not None:
-            raise InvalidParameter("tools", "only go with messages")
+        for name in ("tools", "add_generation_prompt", "continue_final_message"):
+            if getattr(body, name) is not None:
+                raise InvalidParameter(name, "only goes with messages")
         special = True if body.add_special_tokens is None else body.add_special_tokens
         return model.tokenizer.encode(body.prompt, add_special_tokens=special)
     if body.add_special_tokens is not None:
         raise InvalidParameter("add_special_tokens", "only goes with prompt: a chat template writes its own")
     tools = ToolUse.of(model.tool_format, body.tools, None, None)
     messages = known_roles(body.messages or [], model.tokenizer.template_strings)
-    return tools.encode(model.tokenizer, messages, reasoning=model.reasoning_format)
+    return tools.encode(
+        model.tokenizer,
+        messages,
+        reasoning=model.reasoning_format,
+        add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )
 
 
 def _detokenize(body: DetokenizeRequest, model: ServedModel) -> bytes:

@@ -18,7 +18,15 @@ from chairlift.text.messages import known_roles
 from chairlift.text.reasoning.reasoning_use import ReasoningUse, effort_variables
 from chairlift.text.tools.tool_use import ToolUse
 
-_RESERVED_OPTIONS = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "max_tokens")
+_RESERVED_OPTIONS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+    "max_tokens",
+)
 
 
 class ChatGeneration(GenerationRequest):
@@ -47,6 +55,7 @@ class ChatGeneration(GenerationRequest):
                 raise InvalidParameter("chat_template_kwargs", f"{reserved!r} cannot be set there")
         if self._body.add_generation_prompt is not None:
             options["add_generation_prompt"] = self._body.add_generation_prompt
+        options["continue_final_message"] = bool(self._body.continue_final_message)
         effort = effort_variables(self._body.reasoning_effort, model.reasoning_format, model.tokenizer)
         prompt = tools.encode(
             model.tokenizer,

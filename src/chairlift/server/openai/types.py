@@ -215,6 +215,7 @@ class ChatRequest(CompletionBody):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None  # false leaves the reasoning out of the response
     tools: Tools | None = None
@@ -249,6 +250,8 @@ class TokenizeRequest(StrictModel):
     messages: Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_MESSAGES)] = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeRequest(StrictModel):

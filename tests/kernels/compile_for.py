@@ -54,10 +54,13 @@ launch.shared_memory = lambda device: SHARED_MEMORY[capability]
 
 from chairlift.kernels.triton import fp8, invariant, invariant_attention, layers, moe, sampling
 from chairlift.kernels.triton.decode import Fresh
+from chairlift.kernels.triton.int4 import product as int4
+from chairlift.kernels.triton.int4.matrix import store
 from chairlift.kernels.triton.products import product
 from tests.kernels.attention_cases import as_ints, make_case, run_decode, run_prefill, tiles_of
 
 product.reads_ahead = lambda device: hopper
+int4.has_asm = lambda device: True
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCAB = 8, 2, 128, 1024, 2048, 5000
@@ -107,6 +110,18 @@ def compile_products() -> None:
         invariant.invariant_linear(numbers, weight.to(FP8), scales=(scales, torch.ones(2 * INNER)), out_dtype=BF16)
 
 
+def compile_int4() -> None:
+    for group, dtype in ((32, BF16), (128, torch.float16)):
+        scales = torch.ones(2 * INNER, HIDDEN // group).to(dtype)
+        weight = store(torch.ones(2 * INNER, HIDDEN, dtype=torch.uint8), scales, scales if group == 32 else None, group)
+        int4.dequantize(weight, dtype)
+        for rows in (1, 24, 100):
+            x = launch.empty_rows(rows, HIDDEN, dtype=dtype, device=CPU)
+            int4.int4_product(x, weight, squares=torch.ones(rows, 4), eps=1e-6, gated=True)
+            total = launch.empty_rows(rows, 2 * INNER, dtype=dtype, device=CPU)
+            int4.int4_product(x, weight, add_to=total, next_norm=torch.ones(2 * INNER, dtype=dtype))
+
+
 def compile_layers() -> None:
     x, weight = torch.randn(4, HIDDEN).to(BF16), torch.ones(HIDDEN, dtype=BF16)
     layers.rms_norm(x, weight, 1e-6)
@@ -146,6 +161,13 @@ def compile_sampling() -> None:
     )  # fmt: skip
 
 
-for compile_some in (compile_attention, compile_products, compile_layers, compile_experts, compile_sampling):
+for compile_some in (
+    compile_attention,
+    compile_products,
+    compile_int4,
+    compile_layers,
+    compile_experts,
+    compile_sampling,
+):
     compile_some()
 print(json.dumps(sorted(set(compiled))))

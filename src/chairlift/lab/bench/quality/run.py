@@ -30,6 +30,7 @@ CPU_MODES: Mapping[str, Mapping[str, str]] = {
     "float32, KV bfloat16": FLOAT32 | {"kv_dtype": "bfloat16"},
     "int8, KV float32": {"quantization": "int8", "kv_dtype": "float32"},
     "int8, KV bfloat16": {"quantization": "int8", "kv_dtype": "bfloat16"},
+    "int4, KV float32": {"quantization": "int4", "kv_dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
 }
 GPU_MODES: Mapping[str, Mapping[str, str]] = {
@@ -37,6 +38,7 @@ GPU_MODES: Mapping[str, Mapping[str, str]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, KV fp8": {"dtype": "bfloat16", "kv_dtype": "fp8"},
     "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "fp8, KV fp8": {"dtype": "bfloat16", "quantization": "fp8", "kv_dtype": "fp8"},
 }
 LOGIT_ROWS = 64  # rows whose logits are held at a time

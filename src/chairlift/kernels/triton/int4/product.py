@@ -1,0 +1,123 @@
+"""Launches products with 4-bit weights."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from chairlift.kernels.triton.int4.kernel import dequantize_kernel, int4_product_kernel
+from chairlift.kernels.triton.int4.matrix import Int4Matrix
+from chairlift.kernels.triton.int4.tiling import Int4Tiling, choose_int4_tiling, fitting_int4, invariant_int4_tiling
+from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
+
+
+def int4_product(
+    x: Tensor,
+    weight: Int4Matrix,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    add_to: Tensor | None = None,
+    next_norm: Tensor | None = None,
+    invariant: bool = False,
+    tiling: Int4Tiling | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x [M, K] times weight [N, K] transposed; with `add_to`, also the partial sums of squares of the result's rows,
+    and the result times `next_norm` [N] if given.
+
+    `squares` [M, parts]: normalise each row of x by these partial sums of squares.
+    `gated`: weight is [2 N, K]; the result is silu(first half) * second half.
+    `add_to` [M, N]: add the result to it in place.
+    `invariant`: make each row the same, bit for bit, however many rows there are.
+    """
+    rows, depth = x.shape
+    columns = weight.rows // (2 if gated else 1)
+    if tiling is None and invariant:
+        tiling = invariant_int4_tiling(columns, depth, weight.group)
+    tiling = tiling or choose_int4_tiling(rows, columns, depth, gated, weight.group)
+    tiling = fitting_int4(tiling, weight.run, gated, x.device)
+    out = add_to if add_to is not None else empty_rows(rows, columns, dtype=x.dtype, device=x.device)
+    scaled = None if next_norm is None else empty_rows(rows, columns, dtype=x.dtype, device=x.device)
+    across = cdiv(columns, tiling.columns)
+    programs = cdiv(rows, tiling.rows) * across
+    tile = tiling.rows * tiling.columns * (2 if gated else 1)
+    partial, arrived = _scratch(programs * tiling.splits * tile if tiling.splits > 1 else 1, programs, x.device)
+    squares_out = None if add_to is None else torch.empty(rows, across, dtype=torch.float32, device=x.device)
+    assert x.is_contiguous()
+    num_squares = 0 if squares is None else squares.shape[1]
+    int4_product_kernel[(cdiv(rows, tiling.rows), across, tiling.splits)](
+        x,
+        weight.words,
+        weight.scales,
+        x if bias is None else bias,
+        out,
+        x if next_norm is None else next_norm,
+        out if scaled is None else scaled,
+        partial if squares is None else squares,
+        partial if squares_out is None else squares_out,
+        partial,
+        arrived,
+        rows,
+        columns,
+        depth,
+        weight.words.shape[1] * weight.run,
+        eps,
+        BM=tiling.rows,
+        BN=tiling.columns,
+        H=weight.run,
+        GROUPS=4 * weight.run // weight.group,
+        OFFSETS=weight.has_offsets,
+        HALF=weight.half,
+        SPLITS=tiling.splits,
+        STAGES=tiling.stages,
+        SQUARES=num_squares,
+        SQUARES_PADDED=next_power_of_2(max(1, num_squares)),
+        GATED=gated,
+        RESIDUAL=add_to is not None,
+        SCALED=scaled is not None,
+        BIAS=bias is not None,
+        EVEN_DEPTH=depth % (4 * weight.run) == 0,
+        FEW=tiling.few,
+        PREFETCH=tiling.prefetch,
+        ASM=has_asm(x.device),
+        num_warps=tiling.warps,
+        **overlapping(x.device),
+    )
+    return out, squares_out, scaled
+
+
+def dequantize(weight: Int4Matrix, dtype: torch.dtype) -> Tensor:
+    """The matrix [rows, columns]."""
+    out = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.words.device)
+    panels, chunks, _, run = weight.words.shape
+    dequantize_kernel[(chunks, panels)](
+        weight.words,
+        weight.scales,
+        out,
+        weight.rows,
+        weight.columns,
+        chunks * run,
+        H=run,
+        GROUPS=4 * run // weight.group,
+        OFFSETS=weight.has_offsets,
+        HALF=weight.half,
+        num_warps=1,
+        **overlapping(out.device),
+    )
+    return out
+
+
+@cache
+def has_asm(device: torch.device) -> bool:
+    """Whether kernels can contain PTX."""
+    return device.type == "cuda" and torch.version.cuda is not None
+
+
+@cache
+def _scratch(size: int, programs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scratch memory shared by all kernels of one stream, which run in sequence."""
+    return torch.empty(size, device=device), torch.zeros(programs, dtype=torch.int32, device=device)

@@ -1,0 +1,128 @@
+"""Weights in 4-bit integers, in groups of neighbouring columns with a scale and an offset; activations are not rounded.
+
+Plain weights are rounded in groups of 32 while they are loaded. Quantized checkpoints keep their own groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.kernels.triton.int4.matrix import GROUPS, Int4Matrix, can_store, dequantized, store
+from chairlift.layers.formats import FORMATS
+from chairlift.layers.formats.base import WeightFormat
+from chairlift.layers.group_rounding import round_groups
+from chairlift.layers.rows import in_tiles
+from chairlift.loading.stored_weight import GroupedIntegers, StoredWeight
+
+GROUP = 32  # the smallest that the kernels have; larger ones take fewer bytes and lose more
+# With more rows, dequantizing the weight once and multiplying in 16 bits is faster than dequantizing it in each tile.
+MOST_TILED_ROWS = 256
+
+
+@FORMATS.register("int4")
+class Int4Weight(WeightFormat):
+    """Maps whose sizes do not fit (rows not a multiple of 16, columns not of 32) stay plain."""
+
+    name = "int4"
+    stores_head = False
+
+    def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
+        super().__init__(weight, shared=shared)
+        self.matrix: Int4Matrix | None = None
+
+    @classmethod
+    def obstacles(cls, dtype: torch.dtype, device: torch.device) -> list[str]:
+        if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+            return [f"activations are bfloat16 or float16 with it on a GPU, not {dtype}"]
+        return []
+
+    @classmethod
+    def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:
+        return not cls.obstacles(dtype, device) and _merged(parts) is not None
+
+    def load(self, parts: Sequence[StoredWeight]) -> None:
+        merged = _merged(parts)
+        assert merged is not None
+        numbers, scales, offsets = (
+            None if each is None else each.to(self.device) for each in (merged.numbers, merged.scales, merged.offsets)
+        )
+        assert numbers is not None
+        assert scales is not None
+        self.matrix = store(numbers, scales, offsets, _group(merged))
+        self.plain = None
+
+    def pack(self) -> None:
+        if self.plain is None or not can_store(self.out_features, self.in_features, GROUP):
+            return
+        numbers, scales, offsets = round_groups(self.plain, GROUP, _scale_dtype(self.dtype))
+        self.matrix = store(numbers, scales, offsets, GROUP)
+        self.plain = None
+
+    @property
+    def num_bytes(self) -> int:
+        if self.matrix is not None:
+            return self.matrix.nbytes
+        assert self.plain is not None
+        return self.plain.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.matrix is not None and x.is_cuda:
+            from chairlift.kernels.triton.int4.product import int4_product
+
+            if self.batch_invariant or len(x) <= MOST_TILED_ROWS:
+                return int4_product(x.contiguous(), self.matrix, bias=bias, invariant=self.batch_invariant)[0]
+        weight = self._in_full(x.dtype)
+        if self.batch_invariant:
+            return in_tiles(lambda rows: F.linear(rows, weight, bias), x)
+        return F.linear(x, weight, bias)
+
+    def _in_full(self, dtype: torch.dtype) -> Tensor:
+        if self.matrix is None:
+            assert self.plain is not None
+            return self.plain
+        if self.matrix.words.is_cuda:
+            from chairlift.kernels.triton.int4.product import dequantize
+
+            return dequantize(self.matrix, dtype)
+        return dequantized(self.matrix).to(dtype)
+
+
+def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float16 if dtype is torch.float16 else torch.bfloat16
+
+
+def _group(integers: GroupedIntegers) -> int:
+    """The largest group that the kernels have and that divides the checkpoint's; 0 if there is none."""
+    return next((group for group in GROUPS if integers.group_size % group == 0), 0)
+
+
+def _merged(parts: Sequence[StoredWeight]) -> GroupedIntegers | None:
+    """The weights one below the other with one group size, if the kernels can multiply them."""
+    integers = [part.as_integers() for part in parts]
+    found = [each for each in integers if each is not None and each.bits == 4 and each.group_of is None]
+    if len(found) != len(parts) or 0 in (sizes := [_group(each) for each in found]):
+        return None
+    group = min(sizes)
+    if not can_store(sum(each.shape[0] for each in found), found[0].shape[1], group):
+        return None
+    scales = [_fine(each.scales, each.group_size // group) for each in found]
+    if len({each.dtype for each in scales}) > 1:
+        scales = [each.to(torch.bfloat16) for each in scales]
+    offsets = None
+    if any(each.offsets is not None for each in found):
+        offsets = torch.cat([_fine(_offsets(each), each.group_size // group) for each in found]).to(scales[0].dtype)
+    return GroupedIntegers(4, torch.cat([each.numbers for each in found]), torch.cat(scales), offsets)
+
+
+def _offsets(integers: GroupedIntegers) -> Tensor:
+    return -8.0 * integers.scales.float() if integers.offsets is None else integers.offsets
+
+
+def _fine(values: Tensor, repeats: int) -> Tensor:
+    """The scales of larger groups for each of their parts, in 16 bits."""
+    values = values if values.dtype in (torch.float16, torch.bfloat16) else values.to(torch.float16)
+    return values.repeat_interleave(repeats, dim=1)

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.attention.storage import KVStorage
+from chairlift.kernels.triton.int4.matrix import dequantized
 from chairlift.layers.formats.fp8 import FP8Weight
+from chairlift.layers.formats.int4 import Int4Weight
+from chairlift.layers.formats.none import PlainWeight
 from chairlift.models import build_model
 from chairlift.models.decoder import Decoder
 from chairlift.models.dummy import dummy_tensors
@@ -148,3 +151,36 @@ def test_only_supported_layers_are_fused() -> None:
     assert can_fuse(config, torch.bfloat16, cuda)
     assert not can_fuse(config, torch.float32, cuda)
     assert not can_fuse(config, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["all maps", "but one"])
+def test_fused_layers_with_4_bit_weights(plain: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are not part of the weights; a map that is not rounded runs in the same stream."""
+    if device.type != "cpu":
+        pytest.skip("tests of whole models on the GPU compare with transformers")
+    monkeypatch.setattr("chairlift.kernels.triton.decode.PROGRAMS", 16)
+    shape = FAMILIES["qwen2"] | {"intermediate_size": 64, "num_hidden_layers": 2}
+    exact = make_model(shape, device)
+    model = Decoder(exact.config, dtype=torch.float16, device=torch.device("cpu"), format=Int4Weight)
+    model.stack = FusedGPUStack(model.stack.parts)
+    filled = tensors(shape, torch.device("cpu"))
+    fill(dict(model.targets()), filled, text_part_only=False, tied=exact.config.tied_head, filled_one=model.filled)
+    for mine, theirs in zip(model.layers, exact.layers, strict=True):
+        for rounded, each in zip(mine.linears(), theirs.linears(), strict=True):
+            assert isinstance(rounded.weight, Int4Weight)
+            assert rounded.weight.matrix is not None
+            assert each.weight.plain is not None
+            each.weight.plain.copy_(dequantized(rounded.weight.matrix))
+        if plain:
+            mine.attention.output.weight = PlainWeight(theirs.attention.output.weight.plain)
+    model.finalize()
+    rows = [(0, 0), (17, 3), (8, 6)]
+    found = []
+    with torch.inference_mode():
+        for one in (model, exact):
+            storage = allocate_storage(model.attention_layers, 12, 8, torch.float16, torch.device("cpu"))
+            torch.manual_seed(1)
+            for side in (*storage.keys, *storage.values):
+                side.copy_(torch.randn_like(side.float()))
+            found.append(logits(one, storage, rows))
+    assert float(((found[0] - found[1]).norm(dim=1) / found[1].norm(dim=1)).max()) < 5e-3

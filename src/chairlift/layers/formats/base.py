@@ -150,6 +150,11 @@ class WeightFormat(ABC):
         `kernels.triton.products.product`."""
         raise NotImplementedError
 
+    def fused_scaled(self, x: Tensor, *, add_to: Tensor, next_norm: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Add the product to `add_to`; return the partial sums of squares of its rows, and it times `next_norm`."""
+        squares = self.fused(x, add_to=add_to)[1]
+        return squares, add_to * next_norm.to(add_to.dtype)
+
     def multiply_rounded(self, rows: ScaledRows, bias: Tensor | None) -> Tensor:
         """The product of rows in 8-bit floats."""
         raise NotImplementedError

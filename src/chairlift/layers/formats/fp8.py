@@ -6,12 +6,15 @@ so that no request's numbers depend on another's. Products are added in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from chairlift.kernels.gpu import capability_of, on_gpu
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import ScaledRows, WeightFormat
+from chairlift.loading.stored_weight import ScaledFloats, StoredWeight
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number of e4m3
@@ -36,6 +39,25 @@ class FP8Weight(WeightFormat):
         if dtype not in (torch.bfloat16, torch.float16):
             found.append(f"activations are bfloat16 or float16 with it, not {dtype}")
         return found
+
+    @classmethod
+    def accepts(cls, parts: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> bool:
+        floats = all(isinstance(part, ScaledFloats) and part.numbers.dtype is FP8 for part in parts)
+        return floats and not cls.obstacles(dtype, device)
+
+    def load(self, parts: Sequence[StoredWeight]) -> None:
+        """Scales per tensor and per channel are kept; weights with scales per block are rounded again, per channel."""
+        found = []
+        for part in parts:
+            assert isinstance(part, ScaledFloats)
+            scales = part.row_scales
+            if scales is None:
+                found.append(round_rows(part.dequantized().to(self.device)))
+            else:
+                found.append(ScaledRows(part.numbers.to(self.device), scales.to(self.device)))
+        numbers = torch.cat([rows.numbers.view(torch.uint8) for rows in found]).view(FP8)
+        self._rows = ScaledRows(numbers, torch.cat([rows.scales for rows in found]))
+        self.plain = None
 
     def pack(self) -> None:
         if self.plain is not None:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.kernels.triton.int4.matrix import GROUPS, Int4Matrix, can_store, dequantized, store
+from chairlift.kernels.gpu import on_gpu
+from chairlift.kernels.triton.int4.matrix import GROUPS, PANEL, Int4Matrix, can_store, dequantized, store
 from chairlift.layers.formats import FORMATS
 from chairlift.layers.formats.base import WeightFormat
 from chairlift.layers.group_rounding import round_groups
@@ -29,6 +30,7 @@ class Int4Weight(WeightFormat):
 
     name = "int4"
     stores_head = False
+    most_fused_rows = MOST_TILED_ROWS
 
     def __init__(self, weight: Tensor, *, shared: bool = False) -> None:
         super().__init__(weight, shared=shared)
@@ -70,7 +72,7 @@ class Int4Weight(WeightFormat):
         return self.plain.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.matrix is not None and x.is_cuda:
+        if self.matrix is not None and on_gpu(x.device):
             from chairlift.kernels.triton.int4.product import int4_product
 
             if self.batch_invariant or len(x) <= MOST_TILED_ROWS:
@@ -80,11 +82,40 @@ class Int4Weight(WeightFormat):
             return in_tiles(lambda rows: F.linear(rows, weight, bias), x)
         return F.linear(x, weight, bias)
 
+    def scale_columns(self, factors: Tensor) -> bool:
+        return False  # the factors of a group would need scales of their own
+
+    def fuses_rows(self, rows: int, *, gated: bool) -> bool:
+        return self.matrix is not None and not (gated and self.out_features % (2 * PANEL))
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        bias: Tensor | None = None,
+        gated: bool = False,
+        add_to: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        from chairlift.kernels.triton.int4.product import int4_product
+
+        assert self.matrix is not None
+        return int4_product(x, self.matrix, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to)[:2]
+
+    def fused_scaled(self, x: Tensor, *, add_to: Tensor, next_norm: Tensor) -> tuple[Tensor | None, Tensor]:
+        from chairlift.kernels.triton.int4.product import int4_product
+
+        assert self.matrix is not None
+        _, squares, scaled = int4_product(x, self.matrix, add_to=add_to, next_norm=next_norm)
+        assert scaled is not None
+        return squares, scaled
+
     def _in_full(self, dtype: torch.dtype) -> Tensor:
         if self.matrix is None:
             assert self.plain is not None
             return self.plain
-        if self.matrix.words.is_cuda:
+        if on_gpu(self.matrix.words.device):
             from chairlift.kernels.triton.int4.product import dequantize
 
             return dequantize(self.matrix, dtype)

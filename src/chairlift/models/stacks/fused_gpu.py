@@ -18,12 +18,13 @@ from torch import Tensor
 from chairlift.attention.interface import Attend, FusedAttend
 from chairlift.kernels.gpu import on_gpu
 from chairlift.layers.mlp import GatedMLP
+from chairlift.layers.norm import RMSNorm
 from chairlift.models.base import HiddenStates
 from chairlift.models.config import DecoderConfig
 from chairlift.models.decoder_layer import DecoderLayer
 from chairlift.models.stacks.base import LayerStack, StackParts
 from chairlift.models.stacks.plain import PlainStack
-from chairlift.models.stacks.streams import FusedStream, RoundedStream, Stream
+from chairlift.models.stacks.streams import FusedStream, RoundedStream, ScaledStream, Stream
 
 
 def can_fuse(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -56,17 +57,16 @@ class FusedGPUStack(LayerStack):
         self._norms_are_moved = True
 
     def before_packing(self, layer: DecoderLayer) -> None:
-        """Multiply the norms' weights into the matrices that follow them."""
+        """Multiply the norms' weights into the matrices that follow them, where their format allows it."""
         assert isinstance(layer.mlp, GatedMLP)
         for norm, linear in ((layer.before_attention, layer.attention.qkv), (layer.before_mlp, layer.mlp.gate_up)):
             assert norm is not None
             self._norms_are_moved &= norm.move_weight(linear.weight.scale_columns)
 
     def finalize(self) -> None:
-        if self._norms_are_moved:
-            weights = [linear.weight for layer in self.parts.layers for linear in layer.linears()]
-            self._most_fused_rows = min(weight.most_fused_rows for weight in weights)
-            self._rounds_rows = all(weight.rounds_rows for weight in weights)
+        weights = [linear.weight for layer in self.parts.layers for linear in layer.linears()]
+        self._most_fused_rows = min(weight.most_fused_rows for weight in weights)
+        self._rounds_rows = self._norms_are_moved and all(weight.rounds_rows for weight in weights)
 
     def first(self, count: int) -> FusedGPUStack:
         stack = FusedGPUStack(self.parts.first(count))
@@ -94,11 +94,18 @@ class FusedGPUStack(LayerStack):
                 attended = stream.pick(rows, attended)
             if stream.num_rows:  # a step may sample no row
                 stream.add_product(attention.output, attended, layer.before_mlp)
-                stream.add_gated_products(layer.before_mlp, mlp, layer.before_attention)
+                stream.add_gated_products(layer.before_mlp, mlp, self._norm_after(index))
         tapped = torch.stack([inputs[index] for index in taps]) if taps else None
         return HiddenStates(stream.normed(self.parts.norm), tapped)
 
+    def _norm_after(self, index: int) -> RMSNorm | None:
+        """The norm that follows a layer; of the last layer any, since the final norm reads the stream itself."""
+        return self.parts.layers[min(index + 1, len(self.parts.layers) - 1)].before_attention
+
     def _stream(self, tokens: Tensor) -> Stream | None:
         if len(tokens) <= self._most_fused_rows:
-            return FusedStream(*self.parts.embedding.with_squares(tokens))
+            x, squares = self.parts.embedding.with_squares(tokens)
+            if self._norms_are_moved:
+                return FusedStream(x, squares)
+            return ScaledStream(x, squares, self.parts.layers[0].before_attention)
         return RoundedStream(self.parts.embedding(tokens)) if self._rounds_rows else None

@@ -86,13 +86,37 @@ class FusedStream(Stream):
     def normed(self, norm: RMSNorm) -> Tensor:
         return norm(picked(self.x, self._picked))
 
+    def _unnormed(self) -> Tensor:
+        """What a product multiplies whose kernel divides each row by its size."""
+        return self.x
+
     def _product(self, norm: RMSNorm | None, linear: Linear, *, gated: bool) -> Tensor:
         assert norm is not None
         if linear.weight.fuses_rows(len(self.x), gated=gated):
-            x = self.x if self._normed is None else self._normed
+            x = self._unnormed() if self._normed is None else self._normed
             return linear.weight.fused(x, squares=self._squares, eps=norm.eps, bias=linear.bias, gated=gated)[0]
         found = linear(norm(self.x) if self._normed is None else self._normed)
         return gate(found, F.silu) if gated else found
+
+
+class ScaledStream(FusedStream):
+    """For weights that norms cannot be part of: what adds to the stream also writes it times the next norm's weight."""
+
+    def __init__(self, x: Tensor, squares: Tensor, first_norm: RMSNorm | None) -> None:
+        super().__init__(x, squares)
+        assert first_norm is not None
+        self._scaled = x * first_norm.weight.to(x.dtype)
+
+    def _unnormed(self) -> Tensor:
+        return self._scaled
+
+    def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
+        assert next_norm is not None
+        self._squares = self._normed = None
+        if linear.weight.fuses_rows(len(y), gated=False):
+            self._squares, self._scaled = linear.weight.fused_scaled(y, add_to=self.x, next_norm=next_norm.weight)
+        else:
+            self._normed = next_norm.add_(self.x, linear(y))
 
 
 class RoundedStream(Stream):

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from chairlift.kernels.gpu import on_gpu
 from chairlift.kernels.triton.int4.kernel import dequantize_kernel, int4_product_kernel
 from chairlift.kernels.triton.int4.matrix import Int4Matrix
 from chairlift.kernels.triton.int4.tiling import Int4Tiling, choose_int4_tiling, fitting_int4, invariant_int4_tiling
@@ -114,7 +115,7 @@ def dequantize(weight: Int4Matrix, dtype: torch.dtype) -> Tensor:
 @cache
 def has_asm(device: torch.device) -> bool:
     """Whether kernels can contain PTX."""
-    return device.type == "cuda" and torch.version.cuda is not None
+    return on_gpu(device) and torch.version.hip is None
 
 
 @cache

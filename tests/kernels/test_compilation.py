@@ -22,6 +22,8 @@ import triton, triton.language as tl
 def first_kernel(x_ptr, SIZE: tl.constexpr, SCALE: tl.constexpr, KIND: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, SIZE), tl.full([SIZE], SCALE, KIND).to(tl.float32))
 
+WIDE = tl.constexpr(32)
+
 @triton.jit
 def second_kernel(x_ptr, count, SIZE: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, SIZE), 2.0, mask=tl.arange(0, SIZE) < count)
@@ -39,7 +41,7 @@ from triton.backends.compiler import GPUTarget
 from chairlift.kernels.compilation.pool import KernelCompiler
 from chairlift.kernels.compilation.record import KernelRecorder
 from chairlift.kernels.compilation.stub import libcuda_stub
-from made_kernels import broken_kernel, first_kernel, second_kernel
+from made_kernels import WIDE, broken_kernel, first_kernel, second_kernel
 
 launched, loaded, compiled = [], [], []
 
@@ -61,7 +63,7 @@ def step():
     for _ in range(2):  # like the layers of a model
         first_kernel[(1,)](x, SIZE=16, SCALE=0.0, KIND=tl.float16, num_warps=2)
         second_kernel[(1,)](x, 64, SIZE=16)
-        second_kernel[(1,)](x[1:], 65, SIZE=32)  # neither aligned nor a multiple of 16
+        second_kernel[(1,)](x[1:], 65, SIZE=WIDE)  # neither aligned nor a multiple of 16
 
 def walk():
     step()

@@ -81,11 +81,16 @@ class KernelSpec:
 
 
 def _plain(value: Any) -> Any:
+    """A constant as JSON; Triton tells a number from a `constexpr` of the same number."""
+    if isinstance(value, tl.constexpr):
+        return {"constexpr": _plain(value.value)}
     return {"dtype": str(value)} if isinstance(value, tl.dtype) else value
 
 
 def _constant(value: Any) -> Any:
-    return tl.dtype(value["dtype"]) if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return tl.dtype(value["dtype"]) if "dtype" in value else tl.constexpr(_constant(value["constexpr"]))
 
 
 def _tuples(value: Any) -> Any:

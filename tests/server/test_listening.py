@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -177,3 +178,11 @@ def test_certificates_and_templates_are_checked_before_anything_is_loaded(
     for file in (text, tmp_path / "none"):
         with pytest.raises(InvalidParameter, match="chat_template: cannot use"):
             read_chat_template(file)
+
+
+def test_tokens_do_not_wait_for_acknowledgements() -> None:
+    """On Linux and BSD a connection has the options of its listener; asyncio would not set this one."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -46,7 +46,9 @@ def secure(
 ) -> Iterator[RunningServer]:
     """A server with TLS, a second model name, its own chat template and an access log."""
     folder = tmp_path_factory.mktemp("secure")
-    (folder / "chat.jinja").write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    (folder / "chat.jinja").write_text(
+        "{% for message in messages %}[{{ message.content }}]{% endfor %}{# <think></think> #}"
+    )
     options = ["--served-model-name", "gpt-4o-mini", "--chat-template", str(folder / "chat.jinja")]
     options += ["--ssl-certfile", str(certificate.certfile), "--ssl-keyfile", str(certificate.keyfile)]
     running = start_server(tiny_folder, folder / "log", *options, "--access-log", str(folder / "access.jsonl"))
@@ -69,6 +71,13 @@ def test_https_with_the_official_client(secure: RunningServer, certificate: Cert
         secure.client(http_client=httpx.Client(verify=True)).models.list()
     with pytest.raises(httpx.TransportError):
         HTTP.get(secure.url.replace("https", "http") + "/health")
+
+
+def test_reasoning_is_detected_from_the_given_template(secure: RunningServer) -> None:
+    body = {"model": "tiny", "prompt": "so <think>", "max_tokens": 12, "thinking_token_budget": 0, "temperature": 0}
+    answer = secure.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"].startswith("</think>")
 
 
 def test_every_served_name_is_accepted_and_listed(secure: RunningServer) -> None:

@@ -193,6 +193,15 @@ def test_budgets_with_drafts_give_the_same_output(loaded: LoadedModel, engine: E
         assert len(thought(output, end)) == one.thinking_token_budget
 
 
+def test_budgets_with_drafts_that_are_drawn(loaded: LoadedModel) -> None:
+    drafting = start(loaded, speculate="layers:1", draft_length=4)
+    (end,) = drafting.tokenizer.encode("</think>", add_special_tokens=False)
+    opened = prompt(drafting.tokenizer)
+    batch = [(opened, params(budget, seed=None, logit_bias={end: -100.0})) for budget in BUDGETS]
+    for budget, output in zip(BUDGETS, run(drafting, batch), strict=True):
+        assert len(thought(output, end)) == budget
+
+
 def test_preemptions_do_not_affect_budgets(loaded: LoadedModel, engine: Engine) -> None:
     (end,) = engine.tokenizer.encode("</think>", add_special_tokens=False)
     opened = prompt(engine.tokenizer)

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
@@ -23,6 +24,7 @@ from chairlift.server.process.engine_client import EngineClient, EngineState
 from chairlift.server.process.socket_folder import remove_stale_folders
 from chairlift.server.served_model import read_chat_template
 from chairlift.server.workers.pool import WorkerPool
+from chairlift.text.reasoning_formats.base import recognised_reasoning
 
 log = logging.getLogger("chairlift.server")
 
@@ -67,6 +69,9 @@ async def serve_forever(
     resolve_model(config.model, progress=not config.quiet)  # first, so that errors are reported at once
     HostNames(config.host, config.allowed_hosts)  # raises for invalid names
     template = read_chat_template(config.chat_template)
+    if template is not None and config.engine.get("reasoning_parser") is None:
+        # The engine only knows the model's own template, which may have other reasoning.
+        config = replace(config, engine={**config.engine, "reasoning_parser": recognised_reasoning(template)})
     if config.certificate is not None:
         config.certificate.check()
     if config.traces_endpoint is not None:

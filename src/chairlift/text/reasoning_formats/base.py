@@ -102,10 +102,11 @@ NO_REASONING = "none"
 
 def choose_reasoning(template: str, name: str | None = None) -> ReasoningFormat | None:
     """Return the format called `name`, or the one recognised from the chat template; None without reasoning."""
-    if name == NO_REASONING:
-        return None
-    if name is not None:
-        return REASONING_FORMATS.get(name)(template)
-    formats = sorted(map(REASONING_FORMATS.get, REASONING_FORMATS.names()), key=lambda format_: format_.order)
-    found = next((format_ for format_ in formats if format_.recognises(template)), None)
-    return None if found is None else found(template)
+    name = name or recognised_reasoning(template)
+    return None if name == NO_REASONING else REASONING_FORMATS.get(name)(template)
+
+
+def recognised_reasoning(template: str) -> str:
+    """Return the name of the format that is recognised from a chat template."""
+    names = sorted(REASONING_FORMATS.names(), key=lambda name: REASONING_FORMATS.get(name).order)
+    return next((name for name in names if REASONING_FORMATS.get(name).recognises(template)), NO_REASONING)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 from chairlift.server.access.keys import KeySources
 from chairlift.server.config import ServerConfig
@@ -22,8 +23,11 @@ from chairlift.server.http.errors import APIError
 from chairlift.server.http.listener import Certificate
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
+from chairlift.server.process.messages import Submit, Update
 from chairlift.server.workers.config_codec import decode_config, encode_config
-from chairlift.server.workers.messages import WireError
+from chairlift.server.workers.hub import Hub, WorkerLink
+from chairlift.server.workers.messages import CancelStream, SubmitAll, ToWorker, Updates, WireError
+from tests.server.front_end import ScriptedEngine, stay_silent
 from tests.server.running_server import HTTP, NAME, RunningServer, start_server, wait_for
 
 KEYS = """
@@ -41,7 +45,16 @@ def workers(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("workers")
     (folder / "keys.yaml").write_text(KEYS)
     options = ["--api-workers", "2", "--api-key-file", str(folder / "keys.yaml"), "--max-waiting", "8"]
-    running = start_server(tiny_folder, folder / "log", *options, "--max-batch-requests", "4", "--public-metrics")
+    running = start_server(
+        tiny_folder,
+        folder / "log",
+        *options,
+        "--max-batch-requests",
+        "4",
+        "--public-metrics",
+        "--heartbeat-timeout",
+        "6",
+    )
     yield running
     assert (running.process.poll() if running.process.poll() is not None else running.stop()) == 0, running.tail()
 
@@ -201,6 +214,35 @@ def test_keys_are_reloaded_in_all_workers(workers: RunningServer) -> None:
     wait_for(lambda: [post(workers, "sk-carol").status_code for _ in range(8)] == [200] * 8, 20, "the new key")
 
 
+def test_the_dashboard_finds_texts_of_all_workers(workers: RunningServer) -> None:
+    def text_of(request_id: str) -> httpx.Response:
+        return HTTP.get(f"{workers.url}/dashboard/requests/{request_id}", headers=ROOT)
+
+    def both_know_a_request() -> bool:
+        """Whether every worker, of which any may be asked, knows the text of a new request."""
+        request_id = f"{post(workers).json()['id']}-0"
+        return all(text_of(request_id).status_code == 200 for _ in range(8))
+
+    with httpx.Client() as client, client.stream("GET", workers.url + "/dashboard/stream", headers=ROOT) as page:
+        assert page.status_code == 200
+        wait_for(both_know_a_request, 30, "all workers to keep texts")
+        for _ in range(8):
+            assert both_know_a_request()
+        request_id = f"{post(workers, prompt='hello').json()['id']}-0"
+        assert text_of(request_id).json()["prompt"] == "hello"
+        other = {"authorization": "Bearer sk-alice"}
+        assert HTTP.get(f"{workers.url}/dashboard/requests/{request_id}", headers=other).status_code == 404
+    wait_for(lambda: text_of(request_id).status_code == 404, 30, "the texts to be forgotten")
+
+
+def test_a_suspended_worker_is_replaced(workers: RunningServer) -> None:
+    stuck, other = worker_pids(workers)
+    os.kill(stuck, signal.SIGSTOP)
+    wait_for(lambda: stuck not in worker_pids(workers) and len(worker_pids(workers)) == 2, 60, "the replacement")
+    assert other in worker_pids(workers)
+    wait_for(lambda: [_status(workers, "sk-root") for _ in range(6)] == [200] * 6, 60, "all workers to answer")
+
+
 def test_a_dashboard_page_shows_the_whole_server(workers: RunningServer) -> None:
     with httpx.Client() as client, client.stream("GET", workers.url + "/dashboard/stream", headers=ROOT) as page:
         end, kinds = time.monotonic() + 30, set[str]()
@@ -214,7 +256,44 @@ def test_a_dashboard_page_shows_the_whole_server(workers: RunningServer) -> None
     assert kinds == {"service", "frame"}
 
 
-# ---- parts --------------------------------------------------------------------------------------------------------
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+class SentMessages:
+    """A channel that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToWorker] = []
+
+    def send(self, message: ToWorker) -> None:
+        self.sent.append(message)
+
+
+def test_the_hub_forgets_streams_that_are_finished_or_cancelled() -> None:
+    async def check() -> None:
+        metrics = Metrics()
+        engine = ScriptedEngine(metrics, stay_silent)
+        hub, channel = Hub(engine, metrics, Limits()), SentMessages()
+        await engine.start()
+        link = WorkerLink(hub, channel)  # type: ignore[arg-type]
+        for name in ("a", "b", "c"):
+            await link._handle(SubmitAll([Submit(name, [1], SamplingParams(n=2), None, "")]))
+        for one in ("a", "a#1", "b"):
+            engine._deliver(Update(one, text="x", tokens=[1], finish_reason="stop"))
+        assert link._streams.keys() == {"b", "c"}
+        await asyncio.sleep(0)
+        (updates,) = channel.sent
+        assert isinstance(updates, Updates)
+        assert [update.request_id for update in updates.updates] == ["a", "a#1", "b"]
+        await link._handle(CancelStream("b"))
+        assert link._streams.keys() == {"c"}
+        assert engine.num_open == 2
+        await link.release_all()
+        assert engine.num_open == 0
+        assert not link._streams
+        await engine.stop()
+
+    asyncio.run(check())
 
 
 def test_a_configuration_survives_the_way_to_a_worker() -> None:

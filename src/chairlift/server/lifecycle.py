@@ -169,7 +169,7 @@ def _reload_on_hangup(config: ServerConfig, front_end: FrontEnd) -> None:
             return
         front_end.replace_keys(keys)
         front_end.reload_certificate()
-        log.warning("the API keys and the certificate were read again")
+        log.info("the API keys and the certificate were read again")
 
     if config.keys.file is not None or config.certificate is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)

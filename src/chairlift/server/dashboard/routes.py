@@ -44,7 +44,7 @@ def add_dashboard_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{PATH}/requests/{{request_id}}", include_in_schema=False)
     async def texts(request_id: str, http: Request) -> dict[str, Any]:
-        found = subscribers.texts.find(request_id, http.state.key)
+        found = await subscribers.find_text(request_id, http.state.key)
         if found is None:
             raise APIError(404, "no text of that request is kept, or it was sent with another key", code="not_found")
         return found

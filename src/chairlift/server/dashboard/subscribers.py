@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -26,6 +26,9 @@ MAX_UNREAD_BYTES = 4 * 2**20
 SERVICE_SECONDS = 1.0
 LEASE_SECONDS = 10.0  # the engine stops recording this long after the last RecordSteps message
 SAFE_LEASE_SECONDS = 0.8 * LEASE_SECONDS  # within this time it still records, even if the message was delayed
+
+Text = dict[str, str | bool]
+FindText = Callable[[str, bytes | None], Awaitable[Text | None]]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -102,6 +105,8 @@ class Subscribers:
         self._greeting = greeting  # the first message to every page
         self._isolate_keys = isolate_keys
         self._subscribers: set[Subscriber] = set()
+        self._watched_elsewhere = False  # whether other HTTP processes have open pages
+        self.find_elsewhere: FindText = _find_nothing  # texts of other HTTP processes
         self._keyframe_requested = self._lease_renewed = float("-inf")
         self._service: tuple[float, bytes] = (float("-inf"), b"")
         self._closed = False
@@ -113,7 +118,20 @@ class Subscribers:
     @property
     def watching(self) -> bool:
         """Whether any page is open."""
-        return bool(self._subscribers)
+        return bool(self._subscribers) or self._watched_elsewhere
+
+    def set_watched_elsewhere(self, on: bool) -> None:
+        self._watched_elsewhere = on
+        self._clear_if_unwatched()
+
+    def _clear_if_unwatched(self) -> None:
+        if not self.watching:
+            self.texts.clear()
+
+    async def find_text(self, request_id: str, key: bytes | None) -> Text | None:
+        """Return the texts of a request; None if they are not kept or belong to another key."""
+        found = self.texts.find(request_id, key)
+        return await self.find_elsewhere(request_id, key) if found is None else found
 
     def close(self) -> None:
         """End all streams, because the server is shutting down."""
@@ -166,8 +184,7 @@ class Subscribers:
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.discard(subscriber)
-        if not self._subscribers:
-            self.texts.clear()
+        self._clear_if_unwatched()
 
     async def stream(self, subscriber: Subscriber) -> AsyncIterator[bytes]:
         """Yield the page's server-sent events until it is closed."""
@@ -205,6 +222,10 @@ class Subscribers:
             frame = _encode(totals | {"metrics": self._metrics.values()})
             self._service = time.monotonic(), frame
         return frame
+
+
+async def _find_nothing(request_id: str, key: bytes | None) -> Text | None:
+    return None
 
 
 def _event(data: bytes) -> bytes:

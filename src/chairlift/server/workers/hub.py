@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 
 from chairlift.server.access.rate_limits import Grant, RateLimiter
-from chairlift.server.exposition import MetricSample
+from chairlift.server.exposition import MetricSample, sum_samples
 from chairlift.server.generation.admission import AdmissionControl, Reservation
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
@@ -16,6 +18,7 @@ from chairlift.server.process.engine_client import EngineClient
 from chairlift.server.process.messages import DashboardFrame, RecorderFault, RecordSteps, Submit, SwitchPolicy, Update
 from chairlift.server.process.stream import UpdateStream
 from chairlift.server.workers.messages import (
+    AskText,
     BeginRequest,
     CancelStream,
     Channel,
@@ -23,6 +26,7 @@ from chairlift.server.workers.messages import (
     Displaced,
     EndRequest,
     EngineStatus,
+    FindText,
     Listening,
     Release,
     Reply,
@@ -30,8 +34,10 @@ from chairlift.server.workers.messages import (
     Samples,
     Scrape,
     SendSamples,
+    SetWatching,
     StreamEnded,
     SubmitAll,
+    TextFound,
     ToHub,
     Totals,
     ToWorker,
@@ -50,7 +56,8 @@ class Hub:
         self.admission = AdmissionControl(engine, metrics, limits)
         self.rate_limits = RateLimiter(metrics)
         self.links: set[WorkerLink] = set()
-        self._retired: list[list[MetricSample]] = []  # the last metrics of workers that have exited
+        self._retired: list[MetricSample] = []  # the sums of workers that have exited
+        self._watching = False  # whether any worker has an open dashboard page
         metrics.watch_engine(engine)
         metrics.other_samples = self._worker_samples
         engine.on_state = self._announce_state
@@ -68,12 +75,13 @@ class Hub:
     async def retire(self, link: WorkerLink) -> None:
         """Forget a worker that has exited; its counters still count."""
         self.links.discard(link)
-        self._retired.append(link.samples)
+        self._retired = sum_samples([*self._retired, *link.samples])
         await link.release_all()
 
     def _worker_samples(self) -> Iterable[MetricSample]:
-        for samples in (*self._retired, *(link.samples for link in self.links)):
-            yield from samples
+        yield from self._retired
+        for link in self.links:
+            yield from link.samples
 
     async def collect_samples(self) -> None:
         """Ask all workers for their metrics."""
@@ -81,16 +89,34 @@ class Hub:
         if waiting:
             await asyncio.wait(waiting, timeout=SAMPLES_SECONDS)
 
-    async def publish_totals(self) -> None:
-        """Send the metrics of the whole server to workers with open dashboard pages, for ever."""
+    async def run(self) -> None:
+        """Collect the metrics of the workers again and again, and send the sums to those with dashboard pages."""
         while True:
             await asyncio.sleep(TOTALS_SECONDS)
-            if any(link.is_watching for link in self.links):
-                await self.collect_samples()
+            await self.collect_samples()
+            self.update_watching()
+            if self._watching:
                 totals = Totals(self.metrics.values(), self.engine.num_open)
                 for link in self.links:
                     if link.is_watching:
                         link.send(totals)
+
+    def update_watching(self) -> None:
+        """Tell all workers when the first dashboard page is opened and when the last one is closed."""
+        watching = any(link.is_watching for link in self.links)
+        if watching != self._watching:
+            self._watching = watching
+            for link in self.links:
+                link.send(SetWatching(watching))
+
+    async def find_text(self, asking: WorkerLink, request_id: str, key: bytes | None) -> dict[str, str | bool] | None:
+        """Return the texts of a request from whichever other worker has them."""
+        asked = [link.ask_text(request_id, key) for link in self.links if link is not asking]
+        for answer in asyncio.as_completed(asked, timeout=SAMPLES_SECONDS):
+            with suppress(TimeoutError):
+                if (found := await answer) is not None:
+                    return found
+        return None
 
 
 class WorkerLink:
@@ -106,7 +132,10 @@ class WorkerLink:
         self._grants: dict[int, Grant] = {}  # by the number of the call
         self._unsent: list[Update] = []
         self._samples_wanted: asyncio.Future[None] | None = None
-        self._scrapes: set[asyncio.Task[None]] = set()
+        self._text_calls: dict[int, asyncio.Future[dict[str, str | bool] | None]] = {}
+        self._text_numbers = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()  # answers that need messages of other workers
+        self.last_message = time.monotonic()
         self._watching_until = float("-inf")
 
     @property
@@ -131,6 +160,10 @@ class WorkerLink:
         if updates:
             self.send(Updates(updates))
 
+    def forget(self, stream: UpdateStream) -> None:
+        """Forget a stream whose completions are finished."""
+        self._streams.pop(stream.ids[0], None)
+
     def end_stream(self, stream: UpdateStream, reason: str, error: Exception | None) -> None:
         self._flush()  # the updates before the end
         if self._streams.pop(stream.ids[0], None) is not None:
@@ -142,6 +175,13 @@ class WorkerLink:
             self.send(SendSamples())
         return self._samples_wanted
 
+    def ask_text(self, request_id: str, key: bytes | None) -> asyncio.Future[dict[str, str | bool] | None]:
+        number = next(self._text_numbers)
+        answer = self._text_calls[number] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: self._text_calls.pop(number, None))
+        self.send(AskText(number, request_id, key))
+        return answer
+
     async def release_all(self) -> None:
         """End all that a worker held that has exited."""
         for stream in list(self._streams.values()):
@@ -150,12 +190,17 @@ class WorkerLink:
             await self._release(number)
         if self._samples_wanted is not None:
             self._samples_wanted.cancel()
+        for answer in list(self._text_calls.values()):
+            if not answer.done():
+                answer.set_result(None)
 
     async def serve(self) -> None:
         """Handle the worker's messages until it exits."""
         try:
             while True:
-                await self._handle(await self._channel.receive())
+                message = await self._channel.receive()
+                self.last_message = time.monotonic()
+                await self._handle(message)
         except EOFError:
             return
 
@@ -166,8 +211,13 @@ class WorkerLink:
             case CancelStream(request_id):
                 if (stream := self._streams.pop(request_id, None)) is not None:
                     self._hub.engine.cancel(stream)
-            case Reserve() | BeginRequest() | ChargeTokens() | Scrape():
+            case Reserve() | BeginRequest() | ChargeTokens():
                 await self._answer(message)
+            case Scrape() | FindText():
+                # These need further messages, also of this worker.
+                task = asyncio.create_task(self._answer_later(message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             case Release(call):
                 await self._release(call)
             case EndRequest(call, unused):
@@ -180,9 +230,13 @@ class WorkerLink:
                 self._samples_wanted = None
             case RecordSteps(seconds):
                 self._watching_until = time.monotonic() + seconds
+                self._hub.update_watching()
                 self._hub.engine.send(message)
             case SwitchPolicy():
                 self._hub.engine.send(message)
+            case TextFound(number, text):
+                if (answer := self._text_calls.get(number)) is not None and not answer.done():
+                    answer.set_result(text)
             case Listening():
                 self.listening.set()
 
@@ -195,7 +249,7 @@ class WorkerLink:
         else:
             self._streams[first] = stream
 
-    async def _answer(self, message: Reserve | BeginRequest | ChargeTokens | Scrape) -> None:
+    async def _answer(self, message: Reserve | BeginRequest | ChargeTokens) -> None:
         try:
             match message:
                 case Reserve(call, num_prompts, n, tenant):
@@ -209,10 +263,6 @@ class WorkerLink:
                     grant = self._grants[begun]
                     await self._hub.rate_limits.charge(grant, tokens)
                     self.send(Reply(call, grant.headers))
-                case Scrape(call):
-                    scrape = asyncio.create_task(self._scrape(call))  # it needs further messages of this worker
-                    self._scrapes.add(scrape)
-                    scrape.add_done_callback(self._scrapes.discard)
         except Exception as error:
             self.send(Reply(message.call, error=WireError.of(error)))
 
@@ -220,9 +270,13 @@ class WorkerLink:
         del self._reservations[call]
         self.send(Displaced(call))
 
-    async def _scrape(self, call: int) -> None:
-        await self._hub.collect_samples()
-        self.send(Reply(call, self._hub.metrics.render()))
+    async def _answer_later(self, message: Scrape | FindText) -> None:
+        match message:
+            case Scrape(call):
+                await self._hub.collect_samples()
+                self.send(Reply(call, self._hub.metrics.render()))
+            case FindText(call, request_id, key):
+                self.send(Reply(call, await self._hub.find_text(self, request_id, key)))
 
     async def _release(self, call: int) -> None:
         if (reservation := self._reservations.pop(call, None)) is not None:
@@ -250,6 +304,9 @@ class RelayStream(UpdateStream):
     def push(self, update: Update) -> None:
         super().push(update)
         self._pending.clear()
+        if not self._open:
+            assert isinstance(self._observer, _Forwarder)
+            self._observer.link.forget(self)
 
     def end(self, reason: str, error: Exception | None = None) -> list[str]:
         ended = super().end(reason, error)

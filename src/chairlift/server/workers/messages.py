@@ -108,6 +108,20 @@ class Totals(msgspec.Struct, tag=True, frozen=True):
     num_open: int
 
 
+class SetWatching(msgspec.Struct, tag=True, frozen=True):
+    """Whether any worker has an open dashboard page; only then the texts of requests are kept."""
+
+    on: bool
+
+
+class AskText(msgspec.Struct, tag=True, frozen=True):
+    """Send the texts of a request for the dashboard, if this worker has them."""
+
+    number: int
+    request_id: str
+    key: bytes | None
+
+
 class ReloadCertificate(msgspec.Struct, tag=True, frozen=True):
     """Read the certificate again."""
 
@@ -174,6 +188,21 @@ class Scrape(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
+class FindText(msgspec.Struct, tag=True, frozen=True):
+    """Return the texts of a request of another worker; a page of this one shows it."""
+
+    call: int
+    request_id: str
+    key: bytes | None
+
+
+class TextFound(msgspec.Struct, tag=True, frozen=True):
+    """The answer to AskText; None if this worker has no such text."""
+
+    number: int
+    text: dict[str, str | bool] | None
+
+
 class Samples(msgspec.Struct, tag=True, frozen=True):
     """All counters and histograms of a worker since its start."""
 
@@ -190,6 +219,8 @@ ToWorker = (
     | SetKeys
     | SendSamples
     | Totals
+    | SetWatching
+    | AskText
     | ReloadCertificate
     | DrainWorker
     | StopWorker
@@ -206,6 +237,8 @@ ToHub = (
     | ChargeTokens
     | EndRequest
     | Scrape
+    | FindText
+    | TextFound
     | Samples
     | RecordSteps
     | SwitchPolicy

@@ -52,11 +52,11 @@ class WorkerPool:
     async def serve(self, listener: socket.socket) -> None:
         """Run the workers until `stop`, or until they die again and again."""
         await self.engine.start()
-        totals = asyncio.create_task(self._hub.publish_totals())
+        running = asyncio.create_task(self._hub.run())
         try:
             await asyncio.gather(*(self._keep_running(listener) for _ in range(self._config.api_workers)))
         finally:
-            totals.cancel()
+            running.cancel()
 
     async def wait_until_listening(self) -> None:
         await self._all_listening.wait()
@@ -112,7 +112,7 @@ class WorkerPool:
         link.send(Configure(encode_config(self._worker_config()), self._chat_template, self._keys))
         link.send_status()
         self._hub.links.add(link)
-        watching = asyncio.create_task(self._note_listening(link))
+        watching = asyncio.create_task(self._watch(link, process))
         try:
             await link.serve()
         finally:
@@ -123,11 +123,22 @@ class WorkerPool:
         assert process.returncode is not None
         return process.returncode
 
-    async def _note_listening(self, link: WorkerLink) -> None:
+    async def _watch(self, link: WorkerLink, process: asyncio.subprocess.Process) -> None:
+        """Note when all workers listen, and kill a worker that does not answer any more."""
         await link.listening.wait()
         links = self._hub.links
         if len(links) == self._config.api_workers and all(one.listening.is_set() for one in links):
             self._all_listening.set()
+        patience = self._config.supervision.heartbeat_timeout
+        while True:
+            now = time.monotonic()
+            await asyncio.sleep(1.0)
+            if time.monotonic() - now > 2.0:
+                link.last_message = time.monotonic()  # this process was suspended, so messages may be queued
+            elif time.monotonic() - link.last_message > patience:  # it sends its metrics every second
+                log.error("an HTTP process has been silent for %g s: killing it", patience)
+                process.kill()
+                return
 
     def _worker_config(self) -> ServerConfig:
         """The configuration of one worker: limits on what a process holds are divided."""

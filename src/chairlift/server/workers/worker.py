@@ -19,17 +19,21 @@ from chairlift.server.process.parent_watch import die_with_parent
 from chairlift.server.service import Service
 from chairlift.server.workers.config_codec import decode_config
 from chairlift.server.workers.messages import (
+    AskText,
     Channel,
     Configure,
     Displaced,
     DrainWorker,
+    FindText,
     Listening,
     ReloadCertificate,
     Reply,
     Samples,
     SendSamples,
     SetKeys,
+    SetWatching,
     StopWorker,
+    TextFound,
     Totals,
     ToWorker,
 )
@@ -61,6 +65,7 @@ class Worker:
             isolate_keys=config.isolate_keys,
             policy_switch=config.may_switch_policy(),
         )
+        service.subscribers.find_elsewhere = self._find_text
         self._http = HTTPServer(config, service, settings.keys, shared=True)
 
     async def run(self, listener: socket.socket) -> None:
@@ -72,6 +77,12 @@ class Worker:
         self._http.stop()
         await serving
         receiving.cancel()
+
+    async def _find_text(self, request_id: str, key: bytes | None) -> dict[str, str | bool] | None:
+        """Return the texts of a request of another worker."""
+        found: dict[str, str | bool] | None
+        _, found = await self._calls.call(lambda call: FindText(call, request_id, key))
+        return found
 
     async def _announce(self) -> None:
         await self._http.wait_until_listening()
@@ -95,6 +106,11 @@ class Worker:
                 self._http.replace_keys(keys)
             case ReloadCertificate():
                 self._http.reload_certificate()
+            case SetWatching(on):
+                self._http.service.subscribers.set_watched_elsewhere(on)
+            case AskText(number, request_id, key):
+                text = self._http.service.subscribers.texts.find(request_id, key)
+                self._channel.send(TextFound(number, text))
             case SendSamples():
                 self._channel.send(Samples(self._metrics.samples()))
             case DrainWorker():

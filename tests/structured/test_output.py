@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -337,6 +337,32 @@ def test_a_matcher_that_fails_ends_one_request_with_an_error(
     parameter = params("schema").structure.parameter  # type: ignore[union-attr]
     assert completions[ids[1]].ending == Ending(FinishReason.ERROR, TOO_COMPLEX, parameter)
     check_quiescent(engine.scheduler)
+
+
+def test_an_optional_structure_that_fails_is_dropped(started: StartedEngine) -> None:
+    engine, runner = started.engine, started.runner
+    structure = replace(CASES["regex"][0], optional=True)
+    (request_id,) = engine.submit([70, 71, 72], SamplingParams(max_tokens=30, structure=structure, ignore_eos=True))
+    completions = {request_id: Completion()}
+    while not completions[request_id].tokens:
+        collect(completions, engine.step())
+    assert runner.structured is not None
+    runner.structured._states[request_id].matcher.consume_token(3)  # the grammar does not allow this token
+    while engine.has_work:
+        collect(completions, engine.step())
+    assert completions[request_id].ending == Ending(FinishReason.LENGTH)
+    assert len(completions[request_id].tokens) == 30
+    check_quiescent(engine.scheduler)
+
+
+def test_an_optional_structure_that_is_not_valid_is_ignored(engine: Engine) -> None:
+    bad = Structure.regex("(")
+    with pytest.raises(InvalidParameter):
+        engine.compile(bad)
+    for _ in range(2):  # the second time, the failure is cached
+        optional = SamplingParams(max_tokens=5, structure=replace(bad, optional=True), ignore_eos=True)
+        (completion,) = run(engine, [optional])
+        assert completion.ending == Ending(FinishReason.LENGTH)
 
 
 # ---- during compilation ----------------------------------------------------------------------------------------------

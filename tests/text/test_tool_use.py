@@ -389,6 +389,27 @@ def test_a_json_schema_and_tools_allow_either(kind: str) -> None:
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, text
 
 
+@pytest.mark.parametrize("kind", ["qwen coder", "glm", "minimax"])
+def test_strings_without_quotes_follow_their_schema(kind: str) -> None:
+    template, added = TEMPLATES[kind]
+    code = {"type": "string", "pattern": "^[a-c]+/", "minLength": 3, "maxLength": 6}
+    parameters = {
+        "type": "object",
+        "properties": {"code": code, "note": {"type": ["string", "null"]}},
+        "required": ["code"],
+    }
+    request = use(template, [function(parameters=parameters)], choice="required", parallel=False)
+    for seed in range(4):
+        reader = request.parser()
+        parts = reader.push(forced_text(request, tokenizer(template, *added), seed)) + reader.close()
+        arguments = json.loads("".join(part.text for part in parts if isinstance(part, ArgumentsDelta)))
+        jsonschema_rs.validate(parameters, arguments)
+    dated = {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}}
+    strict = use(template, [function(parameters=dated, strict=True)], choice="required")
+    with pytest.raises(InvalidParameter, match="the format 'date' cannot be enforced"):
+        strict.structure(plain(template))
+
+
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_with_auto_a_call_that_begins_must_be_valid(kind: str) -> None:
     from llguidance import LLMatcher, LLTokenizer

@@ -136,7 +136,11 @@ class StructuredOutput:
         state.follow(request)
         if state.matcher.is_error():
             structure = request.params.structure
-            return Ending(FinishReason.ERROR, TOO_COMPLEX, structure.parameter if structure else None)
+            assert structure is not None
+            if structure.optional:  # continue without it
+                del self._states[request.id]
+                return None
+            return Ending(FinishReason.ERROR, TOO_COMPLEX, structure.parameter)
         return Ending(FinishReason.STOP) if state.matcher.is_stopped() else None
 
     # ---- masks ---------------------------------------------------------------------------------------------------
@@ -203,15 +207,15 @@ class StructuredOutput:
             fill_next_token_bitmask_par(self._executor, targets, allowed.view(np.int32))
         for task, first in zip(tasks, firsts, strict=False):
             masks = allowed[first : first + len(task.rows)]
-            if task.state is None:
+            if task.state is not None:
+                _suppress(masks[0], task.state.matcher, task.suppressed[0])
+                _restrict(masks[0], task.restrictions[0])
+                if task.drafts:
+                    _fill_after_drafts(masks, task, task.state.matcher)
+            if not task.has_grammar:
                 masks[:] = ~np.uint32(0)
-                for index in range(len(task.rows)):
-                    _restrict(masks[index], task.restrictions[index])
-                continue
-            _suppress(masks[0], task.state.matcher, task.suppressed[0])
-            _restrict(masks[0], task.restrictions[0])
-            if task.drafts:
-                _fill_after_drafts(masks, task, task.state.matcher)
+                for mask, restriction in zip(masks, task.restrictions, strict=True):
+                    _restrict(mask, restriction)
         return allowed
 
     @cached_property
@@ -231,6 +235,13 @@ class _MaskTask:
     drafts: tuple[int, ...]
     suppressed: list[Bits | None]  # one entry per row
     restrictions: list[Restriction | None]  # one entry per row
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar applies; an optional one that has failed does not."""
+        structure = self.request.params.structure
+        optional = structure is not None and structure.optional
+        return self.state is not None and not (optional and self.state.matcher.is_error())
 
     @property
     def rows(self) -> range:

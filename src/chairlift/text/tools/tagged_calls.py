@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from chairlift.errors import InvalidParameter
 from chairlift.text.tools.call_grammar import json_value, literal, one_of, pattern
 from chairlift.text.tools.call_parser import CallParser
 from chairlift.text.tools.reader import SPACES, NotACall, Reading, prefix_at_end
@@ -103,6 +104,15 @@ class TaggedCallParser(CallParser):
         self.reader.take()
 
 
+def _whole(expression: str) -> str:
+    """Return a regular expression for texts in which `expression` matches a part, as JSON schemas mean it."""
+    start = "" if expression.startswith("^") else "(?s:.*)"
+    end = "" if expression.endswith("$") and not expression.endswith("\\$") else "(?s:.*)"
+    inner = expression.removeprefix("^") if not start else expression
+    inner = inner if end else inner.removesuffix("$")
+    return re.sub(r"(?<!\\)/", r"\/", f"{start}(?:{inner}){end}")
+
+
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
@@ -146,7 +156,10 @@ def _value_rules(rule: str, schema: dict[str, Any], tags: Tags, strict: bool) ->
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if choices:
         return [f"{rule}: {one_of(literal(f'{choice}{end}') for choice in choices)}"]
-    # Of the keywords for strings, those that say something about their length.
+    if strict and "format" in schema:
+        raise InvalidParameter("tools", f"the format {schema['format']!r:.40} cannot be enforced in a strict tool")
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
     body = f"/(?s:.{{{low},{high}}})/ & ~/(?s:.*){pattern(tags.value_end.strip())}(?s:.*)/"
+    if isinstance(schema.get("pattern"), str):
+        body += f" & /{_whole(schema['pattern'])}/"
     return [f"{rule}[lazy]: {rule.upper()} {literal(end)}", f"{rule.upper()}: {body}"]

@@ -15,7 +15,7 @@ from chairlift.errors import ChairliftError, CorruptCheckpoint, UnsupportedModel
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.quantized import READERS
 from chairlift.loading.stored_weight import StoredWeight
-from tests.loading.quantized_writing import SCHEMES, write_quantized
+from tests.loading.quantized_writing import SCHEMES, words, write_quantized
 
 
 def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
@@ -146,9 +146,9 @@ def test_every_reader_is_found_by_its_method() -> None:
     assert {name: READERS.get(name).name for name in READERS.names()} == {name: name for name in READERS.names()}
 
 
-def test_weights_packed_by_the_compressed_tensors_library(tmp_path: Path) -> None:
+def test_the_writer_packs_as_the_compressed_tensors_library() -> None:
     library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    from tests.loading.quantized_writing import words
-
     numbers = torch.randint(-8, 8, (24, 64), dtype=torch.int8)
     assert torch.equal(library.pack_to_int32(numbers, 4), words((numbers + 8).numpy(), 4))
+    zeros = numbers[:, :2].contiguous()
+    assert torch.equal(library.pack_to_int32(zeros, 4, packed_dim=0), words((zeros + 8).numpy().T, 4).T)

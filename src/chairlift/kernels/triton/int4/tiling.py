@@ -46,12 +46,14 @@ def choose_int4_tiling(rows: int, columns: int, depth: int, gated: bool, group: 
         return _splits(cdiv(rows, height) * cdiv(columns, width), programs, depth, group)
 
     if rows <= 8:
-        return Int4Tiling(8, 64, splits(8, 64, 400), 4, 2)
+        return (
+            Int4Tiling(8, 64, splits(8, 64, 500), 4, 2) if group == 32 else Int4Tiling(8, 64, splits(8, 64, 220), 6, 2)
+        )
     if rows <= 32:
         height = 16 if rows <= 16 else 32
-        return Int4Tiling(height, 64, splits(height, 64, 400), 3, 2, few=False)
+        return Int4Tiling(height, 64, splits(height, 64, 400), 4 if height == 16 else 3, 2, few=False)
     if rows <= 64:
-        return Int4Tiling(64, 128, splits(64, 128, 200), 3, 8, few=False)
+        return Int4Tiling(64, 128, 1 if gated else splits(64, 128, 250), 3, 8, few=False)
     if gated:
         return Int4Tiling(64, 128, 1, 3, 4, few=False)
     return Int4Tiling(128, 128, splits(128, 128, 130), 3, 8, few=False)

@@ -51,7 +51,7 @@ def bench_shapes(
     ] = "decode-1,decode-8,decode-32,decode-128,load-256,prefill-64",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="auto, none, int8 (CPU) or fp8 (GPU).")] = "auto",
+    quantization: Annotated[str, typer.Option(help="auto, none, int8 (CPU), fp8 or int4 (GPU).")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fp8 (GPU).")] = "auto",
     seats: Annotated[int, typer.Option(help="Requests per step.")] = 256,
     scale: Annotated[int, typer.Option(help="Divide all lengths by this, for slow machines.")] = 1,

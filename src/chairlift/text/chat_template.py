@@ -1,12 +1,11 @@
 """Chat templates: jinja programs that come with a model and turn a conversation into a prompt.
 
-They are downloaded with the model, so they run in jinja's sandbox and see only plain data. The common ways to exhaust
-time or memory (long ranges, repetition, powers, endless output) are bounded; a malicious template can still waste both.
+They are downloaded with the model, so they run in a sandbox that bounds their time and memory, and see only plain data.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -14,16 +13,14 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.nodes
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from chairlift.errors import InvalidParameter, UnsupportedModel
 from chairlift.text.messages import checked_messages, plain_data
+from chairlift.text.template_sandbox import TemplateSandbox
 
 MAX_OUTPUT = 8 * 2**20  # characters of a rendered prompt
+MAX_SOURCE = 2**18  # characters of a template; the longest known have about 30,000
 MAX_ITERATIONS = 1_000_000  # sum over all calls of range() in one rendering
 
 
@@ -36,15 +33,17 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, clock: Callable[[], datetime] = datetime.now) -> None:
         self._clock = clock
-        environment = _Environment()
+        if len(source) > MAX_SOURCE:
+            raise UnsupportedModel(f"the model's chat template has {len(source)} characters; the limit is {MAX_SOURCE}")
+        self._sandbox = TemplateSandbox()
         try:
-            self._template = environment.from_string(source)
-            parsed = environment.parse(source)
+            self._template = self._sandbox.from_string(source)
+            parsed = self._sandbox.parse(source)
             self.reads = frozenset(find_undeclared_variables(parsed))
             self.strings = frozenset(
                 node.value for node in parsed.find_all(jinja2.nodes.Const) if isinstance(node.value, str)
             )
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # also what Python raises when it compiles the generated code
             raise UnsupportedModel(f"the model's chat template cannot be compiled: {error}") from error
 
     @property
@@ -70,12 +69,18 @@ class ChatTemplate:
         context |= self._checked_variables(variables or {}, context)
         context |= {
             "raise_exception": _refuse,
-            "strftime_now": lambda pattern: self._clock().strftime(pattern),
+            "strftime_now": self._strftime,
             "range": _BoundedRange(),
         }
         return self._run(context)
 
+    def _strftime(self, pattern: str) -> str:
+        if len(pattern) > 200 or re.search(r"\d{3}", pattern):  # C libraries pad to a width of any size
+            raise SecurityError("the pattern of strftime_now is too long")
+        return self._clock().strftime(pattern)
+
     def _run(self, context: dict[str, Any]) -> str:
+        self._sandbox.begin()
         pieces: list[str] = []
         room = MAX_OUTPUT
         try:
@@ -109,50 +114,6 @@ class ChatTemplate:
         return {name: plain_data(name, value) for name, value in variables.items()}
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with the functions that templates expect and limits on operators."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters["tojson"] = _to_json
-        self.globals["namespace"] = _PublicNamespace
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        numbers = all(isinstance(operand, (int, float)) for operand in (left, right))
-        if operator == "**" and (not numbers or abs(left) > 2**16 or abs(right) > 64):
-            raise SecurityError("the operands of ** are too large")
-        if operator == "*" and not numbers:
-            _check_repetition(left, right)
-        return super().call_binop(context, operator, left, right)
-
-
-class _Generation(Extension):
-    """{% generation %} … {% endgeneration %} marks the model's own text for training; it has no effect here."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja's own declaration is a plain set)
-
-    def parse(self, parser: Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-class _PublicNamespace(Namespace):
-    """A namespace without private attributes: code outside the sandbox would call `__html__`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        values = dict(*args, **kwargs)
-        for name in values:
-            _check_public(name)
-        super().__init__(values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_public(name)
-        super().__setitem__(name, value)
-
-
 class _BoundedRange:
     """`range` with one limit for all calls in a rendering, because nested loops multiply."""
 
@@ -173,26 +134,3 @@ class _Refused(jinja2.TemplateError):
 
 def _refuse(message: object) -> NoReturn:
     raise _Refused(str(message))
-
-
-def _check_public(name: object) -> None:
-    if str(name).startswith("_"):
-        raise SecurityError(f"a namespace cannot hold the private name {name!r}")
-
-
-def _check_repetition(left: Any, right: Any) -> None:
-    lengths = [len(operand) for operand in (left, right) if hasattr(operand, "__len__")]
-    counts = [operand for operand in (left, right) if isinstance(operand, int)]
-    if lengths and counts and lengths[0] * counts[0] > MAX_OUTPUT:
-        raise SecurityError("the result of * is too long")
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Encode as plain JSON: jinja's own filter escapes HTML and sorts the keys."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

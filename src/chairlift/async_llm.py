@@ -16,7 +16,7 @@ from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.llm import embedding_params, make_config
 from chairlift.options.checks import at_least
 from chairlift.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, StreamedText
-from chairlift.prompt_input import Messages, Prompt, PromptInput, render_chat
+from chairlift.prompt_input import Messages, Prompt, PromptInput, after_reasoning, render_chat
 from chairlift.result_collector import ResultCollector
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class AsyncLLM:
         loaded = load_engine(model, config, progress=progress)
         self.embedding = loaded.embedding
         self._tokenizer = loaded.engine.tokenizer
+        self._reasoning_format = loaded.engine.reasoning_format
         self._router = _Router(loaded.engine)
         self._thread = EngineThread(loaded.engine, self._router.fail_all)
         self._close = weakref.finalize(self, self._thread.stop)
@@ -89,7 +90,8 @@ class AsyncLLM:
         **options: Any,
     ) -> RequestOutput:
         """Answer a conversation. `options` are those of the chat template, `tools` and `add_generation_prompt`."""
-        return await self.generate(self._render(messages, options), sampling_params, timeout=timeout)
+        prompt = self._render(messages, options)
+        return await self.generate(prompt, self._after_reasoning(prompt, sampling_params), timeout=timeout)
 
     async def stream_chat(
         self,
@@ -100,7 +102,8 @@ class AsyncLLM:
         **options: Any,
     ) -> AsyncIterator[StreamedText]:
         """`stream` for a conversation."""
-        async for piece in self.stream(self._render(messages, options), sampling_params, timeout=timeout):
+        prompt = self._render(messages, options)
+        async for piece in self.stream(prompt, self._after_reasoning(prompt, sampling_params), timeout=timeout):
             yield piece
 
     async def embed(
@@ -121,6 +124,9 @@ class AsyncLLM:
 
     def _render(self, messages: Messages, options: Mapping[str, Any]) -> dict[str, Any]:
         return render_chat(messages, options, self._tokenizer)
+
+    def _after_reasoning(self, prompt: Mapping[str, Any], params: SamplingParams | None) -> SamplingParams:
+        return after_reasoning(prompt, params or SamplingParams(), self._reasoning_format, self._tokenizer)
 
     # ---- requests -----------------------------------------------------------------------------------------------
 

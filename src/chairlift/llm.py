@@ -27,6 +27,7 @@ from chairlift.prompt_input import (
     Messages,
     Prompt,
     PromptInput,
+    after_reasoning,
     is_conversation,
     params_of,
     parse_prompts,
@@ -115,7 +116,11 @@ class LLM:
         if add_generation_prompt is not None:
             options["add_generation_prompt"] = add_generation_prompt
         prompts = [render_chat(conversation, options, self.get_tokenizer()) for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, timeout=timeout)
+        params = [
+            self._after_reasoning(prompt, one)
+            for prompt, one in zip(prompts, params_of(prompts, sampling_params), strict=True)
+        ]
+        return self.generate(prompts, params, use_tqdm=use_tqdm, timeout=timeout)
 
     def stream(
         self,
@@ -140,7 +145,11 @@ class LLM:
         self, messages: Messages, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
     ) -> Iterator[StreamedText]:
         """`stream` for one conversation."""
-        return self.stream(render_chat(messages, {}, self.get_tokenizer()), sampling_params, timeout=timeout)
+        prompt = render_chat(messages, {}, self.get_tokenizer())
+        return self.stream(prompt, self._after_reasoning(prompt, sampling_params or SamplingParams()), timeout=timeout)
+
+    def _after_reasoning(self, prompt: Mapping[str, Any], params: SamplingParams) -> SamplingParams:
+        return after_reasoning(prompt, params, self.engine.reasoning_format, self.get_tokenizer())
 
     # ---- prompts without answers --------------------------------------------------------------------------------
 

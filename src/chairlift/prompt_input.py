@@ -9,6 +9,7 @@ from chairlift.core.sampling.params import SamplingParams
 from chairlift.errors import InvalidParameter
 
 if TYPE_CHECKING:
+    from chairlift.text.reasoning_formats.base import ReasoningFormat
     from chairlift.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -61,7 +62,7 @@ def parse_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> l
 
 
 def params_of(
-    inputs: Sequence[PromptInput], params: SamplingParams | Sequence[SamplingParams] | None
+    inputs: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
@@ -79,6 +80,18 @@ def render_chat(conversation: Messages, options: Mapping[str, Any], tokenizer: T
     """A conversation as a prompt; `options` are those of `Tokenizer.encode_chat`."""
     text, token_ids = tokenizer.encode_chat(conversation, **options)
     return {"prompt": text, "prompt_token_ids": token_ids}
+
+
+def after_reasoning(
+    chat: Mapping[str, Any], params: SamplingParams, format_: ReasoningFormat | None, tokenizer: Tokenizer
+) -> SamplingParams:
+    """Let the structure of the answer to a rendered chat begin after the model's reasoning."""
+    if params.structure is None or format_ is None:
+        return params
+    from chairlift.text.reasoning.reasoning_use import ReasoningUse  # imported late, like the tokenizer
+
+    reasoning = ReasoningUse.after(chat["prompt_token_ids"], format_, tokenizer)
+    return params.clone(structure=params.structure.after(reasoning.grammar(answer=True)))
 
 
 def is_conversation(messages: Any) -> bool:

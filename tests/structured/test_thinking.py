@@ -18,6 +18,7 @@ from chairlift.core.sampling.structure import Structure
 from chairlift.engine.engine import Engine
 from chairlift.engine.startup import LoadedModel, load_model, start_engine
 from chairlift.errors import InvalidParameter
+from chairlift.llm import LLM
 from chairlift.text.reasoning.reasoning_use import ReasoningUse
 from chairlift.text.reasoning_formats.base import choose_reasoning
 from chairlift.text.tokenizer import Tokenizer
@@ -200,6 +201,20 @@ def test_budgets_with_drafts_that_are_drawn(loaded: LoadedModel) -> None:
     batch = [(opened, params(budget, seed=None, logit_bias={end: -100.0})) for budget in BUDGETS]
     for budget, output in zip(BUDGETS, run(drafting, batch), strict=True):
         assert len(thought(output, end)) == budget
+
+
+def test_structures_of_offline_chats_begin_after_the_reasoning(tmp_path: Path) -> None:
+    begins = THINK.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    write_tiny_checkpoint(tmp_path / "tiny", chat_template=begins, more_special=MARKS)
+    llm = LLM(str(tmp_path / "tiny"), device="cpu", kv_memory="1MiB", progress=False)
+    end = llm.get_tokenizer().encode("</think>", add_special_tokens=False)[0]
+    limited = params(4, structure=Structure.choice(["red"]), logit_bias={end: -100.0}, ignore_eos=False)
+    chat = [{"role": "user", "content": "a colour?"}]
+    (result,) = llm.chat(chat, limited, use_tqdm=False)
+    output = result.outputs[0].token_ids
+    assert len(thought(output, end)) == 4
+    assert llm.get_tokenizer().decode(output[5:]).strip() == "red"
+    assert "".join(piece.text for piece in llm.stream_chat(chat, limited)) == result.outputs[0].text
 
 
 def test_preemptions_do_not_affect_budgets(loaded: LoadedModel, engine: Engine) -> None:

@@ -24,6 +24,7 @@ from chairlift.engine.selection import CompletionSelection, with_logprobs
 from chairlift.engine.validation import RequestValidator
 from chairlift.errors import EngineDead, InvalidParameter
 from chairlift.structured.output import StructuredOutput
+from chairlift.text.reasoning_formats.base import ReasoningFormat
 from chairlift.text.tokenizer import Tokenizer
 
 GRAMMAR_POLL = 0.005  # seconds that a step with nothing to compute waits for a grammar
@@ -72,6 +73,11 @@ class Engine:
         self._num_submitted = 0
         self._unreported: set[str] = set()  # ids whose ending has not been published yet
         self._listeners: list[Callable[[Sequence[Event]], None]] = []
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """How the model writes its reasoning; None if it has none."""
+        return self._structured.reasoning_format if self._structured else None
 
     @property
     def cost_model(self) -> CostModel:

@@ -45,7 +45,8 @@ class RequestValidator:
         self._check_tokens("logit_bias", list(params.logit_bias or ()))
         if params.structure is not None:
             self.structures(params.structure).check(params.structure)
-        if params.thinking_token_budget is not None and (self._structured is None or not self._structured.can_think):
+        reasoning = self._structured.reasoning_format if self._structured else None
+        if params.thinking_token_budget is not None and reasoning is None:
             raise InvalidParameter("thinking_token_budget", "this model has no reasoning that could be limited")
         self._check_prompt_outputs(params)
         _check_timeout(timeout)

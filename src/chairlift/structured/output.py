@@ -18,6 +18,7 @@ from chairlift.structured.compiler import GrammarCompiler, mask_words
 from chairlift.structured.grammar_source import BadStructure
 from chairlift.structured.thinking import ThinkingBudgets, ThinkingState
 from chairlift.text.reasoning.tracker import Restriction
+from chairlift.text.reasoning_formats.base import ReasoningFormat
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -76,9 +77,9 @@ class StructuredOutput:
             self._thinking[request.id] = state
 
     @property
-    def can_think(self) -> bool:
-        """Whether the model has reasoning that a budget can limit."""
-        return self._budgets is not None and self._budgets.format is not None
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """How the model writes the reasoning that budgets limit; None if it has none."""
+        return self._budgets.format if self._budgets else None
 
     def _start(self, structure: Structure) -> Future[LLMatcher]:
         try:

@@ -35,19 +35,6 @@ BACKLOG = 2048  # connections that wait to be accepted
 SHARED_BACKLOG = 1  # asyncio accepts as many at once as this, and leaves the others to other processes
 
 
-def make_engine(config: ServerConfig, metrics: Metrics) -> EngineClient:
-    """Build the client of an engine that is not started yet."""
-    return EngineClient(
-        str(resolve_model(config.model, progress=not config.quiet)),
-        config.engine,
-        metrics.record_step,
-        metrics.record_restart,
-        config.supervision,
-        log_level=config.log_level,
-        module=config.engine_module,
-    )
-
-
 def load_served_model(config: ServerConfig, chat_template: str | None = None) -> ServedModel:
     """Load what a front end needs of the model: the tokenizer."""
     # The model is downloaded here to show a progress bar.
@@ -130,10 +117,9 @@ class HTTPServer:
 class LocalFrontEnd(HTTPServer):
     """The front end of a server with one HTTP process, which also supervises the engine."""
 
-    def __init__(self, config: ServerConfig, chat_template: str | None) -> None:
-        metrics = Metrics(config.model_name)
-        self.engine = make_engine(config, metrics)
-        super().__init__(config, make_service(config, self.engine, metrics, chat_template), config.keys.read())
+    def __init__(self, config: ServerConfig, chat_template: str | None, engine: EngineClient, metrics: Metrics) -> None:
+        self.engine = engine
+        super().__init__(config, make_service(config, engine, metrics, chat_template), config.keys.read())
 
 
 def uvicorn_config(

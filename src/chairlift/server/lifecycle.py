@@ -9,21 +9,21 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.loading.resolve import resolve_model
 from chairlift.server.access.keys import APIKey
 from chairlift.server.config import ServerConfig
-from chairlift.server.front_end import LocalFrontEnd
 from chairlift.server.http.host_names import HostNames
 from chairlift.server.http.listener import listen, listening_address
 from chairlift.server.http.tracing import check_traces_endpoint
+from chairlift.server.metrics import Metrics
 from chairlift.server.process.device_check import check_device
 from chairlift.server.process.engine_client import EngineClient, EngineState
+from chairlift.server.process.engine_factory import make_engine
 from chairlift.server.process.socket_folder import remove_stale_folders
-from chairlift.server.served_model import read_chat_template
-from chairlift.server.workers.pool import WorkerPool
 from chairlift.text.reasoning_formats.base import recognised_reasoning
 
 log = logging.getLogger("chairlift.server")
@@ -68,7 +68,7 @@ async def serve_forever(
     remove_stale_folders()
     resolve_model(config.model, progress=not config.quiet)  # first, so that errors are reported at once
     HostNames(config.host, config.allowed_hosts)  # raises for invalid names
-    template = read_chat_template(config.chat_template)
+    template = _read_template(config.chat_template)
     if template is not None and config.engine.get("reasoning_parser") is None:
         # The engine only knows the model's own template, which may have other reasoning.
         config = replace(config, engine={**config.engine, "reasoning_parser": recognised_reasoning(template)})
@@ -77,7 +77,7 @@ async def serve_forever(
     if config.traces_endpoint is not None:
         check_traces_endpoint(config.traces_endpoint)
     listener = listen(config.host, config.port, config.uds)
-    front_end: FrontEnd = (LocalFrontEnd if config.api_workers == 1 else WorkerPool)(config, template)
+    front_end = await _start_front_end(config, template)
     signals = _Signals()
     _reload_on_hangup(config, front_end)
     serving = asyncio.create_task(front_end.serve(listener))
@@ -91,6 +91,32 @@ async def serve_forever(
         await serving
         if config.uds is not None:
             config.uds.unlink(missing_ok=True)
+
+
+def _read_template(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    from chairlift.server.served_model import read_chat_template  # imports most of the front end
+
+    return read_chat_template(file)
+
+
+async def _start_front_end(config: ServerConfig, template: str | None) -> FrontEnd:
+    """Start the engine's process, which imports torch while this one imports and builds its front end."""
+    metrics = Metrics(config.model_name)
+    engine = make_engine(config, metrics)
+    await engine.start()
+    try:
+        if config.api_workers == 1:
+            from chairlift.server.front_end import LocalFrontEnd
+
+            return LocalFrontEnd(config, template, engine, metrics)
+        from chairlift.server.workers.pool import WorkerPool
+
+        return WorkerPool(config, template, engine, metrics)
+    except BaseException:
+        await engine.stop(timeout=0.0)
+        raise
 
 
 async def _run(

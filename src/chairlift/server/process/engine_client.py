@@ -97,6 +97,7 @@ class EngineClient:
         self._just_failed: list[bytes] = []  # fingerprints of completions that the last step ended with an error
         self._handle: EngineHandle | None = None
         self._state_changed = asyncio.Event()
+        self._spawned = asyncio.Event()  # whether a process was started
         self._supervisor: asyncio.Task[None] | None = None
         self._exit_status: int | None = None  # of the last process
 
@@ -119,7 +120,12 @@ class EngineClient:
         return self._handle.process.pid if self._handle else None
 
     async def start(self) -> None:
-        self._supervisor = asyncio.create_task(self._supervise())
+        """Start the process, unless that was done before, and return when it runs."""
+        if self._supervisor is None:
+            self._supervisor = asyncio.create_task(self._supervise())
+        spawned = asyncio.create_task(self._spawned.wait())
+        await asyncio.wait([self._supervisor, spawned], return_when=asyncio.FIRST_COMPLETED)
+        spawned.cancel()
 
     async def wait_until_settled(self) -> EngineState:
         """Wait until the engine is ready, failed or stopped."""
@@ -239,6 +245,7 @@ class EngineClient:
         handle = self._handle = await spawn(
             self._context, self._model, self._options, log_level=self._log_level, module=self._module
         )
+        self._spawned.set()
         receiver = asyncio.create_task(self._receive(handle))
         exited = asyncio.create_task(handle.process.wait())
         try:

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from chairlift.server.access.keys import APIKey
 from chairlift.server.config import ServerConfig
-from chairlift.server.front_end import make_engine
 from chairlift.server.metrics import Metrics
+from chairlift.server.process.engine_client import EngineClient
 from chairlift.server.workers.config_codec import encode_config
 from chairlift.server.workers.hub import Hub, WorkerLink
 from chairlift.server.workers.messages import (
@@ -38,9 +38,8 @@ STOP_SECONDS = 5.0  # for a worker to exit before it is killed
 class WorkerPool:
     """The front end of a server with several HTTP processes. This process runs the hub and supervises the engine."""
 
-    def __init__(self, config: ServerConfig, chat_template: str | None) -> None:
-        metrics = Metrics(config.model_name)
-        self.engine = make_engine(config, metrics)
+    def __init__(self, config: ServerConfig, chat_template: str | None, engine: EngineClient, metrics: Metrics) -> None:
+        self.engine = engine
         self._hub = Hub(self.engine, metrics, config.limits)
         self._config = config
         self._chat_template = chat_template

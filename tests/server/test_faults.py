@@ -175,7 +175,8 @@ def bearer(key: str) -> dict[str, str]:
 def test_every_route_but_the_probes_needs_a_key(locked: RunningServer) -> None:
     good = [bearer(f"{name}-key") for name in ("first", "second", "third", "fourth")]
     bad = [{}, bearer("wrong"), {"Authorization": "Bearer"}, bearer("first-key2"), {"Authorization": "first-key"}]
-    bad += [{"Authorization": "Basic first-key"}, bearer("FIRST-KEY"), {"X-Api-Key": "first-key"}]
+    bad += [{"Authorization": "Basic first-key"}, bearer("FIRST-KEY"), {"X-Api-Key": "wrong"}]
+    good.append({"X-Api-Key": "first-key"})
     for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/nothing"):
         known = 404 if path == "/nothing" else 200
         assert [HTTP.get(locked.url + path, headers=headers).status_code for headers in good] == [known] * len(good)
@@ -184,7 +185,7 @@ def test_every_route_but_the_probes_needs_a_key(locked: RunningServer) -> None:
             assert refused.status_code == 401
             assert refused.json()["error"]["code"] == "invalid_api_key"
             assert refused.headers["x-request-id"]
-    for path in (PATH, "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
+    for path in (PATH, "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"):
         assert HTTP.post(locked.url + path, json={}).status_code == 401
     assert HTTP.get(locked.url + "/health").status_code == HTTP.get(locked.url + "/ready").status_code == 200
     assert HTTP.get(locked.url + "/health/", headers=bearer("wrong")).status_code == 401

@@ -18,6 +18,7 @@ from starlette.requests import Request
 import chairlift
 from chairlift.errors import ChairliftError
 from chairlift.server.access.keys import KeyTable
+from chairlift.server.anthropic.errors import AnthropicErrors
 from chairlift.server.dashboard.routes import add_dashboard_routes
 from chairlift.server.http.access_log import AccessLog
 from chairlift.server.http.bodies import threaded_body_route
@@ -82,6 +83,7 @@ def make_app(
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(OutermostMiddleware)
+    app.add_middleware(AnthropicErrors)
     if tracer_provider is not None:
         app.add_middleware(Tracing, provider=tracer_provider, model=service.model.name)
     if access_log is not None:

@@ -103,8 +103,10 @@ class RequestGuard:
 
     def _key(self, scope: Scope) -> APIKey | None:
         """Return the client's API key, or None if it is missing or wrong."""
-        scheme, _, secret = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        return self._keys.find(secret.strip()) if scheme.lower() == b"bearer" else None
+        headers = dict(scope["headers"])
+        scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
+        found = self._keys.find(secret.strip()) if scheme.lower() == b"bearer" else None
+        return found or self._keys.find(headers.get(b"x-api-key", b""))  # the header of Anthropic's clients
 
     def _refusal(self, scope: Scope) -> APIError | None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
@@ -116,7 +118,7 @@ class RequestGuard:
         if ambiguous := _ambiguity(headers):
             return ambiguous
         if self._keys and scope["state"]["key"] is None and scope["path"] not in self._keyless_paths:
-            problem = "missing or wrong API key; send it as 'Authorization: Bearer KEY'"
+            problem = "missing or wrong API key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             return APIError(401, problem, type_="authentication_error", code="invalid_api_key")
         if not self._keys and scope["path"] not in self._any_host_paths:
             host = dict(headers).get(b"host", b"").decode("latin-1")

@@ -12,6 +12,8 @@ from starlette.requests import Request
 
 import chairlift
 from chairlift.errors import InvalidParameter
+from chairlift.server.anthropic.endpoint import MessagesGeneration, chat_of, tokenize_messages
+from chairlift.server.anthropic.types import CountTokensRequest, MessagesRequest
 from chairlift.server.generation.admission import end_admission_for_parsing
 from chairlift.server.http.disconnect import unless_disconnected
 from chairlift.server.http.errors import unavailable
@@ -35,6 +37,8 @@ from chairlift.server.service import Service
 from chairlift.text.messages import known_roles
 from chairlift.text.tools.tool_use import ToolUse
 
+MAX_COUNTED_TOKENS = 2**31  # of a prompt, while the engine is loading and its limit is unknown
+
 _json = msgspec.json.Encoder()  # used in threads: FastAPI's own takes a second of the event loop for a million tokens
 _ERROR = {"description": "An error in OpenAI's shape", "content": {"application/json": {}}}
 # "default" also removes FastAPI's description of validation errors, which this server never sends.
@@ -55,6 +59,10 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", responses=_ERRORS)
     async def responses(body: ResponsesRequest, http: Request) -> Response:
         return await service.generation.handle(ResponsesGeneration(body, service.model), http)
+
+    @app.post("/v1/messages", responses=_ERRORS)
+    async def messages(body: MessagesRequest, http: Request) -> Response:
+        return await service.generation.handle(MessagesGeneration(body, service.model), http)
 
     @app.post("/v1/embeddings", responses=_ERRORS)
     async def embeddings(body: EmbeddingRequest, http: Request) -> Response:
@@ -101,6 +109,15 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
             done = service.tokenizer_pool.run_text_job(len(await http.body()), work)
             return Response(await unless_disconnected(http, done), media_type="application/json")
 
+    @app.post("/v1/messages/count_tokens", responses=_ERRORS)
+    async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
+        service.model.check_name(body.model)
+        await end_admission_for_parsing(http)
+        with service.admission.reserve_text_job(http.state.tenant or ""):
+            work = partial(_count_tokens, body, service.model, service.max_model_len)
+            done = service.tokenizer_pool.run_text_job(len(await http.body()), work)
+            return Response(await unless_disconnected(http, done), media_type="application/json")
+
     @app.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
         service.model.check_name(body.model)
@@ -108,6 +125,12 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
         with service.admission.reserve_text_job(http.state.tenant or ""):
             done = service.tokenizer_pool.run_text_job(len(body.tokens), partial(_detokenize, body, service.model))
             return Response(await unless_disconnected(http, done), media_type="application/json")
+
+
+def _count_tokens(body: CountTokensRequest, model: ServedModel, max_model_len: int | None) -> bytes:
+    chat = chat_of(body.as_chat, model)
+    prompts = tokenize_messages(body, chat, max_model_len or MAX_COUNTED_TOKENS).prompts
+    return _json.encode({"input_tokens": len(prompts[0])})
 
 
 def _tokenize(body: TokenizeRequest, model: ServedModel, max_model_len: int | None) -> bytes:

@@ -48,14 +48,16 @@ class ChatGeneration(GenerationRequest):
     def tokenize(self, max_tokens: int) -> TokenizedPrompts:
         return self.tokenize_messages(self._body.messages, max_tokens)
 
-    def tokenize_messages(self, messages: Sequence[Mapping[str, Any]], max_tokens: int) -> TokenizedPrompts:
+    def tokenize_messages(
+        self, messages: Sequence[Mapping[str, Any]], max_tokens: int, *, continue_final: bool = False
+    ) -> TokenizedPrompts:
         tools, model, options = self.tools, self._model, dict(self._body.chat_template_kwargs or {})
         for reserved in _RESERVED_OPTIONS:
             if reserved in options:
                 raise InvalidParameter("chat_template_kwargs", f"{reserved!r} cannot be set there")
         if self._body.add_generation_prompt is not None:
             options["add_generation_prompt"] = self._body.add_generation_prompt
-        options["continue_final_message"] = bool(self._body.continue_final_message)
+        options["continue_final_message"] = continue_final or bool(self._body.continue_final_message)
         effort = effort_variables(self._body.reasoning_effort, model.reasoning_format, model.tokenizer)
         prompt = tools.encode(
             model.tokenizer,

@@ -1,0 +1,181 @@
+"""Responses of /v1/messages, built from the engine's updates: content blocks, and events about them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from chairlift.server.anthropic.errors import anthropic_error
+from chairlift.server.generation.usage import Usage
+from chairlift.server.http.errors import APIError
+from chairlift.server.process.messages import Update
+from chairlift.text.assistant_parts import (
+    ArgumentsDelta,
+    AssistantParser,
+    AssistantPart,
+    CallBegun,
+    ContentDelta,
+    ReasoningDelta,
+)
+
+MessageEvent = dict[str, Any]
+
+_json = msgspec.json.Encoder()
+
+
+@dataclass(slots=True)
+class ContentBlock:
+    """A block of a response: text, thinking or the use of a tool."""
+
+    start: dict[str, Any]  # as it begins, without content
+    delta_type: str
+    delta_field: str
+    pieces: list[str] = field(default_factory=list)
+
+    @classmethod
+    def text(cls) -> ContentBlock:
+        return cls({"type": "text", "text": ""}, "text_delta", "text")
+
+    @classmethod
+    def thinking(cls) -> ContentBlock:
+        # Signatures prove that thinking came from the server; this one takes any thinking back.
+        return cls({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking")
+
+    @classmethod
+    def tool_use(cls, call: CallBegun) -> ContentBlock:
+        start = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
+        return cls(start, "input_json_delta", "partial_json")
+
+    @property
+    def kind(self) -> str:
+        return str(self.start["type"])
+
+    def body(self) -> dict[str, Any]:
+        text = "".join(self.pieces)
+        return self.start | ({"input": _arguments(text)} if self.kind == "tool_use" else {self.delta_field: text})
+
+
+class MessageBuilder:
+    """Builds one message. A whole message is built from the events of a stream, which are discarded."""
+
+    def __init__(self, model: str, parser: AssistantParser, response_id: str, usage: Usage) -> None:
+        self.usage = usage
+        self._head = {"id": response_id, "type": "message", "role": "assistant", "model": model}
+        self._parser = parser
+        self._blocks: list[ContentBlock] = []
+        self._stop_reason: str | None = None
+        self._stop_sequence: str | None = None
+        self._started = False
+
+    def add(self, update: Update) -> None:
+        for _ in self._update_events(update):
+            pass
+
+    def body(self) -> dict[str, Any]:
+        return self._message([block.body() for block in self._blocks])
+
+    def events(self, update: Update) -> list[bytes]:
+        return [_encode(event) for event in (*self._start(), *self._update_events(update))]
+
+    def end_events(self) -> list[bytes]:
+        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        events: list[MessageEvent] = [
+            {"type": "message_delta", "delta": delta, "usage": self._usage()},
+            {"type": "message_stop"},
+        ]
+        return [_encode(event) for event in events]
+
+    def error_events(self, error: APIError) -> list[bytes]:
+        return [_encode(anthropic_error(error.status_code, error.body))]
+
+    # ---- events -------------------------------------------------------------------------------------------------
+
+    def _start(self) -> list[MessageEvent]:
+        if self._started:
+            return []
+        self._started = True
+        return [{"type": "message_start", "message": self._message([])}]
+
+    def _update_events(self, update: Update) -> Iterator[MessageEvent]:
+        for part in self._parser.push(update.text):
+            yield from self._part_events(part)
+        if update.finish_reason is not None:
+            for part in self._parser.close():
+                yield from self._part_events(part)
+            yield from self._finish(update)
+
+    def _part_events(self, part: AssistantPart) -> Iterator[MessageEvent]:
+        match part:
+            case ReasoningDelta(text=text):
+                yield from self._extend("thinking", text)
+            case ContentDelta(text=text):
+                yield from self._extend("text", text)
+            case CallBegun():
+                yield from self._begin(ContentBlock.tool_use(part))
+            case ArgumentsDelta(text=text):
+                yield from self._delta(text)
+
+    def _extend(self, kind: str, text: str) -> Iterator[MessageEvent]:
+        """Add text to the last block, or begin one of this kind."""
+        if not self._blocks or self._blocks[-1].kind != kind:
+            yield from self._begin(ContentBlock.text() if kind == "text" else ContentBlock.thinking())
+        yield from self._delta(text)
+
+    def _delta(self, text: str) -> Iterator[MessageEvent]:
+        block = self._blocks[-1]
+        block.pieces.append(text)
+        delta = {"type": block.delta_type, block.delta_field: text}
+        yield {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _begin(self, block: ContentBlock) -> Iterator[MessageEvent]:
+        yield from self._close()
+        self._blocks.append(block)
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block.start}
+
+    def _close(self) -> Iterator[MessageEvent]:
+        if self._blocks:
+            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _finish(self, update: Update) -> Iterator[MessageEvent]:
+        yield from self._close()
+        if update.finish_reason == "length":
+            self._stop_reason = "max_tokens"
+        elif isinstance(update.stop_reason, str):
+            self._stop_reason, self._stop_sequence = "stop_sequence", update.stop_reason
+        else:
+            called = any(block.kind == "tool_use" for block in self._blocks)
+            self._stop_reason = "tool_use" if called else "end_turn"
+
+    # ---- JSON ---------------------------------------------------------------------------------------------------
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        stop = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        return {**self._head, "content": content, **stop, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the token counts; Anthropic's `input_tokens` are those that were not read from the cache."""
+        usage = self.usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
+
+
+def _arguments(text: str) -> Any:
+    """Parse the arguments of a call; text that is not a JSON object, which only a cut call has, is passed on as
+    such."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"_invalid_json": text}
+
+
+def _encode(event: MessageEvent) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _json.encode(event))

@@ -54,7 +54,7 @@ BAD_LINES = [
     (request("") | {"custom_id": 7}, "invalid_custom_id", None),
     (request("a") | {"metod": "POST"}, "invalid_line", "a"),
     (request("b") | {"method": "GET"}, "invalid_method", "b"),
-    (request("c", "/v1/embeddings"), "invalid_url", "c"),
+    (request("c", "/v1/audio/speech"), "invalid_url", "c"),
     (request("d") | {"url": None}, "invalid_url", "d"),
     (request("e") | {"body": "text"}, "invalid_body", "e"),
     (request("f", stream=True), "invalid_body", "f"),
@@ -255,7 +255,8 @@ def test_answers_equal_those_of_the_server(tiny: str, tmp_path: Path) -> None:
         request("chat", "/v1/chat/completions", messages=messages, max_tokens=3, ignore_eos=True, n=2),
         request("response", "/v1/responses", input="hello", max_output_tokens=3),
         "not JSON",
-        request("embedding", "/v1/embeddings", input="hello"),
+        request("embedding", "/v1/embeddings", input="x"),
+        request("image", "/v1/images/generations", prompt="x"),
         request("wrong model", model="gpt-4o"),
         request("wrong value", temperature=-1),
         request("wrong name", frobnicate=True),
@@ -265,7 +266,7 @@ def test_answers_equal_those_of_the_server(tiny: str, tmp_path: Path) -> None:
     process = start(tiny, source, target)
     _, notes = process.communicate(timeout=180)
     assert process.returncode == 0, notes
-    assert b"3 answered, 6 failed, " in notes
+    assert b"4 answered, 6 failed, " in notes
     found = {line["custom_id"]: line for line in answers(target)}
     assert len(found) == len(lines)
     assert all(list(line) == ["id", "custom_id", "response", "error"] for line in found.values())
@@ -285,7 +286,8 @@ def test_answers_equal_those_of_the_server(tiny: str, tmp_path: Path) -> None:
     assert body("wrong name")["error"]["param"] == "frobnicate"
     assert body("too long")["status"] == 400
     assert found[None]["error"] == {"code": "invalid_json", "message": "line 4: is not valid JSON", "line": 4}  # type: ignore[index]
-    assert found["embedding"]["error"]["code"] == "invalid_url"
+    assert found["image"]["error"]["code"] == "invalid_url"
+    assert len(body("embedding")["data"][0]["embedding"]) == 64
     # Repeating a finished command reports that and loads nothing.
     before = target.read_bytes()
     again = start(tiny, source, target, "--quiet")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from chairlift import LLM, SamplingParams
 from chairlift.core.events import Event, PromptPooled, PromptScored, RequestPreempted, StepDone
@@ -16,9 +19,11 @@ from chairlift.core.integrity import check_quiescent
 from chairlift.core.orderings.priority import PriorityOrdering
 from chairlift.core.request import Request
 from chairlift.errors import InvalidParameter
+from chairlift.loading.tokenizer import add_special_tokens
 from chairlift.outputs import Logprob
 from tests.api.prompt_outputs import SCORED, check_embedding, expected_embedding, expected_logprobs, pooled
-from tests.tiny import SENTENCES, write_tiny_checkpoint
+from tests.extending.toys import echo_executor
+from tests.tiny import SENTENCES, byte_level_tokenizer, write_tiny_checkpoint
 
 PROMPT_ONLY = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
@@ -194,9 +199,6 @@ def test_scores_are_cosines(llm: LLM) -> None:
 
 def test_a_reranker_is_scored_by_its_answers(folder: Path, hf: Any, tmp_path: Path) -> None:
     """A checkpoint that names its two answers: here two tokens of the tiny vocabulary."""
-    import json
-    import shutil
-
     reranker = tmp_path / "reranker"
     shutil.copytree(folder, reranker)
     config = json.loads((reranker / "config.json").read_text())
@@ -258,3 +260,64 @@ def test_chats_may_continue_their_final_message(llm: LLM) -> None:
     assert found.prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nThe lift "
     (expected,) = llm.generate([found.prompt_token_ids], params, use_tqdm=False)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3Model", "LlamaModel"])
+def test_embedding_checkpoints(tmp_path: Path, architecture: str) -> None:
+    """A backbone without a head, with the files of sentence-transformers and a tokenizer that appends a token."""
+    folder = write_embedding_checkpoint(tmp_path / "embedder", architecture)
+    llm = LLM(str(folder), kv_memory="4MiB", max_prefill_tokens=8)
+    backbone = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+    for text, result in zip(SENTENCES, llm.embed(SENTENCES, use_tqdm=False), strict=True):
+        tokens = result.prompt_token_ids
+        assert tokens == [*llm.get_tokenizer().encode(text, add_special_tokens=False), 0]
+        with torch.inference_mode():
+            expected = backbone(torch.tensor([tokens])).last_hidden_state[0, -1]
+        found = torch.tensor(result.outputs.embedding)
+        assert float(torch.nn.functional.cosine_similarity(found, expected, dim=0)) > 0.9999
+    assert llm.score(SENTENCES[0], SENTENCES[0], use_tqdm=False)[0].outputs.score == pytest.approx(1.0)
+    for params in (SCORED, PROMPT_ONLY):
+        with pytest.raises(InvalidParameter, match="model: has no language-model head"):
+            llm.generate("a", params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("speculate", ["ngram", "layers:1"])
+def test_prompt_outputs_beside_draft_tokens(folder: Path, hf: Any, speculate: str) -> None:
+    llm = LLM(str(folder), kv_memory="4MiB", max_prefill_tokens=8, speculate=speculate, draft_length=2)
+    params = [SCORED.clone(max_tokens=12), SCORED, pooled("mean"), pooled("last")]
+    results = llm.generate(SENTENCES, params, use_tqdm=False)
+    for result in results[:2]:
+        check_logprobs(hf, result.prompt_token_ids, result.prompt_logprobs, 4)
+    check_embedding(hf, results[2].prompt_token_ids, results[2].require_vector(), "mean")
+    check_embedding(hf, results[3].prompt_token_ids, results[3].require_vector(), "last")
+
+
+@pytest.mark.parametrize("params", [SCORED, pooled("mean")])
+def test_an_executor_without_prompt_outputs_refuses_them(params: SamplingParams) -> None:
+    with pytest.raises(InvalidParameter, match="this executor returns nothing about prompts"):
+        echo_executor.make_engine("a b").check([1, 2], params)
+
+
+def write_embedding_checkpoint(folder: Path, architecture: str) -> Path:
+    write_tiny_checkpoint(folder)
+    tokenizer = byte_level_tokenizer()
+    add_special_tokens(tokenizer, bos=None, eos="<|endoftext|>")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    options = json.loads((folder / "config.json").read_text())
+    config = getattr(transformers, architecture).config_class(
+        **{name: options[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
+        **{name: options[name] for name in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")},
+        head_dim=16,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(1)
+    getattr(transformers, architecture)(config).save_pretrained(folder)
+    modules = [
+        {"type": "sentence_transformers.models.Transformer", "path": ""},
+        {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    return folder

@@ -52,6 +52,7 @@ class Engine:
         seed: int | None = None,
         cost_model: CostModel | None = None,
         structured: StructuredOutput | None = None,
+        generates: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -64,7 +65,7 @@ class Engine:
         self._structured = structured
         can = executor.capabilities
         self._validator = RequestValidator(
-            self.limits, scheduler, structured, eos_ids, beam_search=can.beam_search, hidden_size=can.hidden_size
+            self.limits, scheduler, structured, eos_ids, capabilities=can, generates=generates
         )
         self._pipeline = Pipeline(scheduler, cost_model or CostModel(), can.steps_ahead)
         self._text = OutputText(tokenizer)

@@ -82,6 +82,9 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     begun = time.perf_counter()
     check_kv_dtype(config.kv_dtype, torch_dtype(config), torch_device(config))
     checkpoint, tokenizer = _open(name, config, progress=progress)
+    embedding = read_embedding_config(checkpoint)
+    if not embedding.generates:  # the head is not used; this one needs no weights
+        checkpoint.config["tie_word_embeddings"] = True
     info = describe(checkpoint.config)
     _max_model_len(config, info.max_len)
     if config.load_format != "dummy":
@@ -102,7 +105,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
     if checkpoint.quantization is not None:
         log.info(f"weights    {checkpoint.quantization}: {_use_of_weights(model, quantization)}")
-    return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer), read_embedding_config(checkpoint))
+    return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer), embedding)
 
 
 def _use_of_weights(model: CausalLM, quantization: str) -> str:
@@ -180,6 +183,7 @@ def start_engine(
         seed=config.seed,
         cost_model=cost_model,
         structured=structured,
+        generates=loaded.embedding.generates,
         clock=clock,
     )
     step = f"up to {batch_tokens(config)} tokens ({prefill_tokens(config)} of prompts)"

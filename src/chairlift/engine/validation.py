@@ -9,6 +9,7 @@ from operator import countOf
 import numpy as np
 
 from chairlift.core.beam.search import BeamSearch
+from chairlift.core.executor import ExecutorCapabilities
 from chairlift.core.request_limits import RequestLimits
 from chairlift.core.sampling.params import SamplingParams
 from chairlift.core.sampling.structure import Structure
@@ -27,15 +28,16 @@ class RequestValidator:
         structured: StructuredOutput | None,
         eos_ids: frozenset[int],
         *,
-        beam_search: bool,
-        hidden_size: int,
+        capabilities: ExecutorCapabilities,
+        generates: bool,
     ) -> None:
+        """`generates`: whether the model has a language-model head."""
         self.limits = limits
         self._scheduler = scheduler
         self._structured = structured
         self._eos_ids = eos_ids
-        self._beam_search = beam_search
-        self._hidden_size = hidden_size
+        self._capabilities = capabilities
+        self._generates = generates
 
     def check(self, prompt: Sequence[int], params: SamplingParams, timeout: float | None, priority: int) -> int:
         """Raise InvalidParameter if this cannot be served; return how many tokens it may generate."""
@@ -86,15 +88,17 @@ class RequestValidator:
                 raise InvalidParameter(parameter, f"token id {token} is outside the vocabulary of {vocab_size}")
 
     def _check_prompt_outputs(self, params: SamplingParams) -> None:
-        pooling = params.pooling
+        pooling, hidden_size = params.pooling, self._capabilities.hidden_size
+        if not self._generates and (pooling is None or pooling.token_ids):
+            raise InvalidParameter("model", "has no language-model head: it only makes embeddings")
         for name in ("prompt_logprobs", "pooling"):
-            if getattr(params, name) is not None and not self._hidden_size:
+            if getattr(params, name) is not None and not hidden_size:
                 raise InvalidParameter(name, "this executor returns nothing about prompts")
         if pooling is None:
             return
         self._check_tokens("pooling", pooling.token_ids)
-        if (pooling.dimensions or 0) > self._hidden_size:
-            problem = f"must be at most {self._hidden_size}, the size of the model's embeddings"
+        if (pooling.dimensions or 0) > hidden_size:
+            problem = f"must be at most {hidden_size}, the size of the model's embeddings"
             raise InvalidParameter("dimensions", f"{problem}, got {pooling.dimensions}")
 
     def _check_priority(self, priority: int) -> None:
@@ -105,7 +109,7 @@ class RequestValidator:
             raise InvalidParameter("priority", f"has no effect in the order {ordering.name!r}; start with 'priority'")
 
     def _check_beams(self, params: SamplingParams) -> None:
-        if not self._beam_search:
+        if not self._capabilities.beam_search:
             raise InvalidParameter("beam_width", "is not supported on this device")
         needed = BeamSearch(params, self._eos_ids, max_new_tokens=1).num_candidates
         if needed > self.limits.vocab_size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class EmbeddingConfig:
     kind: PoolingKind = PoolingKind.MEAN
     answers: tuple[str, str] | None = None  # of a reranker: the tokens that mean "not relevant" and "relevant"
     problem: str | None = None  # why this checkpoint has no embeddings
+    generates: bool = True  # False for a checkpoint without a language-model head
 
     def require(self) -> None:
         """Raise if the checkpoint's embeddings cannot be computed."""
@@ -38,7 +39,16 @@ class EmbeddingConfig:
 
 def read_embedding_config(checkpoint: Checkpoint | ConfigCheckpoint) -> EmbeddingConfig:
     """Read the files of sentence-transformers or the metadata of a GGUF file, and `classifier_from_token`."""
-    answers = _answers(checkpoint.config.get("classifier_from_token"))
+    found = _read_pooling(checkpoint, _answers(checkpoint.config.get("classifier_from_token")))
+    return replace(found, generates=not _lacks_head(checkpoint.config.get("architectures")))
+
+
+def _lacks_head(architectures: Any) -> bool:
+    """Whether the checkpoint was saved from a backbone, such as MistralModel instead of MistralForCausalLM."""
+    return isinstance(architectures, list) and len(architectures) == 1 and str(architectures[0]).endswith("Model")
+
+
+def _read_pooling(checkpoint: Checkpoint | ConfigCheckpoint, answers: tuple[str, str] | None) -> EmbeddingConfig:
     if checkpoint.format == "gguf":
         return EmbeddingConfig(_gguf_kind(checkpoint), answers)
     modules = checkpoint.path / "modules.json"

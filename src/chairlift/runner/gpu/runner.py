@@ -139,7 +139,8 @@ class GPURunner(ModelRunner):
         from_host = self._host_sampling.sample(packed, on_host, step.logits, masks)
         staging.tokens[: packed.shape.samples].copy_(step.tokens, non_blocking=True)
         staging.finished.record()
-        prompts = self._read_prompts(plan, packed, step) if reads else PromptOutputs()
+        with kernels_for(tuned=False):  # the number of rows varies, and no request waits for a compilation
+            prompts = self._read_prompts(plan, packed, step) if reads else PromptOutputs()
         seconds = time.perf_counter() - begun
         launched = LaunchedStep(plan, packed, staging, from_host, candidates, prompts, seconds, typical and tuned)
         if self.draft_observer is not None:

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from chairlift.errors import InvalidParameter
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_LINE_BYTES = 16 * 2**20
 
 

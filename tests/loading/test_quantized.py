@@ -12,6 +12,7 @@ from torch import Tensor
 
 from chairlift import LLM, SamplingParams
 from chairlift.errors import ChairliftError, CorruptCheckpoint, UnsupportedModel
+from chairlift.layers.formats.fp8 import FP8Weight
 from chairlift.loading.checkpoint import open_checkpoint
 from chairlift.loading.quantized import READERS
 from chairlift.loading.stored_weight import StoredWeight
@@ -123,10 +124,55 @@ def test_damaged_parts_are_named(tmp_path: Path) -> None:
 
     for scheme, part in {"awq": "scales", "gptq": "qzeros", "fp8 blocks": "weight_scale_inv"}.items():
         assert "model.layers.0.mlp.up_proj.weight: " in damage(scheme, part, lambda tensor: tensor[:, :-1])
-    assert "g_idx must be below 2" in damage("gptq", "g_idx", lambda tensor: tensor + 1)
+    assert "the groups of 64 columns must be from 0 to 1" in damage("gptq", "g_idx", lambda tensor: tensor + 1)
     assert "does not fit weight_shape" in damage("compressed int4", "weight_shape", lambda tensor: tensor * 3)
     state = "weight.quant_state.bitsandbytes__nf4"
     assert "quant_state is missing or damaged" in damage("bitsandbytes nf4", state, lambda tensor: tensor[:-9])
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_parts_of_any_shape_and_type_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write_quantized(tmp_path / "model", SCHEMES[name])
+    file = tmp_path / "model" / "model.safetensors"
+    good = load_file(file)
+    changes = [
+        lambda tensor: tensor.flatten(),
+        lambda tensor: tensor[:0],
+        lambda tensor: tensor[..., :1],
+        lambda tensor: tensor.to(torch.float64),
+        lambda tensor: torch.cat((tensor, tensor)),
+        None,
+    ]
+    for part in [part for part in good if ".layers.1.self_attn.o_proj." in part]:
+        for change in changes:
+            tensors = {other: tensor for other, tensor in good.items() if other != part}
+            if change is not None:
+                tensors[part] = change(good[part]).contiguous()
+            save_file(tensors, file)
+            try:
+                for _, weight in open_checkpoint(tmp_path / "model").stored():
+                    if isinstance(weight, StoredWeight):
+                        weight.dequantized()
+            except ChairliftError:
+                continue
+
+
+def test_fp8_weights_keep_their_numbers(tmp_path: Path) -> None:
+    """Scales per tensor and channel are used as they are; blocks are rounded again with a scale per channel."""
+    for name, limit in {"compressed fp8, dynamic": 1e-6, "compressed fp8, static": 1e-6, "fp8 blocks": 0.04}.items():
+        expected = write_quantized(tmp_path / name, SCHEMES[name])
+        stored = dict(open_checkpoint(tmp_path / name).stored())
+        names = [f"model.layers.0.self_attn.{each}_proj.weight" for each in "qkv"]
+        parts = [part for part in (stored[each] for each in names) if isinstance(part, StoredWeight)]
+        values = torch.cat([expected[each].double() for each in names])
+        weight = FP8Weight.empty(*values.shape, torch.bfloat16, torch.device("cpu"))
+        weight.load(parts)
+        weight = weight.finalized()
+        assert isinstance(weight, FP8Weight)
+        assert float((weight.dequantized().double() - values).norm() / values.norm()) < limit
+        assert weight.plain is None
 
 
 def test_a_missing_scale_is_refused(tmp_path: Path) -> None:

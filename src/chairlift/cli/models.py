@@ -13,7 +13,8 @@ from chairlift.cli.app import RUN, app
 from chairlift.loading.known_models import DEFAULT_MODEL, KnownModel, known_models
 
 FORMATS = {
-    "safetensors": "a folder with config.json, tokenizer.json and .safetensors files, one or many",
+    "safetensors": "a folder with config.json, tokenizer.json and .safetensors files, one or many; also quantized by "
+    "compressed-tensors, AWQ, GPTQ, bitsandbytes or to fp8",
     "gguf": "one .gguf file, in any of its quantizations; tokenizer and chat template come from the file",
     "hub": "a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct, fetched when it is reachable",
 }

@@ -50,7 +50,20 @@ class QuantizedCheckpoint:
             parts = waiting.setdefault(weight, {})
             parts[part] = tensor
             if len(parts) == len(self._weights[weight]):
-                yield weight, self._reader.read(weight, waiting.pop(weight))
+                yield weight, self._read(weight, waiting.pop(weight))
+
+    def _read(self, weight: str, parts: Mapping[str, Tensor]) -> StoredWeight:
+        try:
+            return self._reader.read(weight, parts)
+        except (
+            RuntimeError,
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:  # parts of any shape and type
+            shapes = ", ".join(f"{part} {list(tensor.shape)} {tensor.dtype}" for part, tensor in parts.items())
+            raise CorruptCheckpoint(f"{weight}: its parts do not fit together ({shapes}): {error}") from error
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight dequantized to float32."""

@@ -39,6 +39,17 @@ class GroupedIntegers(StoredWeight):
     offsets: Tensor | None = None  # [out, groups] float32
     group_of: Tensor | None = None  # [in]: the group of each column, if groups are not runs of neighbours
 
+    def __post_init__(self) -> None:
+        rows, columns = self.numbers.shape
+        groups = self.scales.shape[1]
+        if self.scales.shape != (rows, groups) or columns % groups:
+            raise ValueError(f"scales {list(self.scales.shape)} for the numbers {[rows, columns]}")
+        if self.offsets is not None and self.offsets.shape != self.scales.shape:
+            raise ValueError(f"zero points {list(self.offsets.shape)} for the scales {list(self.scales.shape)}")
+        of = self.group_of
+        if of is not None and (of.shape != (columns,) or not 0 <= int(of.min()) <= int(of.max()) < groups):
+            raise ValueError(f"the groups of {columns} columns must be from 0 to {groups - 1}")
+
     @property
     def shape(self) -> torch.Size:
         return self.numbers.shape
@@ -67,6 +78,12 @@ class ScaledFloats(StoredWeight):
     numbers: Tensor  # [out, in] e4m3 or int8
     scales: Tensor  # [blocks of rows, blocks of columns] float32
     block: tuple[int, int]  # rows and columns of a block; the last ones may be smaller
+
+    def __post_init__(self) -> None:
+        rows, columns = self.numbers.shape
+        down, across = self.block
+        if self.scales.shape != (-(-rows // down), -(-columns // across)):
+            raise ValueError(f"scales {list(self.scales.shape)} for the numbers {[rows, columns]}")
 
     @property
     def shape(self) -> torch.Size:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from chairlift.errors import CorruptCheckpoint
 from chairlift.loading.quantized import READERS
 from chairlift.loading.quantized.base import QuantizedReader, by_suffix
 
@@ -41,8 +40,6 @@ class AWQReader(QuantizedReader):
         from chairlift.loading.stored_weight import GroupedIntegers
 
         numbers, scales = _in_order(parts["qweight"]), parts["scales"]  # [in, out], [groups, out]
-        if numbers.shape[1] != scales.shape[1] or len(numbers) % len(scales):
-            raise CorruptCheckpoint(f"{weight}: {list(scales.shape)} scales do not fit {list(numbers.shape)} numbers")
         scales = scales.t().contiguous()
         offsets = -(_in_order(parts["qzeros"]).t().float() * scales.float()) if "qzeros" in parts else None
         return GroupedIntegers(BITS, numbers.t().contiguous(), scales, offsets)

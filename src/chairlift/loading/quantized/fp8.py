@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from chairlift.errors import CorruptCheckpoint
 from chairlift.loading.quantized import READERS
 from chairlift.loading.quantized.base import QuantizedReader, by_suffix
 
@@ -48,7 +47,4 @@ class FP8Reader(QuantizedReader):
             return ScaledFloats(numbers, scales.reshape(1, 1), (rows, columns))
         if scales.numel() == rows:
             return ScaledFloats(numbers, scales.reshape(rows, 1), (1, columns))
-        down, across = self._block or (rows, columns)
-        if scales.shape != (-(-rows // down), -(-columns // across)):
-            raise CorruptCheckpoint(f"{weight}: {list(scales.shape)} scales do not fit {[rows, columns]}")
-        return ScaledFloats(numbers, scales, (down, across))
+        return ScaledFloats(numbers, scales, self._block or (rows, columns))

@@ -90,7 +90,7 @@ FRAGMENTS = [
     ),
 ]
 fragments = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
-few_examples = settings(max_examples=60)
+few_examples = settings(max_examples=20)
 every_format = pytest.mark.parametrize("kind", FORMATS)
 
 

@@ -23,7 +23,7 @@ NAMES = ("get_weather", "add")
 NEW_MISTRAL = "{{ tools }} [TOOL_CALLS] [ARGS]"
 FORMATS: dict[str, ToolFormat] = {name: TOOL_FORMATS.get(name)("") for name in TOOL_FORMATS.names()}
 FORMATS |= {"mistral, names first": MistralFormat(NEW_MISTRAL), "deepseek, fenced": DeepSeekFormat("```json")}
-few_examples = settings(max_examples=40)  # of each format
+few_examples = settings(max_examples=15)  # of each format
 every_format = pytest.mark.parametrize("kind", FORMATS)
 VERBATIM = [kind for kind, format_ in FORMATS.items() if format_.parser.verbatim]
 TRANSLATED = [kind for kind in FORMATS if kind not in VERBATIM]

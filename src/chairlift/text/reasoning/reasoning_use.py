@@ -55,9 +55,8 @@ class ReasoningUse:
         rules, header = self.format.grammar(self.phase, marker_speller(self.tokenizer)), self.answer_header()
         if not answer or not header:
             return rules
-        return f"before: {'reasoning_before' if rules else ''} {header}\n" + rules.replace(
-            "before:", "reasoning_before:", 1
-        )
+        reasoning = rules.replace("before:", "reasoning_before:", 1)
+        return f"before: {'reasoning_before' if rules else ''} {header}\n{reasoning}"
 
     def answer_header(self) -> str:
         """Return what stands before content in a grammar, after `before`."""

@@ -49,10 +49,6 @@ class ReasoningTracker:
         self._last: deque[int] = deque(maxlen=max(len(marks.end_tokens), len(marks.begin_tokens)))
 
     @property
-    def thinking(self) -> bool:
-        return self._phase is Phase.OPEN
-
-    @property
     def over(self) -> bool:
         """Whether the rest of the output is content."""
         return self._phase is Phase.CLOSED

@@ -13,7 +13,6 @@ from chairlift.text.reasoning.phase import Phase
 from chairlift.text.tools.call_grammar import Marker, pattern
 
 Message = dict[str, Any]
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on and off
 
 

@@ -13,8 +13,6 @@ from chairlift.text.tools.tool import Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _STRAY_BRACES = re.compile(r"[\s}]*")
-# Families with other calls between the same tags.
-_OTHER_CALLS = ("<function=", "<arg_key>")
 
 
 class HermesParser(CallParser):
@@ -33,13 +31,13 @@ class HermesParser(CallParser):
 
 @TOOL_FORMATS.register("hermes")
 class HermesFormat(ToolFormat):
-    order = 10
+    order = 10  # after families with other calls between the same tags
     parser = HermesParser
     markers = (OPENING, CLOSING)
 
     @staticmethod
     def recognises(template: str) -> bool:
-        return OPENING in template and not any(mark in template for mark in _OTHER_CALLS)
+        return OPENING in template
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool, marker: Marker) -> CallGrammar:
         line = literal("\n")

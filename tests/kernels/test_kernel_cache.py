@@ -28,9 +28,51 @@ for gpu, more in json.loads(sys.argv[2]):
 """
 
 
-def write_config(folder: Path) -> Path:
+GENERIC_PROGRAM = """
+import json, sys
+import torch
+from chairlift.config import EngineConfig
+from chairlift.engine.kernel_cache import _build
+from chairlift.kernels.compilation.record import KernelRecorder
+from chairlift.kernels.gpu import described_gpu, known_gpu
+from chairlift.runner.gpu.shapes import MIXED_BUCKETS
+
+options = {"load_format": "dummy", "device": "cuda", "max_batch_tokens": 2048, "max_batch_requests": 300}
+for more in json.loads(sys.argv[2]):
+    built = []
+    with described_gpu(known_gpu("h200")), torch.inference_mode():
+        load = lambda: built.append(_build(sys.argv[1], EngineConfig(**options | more)))
+        KernelRecorder(90).record(load)
+        shapes, kernels = built[0].shapes, built[0].preparation.kernels
+        sampled = set(kernels.kernels_of(shapes.samples_of_all(), generic=True))
+        every = [*map(shapes.decode, shapes.decode_buckets), *map(shapes.mixed, MIXED_BUCKETS)]
+        missing = set(kernels.kernels_of(every, generic=True)) - sampled
+    print(json.dumps([len(sampled), sorted(spec.name for spec in missing)]))
+"""
+
+
+def test_the_generic_kernels_of_every_format_serve_all_steps(tmp_path: Path) -> None:
+    """Otherwise the first step of some size would wait for a compilation."""
+    formats = [{}, {"quantization": "fp8"}, {"quantization": "int4"}, {"kv_dtype": "fp8"}, {"batch_invariant": True}]
+    file = tmp_path / "program.py"
+    file.write_text(GENERIC_PROGRAM)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    run = subprocess.run(
+        [sys.executable, str(file), str(write_config(tmp_path, **sizes)), json.dumps(formats)],
+        env=without_interpreter(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    found = [json.loads(line) for line in run.stdout.splitlines()[-len(formats) :]]
+    assert [missing for _, missing in found] == [[]] * len(formats)
+    assert all(8 <= count <= 20 for count, _ in found)
+
+
+def write_config(folder: Path, **changes: int) -> Path:
     file = folder / "config.json"
-    file.write_text(json.dumps(CONFIG))
+    file.write_text(json.dumps(CONFIG | changes))
     return file
 
 

@@ -26,26 +26,34 @@ def kernels_of_model(name: str, config: EngineConfig, gpu_name: str) -> list[Ker
     that have no memory."""
     if config.speculate not in (None, "ngram"):
         raise InvalidParameter("speculate", "the kernels of draft networks are compiled at the start of an engine only")
+    from chairlift.kernels.compilation.record import KernelRecorder
+
     gpu = known_gpu(gpu_name)
+    built: list[GPURunner] = []
     with described_gpu(gpu), torch.inference_mode():
-        config = replace(config, device="cuda")
-        loaded = load_model(name, config, progress=False)
-        model = loaded.model
-        max_model_len = config.max_model_len or model.max_len
-        draft = None
-        if config.speculate is not None:
-            draft = proposer_factory(config.speculate).load(model, loaded.tokenizer, max_model_len)
-        attention = choose_backend(
-            config.attention,
-            model.attention_layers,
-            model.device,
-            model.dtype,
-            invariant_for=max_model_len if config.batch_invariant else None,
-        )
-        runner = RunnerFactory(model, attention, config, max_model_len, None, draft).build().runner
-        if not isinstance(runner, GPURunner):
-            raise InvalidParameter("model", "has no kernels of ours: it runs on transformers' code")
-        return runner.preparation.all_kernels()
+        # Weights that are quantized while they are loaded need kernels, too.
+        loading = KernelRecorder(gpu.arch).record(lambda: built.append(_build(name, replace(config, device="cuda"))))
+        return [*dict.fromkeys([*loading, *built[0].preparation.all_kernels()])]
+
+
+def _build(name: str, config: EngineConfig) -> GPURunner:
+    loaded = load_model(name, config, progress=False)
+    model = loaded.model
+    max_model_len = config.max_model_len or model.max_len
+    draft = None
+    if config.speculate is not None:
+        draft = proposer_factory(config.speculate).load(model, loaded.tokenizer, max_model_len)
+    attention = choose_backend(
+        config.attention,
+        model.attention_layers,
+        model.device,
+        model.dtype,
+        invariant_for=max_model_len if config.batch_invariant else None,
+    )
+    runner = RunnerFactory(model, attention, config, max_model_len, None, draft).build().runner
+    if not isinstance(runner, GPURunner):
+        raise InvalidParameter("model", "has no kernels of ours: it runs on transformers' code")
+    return runner
 
 
 def fill_kernel_cache(specs: Sequence[KernelSpec], advance: Callable[[int], None]) -> int:

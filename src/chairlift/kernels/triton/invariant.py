@@ -20,7 +20,7 @@ PARALLEL_ROWS = 256  # up to this many rows, the parts of a sum have their own p
 PROGRAMS = 264  # two per multiprocessor of a Hopper GPU
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # one kernel for all row counts
 def _linear_kernel(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K]

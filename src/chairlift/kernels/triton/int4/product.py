@@ -11,7 +11,7 @@ from chairlift.kernels.gpu import on_gpu
 from chairlift.kernels.triton.int4.kernel import dequantize_kernel, int4_product_kernel
 from chairlift.kernels.triton.int4.matrix import Int4Matrix
 from chairlift.kernels.triton.int4.tiling import Int4Tiling, choose_int4_tiling, fitting_int4, invariant_int4_tiling
-from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
+from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping, tuned
 
 
 def int4_product(
@@ -37,7 +37,7 @@ def int4_product(
     """
     rows, depth = x.shape
     columns = weight.rows // (2 if gated else 1)
-    if tiling is None and invariant:
+    if tiling is None and (invariant or not tuned()):
         tiling = invariant_int4_tiling(columns, depth, weight.group)
     tiling = tiling or choose_int4_tiling(rows, columns, depth, gated, weight.group)
     tiling = fitting_int4(tiling, weight.run, gated, x.device)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from chairlift.cli.chat import _typed_lines
+from chairlift.loading.recommended_sampling import recommended_sampling
+from chairlift.terminal.keyboard import no_echo
 from tests.api.cli_runner import FAST, run, start
 from tests.tiny import write_tiny_checkpoint
 
@@ -71,6 +78,45 @@ def test_chat_works_without_readline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "readline", None)  # importing it fails
     monkeypatch.setattr(sys, "stdin", io.StringIO(" hello \n"))
     assert list(_typed_lines()) == ["hello"]
+
+
+def test_typed_characters_are_not_shown_during_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(master, "wb", buffering=0) as keyboard, os.fdopen(slave) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+
+        def echoes() -> bool:
+            return bool(termios.tcgetattr(slave)[3] & termios.ECHO)
+
+        with suppress(KeyboardInterrupt), no_echo():
+            assert not echoes()
+            keyboard.write(b"typed ahead\n")
+            raise KeyboardInterrupt
+        assert echoes()
+        assert terminal.readline() == "typed ahead\n"  # kept for the next prompt
+
+
+def test_no_echo_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with no_echo():
+        pass
+
+
+def test_the_default_sampling_of_a_chat_is_the_models(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    assert recommended_sampling("smollm2-135m") == {"temperature": 0.2, "top_p": 0.9}
+    for settings, expected in (
+        ({"temperature": 0.6, "top_k": 20, "top_p": "x", "eos_token_id": 3}, {"temperature": 0.6, "top_k": 20}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
+        ({}, {}),
+    ):
+        (folder / "generation_config.json").write_text(json.dumps(settings))
+        assert recommended_sampling(str(folder)) == expected
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+    answers = {run("chat", "--model", str(folder), "--quiet", *FAST, stdin="hello\n").stdout for _ in range(3)}
+    assert len(answers) == 1  # greedy
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": -7}))
+    assert run("chat", "--model", str(folder), "--max-tokens", "2", *FAST, stdin="hello\n").exit_code == 0
 
 
 @pytest.fixture

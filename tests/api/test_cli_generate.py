@@ -69,6 +69,13 @@ def test_a_bad_prompt_file_is_refused_before_anything_is_loaded(tmp_path: Path, 
     assert result.stderr.startswith("error: --file: ")
 
 
+@pytest.mark.parametrize("arguments", [[], ["-"], [""]])
+def test_a_missing_prompt_is_reported_before_anything_is_loaded(arguments: list[str]) -> None:
+    result = run("generate", *arguments, "--model", "/no/such/model", stdin="")
+    assert result.exit_code == 2
+    assert "prompt: is " in result.output
+
+
 def test_texts_are_printed_under_their_prompts(tiny: str) -> None:
     options = ["--model", tiny, "--max-tokens", "3", "--temperature", "0", *FAST]
     alone = run("generate", "a chairlift", *options)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Annotated
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +16,7 @@ from chairlift.client.address import Address
 from chairlift.client.blocking import BlockingClient
 from chairlift.errors import ChairliftError, EngineDead, InvalidParameter
 from chairlift.terminal.console import note, show_error, write_text
+from chairlift.terminal.keyboard import no_echo
 from chairlift.terminal.options import EngineOptions, SamplingOptions, given, refuse_engine_options
 
 _SERVER = "Server"
@@ -56,10 +58,13 @@ def chat(
     The line below each answer shows how much of the conversation was cached:
     only the new part is computed. If standard input is not a terminal, each of
     its lines is a message, or a command with its slash. With --url, --model is
-    the model's name there, by default the first one.
+    the model's name there, by default the first one. Sampling options that are
+    not given are those that the model recommends, if it does.
     """
     sampling.params()  # check the parameters before the model is loaded
-    backend = _local_chat(engine, sampling) if url is None else _remote_chat(context, engine, sampling, url, api_key)
+    backend = (
+        _local_chat(context, engine, sampling) if url is None else _remote_chat(context, engine, sampling, url, api_key)
+    )
     session = ChatSession(backend, system=system, show_figures=not engine.quiet)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -70,14 +75,30 @@ def chat(
         if line.startswith("/"):
             session.command(line)
         elif line:
-            _answer(session, line, interactive)
+            with no_echo():
+                _answer(session, line, interactive)
 
 
-def _local_chat(engine: EngineOptions, sampling: SamplingOptions) -> ChatBackend:
+def _local_chat(context: typer.Context, engine: EngineOptions, sampling: SamplingOptions) -> ChatBackend:
+    sampling = _suited_to_model(context, engine.model, sampling)
     llm = engine.load()
     if llm.get_tokenizer().chat_template is None:
         raise InvalidParameter("model", "it has no chat template, so it cannot chat; use `chairlift generate`")
     return LocalChat(llm, sampling)
+
+
+def _suited_to_model(context: typer.Context, model: str, sampling: SamplingOptions) -> SamplingOptions:
+    """Replace defaults by what the makers of the model recommend; options that were given stay."""
+    from chairlift.loading.recommended_sampling import recommended_sampling
+
+    recommended = recommended_sampling(model)
+    changes: dict[str, Any] = {name: value for name, value in recommended.items() if not given(context, name)}
+    suited = replace(sampling, **changes)
+    try:
+        suited.params()
+    except InvalidParameter:  # the model's file is wrong about its own parameters
+        return sampling
+    return suited
 
 
 def _remote_chat(

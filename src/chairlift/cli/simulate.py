@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from chairlift.lab.report.options import ReportOptions
 from chairlift.lab.report.progress import watch
 from chairlift.lab.report.tables import comparison_table, show_table
 from chairlift.terminal.options import refuse_given
+
+if TYPE_CHECKING:
+    from chairlift.lab.simulator.figures import Targets
 
 _TRAFFIC = "Traffic"
 
@@ -82,6 +85,7 @@ def simulate(
             show_default="if a trace marks shared prefixes",
         ),
     ] = None,
+    file: Annotated[str | None, typer.Argument(hidden=True)] = None,
     against: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Compare with a real run recorded by `bench profile --record`."),
@@ -93,6 +97,8 @@ def simulate(
     Every step takes as long as a roofline of the model and the device predicts,
     or as measured by a profile of a real machine.
     """
+    if file is not None:
+        raise InvalidParameter("trace", f"to simulate recorded traffic, write --trace {file}")
     if against is not None:
         _compare_with_recording(context, against, report)
         return
@@ -158,7 +164,7 @@ def simulate(
     if fleet.price is not None:
         tokens = sum(record.n_out for record in outcome.records)
         row["cost_per_million_tokens"] = fleet.price * outcome.replica_seconds / 3600 / tokens * 1e6
-    _show_figures(row)
+    _show_figures(row, goal)
     parameters = {
         "model": machine.model,
         "device": device.name,
@@ -192,7 +198,13 @@ def _compare_with_recording(context: typer.Context, against: Path, report: Repor
         write_report(report.json_file, "simulate", {"against": str(against)}, rows)
 
 
-def _show_figures(row: dict[str, Any]) -> None:
+def _rounded(value: float) -> str:
+    """Write three significant digits without an exponent: 34,700."""
+    number = float(f"{value:.3g}")
+    return f"{number:,.0f}" if number >= 100 else f"{number:g}"
+
+
+def _show_figures(row: dict[str, Any], goal: Targets) -> None:
     def latency(name: str) -> list[str]:
         values = (row[f"{name}_p{share}_ms"] for share in (50, 95, 99))
         return [name.upper(), *("-" if value is None else f"{value:,.1f}" for value in values)]
@@ -202,9 +214,9 @@ def _show_figures(row: dict[str, Any]) -> None:
         "Service",
         ["", ""],
         [
-            ["Requests per second", f"{row['requests_per_s']:.3g}"],
+            ["Requests per second", _rounded(row["requests_per_s"])],
             ["Output tokens per second", f"{row['output_tokens_per_s']:,.0f}"],
-            ["Within the targets", f"{row['good_share']:.1%}"],
+            *([["Within the targets", f"{row['good_share']:.1%}"]] if goal.given else []),
             ["Replicas, on average", f"{row['mean_replicas']:,.1f}"],
             ["Busy", f"{row['utilisation']:.1%}"],
             ["Prompt tokens from the cache", f"{row['cached_share']:.1%}"],
@@ -278,7 +290,8 @@ def plan(
     if goal.tpot is not None:
         most = fitting[-1].batch if fitting else 0
         rows.append([f"Requests inside {goal.tpot * 1e3:g} ms per token", f"{most:,}"])
-    rows.append(["Highest rate inside the targets", f"{best:.3g} requests/s" if best else "none: not even one request"])
+    label = "Highest rate inside the targets" if goal.given else "Highest rate"
+    rows.append([label, f"{_rounded(best)} requests/s" if best else "none: not even one request"])
     replicas = None
     if rate is not None:
         replicas = math.ceil(rate / best) if best else None

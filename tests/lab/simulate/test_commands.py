@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from chairlift.cli.main import app
+from chairlift.cli.simulate import _rounded
 from tests.kernels.tiny_config import CONFIG
 
 
@@ -36,6 +37,24 @@ def test_a_model_that_does_not_fit_is_reported() -> None:
     outcome = CliRunner().invoke(app, ["plan", "--model", "llama3-8b", "--device", "l4", "--memory", "12"])
     assert outcome.exit_code == 2
     assert "16.1 GB of weights" in outcome.output.replace("\n", " ")
+    assert "2 such devices" in outcome.output.replace("\n", " ")
+
+
+def test_plan_without_targets_does_not_mention_them() -> None:
+    text = run("plan", "--model", "smollm2-135m", "--device", "h200", "--prompt-len", "8", "--output-len", "2")
+    assert "target" not in text
+    assert "Highest rate" in text
+    assert "e+" not in text
+
+
+def test_simulate_hints_at_the_option_for_a_file() -> None:
+    outcome = CliRunner().invoke(app, ["simulate", "traffic.csv"])
+    assert outcome.exit_code == 2
+    assert "--trace traffic.csv" in outcome.output
+
+
+def test_rounded_numbers_have_no_exponent() -> None:
+    assert [_rounded(value) for value in (34_712.0, 99.96, 12.345, 0.001234)] == ["34,700", "100", "12.3", "0.00123"]
 
 
 @pytest.mark.parametrize("options", [("--policy", "static"), ("--replicas", "3", "--router", "round-robin")])

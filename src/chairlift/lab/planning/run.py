@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import random
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -117,9 +118,19 @@ class MemoryBudget:
         left = device.memory_bytes * SHARE_OF_MEMORY - model.weight_bytes
         blocks = int(left // (model.kv_bytes_per_token * block_size))
         if blocks < 1:
-            problem = f"{device.memory_bytes / 1e9:.0f} GB leave no room beside {model.weight_bytes / 1e9:.1f} GB"
-            raise InvalidParameter("device", f"{problem} of weights; choose a larger one, or a smaller type of weights")
+            problem = (
+                f"{device.memory_bytes / 1e9:.0f} GB leave no room beside {model.weight_bytes / 1e9:.1f} GB of weights"
+            )
+            needed = cls.devices_needed(model, device, block_size)
+            solution = f"it needs {needed} such devices, a larger one, or a smaller type of weights"
+            raise InvalidParameter("device", f"{problem}; {solution}")
         return cls(model.weight_bytes, left, blocks, blocks * block_size)
+
+    @staticmethod
+    def devices_needed(model: ModelShape, device: Device, block_size: int = BLOCK_SIZE) -> int:
+        """The number of devices that hold the weights and at least one block of the cache, split evenly."""
+        least = model.weight_bytes + model.kv_bytes_per_token * block_size
+        return max(1, math.ceil(least / (device.memory_bytes * SHARE_OF_MEMORY)))
 
 
 def load_profile(path: Path) -> MeasuredCost:

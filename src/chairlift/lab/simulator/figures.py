@@ -19,6 +19,10 @@ class Targets:
     tpot: float | None = None
     e2e: float | None = None
 
+    @property
+    def given(self) -> bool:
+        return any(limit is not None for limit in (self.ttft, self.tpot, self.e2e))
+
     def met_by(self, record: RequestRecord) -> bool:
         pairs = ((record.ttft, self.ttft), (record.tpot, self.tpot), (record.e2e, self.e2e))
         return all(limit is None or found is None or found <= limit for found, limit in pairs)

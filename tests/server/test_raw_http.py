@@ -1,0 +1,231 @@
+"""Malformed HTTP on bare sockets: each probe gets an error or a closed connection, and others are served."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from chairlift.server.limits import Limits
+from tests.server.front_end import NAME, FrontEnd, front_end
+from tests.server.running_server import HTTP
+
+BODY = json.dumps({"model": NAME, "prompt": "hello"}).encode()
+HOST = b"host: localhost\r\n"
+JSON = b"content-type: application/json\r\n"
+LIMITS = Limits(header_seconds=0.5, body_seconds=0.5, stall_seconds=0.5, keep_alive_seconds=1)
+
+
+def get(
+    target: bytes = b"/health", version: bytes = b"HTTP/1.1", method: bytes = b"GET", headers: bytes = HOST
+) -> bytes:
+    return method + b" " + target + b" " + version + b"\r\n" + headers + b"\r\n"
+
+
+def post(headers: bytes, body: bytes = BODY, target: bytes = b"/v1/completions") -> bytes:
+    return b"POST " + target + b" HTTP/1.1\r\n" + HOST + JSON + headers + b"\r\n" + body
+
+
+LENGTH = b"content-length: %d\r\n" % len(BODY)
+CHUNKED = b"transfer-encoding: chunked\r\n"
+VERSIONS = [
+    b"HTTP/0.9",
+    b"HTTP/1.2",
+    b"HTTP/2.0",
+    b"HTTP/9.9",
+    b"HTTP/1",
+    b"http/1.1",
+    b"HTTP/1.1 x",
+    b"HTTP",
+    b"",
+    b"HTTP/-1.1",
+]
+METHODS = [
+    b"",
+    b" ",
+    b"G\x00T",
+    b"GE T",
+    b"get",
+    b"G" * 5000,
+    b"\xff",
+    b"GET\t",
+    b"CONNECT",
+    b"TRACE",
+    b"PRI",
+    b"POST /x",
+]
+TARGETS = [
+    b"",
+    b"*",
+    b"health",
+    b"//health",
+    b"/%",
+    b"/%zz",
+    b"/%00",
+    b"/\x00",
+    b"/\xff\xfe",
+    b"/a b",
+    b"/a\tb",
+    b"/../..",
+    b"/?" + b"a" * 9000,
+    b"http://other/health",
+    b"https://user:pass@host/health",
+    b"/#fragment",
+    b"/;a=b",
+    b"/health/",
+    b"/%2e%2e/%2e%2e",
+    b"\\health",
+]
+HEADERS = [
+    b"",
+    b"host\r\n",
+    b": x\r\n",
+    b"host : localhost\r\n",
+    b" host: localhost\r\n",
+    HOST + HOST,
+    HOST + b"x\r\n",
+    HOST + b"x:\x00\r\n",
+    HOST + b"x y: z\r\n",
+    HOST + b"x: \r\n y\r\n",
+    HOST + b"\xff: x\r\n",
+    HOST + b"x: \xff\r\n",
+    b"host: \r\n",
+    b"host: a b\r\n",
+    b"host: [::\r\n",
+    b"host: localhost:99999999\r\n",
+    b"host: evil.example\r\n",
+    b"host: " + b"a" * 3000 + b"\r\n",
+    HOST + b"x: y\r\n" * 200,
+    HOST + b"x: " + b"y" * 40_000 + b"\r\n",
+    HOST + b"\r\r\n",
+    HOST + b"x: y\n",
+    HOST + b"x\x7f: y\r\n",
+    HOST + b"connection: upgrade\r\nupgrade: h2c\r\n",
+    HOST + b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: x\r\n",
+    HOST + b"expect: nothing\r\n",
+    HOST + b"authorization: Bearer a\r\nauthorization: Bearer b\r\n",
+    HOST + b"range: bytes=0-99999999999\r\n",
+    HOST + b"te: trailers, x\r\n",
+]
+LENGTHS = [
+    b"-1",
+    b"+5",
+    b"0x10",
+    b"1e3",
+    b"",
+    b" ",
+    b"5 5",
+    b"5,5",
+    b"5, 6",
+    b"99999999999999999999999",
+    b"\xff",
+    b"1.5",
+    b"abc",
+    b"0",
+    b"1",
+]
+CODINGS = [
+    b"chunked, chunked",
+    b"gzip, chunked",
+    b"chunked, identity",
+    b"identity",
+    b"x",
+    b"",
+    b"chunked;q=1",
+    b"\x0bchunked",
+    b"Chunked",
+    b"chunked x",
+]
+CHUNKS = [
+    b"zz\r\n",
+    b"-1\r\n",
+    b"0x5\r\nhello\r\n",
+    b"5\nhello\n0\n\n",
+    b"5\r\nhello0\r\n\r\n",
+    b"FFFFFFFFFFFFFFFFF\r\n",
+    b"5;" + b"x" * 9000 + b"\r\n",
+    b"\r\n",
+    b"5\r\nhel",
+    b"1\r\n{\r\n" * 50 + b"0\r\n\r\n",
+    b"0\r\nx: y\r\n\r\n",
+    b"0\r\n" + b"x: y\r\n" * 300 + b"\r\n",
+    b" 5\r\nhello\r\n0\r\n\r\n",
+    b"5\r\nhello\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n",
+    b"00000000000000000000005\r\nhello\r\n0\r\n\r\n",
+]
+OTHERS = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"SSH-2.0-OpenSSH_9.0\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"\r\n" * 500,
+    b"\x00" * 1000,
+    b"\xff" * 1000,
+    b"GET",
+    b"GET /",
+    b"GET / HTTP/1.1",
+    b"GET / HTTP/1.1\r\n",
+    b"\n",
+    b"EHLO x\r\n",
+    b"*1\r\n$4\r\nPING\r\n",
+    b"<xml/>\r\n\r\n",
+    b"{}\r\n\r\n",
+]
+
+PROBES = [
+    *(get(version=version) for version in VERSIONS),
+    *(get(method=method) for method in METHODS),
+    *(get(target=target) for target in TARGETS),
+    *(get(headers=headers) for headers in HEADERS),
+    *(post(b"content-length: " + length + b"\r\n") for length in LENGTHS),
+    *(post(b"transfer-encoding: " + coding + b"\r\n", b"0\r\n\r\n") for coding in CODINGS),
+    *(post(CHUNKED, chunks) for chunks in CHUNKS),
+    post(LENGTH + CHUNKED),
+    post(LENGTH + b"content-length: 5\r\n"),
+    post(LENGTH + b"content-encoding: br\r\n"),
+    post(LENGTH + b"content-type: application/json\r\n"),
+    post(LENGTH, BODY + b"GARBAGE\r\n\r\n"),
+    post(LENGTH) * 3 + b"\x00",
+    get() * 20 + b"BAD\r\n\r\n",
+    *OTHERS,
+]
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[FrontEnd]:
+    with front_end(limits=LIMITS) as running:
+        yield running
+
+
+def probe(front: FrontEnd, sent: bytes) -> tuple[list[int], bytes]:
+    """Send a probe; return the statuses and the whole reply, read until the server closes the connection."""
+    reply = b""
+    with front.connect() as connection:
+        try:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            while data := connection.recv(65536):
+                reply += data
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+    return [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3}) ", reply)], reply
+
+
+def test_no_probe_makes_the_server_fail_or_hang(front: FrontEnd) -> None:
+    assert len(PROBES) >= 130
+    with ThreadPoolExecutor(16) as pool:
+        replies = list(pool.map(lambda sent: probe(front, sent), PROBES))
+    for sent, (statuses, reply) in zip(PROBES, replies, strict=True):
+        assert all(status < 500 for status in statuses), (sent[:200], reply[:500])
+        assert reply == b"" or statuses, (sent[:200], reply[:500])
+        if statuses and statuses[-1] >= 400 and not sent.startswith(b"HEAD"):
+            error = json.loads(reply[reply.rindex(b"\r\n\r\n") + 4 :])["error"]
+            assert error.keys() == {"message", "type", "param", "code"}, (sent[:200], reply[:500])
+    refused = sum(bool(statuses) and statuses[-1] >= 400 for statuses, _ in replies)
+    assert refused > len(PROBES) // 2
+    answer = HTTP.post(front.url + "/v1/completions", content=BODY, headers={"Content-Type": "application/json"})
+    assert answer.json()["choices"][0]["text"] == "ok"
+    assert front.engine.num_open == 0

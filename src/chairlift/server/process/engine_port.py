@@ -15,7 +15,6 @@ class EnginePort(Protocol):
 
     state: EngineState
     loaded: Loaded | None
-    on_loaded: Callable[[Loaded], None]
     on_frame: Callable[[DashboardFrame | RecorderFault], None]
 
     @property

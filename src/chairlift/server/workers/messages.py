@@ -10,6 +10,7 @@ import msgspec
 
 from chairlift.errors import InvalidParameter
 from chairlift.server.access.keys import APIKey
+from chairlift.server.exposition import MetricSample
 from chairlift.server.http.errors import APIError, as_api_error
 from chairlift.server.process.messages import (
     DashboardFrame,
@@ -20,8 +21,6 @@ from chairlift.server.process.messages import (
     SwitchPolicy,
     Update,
 )
-
-Sample = tuple[str, dict[str, str], float]  # name, labels and value of a metric
 
 
 class WireError(msgspec.Struct, frozen=True):
@@ -206,7 +205,7 @@ class TextFound(msgspec.Struct, tag=True, frozen=True):
 class Samples(msgspec.Struct, tag=True, frozen=True):
     """All counters and histograms of a worker since its start."""
 
-    samples: list[Sample]
+    samples: list[MetricSample]
 
 
 ToWorker = (

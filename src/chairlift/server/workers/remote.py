@@ -79,7 +79,6 @@ class RemoteEngine:
         self.state = EngineState.STARTING
         self.loaded: Loaded | None = None
         self.num_open = 0  # of the whole server, as of the last Totals
-        self.on_loaded: Callable[[Loaded], None] = lambda loaded: None
         self.on_frame: Callable[[DashboardFrame | RecorderFault], None] = lambda frame: None
         self._channel = channel
         self._streams: dict[str, UpdateStream] = {}  # by completion id

@@ -52,8 +52,6 @@ def workers(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "--max-batch-requests",
         "4",
         "--public-metrics",
-        "--heartbeat-timeout",
-        "6",
     )
     yield running
     assert (running.process.poll() if running.process.poll() is not None else running.stop()) == 0, running.tail()
@@ -153,6 +151,27 @@ def test_a_tenant_has_its_share_of_the_queue_across_the_workers(workers: Running
     for thread in threads:
         thread.join(60)
     assert sorted(statuses) == [("sk-alice", 200), *[("sk-root", 200)] * 11, ("sk-root", 429)]
+
+
+def test_clients_that_disconnect_leave_nothing_behind(workers: RunningServer) -> None:
+    async def storm() -> list[int]:
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60) as client:
+
+            async def one(number: int) -> int:
+                stream = client.stream("POST", workers.url + "/v1/completions", json=LONG, headers=ROOT)
+                async with stream as answer:
+                    if number % 2:
+                        return answer.status_code  # disconnects at once
+                    text = (await answer.aread()).decode()
+                    assert answer.status_code == 429 or text.rstrip().endswith("[DONE]")
+                    return answer.status_code
+
+            return await asyncio.gather(*map(one, range(80)))
+
+    assert set(asyncio.run(storm())) == {200, 429}
+    workers.wait_idle()
+    wait_for(lambda: workers.metric("chairlift_requests_open") == 0, 20, "all requests to end")
+    assert post(workers, n=12).status_code == 200  # all of the capacity
 
 
 def test_errors_of_the_engine_keep_their_parameter(workers: RunningServer) -> None:

@@ -235,12 +235,12 @@ def int4_product_kernel(
     s_at = scales_ptr + rows
     if OVERLAP:
         if PREFETCH > 0 and row_block == 0:
-            panel = block * (BN // PANEL) + tl.arange(0, BN // PANEL)
-            size = tl.maximum(tl.minimum(end - begin, PREFETCH), 0) * (PANEL * H * 2)
-            panel_at = words_ptr + ((panel % (N // PANEL)).to(tl.int64) * row_words + begin * H) * PANEL
-            prefetch_rows(panel_at, size)
+            size = tl.maximum(tl.minimum(end - begin, PREFETCH), 0) * H  # words of each row
+            piece_at = words_ptr + (rows // PANEL).to(tl.int64) * row_words * PANEL + begin * (PANEL * H)
+            piece_at += (rows % PANEL) * size
+            prefetch_rows(piece_at, size * 2)
             if GATED:
-                prefetch_rows(panel_at + N.to(tl.int64) * row_words, size)
+                prefetch_rows(piece_at + N.to(tl.int64) * row_words, size * 2)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if SQUARES > 0:

@@ -53,6 +53,7 @@ export function waitWords(reason) {
 const MISS_WORDS = {
   disabled: "prefix caching is off",
   too_short: "prompt shorter than a block",
+  whole_prompt: "the whole prompt is scored or pooled",
   never_seen: "not computed before",
   evicted: "computed before, but evicted",
   all_found: "all of it was cached",

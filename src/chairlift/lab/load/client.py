@@ -84,6 +84,8 @@ class LoadClient:
             async with asyncio.timeout(self._timeout):
                 response = await self._http.post(self._wording.path, self._wording.body(request), answer.feed)
             record.error = answer.problem(response.status)
+            if (pause := response.headers.get("retry-after", "")).isdigit():
+                record.retry_after = float(pause)
         except TimeoutError:
             record.error = "timeout"
         except BadResponse as error:

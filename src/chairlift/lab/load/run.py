@@ -22,6 +22,7 @@ class LoadRecord:
     output_tokens: int = 0
     cached_tokens: int = 0
     error: str | None = None  # the kind of failure
+    retry_after: float | None = None  # seconds that the server asks to wait before the next attempt
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """Admission control: capacity is reserved for a request before any work is done for it.
 
-All tenants share the queue. While it is full, a request of a tenant below its share displaces the newest waiting
-requests of the tenant that is furthest above its own: those are answered with 429, as if they had come later.
+All tenants share the queue. While it is full, a request of a tenant below its share is still admitted, and displaces
+the newest waiting requests of the tenant that is furthest above its own: those are answered with 429, as if they had
+come later. Requests with output are never displaced, so the queue may grow beyond its limit, but not to twice of it.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ class AdmissionControl(Admission):
             )
             raise InvalidParameter("n" if n > 1 else "prompt", problem)
         missing = count + self._engine.num_open + self.num_preparing - capacity
-        if missing > 0 and not self._displace(missing, tenant, count, capacity):
-            raise self._too_busy("the queue is full; try again in a moment")
+        if missing > 0:
+            self._claim_share(missing, tenant, count, capacity)
         reservation = Reservation(tenant, count, loaded, on_displaced)
         self._reservations[reservation] = None
         return reservation
@@ -128,30 +129,26 @@ class AdmissionControl(Admission):
     def release(self, reservation: Reservation) -> None:
         self._reservations.pop(reservation, None)
 
-    def _displace(self, missing: int, tenant: str, count: int, capacity: int) -> bool:
-        """End waiting requests of tenants above their share until `missing` sequences are free; False if `tenant`
-        would exceed its own share or too few can be ended."""
+    def _claim_share(self, missing: int, tenant: str, count: int, capacity: int) -> None:
+        """End waiting requests of tenants above their share until `missing` sequences are free or none is left; raises
+        if `tenant` would exceed its own share."""
         using = Counter(self._engine.open_by_tenant)
         for one in self._reservations:
             using[one.tenant] += one.count
         using[tenant] += count
         share = partial(share_of, limit=capacity, using=Counter(using), weights=self._limits.tenant_weights)
         if using[tenant] > share(tenant):
-            return False
+            raise self._too_busy("the queue is full; try again in a moment")
         waiting = {other: self._newest_waiting(other) for other in using if other != tenant}
-        chosen: list[Callable[[], None]] = []
         while missing > 0:
             excess = {other: using[other] / share(other) for other, found in waiting.items() if found}
             largest = max(excess, key=excess.__getitem__, default=tenant)
             if excess.get(largest, 0.0) <= 1.0:
-                return False
+                return
             size, end = waiting[largest].pop(0)
             using[largest] -= size
             missing -= size
-            chosen.append(end)
-        for end in chosen:
             end()
-        return True
 
     def _newest_waiting(self, tenant: str) -> list[tuple[int, Callable[[], None]]]:
         """The number of sequences of each waiting request of a tenant, and how to end it; the newest first."""

@@ -1,0 +1,100 @@
+"""`bench soak`: it passes on a sound server, and finds what fails, changes or grows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from chairlift.cli.main import app
+from chairlift.lab.bench.soak.resources import ProcessSample, growth_problems, memory_growth
+from chairlift.lab.bench.soak.traffic import KINDS, SoakRequest, SoakTraffic, answer_text, expect_ok
+from tests.tiny import write_tiny_checkpoint
+
+MIB = 2**20
+
+
+def chat_body(text: str | None, finish_reason: str = "stop", **message: object) -> bytes:
+    choice = {"index": 0, "message": {"content": text} | message, "finish_reason": finish_reason}
+    return json.dumps({"choices": [choice]}).encode()
+
+
+def streamed(*texts: str, end: bytes = b"data: [DONE]\n\n") -> bytes:
+    chunks = [{"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]} for text in texts]
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + end
+
+
+def find_request(kind: str) -> SoakRequest:
+    traffic = SoakTraffic("m", 0, dict.fromkeys(_questions(), "the reference"))
+    return next(request for request in iter(traffic.request, None) if request.kind == kind)
+
+
+def _questions() -> list[str]:
+    from chairlift.lab.bench.soak.traffic import QUESTIONS
+
+    return list(QUESTIONS)
+
+
+def test_answers_are_checked() -> None:
+    assert expect_ok(200, streamed("a")) is None
+    assert "incomplete" in str(expect_ok(200, streamed("a", end=b"")))
+    assert "HTTP 503" in str(expect_ok(503, b"{}"))
+    greedy = find_request("greedy").check
+    assert greedy(200, chat_body("the reference")) is None
+    assert greedy(200, streamed("the ", "reference")) is None
+    assert "instead of 'the reference'" in str(greedy(200, streamed("the ", "end")))
+    structured = find_request("json").check
+    assert structured(200, chat_body('{"city": "Oslo", "warm": true}')) is None
+    assert structured(200, chat_body('{"city": "Os', "length")) is None  # truncated
+    assert "breaks the schema" in str(structured(200, chat_body('{"city": "Oslo"}')))
+    assert "is not JSON" in str(structured(200, chat_body("Oslo")))
+    pattern = find_request("regex").check
+    assert pattern(200, chat_body("12-ab")) is None
+    assert "does not match" in str(pattern(200, chat_body("12-xy")))
+    tool = find_request("tool").check
+    call = {"function": {"name": "get_weather", "arguments": '{"city": "Oslo", "warm": false}'}}
+    assert tool(200, chat_body(None, "tool_calls", tool_calls=[call])) is None
+    assert "is not JSON" in str(tool(200, chat_body("no call")))
+    invalid = find_request("invalid").check
+    assert invalid(400, b'{"error": {"message": "m"}}') is None
+    assert "instead of 400" in str(invalid(200, b"{}"))
+    assert answer_text(streamed("a", "b")) == "ab"
+
+
+def test_growth_is_found() -> None:
+    flat = [ProcessSample(100 * MIB, 20, 10)] * 50
+    assert memory_growth([ProcessSample(0, 0, 0), *flat]) == 0  # the first samples are for warming up
+    leak = [ProcessSample(100 * MIB + number * MIB, 20, 10) for number in range(50)]
+    assert memory_growth(leak) == 30 * MIB
+    before = flat[0]
+    assert growth_problems("engine", before, before, 0, 8 * MIB) == []
+    assert growth_problems("engine", before, before, 9 * MIB, 8 * MIB) == ["the engine's memory grew by 9.0 MiB"]
+    more = growth_problems("front end", before, ProcessSample(0, 30, 20), 0, 0)
+    assert more == [
+        "the front end had 20 files before and 30 after the traffic",
+        "the front end had 10 threads before and 20 after the traffic",
+    ]
+
+
+def run_soak(folder: Path, result: Path, *options: str) -> list[dict[str, object]]:
+    command = ["bench", "soak", "--model", str(folder), "--json", str(result), "-q", *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    rows: list[dict[str, object]] = json.loads(result.read_text())["rows"]
+    return rows
+
+
+def test_a_short_soak_of_a_tiny_model(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny", positions=4096)
+    options = ("--seconds", "3", "--calibration-seconds", "2", "--concurrency", "4", "--kv-memory", "8MiB")
+    rows = run_soak(folder, tmp_path / "result.json", *options, "--memory-tolerance", "200MiB")
+    assert {"front end", "engine"} <= {row["name"] for row in rows}
+    assert {"greedy", "sampled"} <= {row["name"] for row in rows} <= {*KINDS, "front end", "engine"}
+
+
+@pytest.mark.slow
+def test_a_minute_of_soak_of_the_default_model(tmp_path: Path) -> None:
+    rows = run_soak(Path("smollm2-135m"), tmp_path / "result.json", "--seconds", "60")
+    assert {row["name"] for row in rows} == {*KINDS, "front end", "engine"}

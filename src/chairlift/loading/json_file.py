@@ -8,14 +8,14 @@ from typing import Any
 
 from chairlift.errors import CorruptCheckpoint
 
-MAX_JSON_BYTES = 64 << 20  # the largest index files have a few megabytes
+MAX_JSON_BYTES = 4 << 20  # the largest known files of settings have about one megabyte
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     try:
         size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CorruptCheckpoint(f"{path}: has {size} bytes, more than the limit ({MAX_JSON_BYTES})")
+        if size > max_bytes:
+            raise CorruptCheckpoint(f"{path}: has {size} bytes, more than the limit ({max_bytes})")
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from chairlift.loading.stored_weight import StoredWeight
 
 INDEX = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 << 20  # the largest known have about ten megabytes
 SINGLE = "model.safetensors"
 
 
@@ -68,7 +69,7 @@ def _shards(folder: Path) -> dict[str, list[str]]:
 
 
 def _indexed_shards(folder: Path) -> dict[str, list[str]]:
-    weight_map = read_json_object(folder / INDEX).get("weight_map")
+    weight_map = read_json_object(folder / INDEX, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptCheckpoint(f"{folder / INDEX}: has no weight_map; fetch it again")
     shards: dict[str, list[str]] = {}

@@ -189,7 +189,7 @@ class _OpenRequest:
         pieces, done = self.collector.pieces(), error is not None or not self.collector.num_open
         try:
             self._loop.call_soon_threadsafe(self._receive, pieces, done, error)
-        except RuntimeError:  # the loop was closed: nobody reads this
+        except RuntimeError:  # the loop was closed, so there is no reader
             return
 
     # Called in the event loop.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from chairlift.kernels.compilation.spec import WARP_SIZE, KernelSpec
+
+log = logging.getLogger("chairlift")
 
 
 class KernelRecorder:
@@ -42,8 +45,10 @@ class KernelRecorder:
         def run_recorded(kernel: Any, *args: Any, **options: Any) -> Any:
             if threading.get_ident() != walker:
                 return run(kernel, *args, **options)
-            # A kernel is recorded before it runs, since a launch that compiles is what recording is to avoid.
-            found[self._spec(kernel, args, options)] = None
+            try:
+                found[self._spec(kernel, args, options)] = None
+            except (TypeError, ValueError) as error:  # a constant that JSON does not have
+                log.debug(f"{kernel} is compiled at its first launch: {error}")
             return run(kernel, *args, **options) if any(kernel is one for one in launched) else None
 
         JITFunction.run = run_recorded

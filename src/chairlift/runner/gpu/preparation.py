@@ -58,7 +58,11 @@ class StepPreparation:
 
         Without graphs, shapes are too many to know the kernels of each: they are compiled at their first launch.
         """
-        return self.graphs is None or self.kernels.is_ready(shape if capturable else self._shapes.uncaptured(shape))
+        if self.graphs is None:
+            return True
+        shapes = [shape] if capturable else self._shapes.stand_ins(shape)
+        self.kernels.request(shapes)
+        return all(map(self.kernels.is_ready, shapes))
 
     @torch.inference_mode()
     def forward_padding(self, shape: BatchShape) -> ComputedStep:

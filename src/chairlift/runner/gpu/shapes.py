@@ -59,6 +59,9 @@ class BatchShape:
         }
 
 
+DEEP_PROMPT = BatchShape(UNCAPTURED, 1, 0, 1, 1, MIN_UPDATES, deep=True)  # a prompt that follows a long context
+
+
 @lru_cache(maxsize=1024)  # not kept in a shape: every step makes a new one, mostly equal to the last
 def _sections(shape: BatchShape) -> dict[str, slice]:
     sizes = (
@@ -162,17 +165,20 @@ class Shapes:
     def beside_prompts(self, decodes: BatchShape) -> list[BatchShape]:
         """Shapes that stand for the kernels of steps that are not captured: the same single tokens beside a prompt, and
         a prompt that follows a long context."""
-        singles = decodes.singles
-        found = [self.uncaptured(replace(decodes, tokens=singles + UNCAPTURED, tiles=1))]
-        if self._long_context is not None:
-            found.append(self.uncaptured(BatchShape(UNCAPTURED, 1, 0, 1, 1, MIN_UPDATES, deep=True)))
-        return found
+        found = [self._beside_prompt(decodes.singles, long=decodes.long)]
+        return found if self._long_context is None else [*found, DEEP_PROMPT]
 
-    def uncaptured(self, exact: BatchShape) -> BatchShape:
-        """The shape that stands for the kernels of a step that is not captured."""
-        if exact.tokens < UNCAPTURED:
-            return replace(exact, updates=MIN_UPDATES)
-        return replace(exact, tokens=exact.singles + UNCAPTURED, chunks=exact.singles + 1, tiles=1, updates=MIN_UPDATES)
+    def _beside_prompt(self, singles: int, *, long: bool) -> BatchShape:
+        return BatchShape(singles + UNCAPTURED, singles + 1, singles, 1, singles, MIN_UPDATES, long=long)
+
+    def stand_ins(self, uncaptured: BatchShape) -> list[BatchShape]:
+        """Shapes that together launch every kernel of a step that is not captured, by the same rows: those of its
+        single tokens, those of its sampled rows, and those of a prompt that follows a long context."""
+        if uncaptured.tokens < UNCAPTURED:
+            return [replace(uncaptured, updates=MIN_UPDATES)]
+        found = [self._beside_prompt(uncaptured.singles, long=uncaptured.long)] if uncaptured.singles else []
+        found.append(self._beside_prompt(uncaptured.samples, long=False))
+        return [*dict.fromkeys([*found, DEEP_PROMPT] if uncaptured.deep else found)]
 
     def choose(
         self,

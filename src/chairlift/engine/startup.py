@@ -101,10 +101,10 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
             quantization=quantization,
             batch_invariant=config.batch_invariant,
         )
-    dtype = str(model.dtype).removeprefix("torch.") if quantization == "none" else quantization
+    dtype = str(model.dtype).removeprefix("torch.") if quantization in ("none", "checkpoint") else quantization
     log.info(f"{Path(name).name}: loaded on {model.device} in {dtype} in {time.perf_counter() - begun:.1f} s")
     if checkpoint.quantization is not None:
-        log.info(f"weights    {checkpoint.quantization}: {_use_of_weights(model, quantization)}")
+        log.info(f"format     {checkpoint.quantization}: {_use_of_weights(model, quantization)}")
     return LoadedModel(name, model, tokenizer, _eos_ids(checkpoint, tokenizer), embedding)
 
 
@@ -123,11 +123,8 @@ def _quantization(config: EngineConfig, checkpoint: Checkpoint, num_parameters: 
     if config.quantization not in (None, "auto"):
         return config.quantization
     if checkpoint.quantization is not None and torch_device(config).type == "cuda":
-        return (
-            "none"
-            if format_obstacles(checkpoint.config, "checkpoint", torch_dtype(config), torch_device(config))
-            else "checkpoint"
-        )
+        obstacles = format_obstacles(checkpoint.config, "checkpoint", torch_dtype(config), torch_device(config))
+        return "none" if obstacles else "checkpoint"
     if config.dtype != "auto" or num_parameters < MIN_INT8_PARAMETERS:
         return "none"
     if format_obstacles(checkpoint.config, "int8", torch_dtype(config), torch_device(config)):

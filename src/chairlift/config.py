@@ -86,6 +86,11 @@ class EngineConfig:
         group=DEVICE,
         choices=lambda: ("auto", *FORMATS.names()),
     )
+    quantize_head: bool = option(
+        False,
+        help="Store the language-model head in the format of --quantization, too; int8 does so always.",
+        group=DEVICE,
+    )
     kv_dtype: str = option(
         "auto",
         help="Type of the KV cache; fp8 needs a GPU.",
@@ -271,6 +276,8 @@ class EngineConfig:
             raise InvalidParameter("memory_share", "was given together with kv_memory; give one")
         if self.max_batch_requests is not None and self.max_batch_tokens is not None:
             check_batch_requests(self.max_batch_requests, self.max_batch_tokens)
+        if self.quantize_head and self.quantization in (None, "auto", "none", "checkpoint"):
+            raise InvalidParameter("quantize_head", "needs a format for the weights, as in --quantization fp8")
         if self.batch_invariant and self.speculate not in (None, "ngram"):
             problem = f"is not possible with speculate={self.speculate!r}"
             reason = "the number of draft tokens depends on the load, and sampled drafts change the tokens"

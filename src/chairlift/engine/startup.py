@@ -99,6 +99,7 @@ def load_model(name: str, config: EngineConfig, *, progress: bool = True) -> Loa
             device=torch_device(config),
             max_len=config.max_model_len,
             quantization=quantization,
+            quantize_head=config.quantize_head,
             batch_invariant=config.batch_invariant,
         )
     dtype = str(model.dtype).removeprefix("torch.") if quantization in ("none", "checkpoint") else quantization

@@ -23,13 +23,15 @@ def build_model(
     device: torch.device,
     max_len: int | None = None,
     quantization: str = "none",
+    quantize_head: bool = False,
     batch_invariant: bool = False,
 ) -> CausalLM:
     """Build the model that `config` (a config.json) describes, with its weights from `tensors`.
 
     `tensors` yields (name, tensor) under the names of the checkpoint's safetensors files, in any order; each is copied
     and released. `max_len` promises that no sequence will be longer; by default the model's own limit. `quantization`
-    is the format of the weights. `batch_invariant` makes a token's numbers independent of the rest of the batch.
+    is the format of the weights, with `quantize_head` also of the language-model head. `batch_invariant` makes a
+    token's numbers independent of the rest of the batch.
     """
     from chairlift.layers.formats import FORMATS
     from chairlift.loading.stored_weight import dequantized
@@ -53,6 +55,7 @@ def build_model(
             dtype=dtype,
             device=device,
             format=FORMATS.get(quantization),
+            quantize_head=quantize_head,
             batch_invariant=batch_invariant,
         )
     except (RuntimeError, MemoryError) as error:  # what torch raises on a CPU

@@ -37,11 +37,16 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         format: type[WeightFormat] = PlainWeight,
+        quantize_head: bool = False,
         batch_invariant: bool = False,
     ) -> None:
-        """`batch_invariant`: make a token's numbers the same, bit for bit, whatever else is in the same step."""
+        """`quantize_head`: store the head in `format`, too, also where the format leaves it plain by default.
+
+        `batch_invariant`: make a token's numbers the same, bit for bit, whatever else is in the same step.
+        """
         self.config = config
         self.format = format
+        self._quantize_head = quantize_head
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_len = config.max_len
@@ -90,7 +95,7 @@ class Decoder:
     @property
     def head_format(self) -> type[WeightFormat]:
         """The format of the language-model head, and of draft heads."""
-        return self.format if self.format.stores_head else PlainWeight
+        return self.format if self.format.stores_head or self._quantize_head else PlainWeight
 
     @property
     def kv_dtype(self) -> torch.dtype:

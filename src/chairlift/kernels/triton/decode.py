@@ -79,7 +79,7 @@ def decode_attention(
     splits = splits or decode_splits(rows, kv_heads, long=long)
     assert splits == 1 or (rows * splits <= len(scratch.partial) and rows * kv_heads <= len(scratch.arrived))
     group = num_heads // kv_heads
-    tiling = tiling or _decode_tiling(rows, kv_heads, dim, q.dtype)
+    tiling = tiling or _decode_tiling(rows, kv_heads, dim, q.dtype, keys.dtype)
     pairs = 0 if fresh is None or fresh.cos is None else fresh.cos.shape[-1]
     q_norm, k_norm, eps, cos, sin = fresh or Fresh(None, None, 0.0, None, None)
     # Heads of one row are neighbours in the grid, since their keys are neighbours in memory.
@@ -140,7 +140,9 @@ class DecodeTiling(NamedTuple):
     ahead: bool = False  # read the block table one tile ahead
 
 
-def _decode_tiling(rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> DecodeTiling:
+def _decode_tiling(
+    rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> DecodeTiling:
     """The fastest tiling on an H200, measured within whole steps under load."""
     if dtype == torch.float32:
         return DecodeTiling(32, 64, 4, 3)
@@ -149,6 +151,9 @@ def _decode_tiling(rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dty
     programs = rows * num_kv_heads
     if head_dim > 128 and programs <= 768:
         return DecodeTiling(32, 256, 4, 3)  # larger tiles exceed the shared memory of smaller GPUs
+    if cache_dtype.itemsize == 1 and programs > 256:  # conversions take registers, and words half the shared memory
+        in_pairs = programs <= 512 or 1024 < programs <= 1536
+        return DecodeTiling(64, 512, 2, 3, ahead=True) if in_pairs else DecodeTiling(32, 512, 1, 4)
     if programs <= 512:
         return DecodeTiling(64, 64 if programs <= 16 else 512, 4, 3, early=True, ahead=True)
     if programs <= 1536:

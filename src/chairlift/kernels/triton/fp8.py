@@ -95,7 +95,7 @@ def _rounded(
             scales,
             size,
             eps,
-            KIND=kind,
+            KIND=kind.value,
             HAS_DELTA=delta is not None,
             LARGEST=largest,
             BLOCK=block,

@@ -155,8 +155,14 @@ class WeightFormat(ABC):
         squares = self.fused(x, add_to=add_to)[1]
         return squares, add_to * next_norm.to(add_to.dtype)
 
-    def multiply_rounded(self, rows: ScaledRows, bias: Tensor | None) -> Tensor:
-        """The product of rows in 8-bit floats."""
+    def adds_rounded(self, rows: int) -> bool:
+        """Whether `multiply_rounded` of so many rows does an addition in the same kernel."""
+        return False
+
+    def multiply_rounded(
+        self, rows: ScaledRows, bias: Tensor | None, *, gated: bool = False, add_to: Tensor | None = None
+    ) -> Tensor | ScaledRows:
+        """The product of rows in 8-bit floats; the result of a gated product is rounded, too."""
         raise NotImplementedError
 
     def pack_into(self, tiles: PackedWeight) -> None:

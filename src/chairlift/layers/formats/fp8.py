@@ -18,8 +18,8 @@ from chairlift.loading.stored_weight import ScaledFloats, StoredWeight
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number of e4m3
-# Up to so many rows reading the weights takes most of the time; they are widened to the type of the activations.
-FEW_ROWS = 32
+FEW_ROWS = 32  # up to which reading the weights takes so long that the activations need not be rounded
+MANY_ROWS = 256  # from which cuBLAS is faster than our products
 
 
 @FORMATS.register("fp8")
@@ -101,12 +101,40 @@ class FP8Weight(WeightFormat):
         assert self._rows is not None
         numbers, scales = self._rows
         return product(
-            x, numbers, weight_scales=scales, squares=squares, eps=eps, bias=bias, gated=gated, add_to=add_to
+            x,
+            numbers,
+            weight_scales=scales,
+            squares=squares,
+            eps=eps,
+            bias=bias,
+            gated=gated,
+            add_to=add_to,
         )
 
-    def multiply_rounded(self, rows: ScaledRows, bias: Tensor | None) -> Tensor:
+    def adds_rounded(self, rows: int) -> bool:
+        return rows <= MANY_ROWS and self.fuses_rows(rows, gated=False)
+
+    def multiply_rounded(
+        self, rows: ScaledRows, bias: Tensor | None, *, gated: bool = False, add_to: Tensor | None = None
+    ) -> Tensor | ScaledRows:
         assert self._rows is not None
-        return multiply(rows, self._rows, bias, self.dtype, own_kernel=False)
+        if self.adds_rounded(len(rows.numbers)):
+            from chairlift.kernels.triton.products.product import product
+
+            found, _ = product(
+                rows.numbers,
+                self._rows.numbers,
+                x_scales=rows.scales,
+                weight_scales=self._rows.scales,
+                out_dtype=self.dtype,
+                bias=bias,
+                gated=gated,
+                add_to=add_to,
+            )
+            return round_rows(found) if gated else found
+        assert add_to is None
+        found = multiply(rows, self._rows, bias, self.dtype, own_kernel=False)
+        return silu_mul_rounded(found) if gated else found
 
 
 def fp8_obstacles(device: torch.device) -> list[str]:

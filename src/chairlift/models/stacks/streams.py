@@ -69,7 +69,8 @@ class FusedStream(Stream):
         return self._product(norm, linear, gated=False)
 
     def add_gated_products(self, norm: RMSNorm | None, mlp: GatedMLP, next_norm: RMSNorm | None) -> None:
-        self.add_product(mlp.down, self._product(norm, mlp.gate_up, gated=True), next_norm)
+        inner = self._product(norm, mlp.gate_up, gated=True)
+        self.add_product(mlp.down, inner, next_norm)
 
     def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
         assert next_norm is not None
@@ -130,17 +131,14 @@ class RoundedStream(Stream):
         return self.x if self._delta is None else self.x + self._delta
 
     def product(self, norm: RMSNorm | None, linear: Linear) -> Tensor:
-        from chairlift.layers.formats.fp8 import norm_rounded
-
-        assert norm is not None
-        rows = norm_rounded(self.x, self._delta, norm.weight, norm.eps)
-        self._delta = None
-        return linear.weight.multiply_rounded(rows, linear.bias)
+        found = linear.weight.multiply_rounded(self._rounded(norm), linear.bias)
+        assert isinstance(found, Tensor)
+        return found
 
     def add_gated_products(self, norm: RMSNorm | None, mlp: GatedMLP, next_norm: RMSNorm | None) -> None:
-        from chairlift.layers.formats.fp8 import silu_mul_rounded
-
-        self._add(mlp.down, silu_mul_rounded(self.product(norm, mlp.gate_up)))
+        inner = mlp.gate_up.weight.multiply_rounded(self._rounded(norm), mlp.gate_up.bias, gated=True)
+        assert isinstance(inner, ScaledRows)
+        self._add(mlp.down, inner)
 
     def add_product(self, linear: Linear, y: Tensor, next_norm: RMSNorm | None) -> None:
         from chairlift.layers.formats.fp8 import round_rows
@@ -148,13 +146,23 @@ class RoundedStream(Stream):
         self._add(linear, round_rows(y))
 
     def pick(self, rows: Tensor, y: Tensor) -> Tensor:
-        self.x = picked(self.value(), rows)
-        self._delta = None
+        self.x, self._delta = picked(self.value(), rows), None
         return picked(y, rows)
 
     def normed(self, norm: RMSNorm) -> Tensor:
         return norm(self.x) if self._delta is None else norm.add_(self.x, self._delta)
 
+    def _rounded(self, norm: RMSNorm | None) -> ScaledRows:
+        from chairlift.layers.formats.fp8 import norm_rounded
+
+        assert norm is not None
+        delta, self._delta = self._delta, None
+        return norm_rounded(self.x, delta, norm.weight, norm.eps)
+
     def _add(self, linear: Linear, rows: ScaledRows) -> None:
-        assert self._delta is None
-        self._delta = linear.weight.multiply_rounded(rows, linear.bias)
+        if linear.weight.adds_rounded(len(self.x)):
+            linear.weight.multiply_rounded(rows, linear.bias, add_to=self.x)
+        else:  # the next norm adds it
+            found = linear.weight.multiply_rounded(rows, linear.bias)
+            assert isinstance(found, Tensor)
+            self._delta = found

@@ -8,6 +8,11 @@ includes
     the activation after it gate and up are computed by the same program
     the addition to the residual stream, and the sums of squares of the result, for the norm that comes next
 
+Weights in 8-bit floats have a scale per row. Activations that are rounded to 8 bits, too, are multiplied with them as
+they are. Other activations keep their precision: the weights are widened in registers, or, where gate and up would both
+have to be, each element of the normalised rows is replaced by the sum of two 8-bit numbers, which is as exact as
+bfloat16.
+
 Outputs with few columns do not fill the GPU; their sum is split among several programs, and the last one to finish adds
 the parts, always in the same order.
 
@@ -46,20 +51,30 @@ def _tile(tiles, row, rows_at, at, end, BK: tl.constexpr, DESCRIBED: tl.constexp
 
 
 @triton.jit
-def _plus_product(
-    acc, x, w, scale, SCALED: tl.constexpr, SWAPPED: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
-):
-    """Add a product of tiles; SCALED: `scale` has the rows' scales within these columns."""
+def _plus_product(acc, x, w, SWAPPED: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr):
     if w.dtype != x.dtype:
         w = widened(w, x.dtype, FAST)
-    if SCALED:
-        part = tl.dot(w, tl.trans(x)) if SWAPPED else tl.dot(x, tl.trans(w))
-        acc += part * (scale[None, :] if SWAPPED else scale[:, None])
-    elif SWAPPED:
+    if SWAPPED:
         acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
     else:
         acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def _parts_of_rows(parts_ptr, m, M, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """Load [M, PARTS] numbers about parts of rows, zero outside."""
+    part = tl.arange(0, PADDED)
+    inside = (m < M)[:, None] & (part < PARTS)[None, :]
+    return tl.load(parts_ptr + m[:, None] * PARTS + part[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _two_terms(x, scale):
+    """8-bit floats whose sum is a row times its scale, as exact as bfloat16."""
+    wide = x.to(tl.float32) * scale[:, None]
+    high = wide.to(tl.float8e4nv)
+    return high, (wide - high.to(tl.float32)).to(tl.float8e4nv)
 
 
 @triton.jit(do_not_specialize=["M"])  # one kernel for all row counts of a tile
@@ -68,8 +83,8 @@ def product_kernel(
     weight_ptr,  # [N, K]; GATED: [2 * N, K], the gate's rows first
     x_tiles,  # the same two as tensor descriptors, if DESCRIBED
     weight_tiles,
-    weight_scale_ptr,  # [N] or [2 * N] float32, with W_SCALED
-    x_scale_ptr,  # [M, K / X_GROUP] float32, with X_GROUP
+    weight_scale_ptr,  # [N] or [2 * N] float32, with EIGHT_BITS
+    x_scale_ptr,  # [M] float32, with ROUNDED
     bias_ptr,  # [N]
     out_ptr,  # [M, N]; with RESIDUAL the product is added to it
     squares_ptr,  # [M, SQUARES] float32: partial sums of squares of x's rows
@@ -80,14 +95,15 @@ def product_kernel(
     N,
     K,
     eps,
+    reach,  # by how much normalised rows are scaled before they are replaced by 8-bit numbers
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     SPLITS: tl.constexpr,
     SQUARES: tl.constexpr,  # 0: x is not normalised
     SQUARES_PADDED: tl.constexpr,
-    W_SCALED: tl.constexpr,
-    X_GROUP: tl.constexpr,  # columns of x that share a scale: BK, K, or 0 if x has no scales
+    EIGHT_BITS: tl.constexpr,  # the weight is in 8-bit floats
+    ROUNDED: tl.constexpr,  # x is, too
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
@@ -120,28 +136,28 @@ def product_kernel(
                 prefetch_rows(w_at + N.to(tl.int64) * K + begin, size)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if SQUARES > 0:
-        part = tl.arange(0, SQUARES_PADDED)
-        squares = tl.load(
-            squares_ptr + m[:, None] * SQUARES + part[None, :],
-            mask=(m < M)[:, None] & (part < SQUARES)[None, :],
-            other=0.0,
-        )
+    if SQUARES > 0:  # asked for here, needed at the end
+        squares = _parts_of_rows(squares_ptr, m, M, SQUARES, SQUARES_PADDED)
+    # Weights are widened, or each element of x is replaced by two 8-bit numbers, whichever takes less time.
+    TWO_TERMS: tl.constexpr = EIGHT_BITS and not ROUNDED and GATED and SQUARES > 0
+    if TWO_TERMS:
+        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps) * reach
     A: tl.constexpr = BN if SWAPPED else BM
     B: tl.constexpr = BM if SWAPPED else BN
     acc = tl.zeros([A, B], tl.float32)
     up = tl.zeros([A, B], tl.float32)
-    BY_TILE: tl.constexpr = X_GROUP == BK
-    scale = 1.0
     for at in range(begin, end, BK):
         w = _tile(weight_tiles, block * BN, w_at, at, end, BK, DESCRIBED, EVEN_DEPTH)
         x = _tile(x_tiles, row_block * BM, x_at, at, end, BK, DESCRIBED, EVEN_DEPTH)
-        if BY_TILE:
-            scale = tl.load(x_scale_ptr + (m % M) * (K // BK) + at // BK)
-        acc = _plus_product(acc, x, w, scale, BY_TILE, SWAPPED, PRECISION, OVERLAP)
+        if TWO_TERMS:
+            x, low = _two_terms(x, scale)
+            acc = _plus_product(acc, low, w, SWAPPED, PRECISION, OVERLAP)
+        acc = _plus_product(acc, x, w, SWAPPED, PRECISION, OVERLAP)
         if GATED:
             w = _tile(weight_tiles, N + block * BN, w_at + N.to(tl.int64) * K, at, end, BK, DESCRIBED, EVEN_DEPTH)
-            up = _plus_product(up, x, w, scale, BY_TILE, SWAPPED, PRECISION, OVERLAP)
+            if TWO_TERMS:
+                up = _plus_product(up, low, w, SWAPPED, PRECISION, OVERLAP)
+            up = _plus_product(up, x, w, SWAPPED, PRECISION, OVERLAP)
 
     if SPLITS > 1:
         TILE: tl.constexpr = BM * BN
@@ -163,23 +179,26 @@ def product_kernel(
 
     if SWAPPED:
         acc = tl.trans(acc)
-    if SQUARES > 0 or X_GROUP > BK:
-        factor = tl.full([BM], 1.0, tl.float32)
-        if SQUARES > 0:
+    if SQUARES > 0 or EIGHT_BITS:
+        if TWO_TERMS:
+            factor = tl.full([BM], 1.0, tl.float32) / reach
+        elif SQUARES > 0:
             factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)
-        if X_GROUP > BK:
-            factor *= tl.load(x_scale_ptr + m % M)
+        else:
+            factor = tl.full([BM], 1.0, tl.float32)
+        if ROUNDED:
+            factor *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)
         acc *= factor[:, None]
-    if W_SCALED:
+    if EIGHT_BITS:
         acc *= tl.load(weight_scale_ptr + n % N)[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + n % N).to(tl.float32)[None, :]
     if GATED:
         if SWAPPED:
             up = tl.trans(up)
-        if SQUARES > 0 or X_GROUP > BK:
+        if SQUARES > 0 or EIGHT_BITS:
             up *= factor[:, None]
-        if W_SCALED:
+        if EIGHT_BITS:
             up *= tl.load(weight_scale_ptr + N + n % N)[None, :]
         acc = acc / (1.0 + tl.exp(-acc)) * up
     out_at = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -10,7 +11,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from chairlift.kernels.triton.launch import cdiv, empty_rows, next_power_of_2, overlapping
 from chairlift.kernels.triton.products.kernel import product_kernel
-from chairlift.kernels.triton.products.tiling import ProductTiling, choose_tiling, fitting, num_stages, reads_ahead
+from chairlift.kernels.triton.products.tiling import (
+    ProductTiling,
+    choose_rounded_tiling,
+    choose_tiling,
+    fitting,
+    num_stages,
+    reads_ahead,
+)
 
 
 def product(
@@ -32,10 +40,13 @@ def product(
     `squares` [M, parts]: normalise each row of x by these partial sums of squares.
     `gated`: weight is [2 N, K]; the result is silu(first half) * second half.
     `add_to` [M, N]: add the result to it in place.
+    `weight_scales` [N] or [2 N]: the weight is in 8-bit floats, with a scale for each row.
+    `x_scales` [M]: x is, too, and the result is of `out_dtype`.
     """
     rows, depth = x.shape
     columns = len(weight) // (2 if gated else 1)
-    tiling = fitting(tiling or choose_tiling(rows, columns, depth, gated), gated, x.dtype, weight.dtype, x.device)
+    choose = choose_tiling if weight_scales is None else choose_rounded_tiling
+    tiling = fitting(tiling or choose(rows, columns, depth, gated), gated, x.dtype, weight.dtype, x.device)
     out = add_to if add_to is not None else empty_rows(rows, columns, dtype=out_dtype or x.dtype, device=x.device)
     across = cdiv(columns, tiling.columns)
     programs = cdiv(rows, tiling.rows) * across
@@ -62,19 +73,20 @@ def product(
         columns,
         depth,
         eps,
+        _reach(depth),
         BM=tiling.rows,
         BN=tiling.columns,
         BK=tiling.depth,
         SPLITS=tiling.splits,
         SQUARES=num_squares,
         SQUARES_PADDED=next_power_of_2(max(1, num_squares)),
-        W_SCALED=weight_scales is not None,
-        X_GROUP=0 if x_scales is None else depth // x_scales.shape[1],
+        EIGHT_BITS=weight_scales is not None,
+        ROUNDED=x_scales is not None,
         GATED=gated,
         RESIDUAL=add_to is not None,
         BIAS=bias is not None,
         EVEN_DEPTH=depth % tiling.depth == 0,
-        SWAPPED=(tiling.rows < 64 or weight.dtype != x.dtype) and tiling.columns >= 64,
+        SWAPPED=tiling.rows < 64 and tiling.columns >= 64,
         DESCRIBED=described,
         PREFETCH=tiling.prefetch,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
@@ -83,6 +95,12 @@ def product(
         **overlapping(x.device),
     )
     return out, squares_out
+
+
+@cache
+def _reach(depth: int) -> float:
+    """The largest power of two by which a row of so many elements, normalised, can be scaled within e4m3."""
+    return 2.0 ** math.floor(math.log2(448.0 / math.sqrt(depth)))
 
 
 @cache

@@ -12,6 +12,7 @@ from chairlift.kernels.triton.launch import cdiv, last_power_of_2, shared_memory
 
 SPARE_SHARED = 8 * 2**10  # bytes of shared memory besides the tiles, rounded up
 SMALL_WEIGHTS = 8 * 2**20  # elements; a smaller product hardly takes longer than its launch
+MANY_COLUMNS = 32768  # more than any layer has, fewer than a vocabulary
 PROGRAMS = 128  # about one per multiprocessor of a Hopper GPU
 
 
@@ -101,6 +102,30 @@ def choose_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTi
     height = 32 if rows <= 32 else 64
     stages = (3 if height == 64 else 2) if gated else 5 if height < 64 else 4
     return ProductTiling(height, 64, 128, splits, stages, described=True)
+
+
+@cache
+def choose_rounded_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:
+    """The same for weights in 8-bit floats; activations are rounded already if there are more than 32 rows."""
+    blocks = columns // 64
+    if rows > 64:
+        if gated:
+            return ProductTiling(128, 128, 128, 1, 4, described=True, warps=8)
+        if columns > MANY_COLUMNS:
+            return ProductTiling(128, 256, 128, 1, 4, described=True, warps=8)
+        if rows > 128 and columns > 4096:
+            return ProductTiling(128, 128, 128, 1, 6, described=True)
+        splits = 2 if rows <= 128 and blocks <= PROGRAMS // 2 and depth >= 8192 else 1
+        return ProductTiling(128, 64, 128, splits, 6, described=True)
+    if rows > 32:
+        return ProductTiling(64, 64, 256, 2 if not gated and blocks <= PROGRAMS // 2 and depth >= 8192 else 1, 5, described=True)
+    height = 16 if rows <= 16 else 32
+    if gated:
+        return ProductTiling(height, 128, 128, 1, 6, described=True, warps=8)
+    if columns > MANY_COLUMNS:
+        return ProductTiling(height, 128, 256, 1, 3, described=True)
+    splits = last_power_of_2(min(4, depth // 512, 4 * PROGRAMS // max(1, blocks)))
+    return ProductTiling(height, 64, 256, splits, 4, described=True)
 
 
 def _small_tiling(rows: int, columns: int, depth: int, gated: bool) -> ProductTiling:

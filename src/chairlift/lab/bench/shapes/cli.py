@@ -52,6 +52,9 @@ def bench_shapes(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantization: Annotated[str, typer.Option(help="auto, none, int8 (CPU), fp8 or int4 (GPU).")] = "auto",
+    quantize_head: Annotated[
+        bool, typer.Option("--quantize-head", help="Store the head in the format of --quantization, too.")
+    ] = False,
     kv_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or fp8 (GPU).")] = "auto",
     seats: Annotated[int, typer.Option(help="Requests per step.")] = 256,
     scale: Annotated[int, typer.Option(help="Divide all lengths by this, for slow machines.")] = 1,
@@ -99,6 +102,7 @@ def bench_shapes(
         device=device,
         dtype=dtype,
         quantization="none" if peer is not None and quantization == "auto" else quantization,
+        quantize_head=quantize_head,
         kv_dtype=kv_dtype,
         load_format="dummy",
         max_model_len=max(32, 4096 // scale),
@@ -111,6 +115,7 @@ def bench_shapes(
     names = [name.strip() for name in cases.split(",")]
     asked = {"shape": shape, "cases": names, "device": device, "dtype": dtype, "seats": seats, "scale": scale}
     asked |= {"batch_invariant": batch_invariant, "quantization": config.quantization, "kv_dtype": kv_dtype}
+    asked["quantize_head"] = quantize_head
     other = _peer(context, peer, peer_python, peer_timeout)
     if other is None:
         return _result(asked, run_shape(shape, config, names, note, scale=scale), None)

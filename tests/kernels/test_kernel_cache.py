@@ -86,6 +86,7 @@ def write_config(folder: Path, **changes: int) -> Path:
 
 def test_the_kernels_of_a_model_depend_on_its_options_and_the_gpu(tmp_path: Path) -> None:
     runs = [("h200", {}), ("l4", {}), ("h200", {"kv_dtype": "fp8"}), ("h200", {"batch_invariant": True})]
+    runs.append(("h200", {"quantization": "fp8", "quantize_head": True}))
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     run = subprocess.run(
@@ -96,7 +97,7 @@ def test_the_kernels_of_a_model_depend_on_its_options_and_the_gpu(tmp_path: Path
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    plain, small, narrow, invariant = map(json.loads, run.stdout.splitlines()[-len(runs) :])
+    plain, small, narrow, invariant, rounded = map(json.loads, run.stdout.splitlines()[-len(runs) :])
     names = {spec["name"] for spec in plain}
     assert {"begin_step_kernel", "decode_kernel", "_prefill_kernel", "product_kernel", "_sample_kernel"} <= names
     assert len({json.dumps(spec) for spec in plain}) == len(plain)
@@ -107,6 +108,8 @@ def test_the_kernels_of_a_model_depend_on_its_options_and_the_gpu(tmp_path: Path
     cached = [spec["signature"]["keys_ptr"] for spec in narrow if spec["name"] == "decode_kernel"]
     assert set(cached) == {"*fp8e4nv"}
     assert "_linear_kernel" in {spec["name"] for spec in invariant}
+    assert "_round_rows_kernel" in {spec["name"] for spec in rounded}
+    assert {spec["signature"]["weight_ptr"] for spec in rounded if spec["name"] == "product_kernel"} == {"*fp8e4nv"}
 
 
 def test_a_described_gpu_is_known_by_name_and_only_for_a_while() -> None:

@@ -2,7 +2,8 @@
 
 The bits of an e4m3 number, moved to the place of a bfloat16's, are the number times 2^-120, so that a few integer
 operations and one product convert two numbers at once; the chip's own conversion takes longer than reading the numbers
-from memory. A NaN becomes 480: weights have one in their scale instead, and the keys of prompts are converted otherwise. FAST is for Hopper and later.
+from memory. A NaN becomes 480: weights have one in their scale instead, and the keys of prompts are converted
+otherwise. FAST is for Hopper and later.
 """
 
 from __future__ import annotations

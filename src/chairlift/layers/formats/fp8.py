@@ -61,7 +61,11 @@ class FP8Weight(WeightFormat):
 
     def pack(self) -> None:
         if self.plain is not None:
-            self._rows = round_rows(self.plain)
+            if self.plain.is_meta:  # a GPU that is only described: there is nothing to round
+                numbers = torch.empty_like(self.plain, dtype=FP8)
+                self._rows = ScaledRows(numbers, self.plain.new_empty(self.out_features, dtype=torch.float32))
+            else:
+                self._rows = round_rows(self.plain)
             self.plain = None
 
     def dequantized(self) -> Tensor:

@@ -118,7 +118,9 @@ def choose_rounded_tiling(rows: int, columns: int, depth: int, gated: bool) -> P
         splits = 2 if rows <= 128 and blocks <= PROGRAMS // 2 and depth >= 8192 else 1
         return ProductTiling(128, 64, 128, splits, 6, described=True)
     if rows > 32:
-        return ProductTiling(64, 64, 256, 2 if not gated and blocks <= PROGRAMS // 2 and depth >= 8192 else 1, 5, described=True)
+        return ProductTiling(
+            64, 64, 256, 2 if not gated and blocks <= PROGRAMS // 2 and depth >= 8192 else 1, 5, described=True
+        )
     height = 16 if rows <= 16 else 32
     if gated:
         return ProductTiling(height, 128, 128, 1, 6, described=True, warps=8)

@@ -16,7 +16,7 @@ END = b"data: [DONE]"
 class _Stream(asyncio.Protocol):
     def __init__(self, body: bytes, done: asyncio.Future[None]) -> None:
         self.events = 0
-        self.first = self.last = 0.0
+        self.last = 0.0
         self.complete = False
         self._body = body
         self.done = done
@@ -29,7 +29,6 @@ class _Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.last = time.monotonic()
-        self.first = self.first or self.last
         joined = self._end + data
         self.events += joined.count(EVENT) - self._end.count(EVENT)
         self.complete = self.complete or END in joined
@@ -47,6 +46,7 @@ async def read_streams(url: str, count: int, tokens: int) -> dict[str, float]:
     body = json.dumps(fields).encode()
     loop = asyncio.get_running_loop()
     streams: list[_Stream] = []
+    began = time.monotonic()
     for _ in range(count):
         make_stream = partial(_Stream, body, loop.create_future())
         _, stream = await loop.create_connection(make_stream, str(address.hostname), address.port or 80)
@@ -55,9 +55,8 @@ async def read_streams(url: str, count: int, tokens: int) -> dict[str, float]:
     return {
         "complete": sum(stream.complete for stream in streams),
         "events": sum(stream.events for stream in streams),
-        "first": min(stream.first for stream in streams),
+        "began": began,
         "last": max(stream.last for stream in streams),
-        "cpu_seconds": time.process_time(),
     }
 
 

@@ -31,7 +31,7 @@ class FrontEndPoint:
     workers: int
     tokens: int
     events: float
-    seconds: float  # from the first to the last byte at the clients
+    seconds: float  # from the first request to the last byte at the clients
 
     def row(self) -> dict[str, Any]:
         return {
@@ -50,7 +50,7 @@ def measure_front_end(settings: FrontEndSettings, workers: int) -> FrontEndPoint
         found = [json.loads(reader.communicate()[0]) for reader in readers]
     if sum(one["complete"] for one in found) != settings.streams:
         raise ChairliftError("some streams were not complete")
-    seconds = max(one["last"] for one in found) - min(one["first"] for one in found)
+    seconds = max(one["last"] for one in found) - min(one["began"] for one in found)
     events = sum(one["events"] for one in found)
     return FrontEndPoint(workers, settings.streams * settings.tokens, events, seconds)
 

@@ -52,6 +52,8 @@ class StubEngine:
             if now >= beat:
                 self._send(Heartbeat(0.0))
                 beat = now + HEARTBEAT_SECONDS
+            if not self._left:
+                due = now  # idle time earns no tokens
             self._receive(1000 * (min(due, beat) - now) if self._left else 100.0)
             now = time.monotonic()
             if self._left and now >= due:

@@ -127,6 +127,7 @@ def test_ordinary_expressions_still_work() -> None:
         render("{% for a, b in {'x': 1}.items() %}{{ loop.length }}{{ loop.last }}{{ a ~ b }}{% endfor %}") == "1Truex1"
     )
     assert render("{{ [3, 4] | sum }}{{ [{'a': 1}] | sum('a') }}{{ 'x\ny' | indent(2) }}") == "71x\n  y"
+    assert render("{{ '%d' | format(5000) }}{{ [1, 9000] | select('gt', 5000) | first }}") == "50009000"
     assert render("{{ [1, [2, none]] | tojson(indent=1) }}") == "[\n 1,\n [\n  2,\n  null\n ]\n]"
     assert render("{% set x, y = 1, [2] %}{{ x }}{{ y }}{{ {'a': (1, 2)} }}") == "1[2]{'a': (1, 2)}"
     assert render("{{ 'a' | center(5) }}{{ 'abc' | replace('b', 'x') }}{{ 7 | default(5000) }}") == "  a  axc7"

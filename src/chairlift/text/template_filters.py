@@ -13,7 +13,8 @@ from jinja2.utils import pass_environment
 
 from chairlift.text.template_meter import Meter, check_format, check_product, size_of, text_of
 
-MAX_ARGUMENT = 1000  # of indent, batch, slice, truncate, …
+MAX_WIDTH = 1000
+_WIDTHS = frozenset(["batch", "center", "indent", "round", "slice", "tojson"])  # multiply their result by an argument
 # Without those for web pages, whose cost is hard to bound.
 _REFUSED = ("filesizeformat", "forceescape", "pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
 
@@ -23,15 +24,15 @@ def bounded(filters: Mapping[str, Callable[..., Any]], meter: Callable[[], Meter
     own: dict[str, Callable[..., Any]] = {"tojson": to_json, "replace": _replace, "join": _join, "sum": _sum}
     own |= {"indent": _indent, "format": _format}
     chosen = {name: function for name, function in filters.items() if name not in _REFUSED} | own
-    return {name: _metered(function, meter) for name, function in chosen.items()}
+    return {name: _metered(name, function, meter) for name, function in chosen.items()}
 
 
-def _metered(function: Callable[..., Any], meter: Callable[[], Meter]) -> Callable[..., Any]:
+def _metered(name: str, function: Callable[..., Any], meter: Callable[[], Meter]) -> Callable[..., Any]:
     def metered(*args: Any, **kwargs: Any) -> Any:
         meter().step()
-        for given in (*args[1:], *kwargs.values()):
-            if isinstance(given, int) and abs(given) > MAX_ARGUMENT and function not in (_sum, FILTERS["default"]):
-                raise SecurityError(f"the argument {given} of a filter is too large")
+        for given in (*args[1:], *kwargs.values()) if name in _WIDTHS else ():
+            if isinstance(given, int) and abs(given) > MAX_WIDTH:
+                raise SecurityError(f"the argument of {name} is too large")
         return meter().measured(function(*args, **kwargs))
 
     return update_wrapper(metered, function)  # with jinja's marks for what to pass as the first argument

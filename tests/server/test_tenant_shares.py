@@ -20,7 +20,7 @@ from tests.server.running_server import HTTP, wait_for
 from tests.server.stuck_tokenizer import LONG_TEXT, preparing, stuck_on_long_texts
 
 PATH = "/v1/completions"
-KEYS = ["crowd A", "quiet B", "third C"]
+KEYS = ["crowd A", "quiet B", "third C", "fourth D"]
 LIMITS = Limits(max_waiting=4)  # and 8 slots
 
 
@@ -70,7 +70,7 @@ def admit(front: FrontEnd, requests: list[Submit]) -> None:
         front.engine.publish(Update(request.request_id, cached_tokens=0))
     ids = {request.request_id for request in requests}
     wait_for(
-        lambda: not ids & {one for name in ("crowd", "quiet", "third") for one in waiting_ids(front, name)},
+        lambda: not ids & {one for name in ("crowd", "quiet", "third", "fourth") for one in waiting_ids(front, name)},
         30,
         "the requests to run",
     )
@@ -126,7 +126,13 @@ def test_requests_that_run_are_not_displaced() -> None:
         clients.send("B", n=5)
         assert front.engine.open_by_tenant == {"crowd": 12, "quiet": 6}
         assert post(front, "B").status_code == post(front, "A").status_code == 429
-    assert clients.statuses == {"A": [200] * 12, "B": [200] * 2}
+        admit(front, submitted(front))
+        clients.send("C", n=4)
+        admit(front, submitted(front))
+        clients.send("D", n=2)
+        assert front.engine.num_open == 24  # twice the limit
+        assert post(front, "D").status_code == 429
+    assert clients.statuses == {"A": [200] * 12, "B": [200] * 2, "C": [200], "D": [200]}
 
 
 def test_a_tenant_displaces_no_more_than_its_share() -> None:
@@ -211,6 +217,10 @@ def test_text_jobs_and_bodies_are_shared() -> None:
     assert shared.has_room("heavy", 7)
     shared.take("b", 5)
     assert not shared.has_room("b", 1)
+    shared.take("heavy", 5)
+    assert not shared.has_room("c", 1)  # twice the limit is in use
+    shared.give_back("heavy", 5)
+    assert shared.has_room("c", 1)
     shared.give_back("a", 10)
     shared.give_back("b", 5)
     assert shared.total == 0

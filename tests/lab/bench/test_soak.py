@@ -40,6 +40,10 @@ def _questions() -> list[str]:
 def test_answers_are_checked() -> None:
     assert expect_ok(200, streamed("a")) is None
     assert "incomplete" in str(expect_ok(200, streamed("a", end=b"")))
+    waited = b": waiting\n\n" + streamed("a")
+    assert expect_ok(200, waited) is None
+    assert answer_text(waited) == "a"
+    assert "incomplete" in str(expect_ok(200, b": waiting\n\n" + streamed("a", end=b"")))
     assert "HTTP 503" in str(expect_ok(503, b"{}"))
     greedy = find_request("greedy").check
     assert greedy(200, chat_body("the reference")) is None

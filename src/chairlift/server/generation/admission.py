@@ -2,7 +2,7 @@
 
 All tenants share the queue. While it is full, a request of a tenant below its share is still admitted, and displaces
 the newest waiting requests of the tenant that is furthest above its own: those are answered with 429, as if they had
-come later. Requests with output are never displaced, so the queue may grow beyond its limit, but not to twice of it.
+come later. Requests with output are never displaced, so the queue may grow beyond its limit, up to twice of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from starlette.requests import Request as HTTPRequest
 
 from chairlift.errors import InvalidParameter
-from chairlift.server.generation.shares import SharedLimit, share_of
+from chairlift.server.generation.shares import MOST_OVER_LIMIT, SharedLimit, share_of
 from chairlift.server.http.errors import APIError, too_busy, unavailable
 from chairlift.server.limits import Limits
 from chairlift.server.metrics import Metrics
@@ -137,7 +137,7 @@ class AdmissionControl(Admission):
             using[one.tenant] += one.count
         using[tenant] += count
         share = partial(share_of, limit=capacity, using=Counter(using), weights=self._limits.tenant_weights)
-        if using[tenant] > share(tenant):
+        if using[tenant] > share(tenant) or using.total() > MOST_OVER_LIMIT * capacity:
             raise self._too_busy("the queue is full; try again in a moment")
         waiting = {other: self._newest_waiting(other) for other in using if other != tenant}
         while missing > 0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+MOST_OVER_LIMIT = 2  # times a limit that tenants may use together by claiming their shares
+
 
 def share_of(tenant: str, limit: float, using: Mapping[str, int], weights: Mapping[str, float]) -> float:
     """Return a tenant's share of `limit`, by weight, among the tenants that are using some of it and itself."""
@@ -13,8 +15,7 @@ def share_of(tenant: str, limit: float, using: Mapping[str, int], weights: Mappi
 
 
 class SharedLimit:
-    """A limit on what all tenants use together. Beyond it, a tenant may still use its share, if others use more than
-    theirs; so the total stays below twice the limit."""
+    """A limit on what all tenants use together. Beyond it, a tenant may still use its share, up to twice the limit."""
 
     def __init__(self, limit: int, weights: Mapping[str, float] | None = None) -> None:
         self._limit = limit
@@ -28,6 +29,8 @@ class SharedLimit:
     def has_room(self, tenant: str, amount: int) -> bool:
         if self.total + amount <= self._limit:
             return True
+        if self.total + amount > MOST_OVER_LIMIT * self._limit:
+            return False
         return self._using[tenant] + amount <= share_of(tenant, self._limit, self._using, self._weights)
 
     def take(self, tenant: str, amount: int) -> None:

@@ -125,7 +125,7 @@ class SoakTraffic:
 def expect_ok(status: int, body: bytes) -> str | None:
     if status != 200:
         return f"HTTP {status}: {body[:200].decode(errors='replace')}"
-    if body.startswith(b"data: ") and not body.rstrip().endswith(b"[DONE]"):
+    if _is_stream(body) and not body.rstrip().endswith(b"[DONE]"):
         return "the stream is incomplete"
     return "an error in the stream" if b'data: {"error"' in body else None
 
@@ -170,9 +170,14 @@ def _json_problem(text: str, *, is_complete: bool) -> str | None:
     return None if isinstance(found, dict) and found.keys() == {"city", "warm"} else f"{text!r} breaks the schema"
 
 
+def _is_stream(body: bytes) -> bool:
+    """Whether the body consists of events; a comment may come first while a request waits."""
+    return body.startswith((b"data: ", b": "))
+
+
 def _choices(body: bytes) -> list[dict[str, Any]]:
     """The choices of an answer, whole or streamed."""
-    if not body.startswith(b"data: "):
+    if not _is_stream(body):
         return list(json.loads(body)["choices"])
     events = [event for event in EventLineParser().feed(body) if event != b"[DONE]"]
     return [choice for event in events for choice in json.loads(event)["choices"]]

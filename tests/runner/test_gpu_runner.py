@@ -8,6 +8,7 @@ from torch import Tensor
 
 from chairlift.attention.paged.gpu import PagedGPUAttention
 from chairlift.core.sampling.params import SamplingParams
+from chairlift.layers.formats.none import PlainWeight
 from chairlift.models.base import CausalLM
 from chairlift.models.decoder import DecoderLayer
 from chairlift.runner.gpu import runner as gpu_runner
@@ -120,6 +121,7 @@ def test_a_step_that_samples_nothing_ends_with_the_last_attention(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rows remain after it, and kernels that copy tiles do not accept a tensor without rows."""
+    monkeypatch.setattr(PlainWeight, "most_fused_rows", 0)
     model = random_model(device, {"num_hidden_layers": 2}, dtype=torch.float16)
     rest, rows = DecoderLayer.rest, list[int]()
 
@@ -128,7 +130,6 @@ def test_a_step_that_samples_nothing_ends_with_the_last_attention(
         return rest(layer, x, attended, positions)
 
     monkeypatch.setattr(DecoderLayer, "rest", recorded)
-    monkeypatch.setattr("chairlift.models.stacks.fused_gpu.MOST_ROWS", 0)
     monkeypatch.setattr(gpu_runner, "can_capture", lambda device: False)  # captured steps sample a row of each request
     engine = make_engine(model, gpu=True, prefill=8)
     rows.clear()

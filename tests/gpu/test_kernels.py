@@ -139,6 +139,35 @@ def test_products_of_8_bit_floats(columns: int, depth: int) -> None:
             assert error(found, expected[:rows]) < TOLERANCE[BF16]
 
 
+@pytest.mark.parametrize(("columns", "depth"), PRODUCTS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_products_with_8_bit_weights(columns: int, depth: int, dtype: torch.dtype) -> None:
+    """Activations are exact with few rows, and rounded before the product with more."""
+    torch.manual_seed(depth)
+    x = torch.randn(150, depth, device=DEVICE).to(dtype)
+    weight = round_rows(torch.randn(2 * (columns // 32) * 16, depth, device=DEVICE) * depth**-0.5)
+    squares = x.float().pow(2).sum(1, keepdim=True)
+    rounded = round_rows(x)
+    exact, numbers = weight.numbers.double() * weight.scales.double()[:, None], weight.numbers
+    normed = x.double() * torch.rsqrt(squares.double() / depth + 1e-6)
+    gate, up = (normed @ exact.T).chunk(2, dim=1)
+    for rows in (1, 8, 17, 32):
+        found, _ = product(x[:rows], numbers, weight_scales=weight.scales)
+        assert error(found, x[:rows].double() @ exact.T) < TOLERANCE[dtype]
+        found, _ = product(x[:rows], numbers, weight_scales=weight.scales, squares=squares[:rows], eps=1e-6, gated=True)
+        assert error(found, (gate * gate.sigmoid() * up)[:rows]) < TOLERANCE[dtype]
+    wide = rounded.numbers.double() * rounded.scales.double()[:, None]
+    for rows in (33, 64, 150):
+        found, _ = product(
+            rounded.numbers[:rows],
+            numbers,
+            weight_scales=weight.scales,
+            x_scales=rounded.scales[:rows],
+            out_dtype=dtype,
+        )
+        assert error(found, wide[:rows] @ exact.T) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("size", [576, 4096, 14_336])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_norms_and_gates(size: int, dtype: torch.dtype) -> None:

@@ -52,6 +52,21 @@ def places(table, position, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE
 
 
 @triton.jit
+def load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED: tl.constexpr):
+    """Load a tile of keys and values; PAIRED: as words of two 8-bit numbers."""
+    mask = inside[:, None] & in_head[None, :]
+    if PAIRED:
+        k_at = (keys_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)[:, None] + head_offset[None, :]
+        v_at = (values_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)[:, None] + head_offset[None, :]
+        k = tl.load(k_at, mask=mask, other=0)
+        v = tl.load(v_at, mask=mask, other=0)
+    else:
+        k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+        v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
+    return k, v
+
+
+@triton.jit
 def _unscaled(q, k, scale_log2, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
     """Scores and the factor that is still to be applied: scaling and subtracting the maximum are then one operation."""
     scores = tl.dot(q, tl.trans(in_type_of(k, q)), input_precision=PRECISION)

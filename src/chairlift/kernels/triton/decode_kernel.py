@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from chairlift.kernels.triton.attention import cap_scores, places
+from chairlift.kernels.triton.attention import cap_scores, load_tile, places
 from chairlift.kernels.triton.launch import prefetch_rows
 from chairlift.kernels.triton.widen import halves
 
@@ -51,21 +51,6 @@ def _rotated(
         sin = tl.load(sin_ptr + token * PAIRS + pair, mask=turns, other=0.0).to(tl.float32)
         x = x * cos[None, :] + y * tl.where(d < PAIRS, -sin, sin)[None, :]
     return x
-
-
-@triton.jit
-def _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED: tl.constexpr):
-    """Load a tile of keys and values; PAIRED: as words of two 8-bit numbers."""
-    mask = inside[:, None] & in_head[None, :]
-    if PAIRED:
-        k_at = (keys_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)[:, None] + head_offset[None, :]
-        v_at = (values_ptr + offset).to(tl.pointer_type(tl.int16), bitcast=True)[:, None] + head_offset[None, :]
-        k = tl.load(k_at, mask=mask, other=0)
-        v = tl.load(v_at, mask=mask, other=0)
-    else:
-        k = tl.load(keys_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
-        v = tl.load(values_ptr + offset[:, None] + head_offset[None, :], mask=mask, other=0.0)
-    return k, v
 
 
 @triton.jit
@@ -138,7 +123,7 @@ def _take_in_all(
         inside = begin + n < end
         offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
         for at in range(begin, end, N):
-            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED)
+            k, v = load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED)
             then_inside = at + N + n < end
             offset = places(table, at + N + n, then_inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
             best, total, acc, acc_odd = _take_in(
@@ -149,7 +134,7 @@ def _take_in_all(
         for at in range(begin, end, N):
             inside = at + n < end
             offset = places(table, at + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
-            k, v = _load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED)
+            k, v = load_tile(keys_ptr, values_ptr, offset, head_offset, inside, in_head, PAIRED)
             best, total, acc, acc_odd = _take_in(
                 q, q_odd, k, v, inside, best, total, acc, acc_odd, scale_log2, PAIRED, SOFTCAP, PRECISION, FAST
             )
@@ -294,7 +279,7 @@ def decode_kernel(
     if EARLY:  # keys of earlier steps were written before the previous kernel started
         inside = (begin + n < end) & has_work
         offset = places(table, begin + n, inside, kv_block_stride, kv_token_stride, BLOCK_SIZE)
-        first_k, first_v = _load_tile(keys_ptr, values_ptr, offset, word, inside, in_words, PAIRED)
+        first_k, first_v = load_tile(keys_ptr, values_ptr, offset, word, inside, in_words, PAIRED)
         if OVERLAP:
             after = begin + N + n
             more = (after < end) & has_work

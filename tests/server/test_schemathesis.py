@@ -15,7 +15,8 @@ from schemathesis import Case, GenerationMode
 from tests.server.running_server import NAME, RunningServer
 
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
-POSTS = (*GENERATING, "/tokenize", "/detokenize")
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # with errors in Anthropic's format
+POSTS = (*GENERATING, *MESSAGES, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics", "/version")
 # Any path is valid, so only bodies have negative cases.
 CASES = [(path, "POST", mode) for path in POSTS for mode in GenerationMode]
@@ -26,6 +27,8 @@ VALID_VALUES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
     "/v1/responses": {"input": "hello", "max_output_tokens": 16},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/embeddings": {"input": "hello"},
     "/v1/score": {"text_1": "hello", "text_2": "hello"},
     "/v1/rerank": {"query": "hello", "documents": ["hello"]},
@@ -69,7 +72,8 @@ def fuzz(server: RunningServer, path: str, method: str, mode: GenerationMode, ex
         assert "server_error" not in response.text, f"{case.as_curl_command()}\n{response.text}"
         assert response.headers["x-request-id"]
         if response.status_code >= 400:
-            assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+            keys = {"message", "type"} if path in MESSAGES else {"message", "type", "param", "code"}
+            assert response.json()["error"].keys() == keys
 
     send()
     session.close()
